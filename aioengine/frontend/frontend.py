@@ -1,6 +1,6 @@
 """Frontend: the engine in the user's process, shared by ``AsyncEngine`` and ``Engine``.
 
-Calls are opened on any thread. After that, they change only on the engine's loop, in ``CallLifecycle``.
+Calls are opened on any thread. After that, they change only on the engine's loop, in ``Calls``.
 """
 
 from __future__ import annotations
@@ -15,24 +15,17 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
+from msgspec.structs import asdict
+
 from aioengine.api import checks
-from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
+from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError, EngineStalledError
 from aioengine.frontend import info
-from aioengine.frontend.callers import (
-    closed,
-    is_interrupted,
-    refuse_fork,
-    refuse_interrupting,
-    refuse_own_thread,
-    this_caller,
-)
+from aioengine.frontend.callers import closed, forked, interrupting, is_interrupted, this_caller
 from aioengine.frontend.calls.call import Call
-from aioengine.frontend.calls.call_lifecycle import CallLifecycle
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import Router, SlowReaders
 from aioengine.frontend.calls.overload import Overload, QueueLimits
 from aioengine.frontend.calls.reader import Reader
-from aioengine.frontend.calls.row_types import row_type
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.intake.encoder import Encoder, TextSizes
 from aioengine.frontend.intake.image_prompts import PromptImages
@@ -77,18 +70,15 @@ class Frontend:
         self.failure: EngineError | None = None
         self.last_stats: Stats | None = None
         self._throughput = Throughput(settings.log_level)
-        self.calls = Calls()
-        self.router = Router(self.calls.rows, lock := threading.RLock(), lambda row: self._lifecycle.row_ended(row))
+        self._lock = lock = threading.RLock()
         self.limits = QueueLimits(
-            parts.queue,
+            parts.blueprint.queue,
             max_running=settings.scheduler.max_running,
             max_total_tokens=parts.max_total_tokens * cast("int", parts.facts.get("num_replicas", 1)),
         )
         self.overload = Overload(self.limits, lock, self.loop)
-        self.controls = Controls(
-            parts.processes.send, abort_all=lambda: self._lifecycle.abort_opened(self.calls.num_opened)
-        )
-        self.adapters = LoadedAdapters(parts.adapters, self.controls, lock)
+        self.controls = Controls(parts.processes.send, abort_all=lambda: self.calls.abort_opened(self.calls.num_opened))
+        self.adapters = LoadedAdapters(parts.blueprint.adapters, self.controls, lock)
         self.sessions = Sessions(
             lock=lock,
             limits=self.limits,
@@ -98,23 +88,22 @@ class Frontend:
             abort=parts.processes.send,
             unpin=lambda numbers: self.controls.send("close_sessions", {"sessions": list(map(str, numbers))}),
         )
-        self._lock = lock
         self._pid = os.getpid()
         self._encoder = _encoder(parts)
         self._ended = asyncio.Event()
         self.images = None if parts.images is None else PromptImages(parts.images, self._encoder)
         self._checks = RequestChecks(parts, self._encoder, self.images)
-        self._lifecycle = CallLifecycle(
+        self.calls = Calls(
             self._checks,
             lock=lock,
-            calls=self.calls,
             limits=self.limits,
             sessions=self.sessions,
             send=parts.processes.send,
             computed_since=partial(_computed_since, self),
         )
-        self.attachments = self._lifecycle.attachments
-        self._slow_readers = SlowReaders(parts.delivery, partial(list, self.calls.opened), self._lifecycle)
+        self.router = Router(self.calls.rows, lock, self.calls.row_ended)
+        self.attachments = self.calls.attachments
+        self._slow_readers = SlowReaders(parts.blueprint.delivery, self.calls)
         self._slow_readers.watch()
 
     # ------------------------------------------------------------ from any thread
@@ -126,32 +115,29 @@ class Frontend:
             TypeError, ValueError: an argument is wrong, an id is in use, or the engine lacks a tokenizer.
             EngineError: the engine does not accept the call.
         """
-        called_at = time.monotonic()
-        refuse_interrupting(self._lock)
-        call, reader = Call(called_at, self.weight_version), None
+        call, reader = Call(time.monotonic(), self.weight_version), None
+        if is_interrupted(self._lock):
+            raise interrupting()
         try:
             with self._lock:
                 self.limits.reserve(call, this_caller())
             request = make_request()
             self._checks.check(request)
-            call.begin(request, row_type(request))
+            call.begin(request)
             reader = Reader(call, call.ready, lock=self._lock, actions=self)
             with self._lock:
-                self.limits.add_bytes(call, request.num_bytes)
                 if request.adapters is not None:
                     self.adapters.open(request.adapters, rows_fail_alone=request.rows_fail_alone)
                 self.calls.open(call)
-                if request.resume_ttl_s is not None:
-                    self.attachments.add(call)
             if runs_here(self.loop):
-                self._lifecycle.start(call)
+                self.calls.start(call)
             else:
-                post(self.loop, self._lifecycle.start, call)
+                post(self.loop, self.calls.start, call)
         except BaseException:  # KeyboardInterrupt, too
             with self._lock:
                 self.limits.release(call, time.monotonic())
             if reader is not None:
-                post(self.loop, self._lifecycle.discard, call)
+                post(self.loop, self.calls.discard, call)
             raise
         return reader
 
@@ -165,46 +151,56 @@ class Frontend:
 
         ``blocks``: the thread blocks while it waits, so it must not be the thread of the engine's loop.
         """
-        refuse_interrupting(self._lock)
-        if blocks:
-            refuse_own_thread(self.loop)
-        refuse_fork(self._pid)
+        if is_interrupted(self._lock):
+            raise interrupting()
+        if blocks and runs_here(self.loop):
+            raise RuntimeError(
+                "a call from the engine's own thread would wait for itself; log handlers and other callbacks on this "
+                "thread must hand the call to another thread"
+            )
+        if os.getpid() != self._pid:
+            raise forked(self._pid)
 
     def leave(self, call: Call, ready: deque[CallRow], *, later: bool = False) -> None:
         if not call.is_attachable:
-            call.is_left = True
+            call.leave()
         if runs_here(self.loop) and not later:
-            self._lifecycle.on_left(call, ready)
+            self.calls.on_left(call, ready)
         else:
-            post(self.loop, self._lifecycle.on_left, call, ready)
+            post(self.loop, self.calls.on_left, call, ready)
 
     def on_read(self, call: Call) -> None:
-        post(self.loop, self._lifecycle.on_read, call)
+        post(self.loop, self.calls.on_read, call)
 
     def abort(self, call: Call) -> None:
-        post(self.loop, self._lifecycle.abort, call)
+        post(self.loop, self.calls.end, [call], FinishCode.ABORT)
 
     def abort_request(self, rid: str | None, abort_all: bool) -> None:
         """End the live rows with an id, or all rows. Unknown ids are ignored, because their rows may have ended."""
         if abort_all:
-            post(self.loop, self._lifecycle.abort_opened, self.calls.num_opened)
+            post(self.loop, self.calls.abort_opened, self.calls.num_opened)
         elif rid is None:
             raise ValueError("abort_request needs a rid, or abort_all=True")
         elif not isinstance(cast("object", rid), str):
             raise checks.wrong_type("rid", "a string", rid)
         else:
-            post(self.loop, self._lifecycle.abort_named, str.__str__(rid), self.calls.num_opened)
+            post(self.loop, self.calls.abort_named, str.__str__(rid), self.calls.num_opened)
 
     @property
     def state(self) -> str:
         """The state of the engine for ``health()``."""
-        is_recovering = self.parts.processes.is_recovering
-        return info.state_of(self.failure, is_recovering=is_recovering, is_draining=self.limits.refusal is not None)
+        if self.failure is not None:
+            names = {EngineClosedError: "closed", EngineStalledError: "stalled"}
+            return names.get(type(self.failure), "dead")
+        if self.parts.processes.is_recovering:
+            return "recovering"
+        return "running" if self.limits.refusal is None else "draining"
 
     def stats(self) -> dict[str, int]:
-        """Return the last counters of the scheduler, and the frontend's counters."""
-        return {
-            **info.scheduler_counters(self.last_stats),
+        """Return the last counters of the scheduler (zeros before its first report), and the frontend's counters."""
+        counters = asdict(self.last_stats or Stats())
+        del counters["sent_at"], counters["step_ended_at"]
+        return counters | {
             "num_streams": sum(call.num_open for call in list(self.calls.opened)),
             "num_detokenizing": self.router.num_detokenizing,
             "num_sessions": len(self.sessions),
@@ -233,7 +229,7 @@ class Frontend:
         with self._lock:
             self.limits.refuse(error)
         for call in list(self.calls.opened):
-            self._lifecycle.fail(call, error)
+            self.calls.fail(call, error)
         self.sessions.clear()
         self._slow_readers.stop()
         if not self.loop.is_closed():  # otherwise no task waits
@@ -271,11 +267,11 @@ class Frontend:
         self.controls.send("continue")
         self._slow_readers.release()
         if not await self._become_idle(timeout_s):
-            self._lifecycle.end_all(list(self.calls.opened), FinishCode.SHUTDOWN)
+            self.calls.end(list(self.calls.opened), FinishCode.SHUTDOWN)
             if not await self._become_idle(STOP_TIMEOUT_S):  # the scheduler hangs, or is being replaced
                 for call in list(self.calls.opened):
-                    self._lifecycle.give_up(call, FinishCode.SHUTDOWN)
-                await self._lifecycle.submitter.wait_unstarted()
+                    self.calls.give_up(call, FinishCode.SHUTDOWN)
+                await self.calls.submitter.wait_unstarted()
             return False
         return self.failure is None
 
@@ -283,8 +279,8 @@ class Frontend:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.calls.opened:
-                    self._lifecycle.idle.clear()
-                    await self._lifecycle.idle.wait()
+                    self.calls.idle.clear()
+                    await self.calls.idle.wait()
         return not self.calls.opened
 
     async def stop(self) -> None:
@@ -297,7 +293,7 @@ class Frontend:
         if images is not None:
             await asyncio.wait([asyncio.wrap_future(images)])
         # Readers on other threads wait for these rows, and the loop may end after this.
-        await self._lifecycle.submitter.wait_unstarted()
+        await self.calls.submitter.wait_unstarted()
 
     def close_now(self, error: EngineError | None = None) -> None:
         """End processes and threads now, and the calls in the next turn of the loop. From any thread.
@@ -320,7 +316,7 @@ def _end_calls(frontend: Frontend, error: EngineError) -> None:
         frontend.limits.refuse(frontend.failure or error)
     frontend.attachments.clear(closed())  # no timer of a closed loop can forget them
     frontend.fail(error)
-    frontend._lifecycle.submitter.end_some(sys.maxsize)
+    frontend.calls.submitter.end_some(sys.maxsize)
 
 
 def _computed_since(frontend: Frontend, since: float) -> Collection[int] | None:

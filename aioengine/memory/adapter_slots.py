@@ -21,6 +21,8 @@ from bisect import bisect_left, insort
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec import Struct
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -39,14 +41,7 @@ class Waiter(NamedTuple):
     order: tuple[float, ...]
 
 
-class Assignment(NamedTuple):
-    """An adapter to be copied into a slot."""
-
-    slot: int
-    key: Key
-
-
-class _Slot:
+class _Slot(Struct, eq=False):
     """One slot.
 
     key: its adapter, or None. is_ready: the adapter is copied. running: uids of running requests. released: requests
@@ -54,14 +49,14 @@ class _Slot:
     number of uses of all slots at its last use.
     """
 
-    __slots__ = ("is_draining", "is_ready", "key", "last_used", "num_served", "number", "released", "running")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.last_used = 0
-        self.running: set[int] = set()
-        self.released: dict[int, Waiter] = {}
-        self.assign(None)
+    number: int
+    key: Key | None = None
+    is_ready: bool = False
+    is_draining: bool = False
+    num_served: int = 0
+    last_used: int = 0
+    running: set[int] = set()
+    released: dict[int, Waiter] = {}
 
     def assign(self, key: Key | None) -> None:
         """Assign another adapter, or none."""
@@ -77,8 +72,6 @@ class LoadQueue:
 
     turn: returns how much a tenant has used so far; the smallest is first.
     """
-
-    __slots__ = ("_by_key", "_turn", "_waiters")
 
     def __init__(self, turn: Callable[[str], float]) -> None:
         self._turn = turn
@@ -100,11 +93,8 @@ class LoadQueue:
 
     def first(self, key: Key) -> Waiter | None:
         """Return the first waiting request of an adapter."""
-        tenants = self._by_key.get(key, {})
-        heads = [waiting[0][1] for waiting in tenants.values()]
-        if len(heads) == 1:
-            return self._waiters[heads[0]][1]
-        return min((self._waiters[uid][1] for uid in heads), key=self.rank, default=None)
+        heads = [self._waiters[waiting[0][1]][1] for waiting in self._by_key.get(key, {}).values()]
+        return min(heads, key=self.rank, default=None)
 
     def add(self, key: Key, waiter: Waiter) -> None:
         self._waiters[waiter.uid] = key, waiter
@@ -132,8 +122,6 @@ class AdapterSlots:
     Attributes:
         load_queue: the waiting requests. is_changed: ``assign`` may have something to do.
     """
-
-    __slots__ = ("_by_key", "_first", "_keys", "_num_uses", "_pins", "_quantum", "_slots", "is_changed", "load_queue")
 
     def __init__(self, num_slots: int, *, quantum: int, turn: Callable[[str], float] = lambda _: 0.0) -> None:
         """``turn``: as in ``LoadQueue``."""
@@ -201,22 +189,23 @@ class AdapterSlots:
         claims.sort(key=itemgetter(0))
         return claims
 
-    def assign(self, claims: list[tuple[Rank, Key]]) -> tuple[list[Assignment], list[int]]:
+    def assign(self, claims: list[tuple[Rank, Key]]) -> tuple[list[tuple[int, Key]], list[int]]:
         """Assign slots to waiting adapters, and release requests whose adapters are ready.
 
         claims: the entries of ``claims`` whose adapters are in memory; other adapters do not block a slot.
-        Returns the copies to make, each followed by ``placed`` or ``fail``, and the uids of the released requests.
+        Returns the slots and adapters to copy, each followed by ``placed`` or ``fail``, and the uids of the released
+        requests.
         """
         self.is_changed = False
         self._drain(claims)
         released = self._release()
-        assignments: list[Assignment] = []
+        assignments: list[tuple[int, Key]] = []
         for rank, key in claims:
             slot = self._free_slot(rank)
             if slot is None:
                 break
             self._replace(slot, key)
-            assignments.append(Assignment(slot.number, key))
+            assignments.append((slot.number, key))
         if assignments:
             self._drain(claims[len(assignments) :])
             released += self._release()

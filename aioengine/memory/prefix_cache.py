@@ -20,52 +20,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
-from aioengine.memory.radix import Node, RadixTree
+from msgspec import Struct
+
+from aioengine.memory.radix import Node, RadixTree, Salt
+from aioengine.memory.snapshots import Boundary, RequestSnapshots
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aioengine.memory.radix import Key, Salt
-    from aioengine.memory.snapshots import Boundary, RequestSnapshots, Snapshots
-
-
-class PageAllocator:
-    """Allocates page ids 0 ... num_pages - 1, the last freed page first."""
-
-    __slots__ = ("_free", "num_pages")
-
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        """Allocate ``count`` pages.
-
-        Raises:
-            ValueError: fewer pages are free; none was allocated. Check ``num_free`` first.
-        """
-        if count > len(self._free):
-            raise ValueError(f"{count} pages are needed, but only {len(self._free)} are free")
-        if count <= 0:
-            return []
-        taken = self._free[-count:]
-        del self._free[-count:]
-        taken.reverse()
-        return taken
-
-    def free(self, pages: list[int]) -> None:
-        """Free pages, each exactly once.
-
-        Raises:
-            ValueError: more pages are free than exist, so some page was freed twice. Earlier double frees go unnoticed.
-        """
-        self._free.extend(pages)
-        if len(self._free) > self.num_pages:
-            raise ValueError(f"{len(self._free)} of {self.num_pages} pages are free: a page was freed twice")
+    from aioengine.memory.radix import Key
+    from aioengine.memory.snapshots import Snapshots
 
 
 NEVER = 1 << 62  # a position that no request reaches
@@ -86,7 +50,7 @@ class Match(NamedTuple):
     missing: Boundary | None = None
 
 
-class Allocation:
+class Allocation(Struct, eq=False):
     """The pages of one request.
 
     pages: the page table. path: the locked nodes, one for each of the first pages. num_matched: pages of the prefix
@@ -95,28 +59,15 @@ class Allocation:
     unsent: pages that no row of a plan has named yet. snapshots: snapshots of this request; None without states.
     """
 
-    __slots__ = (
-        "capacity",
-        "next_insert_at",
-        "num_matched",
-        "num_ready",
-        "pages",
-        "path",
-        "salt",
-        "snapshots",
-        "unsent",
-    )
-
-    def __init__(self, salt: Salt = "") -> None:
-        self.pages: list[int] = []
-        self.path: list[Node] = []
-        self.num_matched = 0
-        self.num_ready = 0
-        self.capacity = 0
-        self.next_insert_at = NEVER
-        self.salt = salt
-        self.unsent: list[int] = []
-        self.snapshots: RequestSnapshots | None = None
+    salt: Salt = ""
+    pages: list[int] = []
+    path: list[Node] = []
+    num_matched: int = 0
+    num_ready: int = 0
+    capacity: int = 0
+    next_insert_at: int = NEVER
+    unsent: list[int] = []
+    snapshots: RequestSnapshots | None = None
 
     @property
     def num_owned(self) -> int:
@@ -132,8 +83,6 @@ class PrefixCache:
         enabled: False: pages are never shared. snapshots: of recurrent states; None for a model without states.
     """
 
-    __slots__ = ("_allocator", "_pins", "_tree", "enabled", "num_pages", "page_size", "snapshots")
-
     def __init__(
         self, *, num_pages: int, page_size: int, enabled: bool = True, snapshots: Snapshots | None = None
     ) -> None:
@@ -141,7 +90,7 @@ class PrefixCache:
         self.page_size = page_size
         self.enabled = enabled
         self.snapshots = snapshots
-        self._allocator = PageAllocator(num_pages)
+        self._free = list(range(num_pages - 1, -1, -1))  # the last freed page is allocated first
         self._tree = RadixTree(page_size)
         self._pins: OrderedDict[int, dict[Node, None]] = OrderedDict()
         """Session -> its pinned nodes, parents first. The least recently used session comes first."""
@@ -149,7 +98,7 @@ class PrefixCache:
     @property
     def num_free(self) -> int:
         """Allocatable pages: free pages and cached pages that are not locked, pinned or not."""
-        return self._allocator.num_free + self._tree.num_unlocked
+        return len(self._free) + len(self._tree.unlocked) + self._tree.num_pinned
 
     @property
     def num_cached(self) -> int:
@@ -184,39 +133,28 @@ class PrefixCache:
             return Match([node for node in path if not node.is_pending], path[-1], salt)
         return Match(path, None, salt)
 
-    def num_available(self, match: Match) -> int:
-        """Return the number of allocatable pages that remain after locking the pages of ``match``."""
+    def num_left(self, match: Match, num_tokens: int, promised: int) -> int:
+        """Return the allocatable pages that remain after this request has the pages for its ``num_tokens`` tokens and
+        the running requests have their ``promised`` pages. A negative number is a shortage.
+        """
         num_unlocked = 0
         for node in reversed(match.path):
             if node.num_locks:
                 break  # all nodes before it are locked too
             num_unlocked += 1
-        return self.num_free - num_unlocked
-
-    def num_left(self, match: Match, num_tokens: int, promised: int) -> int:
-        """Return the allocatable pages that remain after this request has the pages for its ``num_tokens`` tokens and
-        the running requests have their ``promised`` pages. A negative number is a shortage.
-        """
-        return self.num_available(match) - self.pages_for(num_tokens) + len(match.path) - promised
-
-    def num_promised(self, running: Iterable[tuple[Allocation, int]]) -> int:
-        """Return the pages that running requests still need for their known tokens. Here they have all of them."""
-        return 0
+        num_missing = self.pages_for(num_tokens) - len(match.path)
+        return self.num_free - num_unlocked - num_missing - promised
 
     # ------------------------------------------------------------ do
 
     def lock(self, token_ids: list[int], match: Match) -> Allocation:
         """Lock the matched pages, allocate pages for the rest of ``token_ids``, and add the full ones as pending.
 
-        Raises:
-            ValueError: too few pages are available. Check ``num_available`` first.
+        Check ``num_left`` first.
         """
         missing = self.pages_for(len(token_ids)) - len(match.path)
-        if missing > self.num_available(match):
-            raise ValueError(f"{missing} pages are needed, but only {self.num_available(match)} are available")
-        allocation = Allocation(match.salt)
         self._tree.lock(match.path)
-        allocation.path = list(match.path)
+        allocation = Allocation(match.salt, path=match.path.copy())
         allocation.pages = [node.page for node in match.path] + self._allocate(missing)
         allocation.num_matched = allocation.num_ready = len(match.path)
         allocation.capacity = len(allocation.pages) * self.page_size
@@ -275,7 +213,7 @@ class PrefixCache:
         owned = [page for node, page in zip(ready, allocation.pages, strict=False) if node.page != page]
         owned += allocation.pages[allocation.num_ready :]
         self._tree.unlock(ready)
-        self._allocator.free(owned)
+        self._free.extend(owned)
         allocation.pages, allocation.path = [], []
         allocation.num_matched = allocation.num_ready = allocation.capacity = 0
         allocation.next_insert_at = NEVER
@@ -312,7 +250,7 @@ class PrefixCache:
                 self.unpin(next(iter(self._pins)))
             else:
                 break
-        self._allocator.free(evicted)
+        self._free.extend(evicted)
         return len(evicted)
 
     def clear(self) -> bool:
@@ -327,12 +265,10 @@ class PrefixCache:
         """
         allocations = list(allocations)
         num_owned = sum(allocation.num_owned for allocation in allocations)
-        total = self._allocator.num_free + self.num_cached + num_owned
+        total = len(self._free) + self.num_cached + num_owned
         if total != self.num_pages:
-            raise RuntimeError(
-                f"{self._allocator.num_free} free, {self.num_cached} cached and {num_owned} owned pages "
-                f"are {total}, not {self.num_pages}"
-            )
+            counts = f"{len(self._free)} free, {self.num_cached} cached and {num_owned} owned pages"
+            raise RuntimeError(f"{counts} are {total}, not {self.num_pages}")
         if self.snapshots is not None:
             self.snapshots.check_integrity(
                 allocation.snapshots for allocation in allocations if allocation.snapshots is not None
@@ -341,10 +277,16 @@ class PrefixCache:
     # ------------------------------------------------------------ inside
 
     def _allocate(self, count: int) -> list[int]:
-        missing = count - self._allocator.num_free
-        if missing > 0:
-            self.evict(missing)
-        return self._allocator.allocate(count)
+        """Allocate ``count`` pages. Evicts cached pages if needed. Raises ValueError if ``num_free`` is less."""
+        if count > len(self._free):
+            self.evict(count - len(self._free))
+        first = len(self._free) - count
+        if first < 0:
+            raise ValueError(f"{count} pages are needed, but only {len(self._free)} are free")
+        pages = self._free[first:]
+        del self._free[first:]
+        pages.reverse()
+        return pages
 
     def _attach(self, allocation: Allocation, key: Key) -> bool:
         """Extend the path by a computed page. Return False while another request is computing the same page."""

@@ -44,22 +44,16 @@ class RadixTree:
     """Finds the longest known prefix, and the page to evict next.
 
     Attributes:
-        num_nodes: all nodes. num_pinned: pinned nodes that are not locked.
+        num_nodes: all nodes. num_pinned: pinned nodes that are not locked. unlocked: nodes that are neither locked nor
+            pinned, least recently unlocked first.
     """
-
-    __slots__ = ("_unlocked", "num_nodes", "num_pinned", "page_size", "root")
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.root = Node((), -1, None)
         self.num_nodes = 0
         self.num_pinned = 0
-        self._unlocked: OrderedDict[Node, None] = OrderedDict()
-
-    @property
-    def num_unlocked(self) -> int:
-        """Nodes that could be evicted, one after the other, if nothing were pinned."""
-        return len(self._unlocked) + self.num_pinned
+        self.unlocked: OrderedDict[Node, None] = OrderedDict()
 
     def keys(self, token_ids: list[int], first: int = 0, salt: Salt = "") -> Iterator[Key]:
         """Yield the full pages of ``token_ids`` as tuples, starting at page ``first``. Page 0 includes the salt."""
@@ -82,13 +76,13 @@ class RadixTree:
         if len(path) >= max_pages:
             return path[: max(max_pages, 0)]
         for key in self.keys(token_ids, len(path), salt):
-            found = node.children.get(key)
-            if found is None:
+            child = node.children.get(key)
+            if child is None:
                 break
-            path.append(found)
+            path.append(child)
             if len(path) == max_pages:
                 break
-            node = found
+            node = child
         return path
 
     def add(self, parent: Node, key: Key, page: int) -> Node:
@@ -121,7 +115,7 @@ class RadixTree:
 
     def lock(self, path: list[Node]) -> None:
         """Lock a path that begins at the root, or a child of a node that the caller has locked."""
-        unlocked = self._unlocked
+        unlocked = self.unlocked
         for node in path:
             if node.num_locks == 0:
                 if node.num_pins:
@@ -132,7 +126,7 @@ class RadixTree:
 
     def unlock(self, path: list[Node]) -> None:
         """Undo one ``lock`` (or ``add``) of every node of a path, from its end to the root."""
-        unlocked = self._unlocked
+        unlocked = self.unlocked
         for node in reversed(path):
             node.num_locks -= 1
             if node.num_locks == 0:
@@ -145,7 +139,7 @@ class RadixTree:
         """Pin nodes, parents first; the parent of the first one is the root, or pinned."""
         for node in nodes:
             if not node.num_pins and not node.num_locks:
-                del self._unlocked[node]
+                del self.unlocked[node]
                 self.num_pinned += 1
             node.num_pins += 1
 
@@ -154,7 +148,7 @@ class RadixTree:
         for node in nodes:
             node.num_pins -= 1
             if not node.num_pins and not node.num_locks:
-                self._unlocked[node] = None
+                self.unlocked[node] = None
                 self.num_pinned -= 1
 
     def remove(self, node: Node) -> None:
@@ -164,9 +158,9 @@ class RadixTree:
 
     def evict(self) -> Node | None:
         """Remove and return the least recently unlocked leaf, or None if all nodes are locked or pinned."""
-        if not self._unlocked:
+        if not self.unlocked:
             return None
-        node, _ = self._unlocked.popitem(last=False)
+        node, _ = self.unlocked.popitem(last=False)
         self._detach(node)
         return node
 

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from msgspec import field
+
 from aioengine.memory.prefix_cache import NEVER, Allocation, Match, PrefixCache
 from aioengine.memory.radix import Node, RadixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from aioengine.memory.radix import Key, Salt
     from aioengine.settings.page_groups import PageGroups
@@ -30,7 +32,7 @@ RELEASED: Final = -1
 """Entry of a page table: the page was released because no later token attends to it."""
 
 
-class WindowedAllocation(Allocation):
+class WindowedAllocation(Allocation, eq=False):
     """The pages of one request.
 
     pages: ``num_groups`` entries for each block of ``page_size`` positions; ``RELEASED`` outside the window.
@@ -38,12 +40,8 @@ class WindowedAllocation(Allocation):
     firsts: for each group, the first block of positions whose page is not released.
     """
 
-    __slots__ = ("firsts", "nodes")
-
-    def __init__(self, salt: Salt, num_groups: int) -> None:
-        super().__init__(salt)
-        self.nodes: list[Node | None] = []
-        self.firsts = [0] * num_groups
+    nodes: list[Node | None] = field(default_factory=list[Node | None])
+    firsts: list[int] = field(default_factory=list[int])
 
     @property
     def num_owned(self) -> int:
@@ -80,7 +78,7 @@ class _PageTree(RadixTree):
 
     def discard(self, page: Node) -> None:
         """Remove the node of a cached page that is neither locked nor pinned."""
-        del self._unlocked[page]
+        del self.unlocked[page]
         self._detach(page)
 
     def _detach(self, node: Node) -> None:
@@ -100,8 +98,6 @@ class _PageTree(RadixTree):
 class WindowedCache(PrefixCache):
     """See the module docstring. ``num_pages`` counts the pages of all groups."""
 
-    __slots__ = ("_groups", "_index", "_page_keys")
-
     def __init__(self, groups: PageGroups, *, num_pages: int, enabled: bool = True) -> None:
         super().__init__(num_pages=num_pages, page_size=groups.page_size, enabled=enabled)
         self._groups = groups
@@ -114,18 +110,18 @@ class WindowedCache(PrefixCache):
     # ------------------------------------------------------------ ask
 
     def match(self, token_ids: list[int], salt: Salt = "", *, known: Node | None = None) -> Match:
-        found = super().match(token_ids, salt, known=known)
-        return found._replace(path=found.path[: self._num_valid(found.path)])
-
-    def num_available(self, match: Match) -> int:
-        return self.num_free - sum(not page.num_locks for _, page in self._seen(match.path))
+        match = super().match(token_ids, salt, known=known)
+        return match._replace(path=match.path[: self._num_valid(match.path)])
 
     def num_left(self, match: Match, num_tokens: int, promised: int) -> int:
-        num_seen = sum(1 for _ in self._seen(match.path))
-        return self.num_available(match) - max(self.pages_for(num_tokens) - num_seen, 0) - promised
+        seen = [page for _, page in self._seen(match.path)]
+        num_unlocked = sum(not page.num_locks for page in seen)
+        return self.num_free - num_unlocked - max(self.pages_for(num_tokens) - len(seen), 0) - promised
 
-    def num_promised(self, running: Iterable[tuple[Allocation, int]]) -> int:
-        return sum(self._num_promised(allocation, num_tokens) for allocation, num_tokens in running)
+    def num_promised(self, allocation: Allocation, num_tokens: int) -> int:
+        """Return the pages that a running request still needs for its known tokens."""
+        assert isinstance(allocation, WindowedAllocation)
+        return max(self.pages_for(num_tokens) - allocation.num_held, 0) if allocation.capacity < num_tokens else 0
 
     # ------------------------------------------------------------ do
 
@@ -134,8 +130,7 @@ class WindowedCache(PrefixCache):
         allocates the pages of the other tokens.
         """
         groups, path = self._groups, match.path
-        allocation = WindowedAllocation(match.salt, groups.num_groups)
-        allocation.path = path.copy()
+        allocation = WindowedAllocation(match.salt, path=path.copy())
         allocation.num_matched = allocation.num_ready = len(path)
         allocation.capacity = len(path) * self.page_size
         allocation.next_insert_at = allocation.capacity + self.page_size
@@ -144,8 +139,8 @@ class WindowedCache(PrefixCache):
         ]
         allocation.pages = [RELEASED] * (len(path) * groups.num_groups)
         allocation.nodes = [None] * len(allocation.pages)
-        for place, page in self._seen(path):
-            allocation.pages[place], allocation.nodes[place] = page.page, page
+        for entry, page in self._seen(path):
+            allocation.pages[entry], allocation.nodes[entry] = page.page, page
         for node in path:
             node.num_locks += 1
         self._tree.lock([page for page in allocation.nodes if page is not None])
@@ -194,7 +189,7 @@ class WindowedCache(PrefixCache):
         owned = [page for page, node in pages if node is None and page != RELEASED]
         self._tree.unlock([node for node in allocation.nodes if node is not None])
         self._index.close(allocation.path)
-        self._allocator.free(owned)
+        self._free.extend(owned)
         allocation.pages, allocation.nodes, allocation.path = [], [], []
         allocation.num_matched = allocation.num_ready = allocation.capacity = 0
         allocation.next_insert_at = NEVER
@@ -228,57 +223,52 @@ class WindowedCache(PrefixCache):
 
     def _num_valid(self, path: list[Node]) -> int:
         """Return how many nodes of a path are a valid prefix hit. Looks at each page at most once."""
-        found, groups = len(path), self._groups
-        present = [found] * groups.num_groups  # for each group: all pages from here up to ``found`` exist
+        num_valid, groups = len(path), self._groups
+        present = [num_valid] * groups.num_groups  # for each group: all pages from here up to ``num_valid`` exist
         is_settled = False
         while not is_settled:
             is_settled = True
             for group, key in enumerate(self._page_keys):
-                first = groups.first_seen(group, found * self.page_size)
-                unknown = reversed(range(first, min(present[group], found)))
+                first = groups.first_seen(group, num_valid * self.page_size)
+                unknown = reversed(range(first, min(present[group], num_valid)))
                 missing = next((index for index in unknown if key not in path[index].children), None)
                 if missing is None:
                     present[group] = min(first, present[group])
                 else:  # any longer prefix needs this page
-                    found = present[group] = missing
+                    num_valid = present[group] = missing
                     is_settled = False
-        return found
-
-    def _num_promised(self, allocation: Allocation, num_tokens: int) -> int:
-        """Return the pages that a running request still needs for its known tokens."""
-        assert isinstance(allocation, WindowedAllocation)
-        return max(self.pages_for(num_tokens) - allocation.num_held, 0) if allocation.capacity < num_tokens else 0
+        return num_valid
 
     def _cache_pages(self, allocation: WindowedAllocation, index: int) -> None:
         """Add the computed pages of a block of positions to the tree, unless it already has them."""
         node, first = allocation.path[index], index * self._groups.num_groups
-        for place, key in enumerate(self._page_keys, first):
-            if allocation.nodes[place] is None and allocation.pages[place] != RELEASED and key not in node.children:
-                allocation.nodes[place] = self._tree.add(node, key, allocation.pages[place])
+        for entry, key in enumerate(self._page_keys, first):
+            if allocation.nodes[entry] is None and allocation.pages[entry] != RELEASED and key not in node.children:
+                allocation.nodes[entry] = self._tree.add(node, key, allocation.pages[entry])
 
     def _give_back(self, allocation: WindowedAllocation, group: int, first: int) -> None:
         """Unlock or free the pages of a group before the block of positions ``first``."""
         num_groups = self._groups.num_groups
-        for place in range(allocation.firsts[group] * num_groups + group, first * num_groups, num_groups):
-            node, page = allocation.nodes[place], allocation.pages[place]
+        for entry in range(allocation.firsts[group] * num_groups + group, first * num_groups, num_groups):
+            node, page = allocation.nodes[entry], allocation.pages[entry]
             if node is not None:
                 self._tree.unlock([node])
             elif page != RELEASED:
-                self._allocator.free([page])
-            allocation.nodes[place], allocation.pages[place] = None, RELEASED
+                self._free.append(page)
+            allocation.nodes[entry], allocation.pages[entry] = None, RELEASED
         allocation.firsts[group] = max(first, allocation.firsts[group])
 
     def _forget_computed(self, allocation: WindowedAllocation) -> None:
         """Remove the pages that the request computed, and other pages of the same nodes that no request uses."""
         num_groups = self._groups.num_groups
         for index in range(allocation.num_matched, allocation.num_ready):
-            for place, key in enumerate(self._page_keys, index * num_groups):
+            for entry, key in enumerate(self._page_keys, index * num_groups):
                 page = allocation.path[index].children.get(key)
-                if page is None or page.num_pins or page.num_locks > (page is allocation.nodes[place]):
+                if page is None or page.num_pins or page.num_locks > (page is allocation.nodes[entry]):
                     continue
-                if page is allocation.nodes[place]:
+                if page is allocation.nodes[entry]:
                     self._tree.remove(page)
-                    allocation.nodes[place], allocation.pages[place] = None, RELEASED
+                    allocation.nodes[entry], allocation.pages[entry] = None, RELEASED
                 else:
                     self._index.discard(page)
-                self._allocator.free([page.page])
+                self._free.append(page.page)

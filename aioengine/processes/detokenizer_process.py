@@ -15,7 +15,7 @@ from aioengine.child_process.host import limit_threads
 from aioengine.constraints.patterns import PatternCache
 from aioengine.errors import RequestError, describe
 from aioengine.model_files.checkpoint import check_unchanged
-from aioengine.protocol.board import NO_END, CrashBoard, blank_board
+from aioengine.protocol.board import CrashBoard, blank_board
 from aioengine.protocol.messages import (
     SCHEDULER,
     Abort,
@@ -36,7 +36,7 @@ from aioengine.text.token_table import TokenizerFile, TokenTable, read_token_tab
 from aioengine.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from aioengine.protocol.columns import Extra
     from aioengine.protocol.messages import TextRules
@@ -126,20 +126,20 @@ class DetokenizerService:
         self._sent_to_peer_at = 0.0
 
     def handle(self, messages: list[Message], now: float) -> None:
-        self._matching.begin()
         for message in messages:
             if isinstance(message, StepOutput):
-                uids = message.tokens.uids
-                self._board.begin(uids, lambda uids=uids: [NO_END] * len(uids))
+                self._board.begin(message.tokens.uids)
                 chunks = self._read(message, now)
                 self._board.end()
-                self._keep(chunks)
-        if self._matching.is_exhausted:
-            self._matching.rest(now)
+                if chunks.has_news:
+                    chunks.num_open = len(self._open)
+                    self._chunks.append(chunks)
+        if self._matching.used_s:
+            self._matching.end(now, rests=self._matching.is_exhausted)
 
     def step(self, now: float) -> Outbox:
         """Return the results of the messages since the last call. Without results, return a heartbeat if it is due."""
-        if self._matching.is_due(now, has_news=bool(self._chunks)):
+        if self._matching.waiting and self._matching.is_due(now, has_news=bool(self._chunks)):
             self._match_waiting(now)
         to_frontend, self._chunks = self._chunks, []
         if not to_frontend and now - self._sent_at >= HEARTBEAT_S:
@@ -155,7 +155,7 @@ class DetokenizerService:
 
     def wait_s(self, now: float) -> float:
         wait_s = max(0.0, self._sent_at + HEARTBEAT_S - now)
-        return min(wait_s, self._matching.wait_s(now)) if self._matching else wait_s
+        return min(wait_s, self._matching.wait_s(now)) if self._matching.waiting else wait_s
 
     def close(self) -> None:
         self._open.clear()
@@ -168,7 +168,8 @@ class DetokenizerService:
         tokens, requests = output.tokens, self._open
         if tokens.extras:
             self._pass_on(tokens.extras, chunks, now)
-        for uid, token_id, end in zip(tokens.uid_of_each(), tokens.token_ids, _ends(output), strict=False):
+        ends = _ends(output) if output.ended else repeat(None)
+        for uid, token_id, end in zip(tokens.uid_of_each(), tokens.token_ids, ends, strict=False):
             request = requests.get(uid)
             if request is None:
                 continue  # ended by a stop string before the scheduler received the abort
@@ -200,12 +201,6 @@ class DetokenizerService:
             elif request is not None:
                 chunks.tokens.extras.append(extra)
 
-    def _keep(self, chunks: TextChunks) -> None:
-        """Keep chunks for the next ``step``, if they are not empty."""
-        if chunks.has_news:
-            chunks.num_open = len(self._open)
-            self._chunks.append(chunks)
-
     def _match(self, request: OpenText, token: Token, chunks: TextChunks, now: float) -> None:
         """Match a token of a request with patterns, or queue the token."""
         if self._matching.delays(request):
@@ -227,18 +222,18 @@ class DetokenizerService:
     def _match_waiting(self, now: float) -> None:
         """Match queued tokens until the time of this turn is used up."""
         chunks = TextChunks()
-        self._matching.begin()
-        while self._matching and not self._matching.is_exhausted:
+        while self._matching.waiting and not self._matching.is_exhausted:
             request, entry = self._matching.take()
-            self._board.begin([request.uid], lambda: [NO_END])
+            self._board.begin([request.uid])
             if isinstance(entry, End):
                 self._end(entry, chunks, now)
             else:
                 self._match_now(request, entry, chunks, now)
             self._board.end()
-        self._keep(chunks)
-        if len(self._open) > len(self._matching):
-            self._matching.rest(now)
+        if chunks.has_news:
+            chunks.num_open = len(self._open)
+            self._chunks.append(chunks)
+        self._matching.end(now, rests=len(self._open) > len(self._matching.waiting))
 
     def _begin(self, opened: TextOpened, chunks: TextChunks, now: float) -> None:
         request = OpenText(opened)
@@ -255,7 +250,7 @@ class DetokenizerService:
 
     def _end(self, end: End, chunks: TextChunks, now: float) -> None:
         """Handle the end of a request from the scheduler: emit the rest of its text. The rest may contain a stop."""
-        if end.uid in self._matching:
+        if end.uid in self._matching.waiting:
             if end.code in _WITH_ALL_TEXT:
                 self._matching.add_end(end)
                 return
@@ -282,7 +277,6 @@ class DetokenizerService:
         """End a request here and abort it in the scheduler."""
         uid = request.uid
         chunks.ended.append(request.complete(end, now))
-        uid = request.uid
         del self._open[uid]
         if self._matching.drop(uid):
             return  # the scheduler has already ended it
@@ -291,30 +285,18 @@ class DetokenizerService:
         if len(self._stopped) > _MAX_REMEMBERED:
             del self._stopped[next(iter(self._stopped))]
 
-    def _stop(self, request: OpenText, chunks: TextChunks, now: float) -> None:
-        """End a request at a stop string."""
-        self._end_here(request, End(request.uid, FinishCode.STOP, request.matched), chunks, now)
-
     def _fail(self, request: OpenText, error: Exception, chunks: TextChunks, now: float) -> None:
         """End a request with an error. Other requests continue."""
         message = error.cause if isinstance(error, RequestError) else describe(error)
         self._end_here(request, End(request.uid, FinishCode.FAILED, stage=_STAGE, message=message), chunks, now)
 
 
-def _ends(output: StepOutput) -> Iterable[End | None]:
+def _ends(output: StepOutput) -> list[End | None]:
     """Return an entry per token: the end of its request if the token is the last one, else None."""
-    if not output.ended:
-        return repeat(None)
     ended = {end.uid: end for end in output.ended}
-    tokens = output.tokens
-    ends = [ended.get(uid) for uid in tokens.uids]
-    if tokens.counts is None:
-        return ends
-    return [
-        end if left == 1 else None
-        for end, count in zip(ends, tokens.counts, strict=True)
-        for left in range(count, 0, -1)
-    ]
+    ends = [ended.get(uid) for uid in output.tokens.uids]
+    counts = output.tokens.counts or [1] * len(ends)
+    return [end if left == 1 else None for end, count in zip(ends, counts, strict=True) for left in range(count, 0, -1)]
 
 
 def build_service(settings: Settings, board: CrashBoard | None = None) -> DetokenizerService:

@@ -52,8 +52,11 @@ class CrashBoard:
         with path.open("r+b") as file:
             return cls(mmap.mmap(file.fileno(), 0))
 
-    def begin(self, uids: list[int], ends: Callable[[], list[int]]) -> None:
-        """Record the begin of a step with these rows. ``ends`` is called if the requests of its place have changed."""
+    def begin(self, uids: list[int], ends: Callable[[], list[int]] | None = None) -> None:
+        """Record the begin of a step with these rows.
+
+        ends: returns their end positions; called if the requests of its place have changed. None: they are unknown.
+        """
         number = self._num_begun
         self._num_begun += 1
         cells, max_rows = self._cells, self._max_rows
@@ -66,7 +69,8 @@ class CrashBoard:
             first = place + _PLACE_HEAD
             cells[first : first + num_rows] = array(_CELL, uids[:num_rows])
             first += max_rows
-            cells[first : first + num_rows] = array(_CELL, ends()[:num_rows])
+            end_positions = [NO_END] * num_rows if ends is None else ends()[:num_rows]
+            cells[first : first + num_rows] = array(_CELL, end_positions)
         cells[place + 1] = number - written_at
         cells[place] = num_rows
 

@@ -33,10 +33,6 @@ STATE_BLOCK_BYTES: Final = 64 * 1024
 """Maximum bytes of a block. A block has at least one position, even if that is larger."""
 
 
-class BadColumnsError(ValueError):
-    """The columns of a message or of a step result do not match each other, or the rows of the plan."""
-
-
 class Extra(Struct, frozen=True, array_like=True, gc=False):
     """A result of a token in addition to its id.
 
@@ -60,26 +56,12 @@ class TokenColumns(Struct, array_like=True, gc=False):
     Attributes:
         uids: the requests. token_ids: their new tokens. counts: number of tokens of each request; None: one each.
         extras: in any order. They may come before their token, but never after it.
-
-    Raises:
-        BadColumnsError: the lengths do not match.
     """
 
     uids: list[int] = []
     token_ids: list[int] = []
     counts: list[int] | None = None
     extras: list[Extra] = []
-
-    def __post_init__(self) -> None:
-        counts = self.counts
-        if counts is None:
-            if len(self.uids) != len(self.token_ids):
-                raise BadColumnsError(f"{len(self.uids)} uids and {len(self.token_ids)} token ids without counts")
-        elif len(self.uids) != len(counts) or sum(counts) != len(self.token_ids) or min(counts, default=0) < 0:
-            raise BadColumnsError(
-                f"{len(self.uids)} uids, {len(counts)} counts with sum {sum(counts)} and minimum "
-                f"{min(counts, default=0)}, and {len(self.token_ids)} token ids do not match"
-            )
 
     def add(self, uid: int, token_ids: Sequence[int]) -> None:
         """Append a row."""
@@ -104,8 +86,6 @@ class TokenColumns(Struct, array_like=True, gc=False):
 
     def limited(self, limits: Mapping[int, int]) -> TokenColumns:
         """Return at most ``limits[uid]`` tokens for each uid in ``limits``. With 0, its row and extras are removed."""
-        if not limits:
-            return self
         kept = TokenColumns(extras=[extra for extra in self.extras if limits.get(extra.uid) != 0])
         for uid, new in zip(self.uids, self.rows(), strict=True):
             if (limit := limits.get(uid)) != 0:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from aioengine.protocol.columns import POOLED_VECTOR, BadColumnsError, Extra, TokenColumns
+from aioengine.protocol.columns import POOLED_VECTOR, Extra, TokenColumns
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, LogprobRules
 
 if TYPE_CHECKING:
@@ -141,22 +141,15 @@ class Limits(Struct, frozen=True, array_like=True, gc=False):
     """The limits of a request, enforced by the scheduler.
 
     stop_token_ids: includes the end-of-text ids of the model, unless ``ignore_eos``. They end the request only after
-    ``min_new_tokens`` output tokens. Deadlines are absolute times or None. refuses_late: end the request immediately if
-    it will surely miss a deadline.
+    ``min_new_tokens`` output tokens. deadlines: absolute times, by their names in a finish reason ("total", "queue",
+    "first_token"). refuses_late: end the request immediately if it will surely miss a deadline.
     """
 
     max_new_tokens: int
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    deadline: float | None = None
-    queue_deadline: float | None = None
-    first_token_deadline: float | None = None
+    deadlines: dict[str, float] = {}
     refuses_late: bool = False
-
-    def deadlines(self) -> dict[str, float]:
-        """Return the deadlines by their names in a finish reason."""
-        times = {"total": self.deadline, "queue": self.queue_deadline, "first_token": self.first_token_deadline}
-        return {which: time for which, time in times.items() if time is not None}
 
 
 class TextRules(Struct, frozen=True, array_like=True, gc=False):
@@ -402,21 +395,21 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
 
         The complete result of such a request is in one output.
         """
-        if not (self.opened and self.tokens.extras):
+        if not self.opened:
             return None
-        opened = {one.first_token.uid: one for one in self.opened if one.text.logprobs is None}
-        given = {extra.uid for extra in self.tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
-        taken = {end.uid: end for end in self.ended if end.uid in given and end.uid in opened}
+        openings = {opened.first_token.uid: opened for opened in self.opened if opened.text.logprobs is None}
+        complete = {extra.uid for extra in self.tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
+        taken = {end.uid: end for end in self.ended if end.uid in complete and end.uid in openings}
         if not taken:
             return None
         chunks = TextChunks(preempted=[uid for uid in self.preempted if uid in taken])
         for uid, end in taken.items():
-            first_token = opened[uid].first_token
+            first_token = openings[uid].first_token
             chunks.first_tokens.append(first_token)
             chunks.ended.append(end.complete(first_token, chunks.preempted.count(uid), first_token.first_token_at))
         chunks.tokens.extras += (extra for extra in self.tokens.extras if extra.uid in taken)
         self.tokens = self.tokens.limited(dict.fromkeys(taken, 0))
-        self.opened = [one for one in self.opened if one.first_token.uid not in taken]
+        self.opened = [opened for opened in self.opened if opened.first_token.uid not in taken]
         self.preempted = [uid for uid in self.preempted if uid not in taken]
         self.ended = [end for end in self.ended if end.uid not in taken]
         return chunks
@@ -427,7 +420,7 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
         A request is opened with its first extra. Its tokens and its end come with its last extra.
         """
         tokens = self.tokens
-        if not tokens.extras or sum(len(extra.data) for extra in tokens.extras) <= max_bytes:
+        if sum(len(extra.data) for extra in tokens.extras) <= max_bytes:
             return [self]
         extras: dict[int, list[Extra]] = {uid: [] for uid in tokens.uids}
         for extra in tokens.extras:
@@ -481,10 +474,6 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
     first_tokens: list[FirstToken] = []
     preempted: list[int] = []
     compiled: list[int] = []
-
-    def __post_init__(self) -> None:
-        if len(self.tokens.uids) != len(self.texts):
-            raise BadColumnsError(f"{len(self.tokens.uids)} uids and {len(self.texts)} texts")
 
     @property
     def has_news(self) -> bool:
@@ -597,4 +586,7 @@ class Frame(Struct, array_like=True, gc=False):
 
 def new_epoch_in(messages: Iterable[Message]) -> NewEpoch | None:
     """Return the message that starts a new epoch. Messages in the same list belong to the old epoch."""
-    return next((message for message in messages if isinstance(message, NewEpoch)), None)
+    for message in messages:
+        if isinstance(message, NewEpoch):
+            return message
+    return None

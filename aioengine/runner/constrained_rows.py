@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
-    from aioengine.runner.logits import GrammarSource
     from aioengine.runner.logits.grammar import GrammarMask
-    from aioengine.runner.rows import RequestRow, SampledRows
+    from aioengine.runner.request_row import RequestRow, SampledRows
+    from aioengine.runner.row_constraint import GrammarSource
     from aioengine.runner.ticket import Ticket
     from aioengine.scheduler.plan import NewRow
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
-    from aioengine.runner.logits import LogitsRow
+    from aioengine.runner.request_row import LogitsRow
     from aioengine.runner.transfer import Upload
 
 LIMIT_S: Final = 1.0
@@ -102,7 +102,7 @@ class CustomProcessors:
             TypeError, ValueError: the result is invalid.
             Exception: any error of the processor.
         """
-        params = [_params.decode(row.sampling.custom_params or b"{}") for row in rows]
+        params = [_params.decode(row.request.sampling.custom_params or b"{}") for row in rows]
         shape, device = logits.shape, logits.device
         result: object = run_limited(partial(self._processors[name].apply, logits, params), limit_s)
         if not isinstance(result, torch.Tensor):
@@ -119,7 +119,7 @@ class CustomProcessors:
         reason = limit if isinstance(error, OutOfTimeError) else describe(error)
         name = _name_of(row)
         location = _location(self._processors[name], error)
-        self.errors[row.uid] = f"custom_logit_processor {name!r} failed{location}: {reason}"
+        self.errors[row.request.uid] = f"custom_logit_processor {name!r} failed{location}: {reason}"
         logits[row.index] = torch.nan
 
 
@@ -133,7 +133,7 @@ def _location(processor: CustomLogitsProcessor, error: BaseException) -> str:
 
 
 def _name_of(row: LogitsRow) -> str:
-    return row.sampling.custom_processor
+    return row.request.sampling.custom_processor
 
 
 def load_processor(name: str) -> CustomLogitsProcessor:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.runner.inputs import StepRows
-    from aioengine.runner.rows import RequestRow, SampledRows
+    from aioengine.runner.request_row import RequestRow, SampledRows
     from aioengine.runner.transfer import Upload
 
     Ints = npt.NDArray[np.int64]

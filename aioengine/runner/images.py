@@ -70,26 +70,21 @@ class Images:
     """The images of open requests.
 
     Attributes:
-        num_open: number of requests with images.
+        requests: uid -> images, of each open request with images.
         deltas: [max_rows] by row index: position of an output token minus its index in the request.
     """
 
-    def __init__(self, model: VisionModel, *, axes: int, hidden_size: int, max_rows: int, is_on_gpu: bool) -> None:
+    def __init__(self, model: VisionModel, *, axes: int, max_rows: int, is_on_gpu: bool) -> None:
         """axes: number of axes of a position."""
         self._model = model
         self._axes = axes
-        self._hidden_size = hidden_size
         self._is_on_gpu = is_on_gpu
         self._max_bytes = GPU_FEATURE_BYTES if is_on_gpu else CPU_FEATURE_BYTES
         self.deltas = np.zeros(max_rows, dtype=np.int64)
-        self._requests: dict[int, _ImageRequest] = {}
+        self.requests: dict[int, _ImageRequest] = {}
         self._cache: OrderedDict[bytes, Tensor] = OrderedDict()  # content -> [N, (1 + K) * D]
         self._num_bytes = 0
         self._step: dict[bytes, Tensor] = {}  # the features that this step needs
-
-    @property
-    def num_open(self) -> int:
-        return len(self._requests)
 
     def open(self, opened: NewRow, row_index: int) -> None:
         """Add the images of a request.
@@ -104,19 +99,19 @@ class Images:
             positions = grid_positions(opened.num_prompt, opened.media)
             self.deltas[row_index] = positions.max() + 1 - opened.num_prompt
         end = max(image.media.start + image.media.num_tokens for image in images)
-        self._requests[opened.uid] = _ImageRequest(images, end, opened.num_prompt, positions)
+        self.requests[opened.uid] = _ImageRequest(images, end, opened.num_prompt, positions)
 
     def close(self, uid: int, row_index: int) -> None:
         """Remove the images of a request. Its features stay in the cache."""
-        if self._requests.pop(uid, None) is not None:
+        if self.requests.pop(uid, None) is not None:
             self.deltas[row_index] = 0
 
     def encode(self, rows: Sequence[Row]) -> dict[int, str]:
         """Compute the features of all images that these rows need. Return uid -> error of requests that fail."""
         self._step = {}
         errors: dict[int, str] = {}
-        for row in rows if self._requests else ():
-            request = self._requests.get(row.uid)
+        for row in rows if self.requests else ():
+            request = self.requests.get(row.uid)
             if request is None or row.start >= request.end:
                 continue
             for image in request.images:
@@ -130,17 +125,13 @@ class Images:
                     break
         return errors
 
-    def __contains__(self, uid: object) -> bool:
-        """Return whether this open request has images."""
-        return uid in self._requests
-
     def positions(self, spans: Sequence[Span], indices: Ints) -> Ints:
         """Return the positions [A, T], or [T] for one axis, of the tokens at ``indices`` [T] of their requests."""
         if self._axes == 1:
             return indices
         positions = np.tile(indices, (self._axes, 1))
         for _, uid, row_index, start, end, first in spans:
-            request = self._requests[uid]
+            request = self.requests[uid]
             assert request.positions is not None
             num_prompt = max(min(end, request.num_prompt) - start, 0)
             positions[:, first : first + num_prompt] = request.positions[:, start : start + num_prompt]
@@ -152,7 +143,7 @@ class Images:
         indices: list[Ints] = []
         parts: list[Tensor] = []
         for _, uid, _, start, end, first in spans:
-            for image in self._requests[uid].images:
+            for image in self.requests[uid].images:
                 low, high = _part(image, start, end)
                 if low < high:
                     indices.append(image.indices[low:high] + (first - start))
@@ -161,7 +152,7 @@ class Images:
             return inputs
         assert inputs.embeddings is not None, "a model that reads images reads embeddings"
         tokens, features = upload(np.concatenate(indices)), torch.cat(parts)
-        size = self._hidden_size
+        size = inputs.embeddings.shape[1]
         embeddings = inputs.embeddings.index_copy(0, tokens, features[:, :size])
         deepstack = (tokens, features[:, size:].unflatten(1, (-1, size))) if self._model.num_deepstack else None
         return replace(inputs, embeddings=embeddings, deepstack=deepstack)
@@ -170,7 +161,7 @@ class Images:
         """Return the images in the step, for a model with bidirectional attention within images."""
         images: list[BidirectionalImage] = []
         for row, uid, _, start, end, first in spans:
-            for image in self._requests[uid].images:
+            for image in self.requests[uid].images:
                 begin, stop = int(image.indices[0]), int(image.indices[-1]) + 1
                 if begin < end and start < stop:
                     assert stop <= end, "the scheduler must not split images of this model"
@@ -211,9 +202,7 @@ def images_of(model: Model, *, max_rows: int, device: torch.device) -> Images | 
     """Return the images of requests to this model; None: the model reads no images."""
     if not isinstance(model, VisionModel):
         return None
-    axes, hidden_size = model.input_spec.position_axes, model.hidden_size
-    is_on_gpu = device.type == "cuda"
-    return Images(model, axes=axes, hidden_size=hidden_size, max_rows=max_rows, is_on_gpu=is_on_gpu)
+    return Images(model, axes=model.input_spec.position_axes, max_rows=max_rows, is_on_gpu=device.type == "cuda")
 
 
 def grid_positions(num_prompt: int, media: Sequence[Media]) -> Ints:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from aioengine.layers.adapters import AdapterRows
     from aioengine.models._base import Model
-    from aioengine.runner.rows import RequestRow, RowTable
+    from aioengine.runner.request_row import RequestRow
+    from aioengine.runner.rows import RowTable
     from aioengine.runner.state_pool import StatePool
-    from aioengine.runner.transfer import Upload
     from aioengine.scheduler.plan import NewRow, Row
 
     Ints = npt.NDArray[np.int64]
@@ -104,11 +104,6 @@ class InputBuilder:
         self.states = states
         self._num_embeddings = num_embeddings
 
-    def release(self) -> None:
-        """Free the memory of the states."""
-        if self.states is not None:
-            self.states.release()
-
     def open(self, opened: NewRow) -> None:
         """Open a request in the table, and load its state from its snapshot.
 
@@ -182,7 +177,7 @@ class InputBuilder:
             on_host: the tensors stay on the host; all tokens of the rows must be known.
         """
         table, spec, page_size = self.table, model.input_spec, self.page_size
-        upload = cast("Upload", torch.from_numpy) if on_host else table.upload
+        upload = torch.from_numpy if on_host else table.upload
         num_rows, num_tokens = len(rows.requests), int(rows.token_ends[-1])
         kv_lengths = rows.starts + rows.counts
         # the row of each token, and its index in the request
@@ -244,14 +239,14 @@ class InputBuilder:
     def _image_spans(self, rows: StepRows) -> list[Span]:
         """Return the ``Span`` of each row whose request has images."""
         images = self.table.images
-        if images is None or not images.num_open:
+        if images is None or not images.requests:
             return []
         starts, counts = rows.starts.tolist(), rows.counts.tolist()
         firsts = (rows.token_ends - rows.counts).tolist()
         return [
             Span(i, request.uid, request.row_index, starts[i], starts[i] + counts[i], firsts[i])
             for i, request in enumerate(rows.requests)
-            if request.uid in images
+            if request.uid in images.requests
         ]
 
     def _with_embeds(self, model: Model, rows: StepRows, inputs: ModelInputs) -> ModelInputs:
@@ -267,7 +262,8 @@ class InputBuilder:
             indices.append(np.arange(first, first + len(part)))
             parts.append(part)
             if end >= request.num_prompt:
-                self.table.drop_embeds(request)
+                request.embeds = None
+                self.table.num_with_embeds -= 1
         if not indices:
             return inputs
         upload = self.table.upload

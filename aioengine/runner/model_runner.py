@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from aioengine.runner.graphs.piece_graphs import PieceGraphs
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
-    from aioengine.runner.logits import GrammarSource, LogitsProcessor
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.runner.pooler import PooledRows
-    from aioengine.runner.rows import RequestRow, SampledRows
+    from aioengine.runner.request_row import RequestRow, SampledRows
+    from aioengine.runner.row_constraint import GrammarSource
     from aioengine.runner.sampling.device_sampler import DeviceSampler
     from aioengine.runner.state_pool import StatePool
     from aioengine.scheduler.plan import Row, StepPlan
@@ -102,7 +102,7 @@ class ModelRunner:
         num_embeddings = parts.model.vocab_size
         vocab_size = self._vocab_size = min(parts.vocab_size, num_embeddings)
         self._custom = CustomProcessors(parts.logits_processors, vocab_size=vocab_size)
-        processors = logits_processors.load(self._custom)
+        processors = logits_processors.in_order([self._custom])
         # Pages of the longest request. Steps in flight never compute positions after the context length. With layer
         # groups, a request frees pages, so over time it may have more pages than the pool.
         num_pages = -(-parts.context_length // pool.page_size)
@@ -118,7 +118,9 @@ class ModelRunner:
             adapters=parts.adapters,
         )
         self._inputs = InputBuilder(self._table, parts.states, page_size=pool.page_size, num_embeddings=num_embeddings)
-        self._sampler = _sampler(self._table, processors, vocab_size=vocab_size, num_embeddings=num_embeddings)
+        self._sampler = _sampler_class(parts.device)(
+            vocab_size=vocab_size, num_embeddings=num_embeddings, table=self._table, processors=processors
+        )
         processor = self._sampler if parts.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processor)
         self._states = HiddenStates(self._table.upload)
@@ -231,9 +233,11 @@ class ModelRunner:
     def close(self) -> None:
         """Free the memory of the pool. May be called twice. No step can be launched after it."""
         self._is_closed = True
-        self._table.adapters.release()
+        if self.adapters is not None:
+            self.adapters.close()
         self._kv_pool.release()
-        self._inputs.release()
+        if self._inputs.states is not None:
+            self._inputs.states.release()
 
     def _change_requests(self, plan: StepPlan) -> None:
         if plan.closed and self._newest is not None:
@@ -249,8 +253,9 @@ class ModelRunner:
                     self._constrained.open(opened, self._table.requests[opened.uid])
             except (ValueError, TypeError, OverflowError) as error:
                 self._failed.add(opened.uid, f"cannot open the request: {error}")
-        for uid, error in self._table.encode_images(plan.rows).items():
-            self._failed.add(uid, error)
+        if self._table.images is not None:
+            for uid, error in self._table.images.encode(plan.rows).items():
+                self._failed.add(uid, error)
         for row in plan.rows:
             request = self._table.requests.get(row.uid) if row.new_pages else None
             if request is not None:
@@ -375,17 +380,14 @@ class ModelRunner:
         return token_ids
 
 
-def _sampler(
-    table: RowTable, processors: tuple[LogitsProcessor, ...], *, vocab_size: int, num_embeddings: int
-) -> Sampler | DeviceSampler:
-    device = table.last_tokens.device
+def _sampler_class(device: torch.device) -> type[Sampler | DeviceSampler]:
     if device.type == "cpu":
-        return Sampler(vocab_size=vocab_size, num_embeddings=num_embeddings, device=device, processors=processors)
+        return Sampler
     if find_spec("triton") is None:
         raise ValueError("device='cuda' needs the package triton, which torch's CUDA wheels install")
     from aioengine.runner.sampling.device_sampler import DeviceSampler
 
-    return DeviceSampler(vocab_size=vocab_size, num_embeddings=num_embeddings, table=table, processors=processors)
+    return DeviceSampler
 
 
 def _failure_reason(request: RequestRow | None) -> str:

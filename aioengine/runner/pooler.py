@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from aioengine.models._base import Model
     from aioengine.runner.inputs import StepRows
-    from aioengine.runner.rows import RequestRow
+    from aioengine.runner.request_row import RequestRow
     from aioengine.runner.transfer import Upload
     from aioengine.scheduler.plan import StepPlan
 

@@ -42,22 +42,23 @@ class _Running(Struct):
 class Profile:
     """Implements the control calls "start_profile" and "stop_profile", and the ``Trace`` of the scheduler core.
 
-    The first start imports torch, because a process with a fake runner does not need it.
+    The first start imports torch, because a process with a fake runner does not need it. ``running``: the profile in
+    progress, or None.
     """
 
     def __init__(self, report: Callable[[Progress], None]) -> None:
         """report: called before a file is written, because that takes long."""
         self._report = report
-        self._running: _Running | None = None
+        self.running: _Running | None = None
         self._written: Path | Exception | None = None
         self._num_started = 0
 
     def part(self, name: str) -> AbstractContextManager[object]:
-        return _NOTHING if self._running is None else self._running.mark(name)
+        return _NOTHING if self.running is None else self.running.mark(name)
 
     def launch(self, number: int, plan: StepPlan) -> AbstractContextManager[object]:
         """Return a context manager for the launch. End the profile if its last step has been launched."""
-        running = self._running
+        running = self.running
         if running is None:
             return _NOTHING
         if running.num_steps is not None:
@@ -79,8 +80,8 @@ class Profile:
         record_shapes: bool,
     ) -> tuple[bool, str, str]:
         """Start a profile. activities: comma-separated CPU, GPU, MEM; GPU is ignored if there is none."""
-        if self._running is not None:
-            return False, f"a profile is being made already, to be written to {self._running.path}", ""
+        if self.running is not None:
+            return False, f"a profile is being made already, to be written to {self.running.path}", ""
         torch = importlib.import_module("torch")
         kinds = activities.split(",")
         wanted = [torch.profiler.ProfilerActivity.CPU] if "CPU" in kinds else []
@@ -102,7 +103,7 @@ class Profile:
         except (OSError, RuntimeError, ValueError) as error:
             return False, f"a profile could not be started: {type(error).__name__}: {error}", ""
         self._written = None
-        self._running = _Running(profiler, torch.profiler.record_function, path, file, num_steps)
+        self.running = _Running(profiler, torch.profiler.record_function, path, file, num_steps)
         return True, "", ""
 
     def stop(self) -> tuple[bool, str, str]:
@@ -110,8 +111,8 @@ class Profile:
 
         If the profile has already ended after ``num_steps``, return the path of its file.
         """
-        if self._running is not None:
-            self._write(self._running)
+        if self.running is not None:
+            self._write(self.running)
         written, self._written = self._written, None
         if written is None:
             return False, "no profile is being made; start_profile begins one", ""
@@ -121,14 +122,14 @@ class Profile:
 
     def close(self) -> None:
         """End a profile in progress without writing it. A process crashes at exit if torch still records."""
-        running, self._running = self._running, None
+        running, self.running = self.running, None
         if running is not None:
             running.file.close()
             running.profiler.stop()
 
     def _write(self, running: _Running) -> None:
         """Write the file. Keep the path or the exception for ``stop``, because the launch of a step must not fail."""
-        self._running = None
+        self.running = None
         self._report(Progress("writing a profile", 0, 1, ""))
         try:
             running.profiler.stop()

@@ -7,7 +7,6 @@ next step reads it there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -15,26 +14,23 @@ import torch
 
 from aioengine.protocol.columns import NO_TOKEN
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind
-from aioengine.runner.logits import Forced, LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.lora.row_adapters import RowAdapters
+from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
 from aioengine.runner.token_lists import token_lists
 from aioengine.runner.transfer import upload_to
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.runner.images import Images
-    from aioengine.runner.logits import LogitsProcessor, OpenConstraint, RowConstraint
+    from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.runner.page_tables import PageTables
-    from aioengine.runner.token_lists import TokenLists
-    from aioengine.scheduler.plan import NewRow, Row
+    from aioengine.scheduler.plan import NewRow
 
     Ints = npt.NDArray[np.int64]
 
@@ -61,97 +57,6 @@ SAMPLING_RECORD = np.dtype(
         ("seed", np.uint64),
     ]
 )
-
-
-@dataclass(slots=True)
-class RowLogprobs:
-    """The logprobs of an open request.
-
-    Attributes:
-        uid, num_prompt: as in ``RequestRow``.
-        rules: the requested logprobs.
-        size_class: requests of one class are computed together. 0 for up to ``FEW_VALUES`` logprobs per position, else
-            the bit length of their number.
-        returns_next: a SCORE request: it gets logprobs of the next token after the prompt, but no token.
-        prompt: token ids [X] of the prompt if its positions get logprobs, else empty.
-        parts: packed logprobs of the prompt computed so far.
-    """
-
-    uid: int
-    num_prompt: int
-    rules: LogprobRules
-    size_class: int
-    returns_next: bool
-    prompt: Ints
-    parts: list[bytes]
-
-
-@dataclass(slots=True)
-class RequestRow:
-    """An open request.
-
-    Attributes:
-        history: [at least its tokens] int64, for penalties on a CPU.
-        token_ids: the tokens with which it was opened, for penalties on a GPU (``sampling.token_counts``); else empty.
-        prompt_states: hidden states of the prompt computed so far; None: not needed (any more).
-        second_text: index of the first token of the second text of a pair; 0: there is none.
-        embeds: [num_prompt, D] of a prompt given as embeddings, until it is computed.
-        first_id: the first token with an id, after a prompt given as embeddings.
-        constraint: the grammar state. may_force: forced tokens may be appended without sampling.
-        forced: the last forced tokens. forced_end: number of tokens after them.
-        is_pooled: the request is of kind POOL. is_long: as in ``NewRow``.
-        lists, recent: see ``logits.LogitsRow``.
-    """
-
-    uid: int
-    row_index: int
-    sampling: Sampling
-    num_prompt: int
-    history: Tensor | None
-    token_ids: list[int]
-    logprobs: RowLogprobs | None = None
-    prompt_states: list[bytes] | None = None
-    second_text: int = 0
-    embeds: npt.NDArray[np.float32] | None = None
-    first_id: int = 0
-    constraint: OpenConstraint | None = None
-    may_force: bool = False
-    forced: Sequence[int] = ()
-    forced_end: int = 0
-    is_pooled: bool = False
-    is_long: bool = False
-    lists: TokenLists | None = None
-    recent: Tensor | None = None
-
-    def constraint_at(self, position: int) -> RowConstraint | None:
-        """Return the tokens that the grammar allows at ``position``. After forced tokens, a step in flight samples a
-        token that is already known.
-        """
-        if self.constraint is None or position >= self.forced_end:
-            return self.constraint
-        return Forced(self.forced[position - self.forced_end], self.constraint.source)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledRows:
-    """The S rows of a step that sample a token. positions: position of the new token in its request."""
-
-    requests: list[RequestRow]
-    row_indices: Ints
-    positions: Ints
-    records: npt.NDArray[np.void]  # of SAMPLING_RECORD
-
-    def constraints(self) -> list[RowConstraint | None]:
-        """Return the constraint of the new token of each row."""
-        return [
-            request.constraint_at(position)
-            for request, position in zip(self.requests, self.positions.tolist(), strict=True)
-        ]
-
-    def part(self, chosen: Ints) -> SampledRows:
-        """Return the rows ``chosen`` [X]."""
-        requests = [self.requests[i] for i in chosen.tolist()]
-        return SampledRows(requests, self.row_indices[chosen], self.positions[chosen], self.records[chosen])
 
 
 class RowTable:
@@ -215,31 +120,21 @@ class RowTable:
         Raises:
             ValueError: a bad word is too long, or an image does not match the prompt.
         """
-        longest = max(map(len, opened.sampling.bad_token_ids), default=0)
+        sampling = opened.sampling
+        longest = max(map(len, sampling.bad_token_ids), default=0)
         if longest > RECENT_TOKENS:
             raise ValueError(f"bad_words: a word has at most {RECENT_TOKENS} tokens, got one of {longest}")
-        sampling, has_penalties = opened.sampling, opened.sampling.has_penalties
-        history, counted_ids = None, list[int]()  # for penalties on a CPU, and on a GPU
-        first_id = opened.num_prompt if opened.embeds else 0
-        all_ids = list[int]()
-        if sampling.bad_token_ids or has_penalties:
-            all_ids = [*[NO_TOKEN] * first_id, *opened.token_ids[first_id:]]
-        if has_penalties and self.last_tokens.is_cuda:
-            counted_ids = opened.token_ids
-        elif has_penalties:
-            history = self.upload(np.array([*all_ids, *[0] * 64], dtype=np.int64))
         row_index = self._free_indices.pop()
         request = RequestRow(
             opened.uid,
             row_index,
             sampling,
             opened.num_prompt,
-            history,
-            counted_ids,
             second_text=opened.second_text,
-            first_id=first_id,
+            first_id=opened.num_prompt if opened.embeds else 0,
             is_pooled=opened.kind is RequestKind.POOL,
             is_long=opened.is_long,
+            lists=token_lists(sampling, self._num_embeddings, self.upload),
         )
         self.requests[opened.uid] = request  # from here on, ``close`` cleans up after an error
         self.num_opened += 1
@@ -247,9 +142,12 @@ class RowTable:
         self.num_with_grammar += sampling.grammar is not None
         self.num_with_states += bool(sampling.hidden_states)
         self.adapters.open(row_index, opened.adapter_slot)
-        request.lists = token_lists(sampling, self._num_embeddings, self.upload)
+        if sampling.has_penalties and self.last_tokens.is_cuda:
+            request.token_ids = opened.token_ids
+        elif sampling.has_penalties:
+            request.history = self.upload(np.array([*_known_ids(opened), *[0] * 64], dtype=np.int64))
         if sampling.bad_token_ids:
-            request.recent = self._open_recent(row_index, all_ids)
+            request.recent = self._open_recent(row_index, _known_ids(opened))
         if opened.embeds:
             request.embeds = np.frombuffer(opened.embeds, np.float32).reshape(opened.num_prompt, -1)
             self.num_with_embeds += 1
@@ -279,25 +177,10 @@ class RowTable:
                 self.images.close(uid, request.row_index)
             self.adapters.close(request.row_index)
 
-    def drop_embeds(self, request: RequestRow) -> None:
-        """Drop the embeddings of a request whose prompt is computed."""
-        if request.embeds is not None:
-            request.embeds = None
-            self.num_with_embeds -= 1
-
-    def encode_images(self, rows: list[Row]) -> dict[int, str]:
-        """Compute the features of all images that these rows need. Return uid -> error of requests that fail."""
-        return {} if self.images is None else self.images.encode(rows)
-
     def pages(self, uid: int) -> list[int]:
         """Return the pages of a request, in order; empty for an unknown uid."""
         request = self.requests.get(uid)
         return [] if request is None else self.page_tables.pages(request.row_index)
-
-    @property
-    def page_table(self) -> npt.NDArray[np.int32]:
-        """The page table [max_rows, max_row_pages] of the first layer group, on the host."""
-        return self.page_tables.tables[0]
 
     def sampled(self, requests: list[RequestRow], row_indices: Ints, positions: Ints) -> SampledRows:
         """Return these requests as S rows that sample, with row_indices [S] and positions [S]."""
@@ -310,13 +193,13 @@ class RowTable:
         if not rows.records["processors"].any():
             return
         for i, request in enumerate(rows.requests):
-            if (history := request.history) is not None:
+            if size := len(request.history):
                 position = int(rows.positions[i])
-                if position >= len(history):
-                    history = request.history = torch.cat([history, torch.zeros_like(history)])
-                history[position] = valid[i]
+                if position >= size:
+                    request.history = torch.cat([request.history, torch.zeros_like(request.history)])
+                request.history[position] = valid[i]
         if self._recent is not None:
-            users = np.array([i for i, request in enumerate(rows.requests) if request.recent is not None], np.int64)
+            users = np.array([i for i, request in enumerate(rows.requests) if len(request.recent)], np.int64)
             columns = self.upload(rows.positions[users] % RECENT_TOKENS)
             self._recent[self.upload(rows.row_indices[users]), columns] = valid[self.upload(users)].int()
 
@@ -347,6 +230,11 @@ class RowTable:
         )
 
 
+def _known_ids(opened: NewRow) -> list[int]:
+    """Return the token ids of a request, with NO_TOKEN for a prompt given as embeddings."""
+    return [NO_TOKEN] * opened.num_prompt + opened.token_ids[opened.num_prompt :] if opened.embeds else opened.token_ids
+
+
 def _row_logprobs(opened: NewRow, rules: LogprobRules) -> RowLogprobs:
     prompt = np.array(opened.token_ids[: opened.num_prompt] if rules.start >= 0 else (), dtype=np.int64)
     parts: list[bytes] = []
@@ -357,19 +245,3 @@ def _row_logprobs(opened: NewRow, rules: LogprobRules) -> RowLogprobs:
     size_class = rules.num_values.bit_length() if rules.num_values > FEW_VALUES else 0
     returns_next = opened.kind is RequestKind.SCORE
     return RowLogprobs(opened.uid, opened.num_prompt, rules, size_class, returns_next, prompt, parts)
-
-
-def logits_row(index: int, request: RequestRow, position: int) -> LogitsRow:
-    """Return row ``index`` of the logits, from which the token at ``position`` of the request is sampled."""
-    return LogitsRow(
-        index,
-        request.sampling,
-        request.num_prompt,
-        position,
-        request.history,
-        uid=request.uid,
-        first_id=request.first_id,
-        constraint=request.constraint_at(position),
-        lists=request.lists,
-        recent=request.recent,
-    )

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aioengine.runner.hidden_states import StepHiddenStates
-    from aioengine.runner.logits import OpenConstraint
     from aioengine.runner.logprobs import StepLogprobs
     from aioengine.runner.pooler import PooledRows
-    from aioengine.runner.rows import RequestRow
+    from aioengine.runner.request_row import RequestRow
+    from aioengine.runner.row_constraint import OpenConstraint
     from aioengine.runner.transfer import Readback
 
     Awaited = tuple[int, int, RequestRow, OpenConstraint]

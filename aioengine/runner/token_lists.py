@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
     from torch import Tensor
 
@@ -43,28 +42,28 @@ class TokenLists:
     Attributes:
         bias_ids, bias: [X] tokens and the numbers added to their logits.
         suppressed: [X] tokens forbidden before ``min_new_tokens``.
-        allowed: [ceil(W / 32)] int32 on the device, one bit per allowed token; None: all tokens.
-        bad: forbidden sequences; None: there are none.
+        allowed: [ceil(W / 32)] int32 on the device, one bit per allowed token; empty if all tokens are allowed.
+        bad: forbidden sequences.
     """
 
     bias_ids: Ints
     bias: npt.NDArray[np.float32]
     suppressed: Ints
-    allowed: Tensor | None
-    bad: BadSequences | None
+    allowed: Tensor
+    bad: BadSequences
 
 
-def token_lists(sampling: Sampling, width: int, upload: Upload) -> TokenLists | None:
-    """Return the lists of these parameters; None: they have none. width: W, token ids are below it."""
+def token_lists(sampling: Sampling, width: int, upload: Upload) -> TokenLists:
+    """Return the lists of these parameters. width: W, token ids are below it."""
     allowed_ids, bad_ids = sampling.allowed_token_ids, sampling.bad_token_ids
     if not (sampling.bias_token_ids or sampling.suppressed_token_ids or allowed_ids or bad_ids):
-        return None
+        return NO_LISTS
     return TokenLists(
         np.array(sampling.bias_token_ids, dtype=np.int32),
         np.array(sampling.logit_bias, dtype=np.float32),
         np.array(sampling.suppressed_token_ids, dtype=np.int32),
-        upload(_bitmask(allowed_ids, width)) if allowed_ids else None,
-        _bad_sequences(bad_ids) if bad_ids else None,
+        upload(_bitmask(allowed_ids, width)) if allowed_ids else NO_LISTS.allowed,
+        _bad_sequences(bad_ids),
     )
 
 
@@ -85,7 +84,5 @@ def _bad_sequences(sequences: tuple[tuple[int, ...], ...]) -> BadSequences:
     )
 
 
-def token_indices(rows: Sequence[int], ids: Sequence[Ints], upload: Upload) -> tuple[Tensor, Tensor]:
-    """Return the indices of tokens in the logits as rows [X] and token ids [X]. ids: the tokens of each row."""
-    row_indices = np.repeat(np.array(rows, dtype=np.int64), [len(row_ids) for row_ids in ids])
-    return upload(row_indices), upload(np.concatenate(ids).astype(np.int64))
+_NO_IDS = np.zeros(0, dtype=np.int32)
+NO_LISTS = TokenLists(_NO_IDS, np.zeros(0, dtype=np.float32), _NO_IDS, torch.zeros(0), _bad_sequences(()))

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from torch import Tensor
+from torch import Tensor
 
 _NUM_SEGMENTS = 8
 _SEGMENT_BYTES = 4 << 20
 _ALIGNMENT = 16
 
 
-class Upload(Protocol):
-    """Copies a host array to the device. On a CPU the tensor shares its memory."""
-
-    def __call__(self, column: npt.NDArray[np.generic], /) -> Tensor:
-        """[...] on the host -> [...] on the device."""
-        ...
+Upload = Callable[[npt.NDArray[Any]], Tensor]
+"""Copies a host array [...] to the device. On a CPU the tensor shares its memory."""
 
 
 class PinnedUpload:
@@ -38,29 +33,26 @@ class PinnedUpload:
         self._segment = 0
         self._used = 0
 
-    def __call__(self, column: npt.NDArray[np.generic], /) -> Tensor:
+    def __call__(self, column: npt.NDArray[Any]) -> Tensor:
         """[...] on the host -> [...] on the device, without waiting."""
         column = np.ascontiguousarray(column)
         if column.nbytes > _SEGMENT_BYTES:
             return torch.from_numpy(column).pin_memory().to(self._device, non_blocking=True)
         if self._used + column.nbytes > _SEGMENT_BYTES:
-            self._next_segment()
+            self._copied[self._segment].record()
+            self._segment = (self._segment + 1) % _NUM_SEGMENTS
+            self._copied[self._segment].synchronize()
+            self._used = 0
         start, end = self._used, self._used + column.nbytes
         self._used = end + -end % _ALIGNMENT
         pinned = self._views[self._segment][start:end].view(column.dtype).reshape(column.shape)
         pinned[...] = column
         return torch.from_numpy(pinned).to(self._device, non_blocking=True)
 
-    def _next_segment(self) -> None:
-        self._copied[self._segment].record()
-        self._segment = (self._segment + 1) % _NUM_SEGMENTS
-        self._copied[self._segment].synchronize()
-        self._used = 0
-
 
 def upload_to(device: torch.device) -> Upload:
     """Return the upload to this device. On a CPU it is ``from_numpy``: calling ``to`` would cost microseconds."""
-    return cast("Upload", torch.from_numpy) if device.type == "cpu" else PinnedUpload(device)
+    return torch.from_numpy if device.type == "cpu" else PinnedUpload(device)
 
 
 def host_copy(values: Tensor) -> Tensor:

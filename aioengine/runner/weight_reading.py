@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -25,7 +25,6 @@ from aioengine.runner.tensor_files import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
     from typing import BinaryIO
 
     from torch import Tensor
@@ -43,7 +42,7 @@ NUM_CPU_READERS: Final = 4
 NUM_BUFFERS: Final = 2
 """Buffers per reader: one is filled while the other is copied."""
 SMALL_BYTES: Final = 32 << 20
-"""Less than this is read in the calling thread."""
+"""Less than this is read by one thread."""
 _MAX_REPORTS: Final = 200
 
 
@@ -93,14 +92,47 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
     report(0, total)
     if not pieces:
         return
-    work = _Work(pieces)
+    device = pieces[0].target.device
+    num_readers = NUM_READERS if device.type == "cuda" else min(NUM_CPU_READERS, torch.get_num_threads())
+    if total < SMALL_BYTES:
+        num_readers = 1
+    sums: dict[str, float] = defaultdict(float)
     done = reported = 0
-    for size in work.read_here() if total < SMALL_BYTES else work.read_in_threads():
-        done += size
-        if done == total or done - reported >= total / _MAX_REPORTS:
-            reported = done
-            report(done, total)
-    _check_finite(entries, targets, work.sums)
+    with ExitStack() as stack:
+        paths = {piece.entry.path for piece in pieces}
+        files = {
+            path: stack.enter_context(folder_files.open_existing(path, f"cannot read {path}: it was removed"))
+            for path in paths
+        }
+        idle: SimpleQueue[_PinnedCopier] = SimpleQueue()
+        if device.type == "cuda":
+            buffer_bytes = min(PIECE_BYTES, max(piece.num_bytes for piece in pieces))
+            for _ in range(num_readers):
+                copier = _PinnedCopier(buffer_bytes, torch.cuda.current_stream(device))
+                stack.callback(copier.stream.synchronize)
+                idle.put(copier)
+
+        @torch.inference_mode()
+        def read(piece: _FilePart) -> float:
+            """Return the sum of the elements on a CPU."""
+            file = files[piece.entry.path]
+            if device.type != "cuda":
+                return _load_to_cpu(piece, file)
+            copier = idle.get()
+            try:
+                copier.load(piece, file)
+            finally:
+                idle.put(copier)
+            return 0.0
+
+        pool = stack.enter_context(ThreadPoolExecutor(num_readers, thread_name_prefix="aioengine-weights"))
+        for piece, piece_sum in zip(pieces, pool.map(read, pieces), strict=True):
+            sums[piece.entry.name] += piece_sum
+            done += piece.num_bytes
+            if done == total or done - reported >= total / _MAX_REPORTS:
+                reported = done
+                report(done, total)
+    _check_finite(entries, targets, sums)
 
 
 def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
@@ -146,99 +178,18 @@ def _deinterleave(rows: Tensor, head_size: int) -> Tensor:
     return rows.view(-1, head_size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-class _Work:
-    """The queue of pieces, for any number of threads.
-
-    Attributes:
-        sums: tensor name -> sum of its elements, for tensors on a CPU. A sum is finite only if all elements are.
-    """
-
-    def __init__(self, pieces: list[_FilePart]) -> None:
-        self.sums: dict[str, float] = defaultdict(float)
-        self._waiting = iter(pieces)
-        self._lock = threading.Lock()
-        self._buffer_bytes = min(PIECE_BYTES, max(piece.num_bytes for piece in pieces))
-        device = pieces[0].target.device
-        self._before = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def read_here(self) -> list[int]:
-        """Read all pieces in this thread. Return the bytes of each piece."""
-        sizes: list[int] = []
-        self._read(sizes.append)
-        return sizes
-
-    def read_in_threads(self) -> Iterator[int]:
-        """Read in several threads. Yields the bytes of each piece. Raises the first error of a thread."""
-        results: SimpleQueue[int | BaseException | None] = SimpleQueue()
-
-        def read() -> None:
-            try:
-                self._read(results.put)
-            except BaseException as error:  # the waiting thread raises it
-                results.put(error)
-            else:
-                results.put(None)
-
-        num_readers = min(NUM_CPU_READERS, torch.get_num_threads()) if self._before is None else NUM_READERS
-        threads = [threading.Thread(target=read, name="aioengine-weights", daemon=True) for _ in range(num_readers)]
-        for thread in threads:
-            thread.start()
-        try:
-            num_running = len(threads)
-            while num_running:
-                result = results.get()
-                if isinstance(result, BaseException):
-                    raise result
-                if result is None:
-                    num_running -= 1
-                else:
-                    yield result
-        finally:
-            with self._lock:
-                self._waiting = iter(())
-            for thread in threads:
-                thread.join()
-
-    @torch.inference_mode()
-    def _read(self, report: Callable[[int], None]) -> None:
-        """Read pieces until none is left. report: called with the bytes of each piece."""
-        with ExitStack() as stack, ExitStack() as opened:
-            load = self._load_to_cpu
-            if self._before is not None:
-                copier = _PinnedCopier(self._buffer_bytes, self._before)
-                stack.enter_context(torch.cuda.stream(copier.stream))
-                stack.callback(copier.stream.synchronize)
-                load = copier.load
-            file: BinaryIO | None = None
-            path: Path | None = None
-            while (piece := self._next()) is not None:
-                if file is None or piece.entry.path != path:
-                    opened.close()
-                    path = piece.entry.path
-                    missing = f"cannot read {path}: it was removed while the weights were read"
-                    file = opened.enter_context(folder_files.open_existing(path, missing))
-                load(piece, file)
-                report(piece.num_bytes)
-
-    def _load_to_cpu(self, piece: _FilePart, file: BinaryIO) -> None:
-        """Read a piece into its target, and sum its elements while they are in the cache."""
-        if piece.same_bytes is not None:
-            _fill(file, piece, piece.same_bytes)
-        else:
-            content = torch.empty(piece.num_bytes, dtype=torch.uint8)
-            piece.target.copy_(piece.values(_fill(file, piece, content)))
-        if _may_be_infinite(piece.target):
-            total = float(piece.target.sum())
-            with self._lock:
-                self.sums[piece.entry.name] += total
-
-    def _next(self) -> _FilePart | None:
-        with self._lock:
-            return next(self._waiting, None)
+def _load_to_cpu(piece: _FilePart, file: BinaryIO) -> float:
+    """Read a piece into its target, and return the sum of its elements, which are still in the cache."""
+    if piece.same_bytes is not None:
+        _fill(file, piece, piece.same_bytes)
+    else:
+        content = torch.empty(piece.num_bytes, dtype=torch.uint8)
+        piece.target.copy_(piece.values(_fill(file, piece, content)))
+    return float(piece.target.sum()) if _may_be_infinite(piece.target) else 0.0
 
 
 class _PinnedCopier:
-    """Copies pieces to the GPU through pinned memory, on a separate ``stream`` per thread, which must be current."""
+    """Copies pieces to the GPU through pinned memory, on a separate ``stream``, for one thread at a time."""
 
     def __init__(self, buffer_bytes: int, before: torch.cuda.Stream) -> None:
         """before: the copies wait for the work queued on this stream."""
@@ -255,11 +206,12 @@ class _PinnedCopier:
         copied.synchronize()
         content = buffer[:size] if size <= len(buffer) else torch.empty(size, dtype=torch.uint8)
         _fill(file, piece, content)
-        if piece.same_bytes is not None:
-            piece.same_bytes.copy_(content, non_blocking=True)
-        else:
-            piece.target.copy_(piece.values(content.to(piece.target.device, non_blocking=True)))
-        copied.record(self.stream)
+        with torch.cuda.stream(self.stream):
+            if piece.same_bytes is not None:
+                piece.same_bytes.copy_(content, non_blocking=True)
+            else:
+                piece.target.copy_(piece.values(content.to(piece.target.device, non_blocking=True)))
+            copied.record()
 
 
 def _may_be_infinite(tensor: Tensor) -> bool:
@@ -272,7 +224,8 @@ def _check_finite(entries: list[Entry], targets: dict[str, Target], sums: dict[s
     """Raise ValueError for elements that are not finite. If a sum is not finite, the elements are checked, because a
     sum of large numbers may overflow.
 
-    sums: as in ``_Work``. Tensors on a GPU are summed here, at memory bandwidth.
+    sums: tensor name -> sum of its elements, for tensors on a CPU. A sum is finite only if all elements are. Tensors on
+    a GPU are summed here, at memory bandwidth.
     """
     tensors = {entry.name: targets[entry.name].tensor for entry in entries}
     names = [name for name, tensor in tensors.items() if tensor.is_cuda and _may_be_infinite(tensor)]

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from torch import Tensor
-
     from aioengine.layers.placement import Target
     from aioengine.models._base import Model
 
@@ -84,9 +82,5 @@ def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
             continue
         scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
         values = block.roll(zlib.crc32(name.encode()) % _DUMMY_BLOCK) * scale
-        target.tensor.copy_(_repeated(values, math.prod(shape)).view(shape)[target.index])
-
-
-def _repeated(values: Tensor, size: int) -> Tensor:
-    """Repeat values [X] to [size]."""
-    return values.repeat(-(-size // len(values)))[:size]
+        size = math.prod(shape)
+        target.tensor.copy_(values.repeat(-(-size // _DUMMY_BLOCK))[:size].view(shape)[target.index])

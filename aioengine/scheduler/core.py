@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from aioengine.scheduler.runner import Runner
     from aioengine.scheduler.scheduler import Scheduler
 
+_NOTHING = nullcontext()
 MAX_FAILURES = 3  # after this many failed steps in a row, the runner is considered broken
 
 
 class Trace(Protocol):
-    """Records the parts of a step in a profile."""
+    """Records the parts of steps in a profile. running: None while no profile is recorded."""
+
+    @property
+    def running(self) -> object: ...
 
     def part(self, name: str) -> AbstractContextManager[object]:
         """Return a context manager for a range named ``name``."""
@@ -32,18 +36,6 @@ class Trace(Protocol):
     def launch(self, number: int, plan: StepPlan) -> AbstractContextManager[object]:
         """Return a context manager for the launch of ``plan``. Steps are numbered from 1."""
         ...
-
-
-class NoTrace:
-    """Does nothing without a profiler."""
-
-    _nothing = nullcontext()
-
-    def part(self, name: str) -> AbstractContextManager[object]:
-        return self._nothing
-
-    def launch(self, number: int, plan: StepPlan) -> AbstractContextManager[object]:
-        return self._nothing
 
 
 class SchedulerCore(Generic[Ticket]):
@@ -74,7 +66,7 @@ class SchedulerCore(Generic[Ticket]):
         self._runner = runner
         self._depth = depth
         self._clock = clock
-        self._trace: Trace = NoTrace() if trace is None else trace
+        self._trace = trace
         self._board = board
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._calls_between_steps: list[Callable[[], None]] = []
@@ -91,16 +83,29 @@ class SchedulerCore(Generic[Ticket]):
             calls, self._calls_between_steps = self._calls_between_steps, []
             for call in calls:
                 call()
+        trace = self._trace if self._trace is not None and self._trace.running else None
+        board, in_flight = self._board, self._in_flight
         plan: StepPlan | None = None
         if self.is_paused or self._calls_between_steps:
             self.requests.expire(now)
         else:
-            with self._trace.part("schedule"):
+            with trace.part("schedule") if trace else _NOTHING:
                 plan = self.scheduler.schedule(now)
         if plan is not None:
-            self._launch(plan)
-        is_due = len(self._in_flight) > self._depth or plan is None
-        output = self._collect(now) if is_due and self._in_flight else None
+            self._num_launched += 1
+            rows = plan.rows
+            if board is not None:
+                board.begin([row.uid for row in rows], lambda: [row.start + row.count for row in rows])
+            try:
+                with trace.launch(self._num_launched, plan) if trace else _NOTHING:
+                    in_flight.append((plan, self._runner.launch(plan)))
+            except Exception as error:
+                if board is not None:
+                    board.forget()
+                self._fail(plan, error)
+        output: StepOutput | None = None
+        if in_flight and (plan is None or len(in_flight) > self._depth):
+            output = self._collect(now, trace)
         if output is None and self.requests.events.has_events:
             output = self.requests.events.take()
         return output
@@ -128,25 +133,15 @@ class SchedulerCore(Generic[Ticket]):
         """
         self._calls_between_steps.append(call)
 
-    def _launch(self, plan: StepPlan) -> None:
-        self._num_launched += 1
-        board, rows = self._board, plan.rows
-        if board is not None:
-            board.begin([row.uid for row in rows], lambda: [row.start + row.count for row in rows])
-        try:
-            with self._trace.launch(self._num_launched, plan):
-                self._in_flight.append((plan, self._runner.launch(plan)))
-        except Exception as error:
-            if board is not None:
-                board.forget()
-            self._fail(plan, error)
-
-    def _collect(self, now: float) -> StepOutput | None:
+    def _collect(self, now: float, trace: Trace | None) -> StepOutput | None:
+        """Wait for the oldest step in flight and apply its result. Return None if the step failed."""
         plan, ticket = self._in_flight.popleft()
         try:
-            with self._trace.part("collect"):
+            with trace.part("collect") if trace else _NOTHING:
                 result = self._runner.collect(ticket)
-                result.check(plan)
+                expected = [row.uid for row in plan.rows if row.outputs]
+                if result.tokens.uids != expected:
+                    raise ValueError(f"the runner returned rows of the requests {result.tokens.uids}, not {expected}")
         except Exception as error:
             self._fail(plan, error)
             return None
@@ -155,7 +150,7 @@ class SchedulerCore(Generic[Ticket]):
                 self._board.end()
         self._num_failures = 0
         collected_at = now if self._clock is None else self._clock()
-        with self._trace.part("apply"):
+        with trace.part("apply") if trace else _NOTHING:
             return self.scheduler.apply(plan, result, collected_at)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from aioengine.protocol.columns import BadColumnsError, TokenColumns
+from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Media, RequestKind, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
 
@@ -114,9 +114,3 @@ class StepResult(Struct, array_like=True, gc=False):
     failed: dict[int, str] = {}
     complete: list[int] = []
     num_rejected: dict[int, int] = {}
-
-    def check(self, plan: StepPlan) -> None:
-        """Raise BadColumnsError unless the result has the rows of ``plan`` that have outputs."""
-        expected = [row.uid for row in plan.rows if row.outputs]
-        if self.tokens.uids != expected:
-            raise BadColumnsError(f"the runner returned rows of the requests {self.tokens.uids}, not {expected}")

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from aioengine.protocol.messages import Limits
     from aioengine.scheduler.request import Request
 
 DEFAULT_WEIGHT = 1.0
@@ -30,18 +29,11 @@ SPARE_ENTRIES = 256  # deadlines of ended requests that may stay in the heap
 class Tenants:
     """The virtual times of active tenants, and of inactive tenants with a larger time than these."""
 
-    __slots__ = ("_away", "_num_requests", "_times", "_weights")
-
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._times: dict[str, float] = {}
         self._num_requests: dict[str, int] = {}
         self._away: list[tuple[float, str]] = []  # a heap; may contain tenants that are active again
-
-    @property
-    def num_known(self) -> int:
-        """Number of tenants whose time is kept."""
-        return len(self._times)
 
     def time_of(self, tenant: str) -> float:
         """Return the virtual time of a tenant."""
@@ -51,7 +43,7 @@ class Tenants:
         """Record a new request of a tenant."""
         count = self._num_requests.get(tenant, 0)
         if count == 0:
-            least = min((self._times[other] for other in self._num_requests), default=0.0)
+            least = min(map(self._times.__getitem__, self._num_requests), default=0.0)
             self._times[tenant] = max(self._times.get(tenant, 0.0), least)
         self._num_requests[tenant] = count + 1
 
@@ -62,7 +54,7 @@ class Tenants:
             return
         del self._num_requests[tenant]
         heapq.heappush(self._away, (self._times[tenant], tenant))
-        least = min((self._times[other] for other in self._num_requests), default=math.inf)
+        least = min(map(self._times.__getitem__, self._num_requests), default=math.inf)
         while self._away and (self._away[0][0] <= least or len(self._away) > MAX_AWAY):
             time, other = heapq.heappop(self._away)
             if other not in self._num_requests and self._times.get(other) == time:
@@ -90,18 +82,20 @@ class Tenants:
 class Deadlines:
     """The deadlines of active requests. Entries of ended requests are skipped, and removed if there are many."""
 
-    __slots__ = ("_heap",)
-
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, str]] = []
+        self.heap: list[tuple[float, int, str]] = []
 
-    def add(self, uid: int, limits: Limits) -> None:
-        for kind, time in limits.deadlines().items():
-            heapq.heappush(self._heap, (time, uid, kind))
+    def add(self, uid: int, deadlines: Mapping[str, float], living: Collection[int]) -> None:
+        """Add the deadlines of a request. If most entries are of requests that are not ``living``, remove these."""
+        for kind, time in deadlines.items():
+            heapq.heappush(self.heap, (time, uid, kind))
+        if len(self.heap) > 4 * len(living) + SPARE_ENTRIES:
+            self.heap = [entry for entry in self.heap if entry[1] in living]
+            heapq.heapify(self.heap)
 
     def next_time(self, requests: dict[int, Request]) -> float | None:
         """Return the time of the next deadline, or None."""
-        heap = self._heap
+        heap = self.heap
         while heap and not _applies(requests.get(heap[0][1]), heap[0][2]):
             heapq.heappop(heap)
         return heap[0][0] if heap else None
@@ -109,19 +103,13 @@ class Deadlines:
     def take_expired(self, now: float, requests: dict[int, Request]) -> list[tuple[Request, str]]:
         """Remove and return the requests with an expired deadline, each once, with the name of the deadline."""
         expired: dict[int, tuple[Request, str]] = {}
-        heap = self._heap
+        heap = self.heap
         while heap and heap[0][0] <= now:
             _, uid, kind = heapq.heappop(heap)
             request = requests.get(uid)
             if request is not None and _applies(request, kind):
                 expired.setdefault(uid, (request, kind))
         return list(expired.values())
-
-    def sweep(self, living: Collection[int]) -> None:
-        """Remove the entries of ended requests if most entries are such."""
-        if len(self._heap) > 4 * len(living) + SPARE_ENTRIES:
-            self._heap = [entry for entry in self._heap if entry[1] in living]
-            heapq.heapify(self._heap)
 
 
 def _applies(request: Request | None, kind: str) -> bool:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from aioengine.memory.prefix_cache import Allocation
 from aioengine.protocol.messages import ALL_STATES, End, FinishCode, RequestKind
-from aioengine.scheduler.gates import ALL_OPEN, Gate
+from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.image_keys import with_image_keys
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Request:
     is_behind: it has forced tokens that no row has computed. The runner does not hold them, so a row must carry them.
     short_length: longer requests use long RoPE factors for all positions. A request that reaches this length is
         recomputed, so until then ``max_tokens`` is ``short_length + 1``. 0: RoPE does not depend on the length.
+    is_long: whether it uses long RoPE factors since its last admission.
     waits_for: the last node of its prefix that another request is computing or taking a snapshot of.
     num_drafts: drafts of its rows in flight. Until they are accepted, ``num_tokens`` and ``num_computed`` are upper
         bounds.
@@ -59,35 +60,6 @@ class Request:
     admitted_at: time of its first admission. num_cached: prompt tokens that it took from the prefix cache then.
     is_text_open: whether its first token was reported.
     """
-
-    __slots__ = (
-        "admitted_at",
-        "allocation",
-        "decodes",
-        "gates",
-        "holds_last",
-        "is_behind",
-        "is_text_open",
-        "kind",
-        "max_tokens",
-        "most_tokens",
-        "num_cached",
-        "num_charged",
-        "num_computed",
-        "num_drafts",
-        "num_preemptions",
-        "num_prompt",
-        "num_tokens",
-        "order",
-        "rank",
-        "short_length",
-        "state",
-        "stop_ids",
-        "submit",
-        "token_ids",
-        "uid",
-        "waits_for",
-    )
 
     def __init__(self, submit: Submit, *, number: int, max_tokens: int, short_length: int = 0) -> None:
         self.submit = submit
@@ -103,6 +75,7 @@ class Request:
         self.num_drafts = 0
         self.short_length = short_length
         self.max_tokens = min(max_tokens, short_length + 1) if self.num_tokens <= short_length else max_tokens
+        self.is_long = 0 < short_length < self.num_tokens
         self.stop_ids = frozenset(submit.limits.stop_token_ids)
         self.state = State.WAITING
         self.order: tuple[float, ...] = (number,)
@@ -111,7 +84,7 @@ class Request:
         self.holds_last = False
         self.decodes = False
         self.is_behind = False
-        self.gates = ALL_OPEN
+        self.gates: frozenset[Gate] = frozenset()
         self.waits_for: Node | None = None
         self.most_tokens = max_tokens
         self.admitted_at: float | None = None
@@ -124,11 +97,6 @@ class Request:
     def num_missing(self) -> int:
         """Positions to compute before the next token can be sampled; 0: a step in flight samples it."""
         return self.num_tokens - self.num_computed
-
-    @property
-    def is_long(self) -> bool:
-        """Whether it uses long RoPE factors."""
-        return 0 < self.short_length < len(self.token_ids)
 
     @property
     def salt(self) -> Salt:
@@ -171,7 +139,6 @@ class Request:
         self.allocation = allocation
         self.num_computed = num_cached
         self.state = State.RUNNING
-        self.wait_for(None)
 
     def stop(self, state: State) -> None:
         """Stop running: drop the pages (the caller frees them) and all tokens in flight."""
@@ -182,6 +149,7 @@ class Request:
         self.num_computed = 0
         self.num_drafts = 0
         self.num_tokens = len(self.token_ids)
+        self.is_long = 0 < self.short_length < self.num_tokens
         self.wait_for(None)
         self.state = state
 
@@ -221,12 +189,6 @@ def end_of(request: Request) -> End | None:
     if len(request.token_ids) >= request.most_tokens:
         return End(request.uid, FinishCode.LENGTH)
     return None
-
-
-def num_wanted(submit: Submit) -> int:
-    """Return the maximum number of prompt and output tokens that a request asks for."""
-    num_output = submit.limits.max_new_tokens if submit.kind is RequestKind.GENERATE else 0
-    return len(submit.prompt_token_ids) + num_output
 
 
 def refusal_of(submit: Submit, *, context_length: int, pool_tokens: int) -> End | None:

@@ -31,7 +31,7 @@ from aioengine.protocol.messages import (
 from aioengine.scheduler.admission import Pace, refusal_of_late
 from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.queue import Deadlines, Tenants
-from aioengine.scheduler.request import Request, State, num_wanted, refusal_of
+from aioengine.scheduler.request import Request, State, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,8 +52,6 @@ class StepEvents:
     Attributes:
         totals: counters. weight_version: version of the runner's weights, which each first token reports.
     """
-
-    __slots__ = ("_ended", "_opened", "_preempted", "totals", "weight_version")
 
     def __init__(self) -> None:
         self.totals = Totals()
@@ -132,6 +130,7 @@ class Requests:
     ) -> None:
         """pool_tokens: number of tokens of the longest request that fits into the pool."""
         self.cache = cache
+        self._settings = settings
         self._pool_tokens = pool_tokens
         self.events = StepEvents()
         self.waiting: list[Request] = []
@@ -143,11 +142,8 @@ class Requests:
         self._tenants = Tenants(settings.tenant_weights)
         share = settings.max_running // max(1, num_adapter_slots)
         self.adapters = AdapterSlots(num_adapter_slots, quantum=share, turn=self._tenants.time_of)
-        self._context_length = settings.context_length
-        self._short_length = settings.short_length
-        self._max_running = settings.max_running
         self._policy: Policy = plugins.load("scheduler/policies", settings.policy)()
-        self._deadlines = Deadlines()
+        self.deadlines = Deadlines()
         self._requests: dict[int, Request] = {}
         self._sessions: set[int] = set()  # sessions whose pages are pinned
         self._num_submitted = 0
@@ -171,13 +167,18 @@ class Requests:
         """
         if submit.uid in self._requests:
             raise UidInUseError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
-        refusal = refusal_of(submit, context_length=self._context_length, pool_tokens=self._pool_tokens)
+        refusal = refusal_of(submit, context_length=self._settings.context_length, pool_tokens=self._pool_tokens)
         if refusal is not None:
             self.events.end(refusal)
             return
         self._num_submitted += 1
-        max_tokens, number = min(num_wanted(submit), self._context_length, self._pool_tokens), self._num_submitted
-        request = Request(submit, number=number, max_tokens=max_tokens, short_length=self._short_length)
+        num_wanted = len(submit.prompt_token_ids)
+        if submit.kind is RequestKind.GENERATE:
+            num_wanted += submit.limits.max_new_tokens
+        max_tokens = min(num_wanted, self._settings.context_length, self._pool_tokens)
+        request = Request(
+            submit, number=self._num_submitted, max_tokens=max_tokens, short_length=self._settings.short_length
+        )
         request.order = (*self._policy.key(request), self._num_submitted)
         if submit.limits.refuses_late and (late := self._refusal_of_late(request, max(now, submit.arrived_at))):
             self.events.end(late)
@@ -189,7 +190,8 @@ class Requests:
         self._tenants.enter(submit.tenant)
         insort(self.waiting, request, key=_order)
         self.is_stalled = False
-        self._deadlines.add(request.uid, submit.limits)
+        if submit.limits.deadlines:
+            self.deadlines.add(request.uid, submit.limits.deadlines, self._requests)
         if submit.continuation is not None:
             self.events.reopen_text(request, submit.continuation)
 
@@ -246,19 +248,18 @@ class Requests:
 
     def expire(self, now: float) -> None:
         """End the requests whose deadline has passed. ``Scheduler.schedule`` also does this."""
-        for request, kind in self._deadlines.take_expired(now, self._requests):
+        for request, kind in self.deadlines.take_expired(now, self._requests):
             self.end(request, End(request.uid, FinishCode.DEADLINE, kind))
-        self._deadlines.sweep(self._requests)
 
     def next_deadline(self) -> float | None:
         """Return the time at which ``expire`` must be called, or None if no request has a deadline."""
-        return self._deadlines.next_time(self._requests)
+        return self.deadlines.next_time(self._requests)
 
     def forget_all(self) -> None:
         """Drop all requests and unreported events. Computed pages stay cached."""
         for request in list(self._requests.values()):
             self.end(request, None)
-        self._deadlines = Deadlines()
+        self.deadlines = Deadlines()
         self.events.take()
 
     # ------------------------------------------------------------ from the steps
@@ -347,10 +348,10 @@ class Requests:
         request.stop(state)
 
     def _refusal_of_late(self, request: Request, now: float) -> End | None:
-        num_free = self._max_running - len(self.running)
+        num_free = self._settings.max_running - len(self.running)
         ahead = self.waiting[: bisect_left(self.waiting, request.order, key=_order)]
-        num_ahead = sum(one.submit.tenant == request.submit.tenant for one in ahead) + 1 - num_free
-        num_running = sum(one.num_missing for one in self.running)
+        num_ahead = sum(other.submit.tenant == request.submit.tenant for other in ahead) + 1 - num_free
+        num_running = sum(other.num_missing for other in self.running)
         num_missing = request.num_prompt - self._num_cached(request) + num_running
         return refusal_of_late(request.submit, self.pace, now, num_ahead=max(0, num_ahead), num_missing=num_missing)
 

@@ -19,14 +19,14 @@ from aioengine.memory.windowed_cache import WindowedCache
 from aioengine.protocol.columns import POOLED_VECTOR
 from aioengine.protocol.messages import End, FinishCode, Stats, StepOutput
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS
-from aioengine.scheduler.plan import DISTRIBUTION, TOKENS, VECTOR
+from aioengine.scheduler.plan import DISTRIBUTION, TOKENS, VECTOR, StepPlan
 from aioengine.scheduler.planner import Flight, Planner
 from aioengine.scheduler.request import end_of
 from aioengine.scheduler.requests import Requests
 from aioengine.settings.page_groups import PageGroups
 
 if TYPE_CHECKING:
-    from aioengine.scheduler.plan import Row, StepPlan, StepResult
+    from aioengine.scheduler.plan import Row, StepResult
     from aioengine.scheduler.request import Request
     from aioengine.settings.config import SchedulerSettings
 
@@ -75,8 +75,9 @@ class Scheduler:
         Pass every plan to ``apply``, in the same order, or to ``fail``.
         """
         requests = self.requests
-        requests.expire(now)
-        flight = Flight(now)
+        if requests.deadlines.heap:
+            requests.expire(now)
+        flight = Flight(StepPlan([]), now)
         requests.is_stalled = not self._flights  # the planner, or any change of the requests, resets it
         self._planner.fill(flight, now, is_overlapped=bool(self._flights))
         if not flight.requests:
@@ -93,11 +94,14 @@ class Scheduler:
 
         Return the accepted tokens and all events since the last call.
         """
-        flight = self._take_flight(plan)
+        flight = self._flights.popleft()
         self.requests.pace.note_step(now - max(flight.planned_at, self._applied_at), flight.num_prompt_tokens)
         self._applied_at = now
         cache = self.cache
-        single, others = _by_row(flight, result)
+        single, others = result.tokens.token_ids, dict[int, list[int]]()
+        has_one_each = result.tokens.counts is None and len(single) == len(plan.rows)
+        if not has_one_each or flight.num_drafts or flight.rejected or result.failed:
+            single, others = _by_row(flight, result)
         limits: dict[int, int] = {}  # uid -> number of accepted tokens, if not all are accepted
         for row, request, allocation, token_id in zip(
             plan.rows, flight.requests, flight.allocations, single, strict=True
@@ -128,7 +132,7 @@ class Scheduler:
                     self._restart_long(request)
         if result.complete:
             self._end_complete(flight, result)
-        tokens = result.tokens.limited(limits)
+        tokens = result.tokens.limited(limits) if limits else result.tokens
         self._events.totals.num_steps += 1
         self._events.totals.output_tokens += len(tokens.token_ids)
         return self._events.take(tokens)
@@ -199,13 +203,13 @@ class Scheduler:
                 self.requests.end(request, End(row.uid, FinishCode.STOP))
 
     def fail(self, plan: StepPlan, message: str) -> None:
-        """End the requests of a plan in flight that has no result. Other requests continue.
+        """End the requests of the oldest or newest plan in flight, which has no result. Other requests continue.
 
         If a launch failed, it is unknown which parts of the plan the runner has processed. So uids closed by the plan
         are closed again, and new requests without a row in it are admitted again.
         """
-        is_newest = bool(self._flights) and self._flights[-1].plan is plan
-        flight = self._take_flight(plan)
+        is_newest = self._flights[-1].plan is plan
+        flight = self._flights.pop() if is_newest else self._flights.popleft()
         for request, allocation in zip(flight.requests, flight.allocations, strict=True):
             if request.allocation is allocation:
                 self.requests.end(request, End(request.uid, FinishCode.FAILED, stage="forward", message=message))
@@ -213,13 +217,6 @@ class Scheduler:
             self.requests.closed = plan.closed + self.requests.closed
             running = {request.uid for request in self.requests.running}
             self.requests.release(new.uid for new in plan.new_rows if new.uid in running)
-
-    def _take_flight(self, plan: StepPlan) -> Flight:
-        for flight in self._flights:
-            if flight.plan is plan:
-                self._flights.remove(flight)
-                return flight
-        raise ValueError("this plan is not in flight; each plan is applied or failed exactly once")
 
     # ------------------------------------------------------------ figures
 
@@ -250,21 +247,15 @@ def _by_row(flight: Flight, result: StepResult) -> tuple[list[int], dict[int, li
     A row has an entry by uid if it has its planned output: no or several tokens, a vector, or a distribution. A row
     with drafts, or with rejected drafts before it, has an entry even if it has one token.
     """
-    plan, tokens = flight.plan, result.tokens
     others: dict[int, list[int]] = {}
-    single = tokens.token_ids
-    if tokens.counts is not None or flight.num_drafts or flight.rejected:
-        with_extra = {extra.uid for extra in tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
-        rows = [row for row in plan.rows if row.outputs]
-        single = list[int]()
-        for row, new in zip(rows, tokens.rows(), strict=True):
-            ids = [new] if isinstance(new, int) else new
-            is_single = len(ids) == 1 and not row.num_drafts and row.uid not in flight.rejected
-            single.append(ids[0] if is_single else -1)
-            if not is_single and (row.outputs & TOKENS or row.uid in with_extra):
-                others[row.uid] = ids
-    if len(single) < len(plan.rows) or result.failed:
-        next_token = iter(single)
-        by_row = [(row.uid, next(next_token) if row.outputs else -1) for row in plan.rows]
-        single = [-1 if uid in result.failed else token_id for uid, token_id in by_row]
+    single: list[int] = []
+    with_extra = {extra.uid for extra in result.tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
+    rows = iter(result.tokens.rows())
+    for row in flight.plan.rows:
+        new = next(rows) if row.outputs else []
+        ids = [new] if isinstance(new, int) else new
+        is_single = len(ids) == 1 and not row.num_drafts and row.uid not in flight.rejected
+        single.append(ids[0] if is_single and row.uid not in result.failed else -1)
+        if not is_single and (row.outputs & TOKENS or row.uid in with_extra):
+            others[row.uid] = ids
     return single, others

@@ -5,7 +5,7 @@ fails, it leaves the fleet, and its requests continue in other replicas after th
 replica fails, the fleet fails.
 
 With ``max_restarts=0`` the first loss of a replica is final, even if a request caused it. A request that crashes every
-process therefore ends two replicas: its first replica, and the replica that tries it as a suspect. After the first
+process therefore ends two replicas: its first replica, and the replica that retries it. After the first
 crash, any request of the step may be the cause. After the second crash, it ends with an error (see ``Ledger``).
 """
 
@@ -183,16 +183,15 @@ class Fleet:
         reason = describe_loss(error)
         warn(logger, "replica %d has failed; %d others continue its requests: %s", number, len(self._living), reason)
         self._stops.append(EngineTask(replica.stop(_STOP_TIMEOUT_S), name="aioengine-stop", on_failure=_ignore))
-        requests, suspects = replica.ledger.hand_over(describe_loss(error), time.monotonic())
+        requests, quarantined = replica.ledger.hand_over(describe_loss(error), time.monotonic())
         reports = replica.ledger.take_reports()
         if number in self._stats:  # keep its totals; the gauges become 0
             reports.append(Stats(*msgspec.structs.astuple(self._stats[number])[:_NUM_TOTALS]))
         self._num_open[number] = 0
         self._on_messages(number, reports)
         for request in requests:
-            if isinstance(request, Submit) and request.uid in suspects:
-                replica = self._replicas[self._routes.choose(request)]
-                replica.ledger.adopt({request.uid: suspects[request.uid]})
+            if isinstance(request, Submit) and request.uid in quarantined:
+                self._replicas[self._routes.choose(request)].adopt({request.uid: quarantined[request.uid]})
         self.send(requests)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,10 @@ class Handshake:
         self._waiting_for = set(roles)
         self._facts: dict[str, object] = {}
         self._progress: dict[str, str] = {}
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._error: EngineStartupError | None = None
+        self._done = asyncio.Event()
         if not self._waiting_for:
-            self._done.set_result(None)
+            self._done.set()
 
     async def wait(self, timeout_s: float) -> dict[str, object]:
         """Wait until all children are ready. Return their facts as one dict.
@@ -41,7 +43,7 @@ class Handshake:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                await self._done
+                await self._done.wait()
         except TimeoutError:
             roles = " and ".join(sorted(map(str, self._waiting_for)))
             were = "process was" if len(self._waiting_for) == 1 else "processes were"
@@ -49,11 +51,13 @@ class Handshake:
             if self._progress:
                 text += "; it had come to " + ", ".join(self._progress.values())
             raise EngineStartupError(text + "; a first start gets more time with startup_timeout") from None
+        if self._error is not None:
+            raise self._error
         return self._facts
 
     def receive(self, message: Ready | Failed | Progress) -> None:
         """Record a message from a starting child. After the end of the wait, messages are ignored."""
-        if self._done.done():
+        if self._done.is_set():
             return
         if isinstance(message, Progress):
             self._progress[message.label] = f"{message.label}: {message.done} of {message.total} {message.unit}"
@@ -69,7 +73,7 @@ class Handshake:
             self._facts.update(msgspec.json.decode(message.facts, type=dict[str, object]))
             self._waiting_for.discard(message.role)
             if not self._waiting_for:
-                self._done.set_result(None)
+                self._done.set()
 
     def child_ended(self, child: RunningChild) -> None:
         """Record the exit of a child. The wait fails after a delay, unless the child's own report arrives first."""
@@ -83,9 +87,9 @@ class Handshake:
 
     def fail(self, text: str, note: str = "") -> None:
         """End the wait with an error, unless it has ended. note: shown below the error, such as a traceback."""
-        if not self._done.done() and not self._done.get_loop().is_closed():
-            error = EngineStartupError(text)
+        if not self._done.is_set():
+            self._error = EngineStartupError(text)
             if note:
-                error.add_note(note.rstrip())
-            self._done.set_exception(error)
-            self._done.exception()  # marks it as retrieved, because the wait may have been cancelled
+                self._error.add_note(note.rstrip())
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._done.set()

@@ -180,7 +180,7 @@ class Incarnation:
         self._closing = threading.RLock()
         self._replaced: RunningChild | None = None  # a detokenizer whose exit is not reported
         self._state = _State.STARTING
-        self._handshake: Handshake | None = None
+        self._handshake = Handshake(())
         self._pump: EngineTask | None = None
         self._unsent: list[Message] = []
         self._num_unsent_tokens = 0
@@ -298,69 +298,59 @@ class Incarnation:
         if self._state is not _State.RUNNING:
             return
         loop = asyncio.get_running_loop()
+        frames = [messages]
         try:
-            self._transmit(messages)
+            while frames:
+                frame = frames.pop(0)
+                try:
+                    self._launcher.sender.send(frame)
+                except UnencodableError as error:
+                    if len(frame) == 1:
+                        loop.call_soon(self._on_messages, [_failure(frame[0], error)])
+                    else:  # only the message that cannot be encoded fails
+                        frames = [[message] for message in frame]
         except BacklogFullError as error:
             stalled = EngineStalledError(f"the scheduler process does not take its messages: {error}")
             loop.call_soon(self._lose, SCHEDULER, stalled)
         except Exception as error:  # otherwise calls would wait forever for replies to lost messages
             loop.call_soon(self._fail, "messages for the scheduler could not be sent", error)
 
-    def _transmit(self, messages: list[Message]) -> None:
-        """Send one frame. If a message cannot be encoded, send one frame per message; only that message fails."""
-        try:
-            self._launcher.sender.send(messages)
-        except UnencodableError as error:
-            if len(messages) == 1:
-                asyncio.get_running_loop().call_soon(self._report, [_failure(messages[0], error)])
-                return
-            for message in messages:
-                self._transmit([message])
-
-    def _report(self, messages: list[ToFrontend]) -> None:
-        """Deliver messages, unless their requests will be submitted again."""
-        if self._state in (_State.STARTING, _State.RUNNING):
-            self._on_messages(messages)
-
     async def _run_pump(self) -> None:
         """Receive the messages of the children until cancelled."""
         while True:
-            self._dispatch(await self._launcher.receiver.receive())
-
-    def _dispatch(self, messages: list[Message]) -> None:
-        now = time.monotonic()
-        for_frontend: list[ToFrontend] = []
-        for message in messages:
-            match message:
-                case TextChunks():
-                    if message.num_open is not None:
-                        self._heartbeats.record(DETOKENIZER, now)
-                    for_frontend.append(message)
-                case Stats():
-                    self._heartbeats.record(SCHEDULER, now)
-                    self._step_ended_at = message.step_ended_at
-                    for_frontend.append(message)
-                    self.send([])  # the number of this frame tells the scheduler whether an earlier frame was lost
-                case Reply():
-                    self._heartbeats.record(SCHEDULER, now)
-                    for_frontend.append(message)
-                case Progress():
-                    if self._handshake is not None:
+            messages = await self._launcher.receiver.receive()
+            now = time.monotonic()
+            for_frontend: list[ToFrontend] = []
+            for message in messages:
+                match message:
+                    case TextChunks():
+                        if message.num_open is not None:
+                            self._heartbeats.record(DETOKENIZER, now)
+                        for_frontend.append(message)
+                    case Stats():
+                        self._heartbeats.record(SCHEDULER, now)
+                        self._step_ended_at = message.step_ended_at
+                        for_frontend.append(message)
+                        self.send([])  # the number of this frame tells the scheduler whether an earlier frame was lost
+                    case Reply():
+                        self._heartbeats.record(SCHEDULER, now)
+                        for_frontend.append(message)
+                    case Progress():
                         self._handshake.receive(message)
-                    if self._state is _State.RUNNING:
-                        self._heartbeats.excuse(SCHEDULER)
-                    elif self._on_progress is not None:
-                        self._on_progress(message)
-                case Ready() | Failed():
-                    if self._handshake is not None:
+                        if self._state is _State.RUNNING:
+                            self._heartbeats.excuse(SCHEDULER)
+                        elif self._on_progress is not None:
+                            self._on_progress(message)
+                    case Ready() | Failed():
                         self._handshake.receive(message)
-                    self._heartbeats.record(message.role, now)
-                case LogRecord():
-                    log(logging.getLogger(message.logger), message.level, "%s", message.message)
-                case _:
-                    raise TypeError(f"{type(message).__name__} is not a message to the frontend")
-        if for_frontend:
-            self._report(for_frontend)
+                        self._heartbeats.record(message.role, now)
+                    case LogRecord():
+                        log(logging.getLogger(message.logger), message.level, "%s", message.message)
+                    case _:
+                        raise TypeError(f"{type(message).__name__} is not a message to the frontend")
+            # In other states, the requests will be submitted again.
+            if for_frontend and self._state in (_State.STARTING, _State.RUNNING):
+                self._on_messages(for_frontend)
 
     # ------------------------------------------------------------ losses
 
@@ -374,16 +364,14 @@ class Incarnation:
         else:
             if self._state is _State.BROKEN:
                 self._state = _State.RUNNING  # cancelled by the program: this loss is final, so there is no mend
-            if self._handshake is not None:
-                self._handshake.fail(str(error))
+            self._handshake.fail(str(error))
             self._lose(None, error, is_final=True)
 
     def _fail(self, text: str, cause: BaseException, *, is_final: bool = True) -> None:
         """Fail the start, or report a loss of all children."""
         failure = EngineError(f"{text}: {cause!r}")
         failure.__cause__ = cause
-        if self._handshake is not None:
-            self._handshake.fail(str(failure))
+        self._handshake.fail(str(failure))
         self._lose(None, failure, is_final=is_final)
 
     def _watch_children(self) -> None:
@@ -402,9 +390,7 @@ class Incarnation:
     def _child_ended(self, child: RunningChild) -> None:
         if self._state is _State.FAILED and not any(other.is_alive for other in self._launcher.children):
             self._close()  # otherwise the loop would keep a failed engine alive until its shutdown
-        if self._state in (_State.ENDED, _State.FAILED) or self._handshake is None:
-            return
-        if child not in self._launcher.children:
+        if self._state in (_State.ENDED, _State.FAILED) or child not in self._launcher.children:
             return
         try:
             if self._state is not _State.RUNNING:
@@ -490,8 +476,7 @@ class Incarnation:
     def _mark_ended(self) -> None:
         self._state = _State.ENDED
         self._heartbeats.stop()
-        if self._handshake is not None:
-            self._handshake.fail("the engine was shut down while it started")
+        self._handshake.fail("the engine was shut down while it started")
 
 
 async def _wait_for_exits(children: Iterable[RunningChild], timeout_s: float) -> None:

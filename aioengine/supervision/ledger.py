@@ -3,14 +3,13 @@
 Every message to the scheduler and every delivered chunk passes through the ``Ledger``. It knows the parameters and the
 delivered token ids of every open request. These determine the rest of the request.
 
-If a process dies in a step, one of the requests of this step may be the cause. They are *suspects* (see ``Trials``):
+If a process dies in a step, one of the requests of this step may be the cause. They enter ``Quarantine``:
 
-1. After the restart, one suspect at a time is *on trial*: it continues, together with the requests that had begun and
-   are not suspects. Other suspects, and requests that had not begun, wait.
-2. When the suspect on trial has more tokens than at the crash, it is *cleared*: it is no suspect any more. The next
-   suspect is on trial.
-3. If a process dies in a step of the suspect on trial, this suspect is tried *alone*: all other requests wait.
-4. If a process dies in such a step again, the suspect is *guilty*: it ends with an error.
+1. After the restart, one quarantined request at a time is *retried*, together with the requests that had begun and are
+   not quarantined. Other quarantined requests, and requests that had not begun, wait.
+2. When the retried request has more tokens than at the crash, it leaves the quarantine, and the next one is retried.
+3. If a process dies in a step of the retried request, this request is retried *alone*: all other requests wait.
+4. If a process dies in such a step again, the request ends with an error.
 
 A control call is sent once. If the scheduler dies before the reply, the call fails.
 
@@ -47,63 +46,59 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Argument, ToFrontend, ToScheduler
 
 
-class Blame(Enum):
+class CrashCause(Enum):
     """The cause of a crash, which decides whether the crash counts against ``max_restarts``.
 
-    NOBODY: the cause is unknown; the crash counts.
-    SUSPECT: the suspect on trial, together with other requests; the crash does not count.
-    GUILTY: the suspect on trial, alone. This crash does not count, and the first crash of the suspect is subtracted.
+    UNKNOWN: the crash counts.
+    RETRY: the retried request, or another one of its step. The crash does not count.
+    REQUEST: the request that was retried alone. This crash does not count, and its first crash is subtracted.
     """
 
-    NOBODY = 0
-    SUSPECT = 1
-    GUILTY = 2
+    UNKNOWN = 0
+    RETRY = 1
+    REQUEST = 2
 
 
-class Trials:
-    """The suspects. One suspect at a time is on trial.
+class Quarantine:
+    """The requests that may have caused a crash. One of them at a time is retried.
 
     Attributes:
-        suspects: uid -> the number of tokens that clears the suspect.
-        on_trial: uid of the suspect on trial; None: there is none. is_alone: all other requests wait.
+        requests: uid -> the number of tokens with which the request leaves the quarantine.
+        retried: uid of the retried request; None: there is none. is_alone: all other requests wait.
     """
 
     def __init__(self) -> None:
-        self.suspects: dict[int, int] = {}
-        self.on_trial: int | None = None
+        self.requests: dict[int, int] = {}
+        self.retried: int | None = None
         self.is_alone = False
 
     def admits(self, uid: int, *, has_begun: bool) -> bool:
         """Return whether a request may continue now."""
-        if self.on_trial is None or uid == self.on_trial:
+        if self.retried is None or uid == self.retried:
             return True
-        return has_begun and uid not in self.suspects and not self.is_alone
+        return has_begun and uid not in self.requests and not self.is_alone
 
-    def clear(self, uid: int) -> None:
-        """Remove a suspect that is cleared or has ended. ``settle`` then chooses the next one."""
-        self.suspects.pop(uid, None)
-
-    def settle(self) -> bool:
-        """If the suspect on trial is cleared, choose the next one. Return whether more requests may continue now."""
-        if self.on_trial in self.suspects or (self.on_trial is None and not self.suspects):
+    def choose_next(self) -> bool:
+        """If the retried request has left, retry the next one. Return whether more requests may continue now."""
+        if self.retried in self.requests or (self.retried is None and not self.requests):
             return False
         self.is_alone = False
-        self.on_trial = min(self.suspects, default=None)
+        self.retried = min(self.requests, default=None)
         return True
 
-    def crash(self, rows: Container[int]) -> Blame:
-        """Record the death of a process. rows: the requests of its step, which the caller has added to ``suspects``."""
-        if self.on_trial in self.suspects and self.on_trial in rows:
-            blame = Blame.GUILTY if self.is_alone else Blame.SUSPECT
+    def crash(self, rows: Container[int]) -> CrashCause:
+        """Record the death of a process. rows: the requests of its step, which the caller has added to ``requests``."""
+        if self.retried in self.requests and self.retried in rows:
+            cause = CrashCause.REQUEST if self.is_alone else CrashCause.RETRY
             self.is_alone = True
-            return blame
+            return cause
         if not self.is_alone:
-            self.on_trial = None
-        return Blame.NOBODY
+            self.retried = None
+        return CrashCause.UNKNOWN
 
 
 CRASH_STAGE: Final = "crash"
-"""The stage in two errors: of a guilty request, and of a control call that was lost with the scheduler."""
+"""The stage in two errors: of a request that crashes processes, and of a control call lost with the scheduler."""
 
 _OWN_CALL: Final = -1
 """The call id of the ledger's own control calls. Their replies are ignored."""
@@ -139,16 +134,16 @@ class OpenRequest(Struct):
         """A lower bound of the number of prompt and output tokens. A request that has begun has an output token."""
         return len(self.submit.prompt_token_ids) + max(len(self.token_ids), self.has_begun)
 
-    def messages(self, *, is_suspect: bool) -> list[ToScheduler]:
+    def messages(self, *, is_retried: bool) -> list[ToScheduler]:
         """Return the messages that continue the request after its delivered tokens, with its abort.
 
-        Each token of a suspect is delivered immediately.
+        Each token of a retried request is delivered immediately.
         """
         submit = self.submit
         if self.first_token is not None:
             continuation = Continuation(self.first_token, self.token_ids.copy(), self.num_preemptions)
             submit = replace(submit, limits=replace(submit.limits, refuses_late=False), continuation=continuation)
-        if is_suspect:
+        if is_retried:
             submit = replace(submit, text=replace(submit.text, stream=True, stream_interval=1))
         return [submit] if self.abort is None else [submit, self.abort]
 
@@ -193,8 +188,8 @@ class ControlCalls:
         if control is not None and reply.success and control.name == LOAD_ADAPTER and control.arguments["is_pinned"]:
             self.pinned[control.arguments["id"]] = replace(control, call_id=_OWN_CALL)
 
-    def lose(self, cause: str) -> None:
-        """Fail all sent control calls, because the scheduler was lost. ``cause``: beginning of the error texts.
+    def lose(self, reason: str) -> None:
+        """Fail all sent control calls, because the scheduler was lost. ``reason``: beginning of the error texts.
 
         "continue" succeeds, because the next scheduler is not paused.
         """
@@ -203,7 +198,7 @@ class ControlCalls:
                 self.is_paused = False
                 self.lost.append(Reply(control.call_id, True))
                 continue
-            text = f"{cause} before it answered {control.name!r}; this call was not repeated"
+            text = f"{reason} before it answered {control.name!r}; this call was not repeated"
             self.lost.append(Reply(control.call_id, False, text, stage=CRASH_STAGE))
         self._sent.clear()
 
@@ -226,8 +221,8 @@ class Ledger:
         self.calls = ControlCalls()
         self._requests: dict[int, OpenRequest] = {}
         self._token_ids: dict[int, list[int]] = {}  # uid -> ``token_ids`` of the request
-        self._trials = Trials()
-        self._has_progress = True  # a token was delivered since the last guilty request
+        self._quarantine = Quarantine()
+        self._has_progress = True  # a token was delivered since a request ended because of its crashes
         self._ended: list[End] = []
 
     @property
@@ -239,7 +234,7 @@ class Ledger:
         """Whether there are reports to take, or there may be unsent requests."""
         if self._ended or self.calls.lost:
             return True
-        return bool(self._requests) and (not self.is_connected or self._trials.on_trial is not None)
+        return bool(self._requests) and (not self.is_connected or self._quarantine.retried is not None)
 
     # ------------------------------------------------------------ to the scheduler
 
@@ -254,10 +249,11 @@ class Ledger:
                         request.token_ids = earlier.token_ids.copy()
                         request.first_token, request.num_preemptions = earlier.first_token, earlier.num_preemptions
                     self._token_ids[uid] = request.token_ids
-                    request.is_sent = self.is_connected and self._trials.admits(uid, has_begun=request.has_begun)
-                    if request.is_sent:
-                        on_trial = self._trials.on_trial
-                        due += [message] if on_trial is None else request.messages(is_suspect=uid == on_trial)
+                    if self.is_connected and self._quarantine.retried is None:
+                        request.is_sent = True
+                        due.append(message)
+                    elif self.is_connected:
+                        due += self._release()
                 case Abort():
                     due += self._abort(message, now)
                 case Suspend() | Resume():
@@ -271,7 +267,7 @@ class Ledger:
     def replay(self) -> list[ToScheduler]:
         """Record that a new scheduler is ready. Return the first messages to send to it."""
         self.is_connected = True
-        self._trials.settle()
+        self._quarantine.choose_next()
         pause = [Control(_OWN_CALL, "pause")] if self.calls.is_paused else []
         return [*pause, *self.calls.pinned.values(), *self._release(), *self.calls.take()]
 
@@ -287,46 +283,46 @@ class Ledger:
             if request is None:
                 continue
             request.abort = Abort([uid], abort.code, abort.message)
-            self._trials.clear(uid)
+            self._quarantine.requests.pop(uid, None)
             if request.is_sent:
                 sent.append(uid)
             elif not request.has_begun:
                 self._end(End(uid, abort.code, message=abort.message, ended_at=now))
         due: list[ToScheduler] = [Abort(sent, abort.code, abort.message)] if sent else []
         if self.holds_back and self.is_connected:
-            self._trials.settle()
+            self._quarantine.choose_next()
             due += self._release()
         return due
 
     def _suspend(self, message: Suspend | Resume) -> list[ToScheduler]:
         """Record a suspend or resume. Return the messages to send now.
 
-        If the suspect on trial is suspended, it is cleared, so that other requests do not wait for it.
+        If the retried request is suspended, it leaves the quarantine, so that other requests do not wait for it.
         """
         for uid in message.uids:
             if (request := self._requests.get(uid)) is not None:
                 request.is_suspended = isinstance(message, Suspend)
-                if request.is_suspended and uid == self._trials.on_trial:
-                    self._trials.clear(uid)
+                if request.is_suspended and uid == self._quarantine.retried:
+                    self._quarantine.requests.pop(uid, None)
         if not self.is_connected:
             return []
-        return [message, *self._release()] if self._trials.settle() else [message]
+        return [message, *self._release()] if self._quarantine.choose_next() else [message]
 
     def _release(self) -> list[ToScheduler]:
         """Return the messages of unsent requests that may continue now.
 
         Aborted requests are included: the scheduler ends them without a step.
         """
-        trials = self._trials
+        quarantine = self._quarantine
         due: list[ToScheduler] = []
         for uid, request in self._requests.items():
             if request.is_sent:
                 continue
-            if request.abort is not None or trials.admits(uid, has_begun=request.has_begun):
+            if request.abort is not None or quarantine.admits(uid, has_begun=request.has_begun):
                 request.is_sent = True
                 request.has_replayed_abort = request.abort is not None
-                due += request.messages(is_suspect=uid == trials.on_trial)
-                if request.is_suspended and uid != trials.on_trial:
+                due += request.messages(is_retried=uid == quarantine.retried)
+                if request.is_suspended and uid != quarantine.retried:
                     due.append(Suspend([uid]))
         return due
 
@@ -348,17 +344,16 @@ class Ledger:
             self._forget(end.uid)
         if tokens.token_ids:
             self._has_progress = True
-        suspect = self._trials.on_trial
-        if suspect is None or not self.is_connected:  # a new child may send messages before the others are ready
+        uid = self._quarantine.retried
+        if uid is None or not self.is_connected:  # a new child may send messages before the others are ready
             return []
-        # If the suspect on trial has more tokens than at its crash, clear it and try the next suspect.
-        request = self._requests.get(suspect)
+        request = self._requests.get(uid)
         due: list[ToScheduler] = []
-        if request is not None and request.num_known >= self._trials.suspects.get(suspect, 0):
-            self._trials.clear(suspect)
-            if request.is_suspended:  # the suspension was delayed by the trial
-                due.append(Suspend([suspect]))
-        return [*due, *self._release()] if self._trials.settle() else due
+        if request is not None and request.num_known >= self._quarantine.requests.get(uid, 0):
+            self._quarantine.requests.pop(uid, None)
+            if request.is_suspended:  # the suspension was delayed by the retry
+                due.append(Suspend([uid]))
+        return [*due, *self._release()] if self._quarantine.choose_next() else due
 
     def take_reports(self) -> list[ToFrontend]:
         """Return reports that no process will send: ends of requests, and replies to lost control calls."""
@@ -370,24 +365,24 @@ class Ledger:
         """End unsent requests without output that have passed a deadline."""
         for uid, request in list(self._requests.items()):
             if not request.is_sent and not request.has_begun:
-                passed = [which for which, time in request.submit.limits.deadlines().items() if time <= now]
+                passed = [which for which, time in request.submit.limits.deadlines.items() if time <= now]
                 if passed:
                     self._end(End(uid, FinishCode.DEADLINE, passed[0], ended_at=now))
 
     # ------------------------------------------------------------ crashes
 
-    def crash(self, rows: Mapping[int, int], cause: str, now: float, *, is_scheduler_lost: bool = True) -> Blame:
+    def crash(self, rows: Mapping[int, int], reason: str, now: float, *, is_scheduler_lost: bool = True) -> CrashCause:
         """Record the loss of a process. Return the cause.
 
-        If no token was delivered since the last guilty request, probably every step crashes. The cause is then NOBODY.
+        If requests crash without any token in between, probably every step crashes. The cause is then UNKNOWN.
 
         Args:
             rows: uid -> end position of the row, for the requests in the last step of the process.
-            cause: beginning of the error texts.
+            reason: beginning of the error texts.
         """
         self.is_connected = False
         if is_scheduler_lost:
-            self.calls.lose(cause)
+            self.calls.lose(reason)
         else:
             self.calls.put_back()
         for uid, request in list(self._requests.items()):
@@ -395,41 +390,43 @@ class Ledger:
                 self._end(End(uid, request.abort.code, message=request.abort.message, ended_at=now))
             request.is_sent = False
         for uid, end in rows.items():
-            suspect = self._requests.get(uid)
-            if suspect is not None and suspect.abort is None:
-                self._trials.suspects[uid] = max(end, suspect.num_known) + 1
-        blame = self._trials.crash(rows)
+            row = self._requests.get(uid)
+            if row is not None and row.abort is None:
+                self._quarantine.requests[uid] = max(end, row.num_known) + 1
+        cause = self._quarantine.crash(rows)
         had_progress = self._has_progress
-        if blame is Blame.GUILTY and self._trials.on_trial is not None:
-            self._end_guilty(self._trials.on_trial, cause, now, ", even alone")
+        if cause is CrashCause.REQUEST:
+            self._end_retried(reason, now, ", even alone")
             self._has_progress = False
-        return blame if had_progress else Blame.NOBODY
+        return cause if had_progress else CrashCause.UNKNOWN
 
-    def hand_over(self, cause: str, now: float) -> tuple[list[ToScheduler], dict[int, int]]:
+    def hand_over(self, reason: str, now: float) -> tuple[list[ToScheduler], dict[int, int]]:
         """Hand all open requests over to another replica, because the processes are lost and not replaced.
 
-        Return the messages that continue the requests, and the suspects for ``adopt`` of the other replica. If a
-        process died in a step of the suspect on trial, this request ends with an error, because it would kill processes
-        of other replicas too. Control calls without a reply fail.
+        Return the messages that continue the requests, and the quarantined requests for ``adopt`` of the other replica.
+        If a process died in a step of the retried request, this request ends with an error, because it would kill
+        processes of other replicas too. Control calls without a reply fail.
         """
         self.calls.take()
-        self.crash({}, cause, now)
-        if self._trials.is_alone and self._trials.on_trial in self._trials.suspects:
-            self._end_guilty(self._trials.on_trial, cause, now)
-        suspects, self._trials = self._trials.suspects, Trials()
+        self.crash({}, reason, now)
+        if self._quarantine.is_alone and self._quarantine.retried in self._quarantine.requests:
+            self._end_retried(reason, now)
+        quarantined, self._quarantine = self._quarantine.requests, Quarantine()
         messages = self._release()
         self._requests.clear()
         self._token_ids.clear()
-        return messages, suspects
+        return messages, quarantined
 
-    def adopt(self, suspects: Mapping[int, int]) -> None:
-        """Add suspects of another replica. Their requests are submitted next, and continue one at a time."""
-        self._trials.suspects |= suspects
+    def adopt(self, quarantined: Mapping[int, int]) -> None:
+        """Quarantine requests of another replica, which are submitted next."""
+        self._quarantine.requests |= quarantined
         if self.is_connected:
-            self._trials.settle()
+            self._quarantine.choose_next()
 
-    def _end_guilty(self, uid: int, cause: str, now: float, circumstance: str = "") -> None:
-        text = f"{cause} each time it computed this request{circumstance}; the other requests continue"
+    def _end_retried(self, reason: str, now: float, circumstance: str = "") -> None:
+        uid = self._quarantine.retried
+        assert uid is not None
+        text = f"{reason} each time it computed this request{circumstance}; the other requests continue"
         self._end(End(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=text, ended_at=now))
 
     def _end(self, end: End) -> None:
@@ -440,4 +437,4 @@ class Ledger:
     def _forget(self, uid: int) -> None:
         self._requests.pop(uid, None)
         self._token_ids.pop(uid, None)
-        self._trials.clear(uid)
+        self._quarantine.requests.pop(uid, None)

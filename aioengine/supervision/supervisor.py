@@ -25,11 +25,11 @@ from aioengine.logs import log, warn
 from aioengine.protocol.messages import SCHEDULER, Progress, Reply, Stats, TextChunks, ToFrontend, Totals
 from aioengine.protocol.orders import ROLES
 from aioengine.supervision.incarnation import Incarnation, Loss
-from aioengine.supervision.ledger import Blame, Ledger
+from aioengine.supervision.ledger import CrashCause, Ledger
 from aioengine.supervision.tasks import EngineTask
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from aioengine.protocol.messages import Role, ToScheduler
     from aioengine.settings.config import Settings, SupervisionConfig
@@ -138,8 +138,13 @@ class Supervisor:
             raise EngineClosedError("the engine's processes are not started yet")
         if due := self.ledger.record(messages, time.monotonic()):
             self._incarnation.send(due)
-        if self.ledger.holds_back:  # unsent requests may pass their deadlines
-            self._report_later()
+        else:
+            self._report_later()  # unsent requests may pass their deadlines
+
+    def adopt(self, quarantined: Mapping[int, int]) -> None:
+        """Quarantine requests of a replica that has failed. They are sent next."""
+        self.ledger.adopt(quarantined)
+        self._report_later()
 
     async def stop(self, timeout_s: float) -> None:
         """Ask the children to exit, then kill them, within about ``timeout_s``. May be repeated."""
@@ -222,11 +227,11 @@ class Supervisor:
             return
         limits, now = self._limits, time.monotonic()
         try:
-            blame = self.ledger.crash(loss.rows, describe_loss(loss.error), now, is_scheduler_lost=not loss.is_mendable)
-            if blame is Blame.GUILTY:  # the first crash of this request counted as a restart
+            cause = self.ledger.crash(loss.rows, describe_loss(loss.error), now, is_scheduler_lost=not loss.is_mendable)
+            if cause is CrashCause.REQUEST:  # its first crash counted as a restart
                 self._window.give_back()
             may_recover = bool(limits.max_restarts and not loss.is_final)
-            if may_recover and blame is Blame.NOBODY:  # the loss counts as a restart
+            if may_recover and cause is CrashCause.UNKNOWN:  # the loss counts as a restart
                 may_recover = self._window.take(now)
         except Exception as error:  # otherwise every call would wait for a recovery that never begins
             loss.error.__cause__ = error

@@ -12,7 +12,7 @@ has a byte tokenizer (one token for each byte of UTF-8) and the answers of the t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
@@ -23,7 +23,7 @@ from aioengine.api.args import MAX_WEIGHT
 from aioengine.api.engine import AsyncEngine
 from aioengine.api.sync import Engine
 from aioengine.frontend.loaded_adapters import AdapterRules
-from aioengine.frontend.startup import Blueprint
+from aioengine.frontend.running import Blueprint
 from aioengine.settings.config import (
     DeliveryConfig,
     LoraSettings,
@@ -52,18 +52,6 @@ PAGE_SIZE = 16
 STARTUP_TIMEOUT_S = 60.0
 MAX_S: Final = 86400.0
 MAX_RANK: Final = 64
-_CHECKS: Final[Mapping[str, checks.Check]] = {
-    **dict.fromkeys(
-        ("context_length", "num_pages", "max_running", "chunk_tokens", "max_loaded_loras"), checks.whole_from(1)
-    ),
-    **dict.fromkeys(("max_queued", "max_restarts", "max_loras_per_batch"), checks.whole_from(0)),
-    "random_seed": checks.whole_from(0, 2**63 - 1),
-    **dict.fromkeys(("allow_request_templates", "processes"), checks.switch),
-    **dict.fromkeys(("step_time_s", "adapter_s"), checks.number_from(0, MAX_S)),
-    **dict.fromkeys(
-        ("stall_timeout_s", "slow_reader_timeout_s", "restart_window_s"), checks.number_from(0, MAX_S, above=True)
-    ),
-}
 LAYERS: Final = {"model.layers.0.self_attn.q_proj": (8, 8), "model.layers.0.self_attn.v_proj": (8, 8)}
 
 
@@ -106,15 +94,8 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             value: object = getattr(self, name)
-            if value is not None or name not in ("max_loaded_loras", "processes"):
+            if value is not None or name not in _MAY_BE_NONE:
                 check(name, value)
-        checks.choice("slow_reader", self.slow_reader, {word: word for word in ("coalesce", "pause", "abort")})
-        if not isinstance(cast("object", self.faults), Faults | None):
-            raise checks.wrong_type("faults", "Faults(...) or None", self.faults)
-        for text in _entries("answers", {} if self.answers is None else self.answers, "text"):
-            checks.text("answers values", text)
-        for weight in _entries("tenant_weights", self.tenant_weights, "number"):
-            checks.number("tenant_weights values", weight, 0, MAX_WEIGHT, above=True)
 
     @property
     def has_processes(self) -> bool:
@@ -227,11 +208,38 @@ def _setup(answers: Mapping[str, str] | None, setup: Mapping[str, object]) -> Fa
     return FakeSetup(answers=answers, **setup)  # type: ignore[arg-type]  # __post_init__ checks every value
 
 
-def _entries(name: str, value: object, kind: str) -> Collection[object]:
-    """Check that a value is a dict with strings as keys, and return its values."""
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type(name, f"a dict of text to {kind}", value)
-    entries = cast("Mapping[object, object]", value)
-    for key in entries:
-        checks.text(f"{name} keys", key)
-    return entries.values()
+def _entries(kind: str, check: checks.Check) -> checks.Check:
+    """Return the check of a dict with strings as keys. check: the check of its values."""
+
+    def check_entries(name: str, value: object) -> None:
+        if not isinstance(value, Mapping):
+            raise checks.wrong_type(name, f"a dict of text to {kind}", value)
+        for key, entry in cast("Mapping[object, object]", value).items():
+            checks.text(f"{name} keys", key)
+            check(f"{name} values", entry)
+
+    return check_entries
+
+
+def _faults(name: str, value: object) -> None:
+    if not isinstance(value, Faults):
+        raise checks.wrong_type(name, "Faults(...) or None", value)
+
+
+_MAY_BE_NONE: Final = ("answers", "faults", "max_loaded_loras", "processes")
+_CHECKS: Final[Mapping[str, checks.Check]] = {
+    "answers": _entries("text", checks.text),
+    "tenant_weights": _entries("number", checks.number_from(0, MAX_WEIGHT, above=True)),
+    "faults": _faults,
+    "slow_reader": lambda name, value: checks.choice(name, value, {"coalesce": 0, "pause": 0, "abort": 0}),
+    "random_seed": checks.whole_from(0, 2**63 - 1),
+    **dict.fromkeys(
+        ("context_length", "num_pages", "max_running", "chunk_tokens", "max_loaded_loras"), checks.whole_from(1)
+    ),
+    **dict.fromkeys(("max_queued", "max_restarts", "max_loras_per_batch"), checks.whole_from(0)),
+    **dict.fromkeys(("allow_request_templates", "processes"), checks.switch),
+    **dict.fromkeys(("step_time_s", "adapter_s"), checks.number_from(0, MAX_S)),
+    **dict.fromkeys(
+        ("stall_timeout_s", "slow_reader_timeout_s", "restart_window_s"), checks.number_from(0, MAX_S, above=True)
+    ),
+}

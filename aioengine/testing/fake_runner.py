@@ -23,7 +23,7 @@ from aioengine.model_files import adapter_folder
 from aioengine.protocol.columns import HIDDEN_STATES, NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns, state_extras
 from aioengine.protocol.messages import ALL_STATES, Reply, RequestKind
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
-from aioengine.scheduler.plan import StepResult
+from aioengine.scheduler.plan import NewRow, StepResult
 from aioengine.scheduler.planner import OUTPUTS
 from aioengine.testing.faults import Faults
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.messages import Adapter, Control, Limits, Progress, Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
-    from aioengine.scheduler.plan import NewRow, Row, StepPlan
+    from aioengine.scheduler.plan import Row, StepPlan
     from aioengine.settings.config import Settings
 
 MASK = (1 << 64) - 1
@@ -182,51 +182,37 @@ def read_fake_adapter(path: str) -> FakeAdapter:
     return FakeAdapter(zlib.crc32(numbers) >> 2, len(content))
 
 
-class _FakeRow:
-    """The state of a request between steps."""
+class _FakeRow(Struct):
+    """The state of a request between steps.
 
-    __slots__ = (
-        "adapter",
-        "kind",
-        "known_end",
-        "last_token",
-        "logprobs",
-        "num_drafted",
-        "num_prompt",
-        "num_rejected",
-        "num_steps",
-        "pages",
-        "prompt",
-        "sampling",
-    )
-
-    def __init__(self, opened: NewRow) -> None:
-        self.adapter = 0
-        self.sampling = opened.sampling
-        self.logprobs = opened.logprobs
-        self.prompt = opened.token_ids[: opened.num_prompt]
-        self.kind = opened.kind
-        self.num_prompt = opened.num_prompt
-        self.pages = list(opened.pages)
-        self.num_steps = 0
-        self.num_drafted = 0  # rows with drafts
-        self.num_rejected = 0  # drafts rejected in flight, which the scheduler does not know
-        self.known_end = 0
-        self.last_token: int | None = None
-
-
-class FakeTicket:
-    """A step in flight: its number, its result, the time at which the simulated device finishes it, and the rows with
-    rejected drafts.
+    Attributes:
+        adapter: the number of its adapter; 0: none.
+        num_drafted: rows with drafts.
+        num_rejected: drafts rejected in flight, which the scheduler does not know.
     """
 
-    __slots__ = ("done_at", "rejected", "result", "step")
+    opened: NewRow
+    pages: list[int]
+    adapter: int = 0
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_rejected: int = 0
+    known_end: int = 0
+    last_token: int | None = None
 
-    def __init__(self, step: int, result: StepResult, done_at: float, rejected: list[tuple[_FakeRow, int]]) -> None:
-        self.step = step
-        self.result = result
-        self.done_at = done_at
-        self.rejected = rejected
+
+class FakeTicket(Struct):
+    """A step in flight.
+
+    Attributes:
+        done_at: the time at which the simulated device finishes it.
+        rejected: rows with rejected drafts, and their number.
+    """
+
+    step: int
+    result: StepResult
+    done_at: float
+    rejected: list[tuple[_FakeRow, int]]
 
 
 class FakeAdapterSlots:
@@ -298,7 +284,7 @@ class FakeRunner:
         for uid in plan.closed:
             self._rows.pop(uid, None)
         for opened in plan.new_rows:
-            row = self._rows[opened.uid] = _FakeRow(opened)
+            row = self._rows[opened.uid] = _FakeRow(opened, list(opened.pages))
             if opened.adapter_slot:
                 row.adapter = 0 if self.adapters is None else self.adapters.numbers[opened.adapter_slot]
                 if not row.adapter:
@@ -306,18 +292,22 @@ class FakeRunner:
         result = StepResult(TokenColumns())
         for row in plan.rows:
             self._compute(row, result)
-        self._fail_row(plan, result)
+        with_outputs = [row.uid for row in plan.rows if row.outputs]
+        if self._faults is not None and self._faults.fail_row_at == self._step and with_outputs:
+            result.failed[with_outputs[0]] = f"as asked for by fail_row_at={self._step}"
         rejected = [(self._rows[uid], count) for uid, count in result.num_rejected.items()]
-        ticket = FakeTicket(self._step, result, self._done_at(plan), rejected)
+        cost_s = self._model.step_time_s + self._model.token_time_s * plan.num_tokens
+        if cost_s:
+            self._busy_until = max(self._busy_until, time.monotonic()) + cost_s
         self._num_in_flight += 1
-        return ticket
+        return FakeTicket(self._step, result, self._busy_until, rejected)
 
     def collect(self, ticket: FakeTicket) -> StepResult:
         """Wait for the simulated device."""
         self._num_in_flight -= 1
         for held, count in ticket.rejected:
             held.num_rejected -= count
-        if ticket.done_at:
+        if ticket.done_at > 0:  # its steps take time
             time.sleep(max(0.0, ticket.done_at - time.monotonic()))
         if self._faults is not None:
             self._faults.on_collect(ticket.step)
@@ -342,6 +332,7 @@ class FakeRunner:
         held, tokens = self._rows.get(row.uid), result.tokens
         if held is None:
             raise RuntimeError(f"row of request {row.uid}, which was never opened")
+        opened = held.opened
         held.pages += row.new_pages
         token_ids, num_known = row.token_ids, row.count - row.num_drafts
         if len(token_ids) < num_known:
@@ -354,16 +345,20 @@ class FakeRunner:
         self._write(row.uid, held, start, token_ids)
         if not row.outputs:
             return
-        if row.outputs != OUTPUTS[held.kind]:
-            raise RuntimeError(f"request {row.uid} of kind {held.kind.name} has a row that gives {row.outputs}")
+        if row.outputs != OUTPUTS[opened.kind]:
+            raise RuntimeError(f"request {row.uid} of kind {opened.kind.name} has a row that gives {row.outputs}")
         first = end = start + num_known
         checksum = self._checksum(held.pages, end)
-        self._add_prompt_logprobs(row, held, tokens)
-        if held.kind is not RequestKind.GENERATE:
+        rules = opened.logprobs
+        if rules is not None and 0 <= rules.start < opened.num_prompt and row.start < opened.num_prompt:
+            prompt = opened.token_ids[rules.start : opened.num_prompt]
+            numbers = [fake_logprobs(rules, token_id, self._model.vocab_size) for token_id in prompt]
+            tokens.extras += prompt_extras(row.uid, b"".join(numbers), rules)
+        if opened.kind is not RequestKind.GENERATE:
             tokens.add(row.uid, ())
-            tokens.extras.append(self._last_extra(row, held, checksum))
+            tokens.extras.append(self._last_extra(row, opened, checksum))
             return
-        new = [self._next_token(checksum, end, held.num_prompt, held.sampling)]
+        new = [self._next_token(checksum, end, opened.num_prompt, opened.sampling)]
         if row.num_drafts:
             num_accepted = min(row.num_drafts, int(self._model.accepts[held.num_drafted % len(self._model.accepts)]))
             held.num_drafted += 1
@@ -371,7 +366,7 @@ class FakeRunner:
                 self._write(row.uid, held, end, new[-1:])
                 end += 1
                 checksum = self._checksum(held.pages, end)
-                new.append(self._next_token(checksum, end, held.num_prompt, held.sampling))
+                new.append(self._next_token(checksum, end, opened.num_prompt, opened.sampling))
             if num_rejected := row.num_drafts - num_accepted:
                 self._write(row.uid, held, end, [new[-1] + 1] * num_rejected)
                 result.num_rejected[row.uid] = num_rejected
@@ -383,33 +378,26 @@ class FakeRunner:
             held.num_steps += 1
             for position in range(end + 1, held.known_end):
                 checksum = zlib.crc32(array("q", [token_id + (held.adapter << 32)]), checksum)
-                token_id = self._next_token(checksum, position, held.num_prompt, held.sampling)
+                token_id = self._next_token(checksum, position, opened.num_prompt, opened.sampling)
                 new.append(token_id)
         for position, token_id in enumerate(new, max(end + 1, held.known_end) - len(new)):
-            if held.logprobs is not None:
-                numbers = fake_logprobs(held.logprobs, token_id, self._model.vocab_size)
-                tokens.extras.append(Extra(row.uid, position - held.num_prompt, OUTPUT_LOGPROBS, numbers))
-            if held.sampling.hidden_states:
-                tokens.extras += fake_states(row.uid, held.sampling, position, held.num_prompt)
+            if rules is not None:
+                packed = fake_logprobs(rules, token_id, self._model.vocab_size)
+                tokens.extras.append(Extra(row.uid, position - opened.num_prompt, OUTPUT_LOGPROBS, packed))
+            if opened.sampling.hidden_states:
+                tokens.extras += fake_states(row.uid, opened.sampling, position, opened.num_prompt)
             if self._model.gives_extras:
-                tokens.extras.append(extra_of(row.uid, position - held.num_prompt, token_id))
+                tokens.extras.append(extra_of(row.uid, position - opened.num_prompt, token_id))
         tokens.add(row.uid, new)
 
-    def _add_prompt_logprobs(self, row: Row, held: _FakeRow, tokens: TokenColumns) -> None:
-        """Add the logprobs of the prompt, with the row that ends it."""
-        rules, vocab_size = held.logprobs, self._model.vocab_size
-        if rules is not None and 0 <= rules.start < held.num_prompt and row.start < held.num_prompt:
-            numbers = [fake_logprobs(rules, token_id, vocab_size) for token_id in held.prompt[rules.start :]]
-            tokens.extras += prompt_extras(row.uid, b"".join(numbers), rules)
-
-    def _last_extra(self, row: Row, held: _FakeRow, checksum: int) -> Extra:
+    def _last_extra(self, row: Row, opened: NewRow, checksum: int) -> Extra:
         """Return the result of a request without output tokens."""
-        if held.kind is RequestKind.POOL:
+        if opened.kind is RequestKind.POOL:
             return Extra(row.uid, NO_TOKEN, POOLED_VECTOR, fake_vector(checksum))
-        if held.logprobs is None:
+        if opened.logprobs is None:
             raise RuntimeError(f"request {row.uid} of kind SCORE asks for no logprobs")
-        likeliest = self._next_token(checksum, row.start + row.count, held.num_prompt, held.sampling)
-        numbers = fake_logprobs(held.logprobs, likeliest, self._model.vocab_size)
+        likeliest = self._next_token(checksum, row.start + row.count, opened.num_prompt, opened.sampling)
+        numbers = fake_logprobs(opened.logprobs, likeliest, self._model.vocab_size)
         return Extra(row.uid, NO_TOKEN, NEXT_LOGPROBS, numbers)
 
     def _write(self, uid: int, held: _FakeRow, start: int, token_ids: list[int]) -> None:
@@ -433,25 +421,6 @@ class FakeRunner:
             checksum = zlib.crc32(self._bytes[first : first + min(page_bytes, left)], checksum)
             left -= page_bytes
         return checksum
-
-    def _fail_row(self, plan: StepPlan, result: StepResult) -> None:
-        """Fail the first row with outputs in the step ``fail_row_at``."""
-        if self._faults is None or self._faults.fail_row_at != self._step:
-            return
-        row = next((row for row in plan.rows if row.outputs), None)
-        if row is None:
-            return
-        result.failed[row.uid] = f"as asked for by fail_row_at={self._step}"
-
-    def _done_at(self, plan: StepPlan) -> float:
-        """Return the time at which the device finishes; 0.0 if it takes no time."""
-        cost = self._model.step_time_s
-        if self._model.token_time_s:
-            cost += self._model.token_time_s * plan.num_tokens
-        if not cost:
-            return 0.0
-        self._busy_until = max(self._busy_until, time.monotonic()) + cost
-        return self._busy_until
 
 
 def build(settings: Settings, report: Callable[[Progress], None]) -> FakeRunner:

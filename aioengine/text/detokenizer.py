@@ -17,15 +17,13 @@ pipeline, so the joined pieces of a stream equal the answer without streaming.
 from __future__ import annotations
 
 from codecs import utf_8_decode
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from aioengine.text.token_table import TokenTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aioengine.text.stop import StopMatcher
-    from aioengine.text.stop_regex import RegexSearch
 
 NUM_CONTEXT_TOKENS = 16
 """The number of ids from the end of a prompt that decoding needs as context."""
@@ -37,10 +35,8 @@ _MAX_INCOMPLETE = 3  # bytes of an incomplete character
 _WINDOW = 16  # minimum number of ids that WindowDetokenizer keeps and decodes again with each new id
 
 
-class Decode(Protocol):
-    """Decodes ids to text, as a tokenizer's ``decode`` does, with or without special tokens."""
-
-    def __call__(self, token_ids: Sequence[int], /) -> str: ...
+Decode = Callable[[Sequence[int]], str]
+"""Decodes ids to text, as a tokenizer's ``decode`` does, with or without special tokens."""
 
 
 class Detokenizer(Protocol):
@@ -64,8 +60,6 @@ def make_detokenizer(source: TokenTable | Decode, prompt_ids: Sequence[int] = ()
 
 class TableDetokenizer:
     """A detokenizer that looks up the text of each token in a table."""
-
-    __slots__ = ("_is_first", "_num_to_strip", "_pending", "_pending_is_from_prompt", "_table", "_uses_table")
 
     def __init__(self, table: TokenTable, prompt_ids: Sequence[int] = ()) -> None:
         """prompt_ids: the prompt, or its last ids."""
@@ -151,8 +145,6 @@ class WindowDetokenizer:
     U+FFFD at the end of the decoded text may stand for an incomplete character, whose bytes are in at most three ids.
     The number of U+FFFD is not the number of ids: some decoders write one per byte, others one per run of bytes.
     """
-
-    __slots__ = ("_decode", "_num_from_prompt", "_num_incomplete", "_num_returned", "_shorten_at", "_text", "_window")
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int] = ()) -> None:
         """prompt_ids: the prompt, or its last ids."""
@@ -243,19 +235,14 @@ class TextPipeline:
 
     Attributes:
         matched: the stop string or pattern that ended the text, else None.
+        search: the search for stop patterns; None if the request has none.
     """
-
-    __slots__ = ("_detokenizer", "_stops", "matched")
 
     def __init__(self, detokenizer: Detokenizer, stops: StopMatcher | None = None) -> None:
         self._detokenizer = detokenizer
-        self._stops = stops if stops is not None and stops.has_stops else None
+        self._stops = stops
+        self.search = None if stops is None else stops.search
         self.matched: str | None = None
-
-    @property
-    def search(self) -> RegexSearch | None:
-        """The search for stop patterns; None if the request has none."""
-        return None if self._stops is None else self._stops.search
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
         """Add ids. Return the new text, the number of these ids that belong to the output, and the stop or None.

@@ -43,54 +43,48 @@ class Token(NamedTuple):
 
 
 class MatchingQueue:
-    """The waiting tokens of each request, and the time of the next turn. It has no clock."""
+    """The waiting tokens of each request, and the time of the next turn. It has no clock.
+
+    Attributes:
+        waiting: by uid. used_s: CPU time of matching in this step or turn.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, tuple[OpenText, deque[Token | End]]] = {}
+        self.waiting: dict[int, tuple[OpenText, deque[Token | End]]] = {}
+        self.used_s = 0.0
         self._next: int | None = None  # the request of the next entry, until one of its entries takes long
         self._rests_until = 0.0
-        self._used_s = 0.0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, uid: int) -> bool:
-        return uid in self._waiting
-
-    def begin(self) -> None:
-        """Begin a step or a turn."""
-        self._used_s = 0.0
 
     def spend(self, used_s: float) -> None:
         """Count CPU time of matching."""
-        self._used_s += used_s
+        self.used_s += used_s
         if used_s > LONG_S:
             self._next = None
 
     @property
     def is_exhausted(self) -> bool:
         """Whether the time of this step or turn is used up."""
-        return self._used_s >= STEP_BUDGET_S
+        return self.used_s >= STEP_BUDGET_S
 
     def delays(self, request: OpenText) -> bool:
         """Whether a token of this request has to wait."""
-        return request.uid in self._waiting or self.is_exhausted or request.is_slow
+        return request.uid in self.waiting or self.is_exhausted or request.is_slow
 
     def add(self, request: OpenText, token: Token) -> None:
         """Queue a token after the other tokens of its request."""
-        if request.uid not in self._waiting:
-            self._waiting[request.uid] = request, deque()
-        self._waiting[request.uid][1].append(token)
+        if request.uid not in self.waiting:
+            self.waiting[request.uid] = request, deque()
+        self.waiting[request.uid][1].append(token)
 
     def add_end(self, end: End) -> None:
         """Queue the end of a request after its tokens."""
-        self._waiting[end.uid][1].append(end)
+        self.waiting[end.uid][1].append(end)
 
     def drop(self, uid: int) -> bool:
         """Remove the entries of a request. Return whether its end was one of them."""
-        if uid not in self._waiting:
+        if uid not in self.waiting:
             return False
-        _, entries = self._waiting.pop(uid)
+        _, entries = self.waiting.pop(uid)
         return isinstance(entries[-1], End)
 
     def take(self) -> tuple[OpenText, Token | End]:
@@ -99,21 +93,23 @@ class MatchingQueue:
         The same request is used again, until it has no entry or a match takes longer than ``LONG_S``.
         """
         uid = self._next
-        if uid is None or uid not in self._waiting:
-            uid = self._next = min(self._waiting, key=lambda uid: self._waiting[uid][0].expected_s)
-        request, entries = self._waiting[uid]
+        if uid is None or uid not in self.waiting:
+            uid = self._next = min(self.waiting, key=lambda uid: self.waiting[uid][0].expected_s)
+        request, entries = self.waiting[uid]
         entry = entries.popleft()
         if not entries:
-            del self._waiting[uid]
+            del self.waiting[uid]
         return request, entry
 
     def is_due(self, now: float, *, has_news: bool) -> bool:
         """Whether a turn may begin. If there are chunks to send, it begins ``OVERDUE_S`` later."""
-        return bool(self._waiting) and now >= self._rests_until + (OVERDUE_S if has_news else 0.0)
+        return now >= self._rests_until + (OVERDUE_S if has_news else 0.0)
 
-    def rest(self, now: float) -> None:
-        """Begin the pause after a step or turn that began at ``now``."""
-        self._rests_until = now + (1 + REST) * self._used_s
+    def end(self, now: float, *, rests: bool) -> None:
+        """End a step or turn that began at ``now``. rests: begin the pause after it."""
+        if rests:
+            self._rests_until = now + (1 + REST) * self.used_s
+        self.used_s = 0.0
 
     def wait_s(self, now: float) -> float:
         """Return the seconds until the pause ends."""

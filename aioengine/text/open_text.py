@@ -31,23 +31,6 @@ class OpenText:
         logprobs: the logprobs to which texts are added; None: no texts are added.
     """
 
-    __slots__ = (
-        "_has_stops",
-        "_interval",
-        "_num_decoded",
-        "_num_wanted",
-        "_opened",
-        "_pipeline",
-        "_search",
-        "_sends_every_id",
-        "_texts",
-        "_token_ids",
-        "has_patterns",
-        "logprobs",
-        "num_preemptions",
-        "uid",
-    )
-
     def __init__(self, opened: TextOpened) -> None:
         rules = opened.text
         self.uid = opened.first_token.uid

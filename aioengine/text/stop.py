@@ -24,8 +24,6 @@ class StopMatcher:
         search: the search for patterns, which counts its CPU time; None without patterns.
     """
 
-    __slots__ = ("_find_start", "_held", "_keeps_stop", "_num_open", "_strings", "matched", "search")
-
     def __init__(
         self,
         stops: Sequence[str] = (),
@@ -52,11 +50,6 @@ class StopMatcher:
         self._num_open = 0  # characters at the end of ``_held`` that may begin a stop string; patterns may hold more
         self.matched: str | None = None
 
-    @property
-    def has_stops(self) -> bool:
-        """Whether the request has stop strings or patterns."""
-        return self._strings is not None or self.search is not None
-
     def push(self, text: str) -> str:
         """Add text. Return the text that cannot be part of a stop. After a match, all text is dropped.
 
@@ -77,10 +70,10 @@ class StopMatcher:
             hit, start = self._strings.scan(held, num_seen - self._num_open, num_seen)
             num_held = self._num_open = len(held) - start
         if self.search is not None:
-            found, num_open = self.search.search(held)
+            regex_hit, num_open = self.search.search(held)
             num_held = max(num_held, num_open)
-            if found is not None and (hit is None or found < hit):
-                hit = found
+            if regex_hit is not None and (hit is None or regex_hit < hit):
+                hit = regex_hit
         if hit is not None:
             self._held = ""
             self.matched = hit.matched

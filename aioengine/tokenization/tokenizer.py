@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, cast, overload
+from typing import TYPE_CHECKING, Final, Literal, ParamSpec, TypeVar, cast, overload
 
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
@@ -30,29 +30,28 @@ from aioengine.tokenization.tokenizer_limits import read_tokenizer
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
-    from types import TracebackType
+    from collections.abc import Callable, Mapping, Sequence
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
-class _PanicsAsErrors:
-    """Raises RuntimeError instead of the Rust library's panic, which is a BaseException, and of its plain Exception.
+def _call(
+    function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **options: _Arguments.kwargs
+) -> _Result:
+    """Call a function of the tokenizers library.
 
-    The class of the panic cannot be imported.
+    Raises RuntimeError instead of the library's plain Exception and of its panics. A panic is a BaseException, whose
+    class cannot be imported.
     """
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if exc_type is not None and exc_type.__name__ == "PanicException":
-            raise RuntimeError(f"the tokenizers library panicked: {exc}") from exc
-        if exc_type is Exception:
-            raise RuntimeError(f"the tokenizer failed: {exc}") from exc
-
-
-_panics_as_errors = _PanicsAsErrors()
+    try:
+        return function(*arguments, **options)
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise RuntimeError(f"the tokenizers library panicked: {error}") from error
+        if type(error) is Exception:
+            raise RuntimeError(f"the tokenizer failed: {error}") from error
+        raise
 
 
 def _cut_sizes(sizes: list[int], max_tokens: int) -> list[int]:
@@ -92,8 +91,7 @@ class Tokenizer:
         older = folder_files.read_object(self.folder / folder_files.SPECIAL_TOKENS)
         self.special_tokens = folder_files.named_tokens(config, older)
         """The text of the special tokens by their names in chat templates: ``bos_token``, ``eos_token``..."""
-        with _panics_as_errors:
-            _add_tokens(self._fast, self.folder, config, self.special_tokens)
+        _call(_add_tokens, self._fast, self.folder, config, self.special_tokens)
         ids = {name: self._fast.token_to_id(token) for name, token in self.special_tokens.items()}
         self.bos_token_id = ids.get("bos_token")
         """The id of the token at the start of a text; None without such a token."""
@@ -185,12 +183,12 @@ class Tokenizer:
             if len(kinds) > 1:
                 return [self.encode(text) for text in texts]
             add_special_tokens = False
-        with _panics_as_errors:
-            encodings = self._fast.encode_batch_fast(plain, add_special_tokens=add_special_tokens)
-        rows = [encoding.ids for encoding in encodings]
-        if add_special_tokens and self.bos_token_id is not None:
-            twice = [self.bos_token_id] * 2
-            rows = [row[1:] if row[:2] == twice else row for row in rows]
+        encodings = _call(self._fast.encode_batch_fast, plain, add_special_tokens=add_special_tokens)
+        rows: list[list[int]] = []
+        for encoding in encodings:
+            ids = encoding.ids
+            has_second_bos = add_special_tokens and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
+            rows.append(ids[1:] if has_second_bos else ids)
         return rows
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[PairIds]:
@@ -199,8 +197,7 @@ class Tokenizer:
         Raises RuntimeError if the tokenizers library failed or panicked; the tokenizer can still be used.
         """
         inputs = [first if second is None else (first, second) for first, second in pairs]
-        with _panics_as_errors:
-            encodings = self._fast.encode_batch_fast(inputs, add_special_tokens=True)
+        encodings = _call(self._fast.encode_batch_fast, inputs, add_special_tokens=True)
         return [self._pair_ids(encoding) for encoding in encodings]
 
     def _pair_ids(self, encoding: Encoding) -> PairIds:
@@ -214,23 +211,21 @@ class Tokenizer:
 
         In a pair, the longer text is cut first. Raises ValueError if the special tokens alone do not fit.
         """
-        with _panics_as_errors:
-            one = self._fast.encode(first, add_special_tokens=False)
-            two = None if second is None else self._fast.encode(second, add_special_tokens=False)
-            num_special = self._fast.num_special_tokens_to_add(second is not None)
-            if num_special > max_tokens:
-                raise ValueError(f"{max_tokens} tokens are too few: there are {num_special} special tokens")
-            parts = [one] if two is None else [one, two]
-            sizes = _cut_sizes([len(part.ids) for part in parts], max_tokens - num_special)
-            for part, size in zip(parts, sizes, strict=True):
-                part.truncate(size)
-            return self._pair_ids(self._fast.post_process(one, two, add_special_tokens=True))
+        one = _call(self._fast.encode, first, add_special_tokens=False)
+        two = None if second is None else _call(self._fast.encode, second, add_special_tokens=False)
+        num_special = self._fast.num_special_tokens_to_add(second is not None)
+        if num_special > max_tokens:
+            raise ValueError(f"{max_tokens} tokens are too few: there are {num_special} special tokens")
+        parts = [one] if two is None else [one, two]
+        sizes = _cut_sizes([len(part.ids) for part in parts], max_tokens - num_special)
+        for part, size in zip(parts, sizes, strict=True):
+            part.truncate(size)
+        return self._pair_ids(_call(self._fast.post_process, one, two, add_special_tokens=True))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``. Unknown ids have no text. Raises ValueError for ids outside of 32 bits."""
         try:
-            with _panics_as_errors:
-                return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+            return _call(self._fast.decode, ids, skip_special_tokens=skip_special_tokens)
         except OverflowError:
             raise checks.wrong_value("ids", f"integers from 0 to {2**32 - 1}", ids) from None
 
@@ -309,8 +304,7 @@ def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
             "one; or pass skip_tokenizer_init=True and token ids"
         )
     try:
-        with _panics_as_errors:
-            return FastTokenizer.from_buffer(content)  # from_file accepts only UTF-8 paths
+        return _call(FastTokenizer.from_buffer, content)  # from_file accepts only UTF-8 paths
     except Exception as error:  # the library raises nothing more specific
         raise ValueError(
             f"{folder_files.shown_path(path)} cannot be read by this version of tokenizers: {error}"

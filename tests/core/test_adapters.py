@@ -174,7 +174,9 @@ def test_requests_that_end_while_they_wait_leave_the_line(adapters: dict[str, Ad
         world.submit(with_adapter(submit_of(uid, [1]), adapters[name]))
     world.step()
     world.abort([1])
-    world.submit(with_adapter(submit_of(3, [1], limits=Limits(max_new_tokens=9, deadline=1.0)), adapters["d"]))
+    world.submit(
+        with_adapter(submit_of(3, [1], limits=Limits(max_new_tokens=9, deadlines={"total": 1.0})), adapters["d"])
+    )
     world.run()
     assert world.ended[1].code is FinishCode.ABORT
     assert world.ended[3].code is FinishCode.DEADLINE

@@ -133,7 +133,7 @@ def test_a_preempted_request_waits_until_its_gate_opens(depth: int, gate: Gate) 
 @pytest.mark.parametrize("gate", NAMED)
 def test_aborts_and_deadlines_end_requests_with_a_closed_gate(num_steps: int, gate: Gate) -> None:
     world = world_of(chunk_tokens=8)
-    late = submit_of(2, list(range(20)), limits=Limits(max_new_tokens=30, deadline=9.5))
+    late = submit_of(2, list(range(20)), limits=Limits(max_new_tokens=30, deadlines={"total": 9.5}))
     world.submit(submit_of(1, list(range(20, 40))), late)
     for _ in range(num_steps):
         world.step()
@@ -155,7 +155,7 @@ def test_while_a_held_request_has_all_pages_the_core_is_idle() -> None:
     world.submit(submit_of(1, list(range(24))))
     world.step()
     world.close_gate([1], Gate.GRAMMAR)
-    late = Limits(max_new_tokens=8, queue_deadline=300.0)
+    late = Limits(max_new_tokens=8, deadlines={"queue": 300.0})
     world.submit(submit_of(2, [40] * 20, limits=late), submit_of(3, [41] * 20))
     world.run()
     stats = world.core.scheduler.stats(world.now)
@@ -304,4 +304,5 @@ def test_random_gates_and_aborts_change_no_token_and_leak_no_page(depth: int, st
 def _maybe_late(submit: Submit, rng: random.Random) -> Submit:
     if rng.random() < 0.8:
         return submit
-    return msgspec.structs.replace(submit, limits=msgspec.structs.replace(submit.limits, deadline=rng.uniform(0, 150)))
+    limits = msgspec.structs.replace(submit.limits, deadlines={"total": rng.uniform(0, 150)})
+    return msgspec.structs.replace(submit, limits=limits)

@@ -90,7 +90,7 @@ def test_an_idle_or_paused_core_runs_an_order_in_its_next_step() -> None:
 
 def test_deadlines_are_kept_while_an_order_waits() -> None:
     world = world_of(2)
-    world.submit(submit_of(1, [1, 2, 3]), submit_of(2, [1], limits=Limits(max_new_tokens=8, deadline=2.5)))
+    world.submit(submit_of(1, [1, 2, 3]), submit_of(2, [1], limits=Limits(max_new_tokens=8, deadlines={"total": 2.5})))
     for _ in range(2):
         world.step()
     world.now = 3.0

@@ -74,7 +74,7 @@ def test_forget_all_keeps_the_prefix_cache() -> None:
 
 def test_forget_all_drops_deadlines() -> None:
     world = World(settings_of(), 64, 4, NO_EOS)
-    world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=4, deadline=30.0)))
+    world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=4, deadlines={"total": 30.0})))
     world.forget_all()
     assert world.core.requests.next_deadline() is None
     world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=4)))
@@ -113,7 +113,7 @@ def test_continued_request_can_be_aborted_before_its_first_step() -> None:
 
 
 def test_a_continued_request_has_no_queue_or_first_token_deadline() -> None:
-    limits = Limits(max_new_tokens=4, queue_deadline=9.0, first_token_deadline=10.0)
+    limits = Limits(max_new_tokens=4, deadlines={"queue": 9.0, "first_token": 10.0})
     world = World(settings_of(), 64, 4, NO_EOS)
     world.now = 50.0
     begun = Continuation(FirstToken(1, 0, 1.0, 2.0), [])

@@ -115,9 +115,9 @@ def test_a_step_that_fails_ends_only_its_own_requests(
 
 
 def _with_deadlines(submit: Submit, rng: random.Random) -> Submit:
-    kinds = ["deadline", "queue_deadline", "first_token_deadline"]
+    kinds = ["total", "queue", "first_token"]
     times = {kind: rng.uniform(0.0, 120.0) for kind in kinds if rng.random() < 0.2}
-    return msgspec.structs.replace(submit, limits=msgspec.structs.replace(submit.limits, **times))
+    return msgspec.structs.replace(submit, limits=msgspec.structs.replace(submit.limits, deadlines=times))
 
 
 def test_every_overlap_depth_gives_the_same_tokens_under_preemption() -> None:

@@ -60,7 +60,7 @@ def test_others_use_the_pages_of_a_suspended_request(depth: int) -> None:
 
 def test_a_suspended_request_can_be_aborted_and_keeps_its_deadline() -> None:
     world = world_of()
-    world.submit(submit_of(1, [1]), submit_of(2, [2], limits=Limits(max_new_tokens=8, deadline=3.5)))
+    world.submit(submit_of(1, [1]), submit_of(2, [2], limits=Limits(max_new_tokens=8, deadlines={"total": 3.5})))
     world.step()
     suspend(world, [1, 2])
     world.abort([1])

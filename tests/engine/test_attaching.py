@@ -332,15 +332,14 @@ async def test_attaching_during_the_check_for_the_end_keeps_the_stream(
         class Watched(Call):
             __slots__ = ()
 
-            @property
-            def is_over(self) -> bool:
-                if attaching.ident is None:
+            def __getattribute__(self, name: str) -> object:
+                if name == "is_over" and attaching.ident is None:
                     attaching.start()
                     attaching.join(0.2)
-                return super().is_over
+                return super().__getattribute__(name)
 
         call.__class__ = Watched
-        frontend._lifecycle.settle(call)
+        frontend.calls.close_if_over(call)
         attaching.join()
         assert engine.stats()["num_streams"] == 1
         stream = Stream(attached[0], home=frontend.loop, is_bound=True, owner=engine)
@@ -374,15 +373,15 @@ async def test_rows_of_a_call_are_read_under_the_lock() -> None:
             if how == "suspend":
                 while (unread := call.read_position) is None:  # noqa: ASYNC110  # what is waited for has no event
                     await asyncio.sleep(0)
-                frontend._lifecycle.suspend(call, unread)
-                frontend._lifecycle.on_read(call)
+                frontend.calls.suspend(call, unread)
+                frontend.calls.on_read(call)
                 engine.abort_request(stream.rid)
             elif how == "abort":
                 stream.abort()
             elif how == "leave":
                 await stream.aclose()
             else:
-                frontend._lifecycle.fail(call, EngineClosedError("it was closed"))
+                frontend.calls.fail(call, EngineClosedError("it was closed"))
             await until(lambda: not frontend.calls.opened)
 
 

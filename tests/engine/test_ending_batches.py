@@ -18,7 +18,7 @@ from aioengine.api.engine import AsyncEngine
 from aioengine.api.stream import Generation, Stream
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.frontend.calls.call import CallRow
-from aioengine.frontend.calls.call_lifecycle import MAX_ROWS_FREED_AT_ONCE
+from aioengine.frontend.calls.calls import MAX_ROWS_FREED_AT_ONCE
 from aioengine.frontend.intake.submitter import MAX_ROWS_ENDED_AT_ONCE
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import World
@@ -175,7 +175,7 @@ async def test_left_in_the_midst(is_stream: bool) -> None:
         await in_the_midst(world)
         await call.aclose()
         await check_nothing_is_left(world)
-        assert not engine._running()._lifecycle.submitter._ending
+        assert not engine._running().calls.submitter._ending
 
 
 @pytest.mark.parametrize("returns_exceptions", [True, False])

@@ -50,7 +50,7 @@ def is_clean(engine: AsyncEngine) -> bool:
     frontend = frontend_of(engine)
     limits = frontend.limits
     counts = (limits.num_calls, limits.num_tokens, limits.num_bytes)
-    return not (frontend.calls.opened or frontend.calls._names or frontend.router.rows or any(counts))
+    return not (frontend.calls.opened or frontend.calls.ids._names or frontend.router.rows or any(counts))
 
 
 # ---------------------------------------------------------------- handlers and finalizers
@@ -75,7 +75,7 @@ class Interrupt:
         patch.setattr(owner, name, interrupted)
 
 
-SECTIONS = pytest.mark.parametrize(("owner", "name"), [(Calls, "open"), (Router, "_note")])
+SECTIONS = pytest.mark.parametrize(("owner", "name"), [(Calls, "open"), (Router, "_put")])
 
 
 @SECTIONS
@@ -388,7 +388,7 @@ async def test_a_reader_that_reads_while_it_is_suspended_is_not_forgotten(monkey
         def act(call: object, place: object) -> None:
             chunks.append(next(stream))
             is_taken.set()
-            frontend._lifecycle.suspend(call, place)  # type: ignore[arg-type]
+            frontend.calls.suspend(call, place)  # type: ignore[arg-type]
 
         def look() -> None:
             for _ in range(NUM_LOOKS + 1):

@@ -8,7 +8,7 @@ import pytest
 
 from aioengine.errors import EngineDeadError
 from aioengine.frontend.intake import submitter
-from aioengine.protocol.messages import Message, Submit
+from aioengine.protocol.messages import Submit
 from aioengine.supervision.incarnation import Incarnation
 from aioengine.testing.fake_engine import fake_async_engine
 
@@ -21,14 +21,14 @@ LARGE = {"n": NUM_SAMPLES, "stop": STOPS, "max_new_tokens": 3, "temperature": 1}
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[Submit]]:
     """The rows of each frame."""
     found: list[list[Submit]] = []
-    plain = Incarnation._transmit
+    plain = Incarnation._flush
 
-    def transmit(own: Incarnation, messages: list[Message]) -> None:
-        if submits := [message for message in messages if isinstance(message, Submit)]:
+    def flush(own: Incarnation) -> None:
+        if submits := [message for message in own._unsent if isinstance(message, Submit)]:
             found.append(submits)
-        plain(own, messages)
+        plain(own)
 
-    monkeypatch.setattr(Incarnation, "_transmit", transmit)
+    monkeypatch.setattr(Incarnation, "_flush", flush)
     return found
 
 

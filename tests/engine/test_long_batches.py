@@ -11,8 +11,8 @@ import pytest
 
 from aioengine.api.params import SamplingParams
 from aioengine.errors import EngineClosedError
-from aioengine.frontend.calls import calls
-from aioengine.frontend.calls.calls import MAX_NAMES_FREED, Calls
+from aioengine.frontend.calls import call_ids
+from aioengine.frontend.calls.call_ids import MAX_NAMES_FREED, CallIds
 from aioengine.frontend.intake import prompts, requests
 from aioengine.frontend.intake.request_checks import RequestChecks
 from aioengine.frontend.intake.requests import ROWS_IN_PIECE
@@ -67,8 +67,8 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
     watched.watch(RequestChecks, "_check_params")
     watched.watch(Submitter, "_start_row")
     watched.watch(prompts, "_message")
-    watched.watch(calls, "_find")
-    watched.watch(Calls, "_free")
+    watched.watch(call_ids, "_find")
+    watched.watch(CallIds, "_free")
     return watched
 
 
@@ -106,7 +106,7 @@ async def test_no_turn_of_the_loop_handles_many_rows(turns: Turns, kind: str) ->
         await until(lambda: call.request.is_checked)
         assert len(world.double.submits) > 1
         waiting.cancel()
-        await until(lambda: not world.engine._running().calls._names)  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: not world.engine._running().calls.ids._names)  # pyright: ignore[reportPrivateUsage]
         counting.cancel()
     turns.end()
     limits = limits_of_a_turn()
@@ -211,8 +211,8 @@ class TestLaterRows:
         self, world: World, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks = Counter[str]()
-        plain = Calls.find
-        monkeypatch.setattr(Calls, "find", lambda own, rid: (looks.update([rid]), plain(own, rid))[1])
+        plain = CallIds.find
+        monkeypatch.setattr(CallIds, "find", lambda own, rid: (looks.update([rid]), plain(own, rid))[1])
         generation = world.engine.async_generate(["a"] * MANY, ONE, rid=[f"r{place}" for place in range(MANY)])
         for _ in range(3):
             world.engine.abort_request("unknown")

@@ -13,7 +13,7 @@ import pytest
 from aioengine.api.engine import AsyncEngine
 from aioengine.api.stream import Stream
 from aioengine.frontend.calls.call import Call, CallRow
-from aioengine.frontend.calls.call_lifecycle import CallLifecycle
+from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import SlowReaders
 from aioengine.settings.config import DeliveryConfig
 from aioengine.testing.fake_engine import fake_async_engine
@@ -142,12 +142,14 @@ async def test_reader_on_another_thread_does_not_break_the_check() -> None:
     call.ready = JustEmptied()
     looks: list[int] = []
 
-    def open_calls() -> list[Call]:
-        looks.append(1)
-        return [call]
+    class OneCall:
+        @property
+        def opened(self) -> list[Call]:
+            looks.append(1)
+            return [call]
 
     config = DeliveryConfig(slow_reader="pause", slow_reader_timeout_s=0.01)
-    slow_readers = SlowReaders(config, open_calls, cast("CallLifecycle", None))
+    slow_readers = SlowReaders(config, cast("Calls", OneCall()))
     slow_readers.watch()
     await until(lambda: len(looks) > 2)
     slow_readers.stop()

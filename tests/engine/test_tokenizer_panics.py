@@ -98,7 +98,7 @@ async def test_an_error_while_rows_begin_ends_their_call_alone(world: World, row
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     world.double.is_held = True
     frontend = world.engine._running()  # pyright: ignore[reportPrivateUsage]
-    submitter = frontend._lifecycle.submitter  # pyright: ignore[reportPrivateUsage]
+    submitter = frontend.calls.submitter  # pyright: ignore[reportPrivateUsage]
     plain = submitter._submit  # pyright: ignore[reportPrivateUsage]
 
     def fail(messages: list[ToScheduler]) -> None:

@@ -23,7 +23,7 @@ from tests.gpu.test_model_runner import on_device
 if TYPE_CHECKING:
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
     from aioengine.runner.inputs import StepRows
-    from aioengine.runner.rows import SampledRows
+    from aioengine.runner.request_row import SampledRows
 
     Replay = Callable[[StepRows, SampledRows], DecodeStep]
     Check = Callable[[DecodeGraphs, StepRows, SampledRows, Replay], DecodeStep]

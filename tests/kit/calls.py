@@ -41,14 +41,14 @@ def make_call(num_rows: int = 1, called_at: float = 0.0, *, is_batch: bool | Non
     request.num_prompts = request.num_rows = num_rows
     request.gives_batch = is_batch
     call = Call(called_at)
-    call.begin(request, row_type(request))
+    call.begin(request)
     return call
 
 
 def add_row(call: Call, position: int = 0, **fields: Any) -> CallRow:
     """Start a row of a call."""
     index = position if call.request.gives_batch else None
-    row = call.row_type(
+    row = row_type(call.request)(
         call, position, **{"rid": f"x_{position}", "index": index, "is_queued": not call.is_stream} | fields
     )
     call.add_row(row)

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 def submitted(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[Submit]:
     """The requests that reach the processes."""
     found: list[Submit] = []
-    submitter = engine._run.frontend._lifecycle.submitter
+    submitter = engine._run.frontend.calls.submitter
     send = submitter._submit
 
     def record(submits: list[Submit]) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import errno
 import io
-import math
 import os
 import shutil
 import signal
@@ -29,7 +28,7 @@ from safetensors.numpy import load_file
 
 from aioengine import AsyncEngine, EngineError, RequestError
 from aioengine.frontend.intake import image_prompts
-from aioengine.frontend.startup import Blueprint
+from aioengine.frontend.running import Blueprint
 from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt, folder_base
 from aioengine.media.intake.sources import ImageSource
 from aioengine.media.service.worker import PixelGate
@@ -63,14 +62,14 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 def submitted(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[Submit]:
     """The requests that reach the processes."""
     found: list[Submit] = []
-    lifecycle = engine._run.frontend._lifecycle
-    send = lifecycle.submitter._submit
+    submitter = engine._run.frontend.calls.submitter
+    send = submitter._submit
 
     def record(submits: list[Submit]) -> None:
         found.extend(submits)
         send(submits)
 
-    monkeypatch.setattr(lifecycle.submitter, "_submit", record)
+    monkeypatch.setattr(submitter, "_submit", record)
     return found
 
 
@@ -422,7 +421,7 @@ async def test_waiting_time_does_not_count_for_the_timeout(
         for is_over in (False, True):
             theirs.sendall(encode_line([Waits(number, is_over)]))
             process._read()
-            assert (process._running[number][1] == math.inf) != is_over
+            assert (process._running[number].timer is None) != is_over
     os.kill(process.child.pid, signal.SIGCONT)
     await waiting
 
@@ -518,7 +517,7 @@ async def test_prompts_of_gemma_get_line_breaks_around_their_images(tmp_path: Pa
     folder = write_image_folder(tmp_path, FAMILIES["gemma3"])
     async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
         found: list[Submit] = []
-        submitter = engine._run.frontend._lifecycle.submitter
+        submitter = engine._run.frontend.calls.submitter
         submit = submitter._submit
         submitter._submit = lambda submits: (found.extend(submits), submit(submits))
         for prompt in ("a\n<start_of_image>b", "a\n\n\n<start_of_image><image_soft_token><end_of_image>\n\nb"):

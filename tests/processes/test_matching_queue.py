@@ -83,11 +83,12 @@ def test_many_hostile_requests_take_a_bounded_part_of_each_step(monkeypatch: pyt
         world.open(uid, POLYNOMIAL if uid % 2 else EXPONENTIAL)
     used_s = [0.0]
     """CPU time before each search of a step or a turn."""
-    plain_begin, plain_search = MatchingQueue.begin, RegexSearch.search
+    plain_end, plain_search = MatchingQueue.end, RegexSearch.search
 
-    def begin(queue: MatchingQueue) -> None:
+    def end(queue: MatchingQueue, now: float, *, rests: bool) -> None:
+        assert max(used_s[:-1], default=0.0) < STEP_BUDGET_S  # the search that exceeds it is the last
         used_s[:] = [0.0]
-        plain_begin(queue)
+        plain_end(queue, now, rests=rests)
 
     def search(own: RegexSearch, text: str) -> tuple[Hit | None, int]:
         before_s = own.used_s
@@ -96,12 +97,11 @@ def test_many_hostile_requests_take_a_bounded_part_of_each_step(monkeypatch: pyt
         finally:
             used_s.append(used_s[-1] + own.used_s - before_s)
 
-    monkeypatch.setattr(MatchingQueue, "begin", begin)
+    monkeypatch.setattr(MatchingQueue, "end", end)
     monkeypatch.setattr(RegexSearch, "search", search)
     requests = world.requests()
     for token_id in ids_of(SENTENCE * 6):
         world.step(StepOutput(TokenColumns([*hostile, honest, with_pattern], [token_id] * 14)))
-        assert max(used_s[:-1], default=0.0) < STEP_BUDGET_S  # the search that exceeds it is the last
         assert world.texts[honest] == (SENTENCE * 6)[: len(world.texts[honest])]
         assert world.token_ids[honest][-1] == token_id  # it never waits
     assert world.texts[honest] == SENTENCE * 6
@@ -158,16 +158,16 @@ def test_delayed_matching_gives_the_same_text(
     for delays in (lambda: True, lambda: draw.random() < 0.3, lambda: draw.random() < 0.7):
 
         def sometimes(self: MatchingQueue, request: OpenText, delays: object = delays) -> bool:
-            return request.uid in self or delays()  # type: ignore[operator]
+            return request.uid in self.waiting or delays()  # type: ignore[operator]
 
         with monkeypatch.context() as patch:
             patch.setattr(MatchingQueue, "delays", sometimes)
-            patch.setattr(MatchingQueue, "is_due", lambda self, now, has_news: bool(self) and draw.random() < 0.5)
+            patch.setattr(MatchingQueue, "is_due", lambda self, now, has_news: draw.random() < 0.5)
             world, found = play(rules, code, num_resumed)
         assert found == end
         assert world.texts.get(1) == expected.texts.get(1)
         assert world.token_ids.get(1) == expected.token_ids.get(1)
-        assert not world.service._matching  # pyright: ignore[reportPrivateUsage]
+        assert not world.service._matching.waiting  # pyright: ignore[reportPrivateUsage]
         assert len(world.requests()) == 1
 
 
@@ -212,12 +212,11 @@ def test_stop_in_queued_text_after_the_end_of_the_scheduler(waiting: World) -> N
 
 def test_exhausted_queue_rests_only_if_requests_wait() -> None:
     queue = MatchingQueue()
-    queue.begin()
     queue.spend(0.02)
     assert queue.is_exhausted
-    queue.rest(5.0)
+    queue.end(5.0, rests=True)
+    assert not queue.is_exhausted
     assert queue.wait_s(5.0) == pytest.approx(0.08)
-    assert not queue.is_due(6.0, has_news=False)  # nothing waits
     world = World()
     world.open(1, TextRules(stop_regex=("x",)))
     assert world.service.wait_s(world.now) > 0.5

@@ -135,7 +135,7 @@ def test_last_tokens_are_sent_before_the_final_statistics() -> None:
 def test_deadlines_pass_while_paused() -> None:
     loop = Loop()
     assert loop.call("pause", 1.0).success
-    loop.give(1.0, submit(1, limits=Limits(4, deadline=1.5)))
+    loop.give(1.0, submit(1, limits=Limits(4, deadlines={"total": 1.5})))
     loop.run(1.0)
     assert loop.service.wait_s(1.0) == pytest.approx(0.5)
     loop.give(1.6)
@@ -201,19 +201,6 @@ def test_runner_that_fails_repeatedly_ends_the_service() -> None:
     assert loop.ends()[0].code == FinishCode.FAILED
 
 
-def build_without_pages(settings: object, report: object) -> Any:
-    class Runner:
-        facts = {"num_pages": 0}  # noqa: RUF012
-        adapters = use_grammars = None
-
-    return Runner()
-
-
-def test_runner_without_pages_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 0 pages; it needs at least 1"):
-        build_service(fake_settings(factory=f"{__name__}:build_without_pages"), print)
-
-
 def test_no_statistics_are_sent_while_no_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop()
     loop.give(1.0)
@@ -234,7 +221,7 @@ def test_pages_are_counted_when_idle() -> None:
     loop.give(1.0, submit(1))
     loop.run(1.0)
     scheduler = next(iter(vars(loop.service._core).values()))
-    scheduler.cache._allocator.allocate(1)  # lost
+    scheduler.cache._free.pop()  # lost
     loop.give(2.0, submit(2))
     with pytest.raises(RuntimeError, match=r"free.*cached.*owned pages"):
         loop.run(2.0)

@@ -365,6 +365,7 @@ class Call:
         is_accepted: its first rows are submitted. compiling: positions of the rows of a stream whose grammars are being
             compiled; the stream is accepted when all are compiled.
         live: started rows without an end, by position. num_open: number of rows without an end, started or not.
+        is_over: no row is open, the call has failed or was left, so the engine will add nothing more.
         num_held: number of started rows whose end was not read. It is limited, so a batch starts its rows gradually.
         results: answers or exceptions by position, if the call is no stream.
         error: the error of the whole call. is_left: the rest of its output has no reader.
@@ -381,9 +382,9 @@ class Call:
 
     __slots__ = (
         "aborted", "called_at", "compiling", "counter", "deadlines", "ending", "error", "has_reader", "is_accepted",
-        "is_encoding", "is_left", "is_reserved", "is_stream", "kept_row", "live", "names", "num_bytes", "num_held",
-        "num_logprob_bytes", "num_open", "num_rows_of", "num_started", "num_tokens", "number", "ready", "request",
-        "results", "returns_exceptions", "rid", "row_type", "timer", "waiter", "wakers", "wants", "weight_version",
+        "is_encoding", "is_left", "is_over", "is_reserved", "is_stream", "kept_row", "live", "names", "num_bytes",
+        "num_held", "num_logprob_bytes", "num_open", "num_rows_of", "num_started", "num_tokens", "number", "ready",
+        "request", "results", "returns_exceptions", "rid", "timer", "waiter", "wakers", "wants", "weight_version",
     )  # fmt: skip
 
     request: CallRequest
@@ -391,7 +392,6 @@ class Call:
     is_stream: bool
     returns_exceptions: bool
     deadlines: dict[str, float]
-    row_type: type[CallRow]
 
     def __init__(self, called_at: float, weight_version: str = DEFAULT_WEIGHT_VERSION) -> None:
         self.called_at = called_at
@@ -414,6 +414,7 @@ class Call:
         self.results: list[Answer | BaseException | None] = []
         self.error: BaseException | None = None
         self.is_left = False
+        self.is_over = False
         self.num_logprob_bytes = 0
         self.counter: LogprobCounter | None = None
         self.ready: deque[CallRow] = deque()
@@ -424,14 +425,14 @@ class Call:
         self.kept_row: CallRow | None = None
         self.weight_version = weight_version
 
-    def begin(self, request: CallRequest, row_type: type[CallRow]) -> None:
-        """Set the checked request of the call, and the class of its rows."""
+    def begin(self, request: CallRequest) -> None:
+        """Set the checked request of the call."""
         self.request = request
-        self.row_type = row_type
         self.rid = request.rid or os.urandom(16).hex()
         self.is_stream = request.is_stream
         self.returns_exceptions = request.returns_exceptions and request.gives_batch
         self.num_open = request.num_rows
+        self.is_over = self.num_open == 0
         if not self.is_stream:
             self.results = [None] * request.num_rows
         self.deadlines = {}
@@ -441,11 +442,6 @@ class Call:
     @property
     def is_attachable(self) -> bool:
         return self.request.resume_ttl_s is not None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the engine will add nothing more."""
-        return self.num_open == 0 or self.error is not None or self.is_left
 
     @property
     def state(self) -> str:
@@ -495,10 +491,10 @@ class Call:
             self.kept_row = row
 
     def accept(self) -> None:
-        """Mark the call as accepted, unless it has failed. Wake the reader of a stream."""
+        """Mark the call as accepted, unless it has failed. Wake the reader of a stream that waits for this."""
         if not self.is_accepted and self.error is None:
             self.is_accepted = True
-            if self.is_stream:
+            if self.is_stream and self.wakers:  # a reader in ``waiter`` waits for a chunk
                 self.wake()
 
     def note_compiled(self, row: CallRow) -> None:
@@ -518,6 +514,7 @@ class Call:
         row.delivered_at = delivered_at
         row.error = row.failure(finished) if error is None else error
         self.num_open -= 1
+        self.is_over = self.is_over or self.num_open == 0
         if row.error is not None and not self.returns_exceptions:
             prompt = row.position // self.request.num_samples
             self.fail(answers.named(row.error, prompt, self.request.num_prompts))
@@ -536,7 +533,12 @@ class Call:
         """End the call with an error. Ready chunks are read first."""
         if self.error is None:
             self.error = error
+            self.is_over = True
             self.wake()
+
+    def leave(self) -> None:
+        """End the call without an error: the rest of its output has no reader."""
+        self.is_left = self.is_over = True
 
     def wake(self) -> None:
         """Wake the reader. If it waits in ``waiter``, it receives the next chunk immediately."""

@@ -1,184 +1,307 @@
-"""Calls: the open calls and their ids. Under the engine's lock, from any thread; never waits."""
+"""Calls: opens, starts, aborts, expires, fails and closes the calls of an engine.
+
+Everything runs on the engine's loop and never waits. Only ``Calls.open`` runs on any thread.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from aioengine.frontend.calls.call import Ending, Wants
+from aioengine.frontend.calls.call_ids import CallIds
+from aioengine.frontend.intake.submitter import Submitter
+from aioengine.frontend.sessions.attachments import Attachments
+from aioengine.protocol.messages import Abort, End, FinishCode, Resume, Suspend
+from aioengine.supervision.tasks import post
+
 if TYPE_CHECKING:
-    from aioengine.frontend.calls.call import Call, CallRow
+    import threading
+    from collections import deque
+    from collections.abc import Callable, Collection, Sequence
 
+    from aioengine.errors import EngineError
+    from aioengine.frontend.calls.call import Call, CallRow, ReadPosition
+    from aioengine.frontend.calls.overload import QueueLimits
+    from aioengine.frontend.intake.request_checks import RequestChecks
+    from aioengine.frontend.sessions.sessions import Sessions
+    from aioengine.protocol.messages import Submit
 
-MAX_PARTS: Final = 2
-"""Numbers after an id: of the prompt, and of its sample."""
+BACKSTOP_S: Final = 0.5
+"""How long the scheduler has to end a request at its deadline before the frontend does it."""
 
-MAX_DIGITS: Final = 10
-"""Digits of such a number. No batch has more rows, and Python converts only some thousand digits."""
-
-MAX_NAMES_FREED: Final = 1024
-"""Ids that are freed in one turn of the loop."""
-
-WHOLE: Final = -1
-"""In place of a prompt: the id is the id of the whole call."""
+MAX_ROWS_FREED_AT_ONCE: Final = 4096
+"""Unread rows that are freed in one turn of the loop."""
 
 
 class Calls:
-    """All open calls, and the rows that ids mean. Under the engine's lock.
+    """The open calls and their rows.
 
     Attributes:
-        opened: the open calls, in order.
+        opened: the open calls, in order. num_opened: number of calls that were ever opened.
         rows: submitted rows without an end, by uid.
-        num_opened: calls that were ever registered.
-        _names: the call of each id, and the prompt that it means, or ``WHOLE``.
-        _by_base: for a possible id, the known ids that consist of it and appended numbers.
+        idle: set when a call ended and none is open.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        checks: RequestChecks,
+        *,
+        lock: threading.RLock,
+        limits: QueueLimits,
+        sessions: Sessions,
+        send: Callable[[list[Submit] | list[Abort] | list[Suspend] | list[Resume]], None],
+        computed_since: Callable[[float], Collection[int] | None],
+    ) -> None:
+        """``computed_since`` returns the requests in the scheduler's steps. None: a step has ended since that time."""
         self.opened: dict[Call, None] = {}
-        self.rows: dict[int, CallRow] = {}
         self.num_opened = 0
-        self._names: dict[str, tuple[Call, int]] = {}
-        self._by_base: dict[str, set[str]] = {}
+        self.rows: dict[int, CallRow] = {}
+        self.ids = CallIds()
+        self.idle = asyncio.Event()
+        self.attachments = Attachments(self.ids, lock=lock, close_if_over=self.close_if_over)
+        self.submitter = Submitter(
+            checks, self.ids, self.rows, lock, limits, sessions, submit=send, close_if_over=self.close_if_over
+        )
+        self._loop = asyncio.get_running_loop()
+        self._lock = lock
+        self._limits = limits
+        self._sessions = sessions
+        self._images = checks.images
+        self._send = send
+        self._computed_since = computed_since
 
     def open(self, call: Call) -> None:
-        """Register a call.
+        """Register a call whose request is checked. From any thread, under the lock.
 
         Raises:
             ValueError: an id is in use.
+            EngineError: the engine accepts no calls any more.
         """
-        names = {call.rid: (call, WHOLE)}
-        if call.request.rid is not None or call.request.rids:  # otherwise the id is random and has no number
-            names = self._add_names(call)
-        else:
-            call.names += names
-        call.request.num_known = len(call.request.prompts)
-        self._names |= names
+        self._limits.add_bytes(call, call.request.num_bytes)
+        self.ids.add(call)
         self.num_opened += 1
         call.number = self.num_opened
         self.opened[call] = None
+        if call.request.resume_ttl_s is not None:
+            self.attachments.add(call)
 
-    def add_names(self, call: Call) -> None:
-        """Register the ids of the prompts that have been checked meanwhile.
+    def start(self, call: Call) -> None:
+        """Submit the first rows of a call."""
+        if call not in self.opened:
+            return  # another thread ended it before it was started
+        if call.deadlines:
+            self._set_timer(call, min(call.deadlines.values()))
+        if call.request.num_known < call.request.num_prompts:
+            self.submitter.check_rest(call)
+        self.submitter.submit_next(call)
+        if call.is_over:  # a batch of nothing
+            self.close_if_over(call)
 
-        Raises:
-            ValueError: an id is in use.
-        """
-        self._names |= self._add_names(call)
-        call.request.num_known = len(call.request.prompts)
-
-    def _add_names(self, call: Call) -> dict[str, tuple[Call, int]]:
-        """Register the ids in all indexes except ``_names``, and return their entries for ``_names``.
-
-        If rows fail alone, a row whose id is in use gets its error in its place.
-        """
-        request, first = call.request, call.request.num_known
-        names = {call.rid: (call, WHOLE)} if first == 0 else {}
-        if request.rid is not None:  # a random id is always free
-            self._check_free(call, names)
-        rids = request.rids or []
-        for prompt in range(first, min(len(request.prompts), len(rids))):
-            rid = rids[prompt]
-            try:
-                if rid in names:
-                    raise _given_twice(rid)
-                if rid:
-                    self._check_free(call, {rid: (call, prompt)})
-                    names[rid] = call, prompt
-            except ValueError as error:
-                rids[prompt] = ""
-                request.fail_row(prompt, error)
-        call.names += names
-        for rid in names:
-            for base in _bases(rid):
-                self._by_base.setdefault(base, set()).add(rid)
-        return names
-
-    def find(self, rid: str) -> tuple[Call, range] | None:
-        """Return the call and the rows of an id, or of an id with ``_0``, ``_1`` ... appended."""
-        return _find(self._names, rid)
-
-    def _check_free(self, call: Call, names: dict[str, tuple[Call, int]]) -> None:
-        """Check that neither these ids nor ids made from them mean a live request, and vice versa.
-
-        A request that is over gives up its id, even if the engine's loop has not closed it yet.
-        """
-        taken = [(name, rows[0]) for name in names if (rows := self.find(name)) is not None]
-        if any(_rows(*entry)[1] for entry in names.values()):
-            made = {name for base in names for name in self._by_base.get(base, ()) if name in self._names}
-            taken += [(name, self._names[name][0]) for name in made if _find(names, name) is not None]
-        for name, owner in taken:
-            if owner is call:
-                raise _given_twice(name)
-            if not owner.is_over or owner.is_attachable:
-                raise ValueError(
-                    f"rid {name!r} is in use by a live request, or one that can be attached to; choose another, or "
-                    "wait for its end"
-                )
-            self._free(name, owner)
-
-    def close(self, call: Call) -> bool:
-        """Remove a call that is over and free its ids, unless it is attachable. False: call ``free_names`` again."""
+    def on_read(self, call: Call) -> None:
+        """A reader has read: start more rows of the call, and resume suspended ones."""
+        if call.is_attachable:
+            self.attachments.on_read(call)
         if call in self.opened:
-            del self.opened[call]
+            if call.wants is Wants.READS:
+                with self._lock:
+                    call.wants = Wants.NOTHING
+                    uids = [row.uid for row in call.live.values()]
+                self._send([Resume(uids)])
+            self.submitter.submit_next(call)
+
+    def suspend(self, call: Call, position: ReadPosition) -> None:
+        """Stop computing the rows of a call until its reader, which is at ``position``, reads again.
+
+        Does nothing if the reader has read meanwhile: only unread output can resume a suspended request.
+        """
+        with self._lock:
+            if call.read_position != position:
+                return
+            call.wants = Wants.READS
+            uids = [row.uid for row in call.live.values()]
+        self._send([Suspend(uids)])
+
+    def row_ended(self, row: CallRow) -> None:
+        """The processes ended a row: its call is over, or may start more rows."""
+        call = row.call
+        if call not in self.opened:
+            return
+        if call.is_over:
+            self.close_if_over(call)
+            return
+        with self._lock:
+            self._free_row(row, time.monotonic())
+        if call.wants:
+            self.submitter.submit_next(call)
+
+    def _free_row(self, row: CallRow, now: float) -> None:
+        call, num_prompt = row.call, len(row.prompt_token_ids)
+        prompt = row.position // call.request.num_samples
+        if (rules := call.request.logprobs_of(prompt)) is not None:
+            num_positions = rules.num_prompt_positions(num_prompt) + max(1, row.num_known())
+            row.free_logprobs(0 if row.error else rules.position_bytes * num_positions)
+        if self._images is not None:
+            self._images.row_ended(call, prompt)
+        self._limits.end_row(call, prompt, num_prompt, now)
+
+    def close_if_over(self, call: Call) -> None:
+        """If a call is over, close it and free its remaining rows."""
+        with self._lock:
+            if not call.is_over:
+                return
+            uids = [row.uid for row in call.live.values()]
+            for uid in uids:
+                self.rows.pop(uid, None)
+            call.live.clear()
+            if call.request.sessions is not None:
+                self._sessions.end(call)
+            if call.request.adapters is not None:
+                call.request.adapters.leave()
+            self.opened.pop(call, None)
             if call.timer is not None:
                 call.timer.cancel()
-        return call.is_attachable or self.free_names(call)
+            self._limits.release(call, time.monotonic())
+            if call.is_attachable or not call.has_unread:
+                call.free_logprobs()
+            call.request.clear()
+            is_idle = not self.opened
+        if call.is_attachable:
+            self.attachments.ended(call)
+        else:
+            self._free_ids(call)
+        if self._images is not None:
+            self._images.release(call)
+        if uids:
+            self._send([Abort(uids)])
+        if is_idle:
+            self.idle.set()
 
-    def free_names(self, call: Call) -> bool:
-        """Free at most ``MAX_NAMES_FREED`` of its ids. Returns whether all are free."""
-        for name in call.names[-MAX_NAMES_FREED:]:
-            self._free(name, call)
-        del call.names[-MAX_NAMES_FREED:]
-        return not call.names
+    def _free_ids(self, call: Call) -> None:
+        """Free the ids of a call, a bounded number in each turn of the loop."""
+        with self._lock:
+            if not self.ids.free(call):
+                post(self._loop, self._free_ids, call)
 
-    def _free(self, name: str, call: Call) -> None:
-        if (entry := self._names.get(name)) is not None and entry[0] is not call:
+    def discard(self, call: Call) -> None:
+        """Opening the call failed half-way, so it has no reader: undo its start."""
+        with self._lock:
+            call.leave()
+        self.close_if_over(call)
+        self.attachments.discard(call)
+
+    def on_left(self, call: Call, ready: deque[CallRow]) -> None:
+        """The reader with this ``Reader.ready`` has left."""
+        with self._lock:
+            if call.is_attachable:
+                call.has_reader = call.has_reader and call.ready is not ready
+            else:
+                call.leave()
+                call.free_logprobs()
+            unread = list(ready)
+            ready.clear()
+            call.wake()
+        self._free(unread)
+        if call.is_attachable:
+            self.attachments.left(call)
+            self.on_read(call)  # it continues, even if it was suspended
+        elif call in self.opened:
+            self.close_if_over(call)
+
+    def _free(self, rows: list[CallRow]) -> None:
+        """Free unread rows, a bounded number in each turn of the loop: each takes about a microsecond."""
+        del rows[-MAX_ROWS_FREED_AT_ONCE:]
+        if rows:
+            self._loop.call_soon(self._free, rows)
+
+    def end(self, calls: Sequence[Call], code: FinishCode, message: str = "") -> None:
+        """End all rows of these calls with their output so far: the scheduler ends the submitted rows."""
+        for call in calls:
+            if call not in self.opened:
+                continue
+            with self._lock:
+                uids = [row.uid for row in call.live.values()]
+            self.submitter.end_unstarted(call, Ending(code))
+            if uids:
+                self._send([Abort(uids, code, message)])
+            self.close_if_over(call)
+
+    def abort_opened(self, num_opened: int) -> None:
+        """End the open calls among the first ``num_opened`` of the engine, but no later calls."""
+        self.end([call for call in self.opened if call.number <= num_opened], FinishCode.ABORT)
+
+    def abort_named(self, rid: str, num_opened: int) -> None:
+        """End the rows with this id, if they belong to the first ``num_opened`` calls of the engine."""
+        with self._lock:
+            named = self.ids.find(rid)
+        if named is None and any(call.number <= num_opened for call in self.submitter.checking):
+            self.submitter.after_checks.append(partial(self.abort_named, rid, num_opened))  # it may still become known
+        if named is None or named[0].number > num_opened or named[0] not in self.opened:
             return
-        self._names.pop(name, None)
-        for base in _bases(name):
-            made = self._by_base.get(base, set())
-            made.discard(name)
-            if not made:
-                self._by_base.pop(base, None)
+        call, rows = named
+        if len(rows) == call.request.num_rows:
+            self.end([call], FinishCode.ABORT)
+            return
+        call.aborted.update(position for position in rows if position >= call.num_started)
+        with self._lock:
+            uids = [call.live[position].uid for position in rows if position in call.live]
+        if uids:
+            self._send([Abort(uids)])
 
+    def fail(self, call: Call, error: EngineError) -> None:
+        """End a call with a copy of ``error``. If exceptions are returned in place, end each of its rows."""
+        error = copy(error)
+        with self._lock:
+            if call.returns_exceptions and not call.is_over:
+                now = time.monotonic()
+                for row in list(call.live.values()):
+                    finished = End(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)
+                    call.end_row(row, finished, now, error)
+                self.submitter.end_unstarted(call, Ending(FinishCode.FAILED, error=error))
+            else:
+                call.fail(error)
+        self.close_if_over(call)
 
-def _rows(call: Call, prompt: int) -> tuple[range, tuple[int, ...]]:
-    """Return the rows of an id, and the numbers of rows of this id with one and with two numbers appended."""
-    request = call.request
-    samples = request.num_samples
-    widths = (1,) if samples > 1 else ()
-    if prompt != WHOLE:
-        return range(prompt * samples, (prompt + 1) * samples), widths
-    return range(request.num_rows), (samples, *widths) if request.is_batch and request.rids is None else widths
+    # ------------------------------------------------------------ time
 
+    def _set_timer(self, call: Call, when: float) -> None:
+        call.timer = self._loop.call_later(max(0.0, when - time.monotonic()), self._expire, call)
 
-def _find(names: dict[str, tuple[Call, int]], rid: str) -> tuple[Call, range] | None:
-    """Return the rows of a known id, or of a known id with one or two numbers appended. Any string is allowed."""
-    numbers: list[str] = []
-    while (entry := names.get(rid)) is None:
-        rid, separator, number = rid.rpartition("_")
-        if not separator or len(numbers) == MAX_PARTS:
-            return None
-        numbers.append(number)
-    rows, widths = _rows(*entry)
-    for number in reversed(numbers):
-        if not widths or not number.isdecimal() or len(number) > MAX_DIGITS or str(int(number)) != number:
-            return None
-        rows, widths = rows[int(number) * widths[0] :][: widths[0]], widths[1:]
-        if not rows:
-            return None
-    return entry[0], rows
+    def _expire(self, call: Call) -> None:
+        """End the rows that were not started in time. The scheduler ends the others, or they are given up."""
+        now = time.monotonic()  # one reading: a deadline is either over or waited for again
+        which = call.expired_deadline(now)
+        if which is not None and call.num_started < call.request.num_rows:
+            self.submitter.end_unstarted(call, Ending(FinishCode.DEADLINE, matched=which))
+        for late, deadline in call.deadlines.items():
+            if now >= deadline + BACKSTOP_S:
+                self.give_up(call, FinishCode.DEADLINE, late)
+        self.close_if_over(call)
+        if call in self.opened:
+            times = [when for deadline in call.deadlines.values() for when in (deadline, deadline + BACKSTOP_S)]
+            later = [when for when in times if when > now]
+            if later:
+                self._set_timer(call, min(later))
 
-
-def _bases(rid: str) -> list[str]:
-    """Return the ids that could mean this one, with one or two numbers appended."""
-    bases: list[str] = []
-    for _ in range(MAX_PARTS):
-        rid, separator, number = rid.rpartition("_")
-        if not separator or not number.isdecimal():
-            break
-        bases.append(rid)
-    return bases
-
-
-def _given_twice(rid: str) -> ValueError:
-    return ValueError(f"rid {rid!r} stands for two prompts of this batch; give each its own")
+    def give_up(self, call: Call, code: FinishCode, which: str | None = None) -> None:
+        """End rows here, with their output so far, because the scheduler did not end them (at deadline ``which``)."""
+        now = time.monotonic()
+        with self._lock:
+            rows = [row for row in call.live.values() if which in (None, "total") or row.first_token is None]
+            if which == "queue" and rows:
+                # The scheduler checks deadlines between steps. A row certainly waits if no step has ended since the
+                # call, and the steps that run now do not compute it.
+                computed = self._computed_since(call.called_at)
+                rows = [] if computed is None else [row for row in rows if row.uid not in computed]
+            for row in rows:
+                call.end_row(row, End(row.uid, code, which, ended_at=now), now)
+                self._free_row(row, now)
+        uids = [row.uid for row in rows]
+        for uid in uids:
+            self.rows.pop(uid, None)
+        if uids:
+            self._send([Abort(uids, code)])
+        self.close_if_over(call)

@@ -17,10 +17,10 @@ from aioengine.protocol.messages import End, FinishCode, TextChunks
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from aioengine.frontend.calls.call import Call, CallRow, ReadPosition
-    from aioengine.frontend.calls.call_lifecycle import CallLifecycle
+    from aioengine.frontend.calls.calls import Calls
     from aioengine.settings.config import DeliveryConfig
 
 
@@ -61,7 +61,16 @@ class Router:
     def deliver(self, chunks: TextChunks) -> None:
         """Put the chunks of one frame into their rows, as far as this turn allows. Call ``wake`` afterwards."""
         with self._lock:
-            self._note(chunks)
+            rows = self.rows
+            for first_token in chunks.first_tokens:
+                if (row := rows.get(first_token.uid)) is not None:
+                    row.begin(first_token)
+            for uid in chunks.preempted:
+                if (row := rows.get(uid)) is not None:
+                    row.preempt()
+            for uid in chunks.compiled:
+                if (row := rows.get(uid)) is not None:
+                    row.call.note_compiled(row)
             if chunks.tokens.extras or self._waiting:
                 chunks = self._set_aside(chunks)
             ended = self._put(chunks)
@@ -152,18 +161,6 @@ class Router:
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._read_waiting)
 
-    def _note(self, chunks: TextChunks) -> None:
-        """Record first tokens, preemptions and compiled grammars in their rows."""
-        for first_token in chunks.first_tokens:
-            if (row := self.rows.get(first_token.uid)) is not None:
-                row.begin(first_token)
-        for uid in chunks.preempted:
-            if (row := self.rows.get(uid)) is not None:
-                row.preempt()
-        for uid in chunks.compiled:
-            if (row := self.rows.get(uid)) is not None:
-                row.call.note_compiled(row)
-
     def wake(self) -> None:
         """Wake some readers, and the others in later turns of the loop.
 
@@ -186,12 +183,9 @@ NUM_LOOKS: Final = 4
 class SlowReaders:
     """Suspends or ends calls whose readers do not read, once until they read again. On the engine's loop."""
 
-    def __init__(
-        self, config: DeliveryConfig, open_calls: Callable[[], Collection[Call]], lifecycle: CallLifecycle
-    ) -> None:
+    def __init__(self, config: DeliveryConfig, calls: Calls) -> None:
         self._config = config
-        self._open_calls = open_calls
-        self._lifecycle = lifecycle
+        self._calls = calls
         self._positions: dict[Call, tuple[ReadPosition, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -205,9 +199,9 @@ class SlowReaders:
         """Stop suspending calls, and resume the suspended ones, because the engine waits for their ends."""
         if self._config.slow_reader == "pause":
             self.stop()
-            for call in list(self._open_calls()):
+            for call in list(self._calls.opened):
                 if call.wants is Wants.READS:
-                    self._lifecycle.on_read(call)
+                    self._calls.on_read(call)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -216,7 +210,7 @@ class SlowReaders:
 
     def _look(self) -> None:
         positions: dict[Call, tuple[ReadPosition, int]] = {}
-        for call in list(self._open_calls()):
+        for call in list(self._calls.opened):
             position = call.read_position
             if position is None:
                 continue
@@ -230,9 +224,9 @@ class SlowReaders:
 
     def _act(self, call: Call, position: ReadPosition) -> None:
         if self._config.slow_reader == "pause":
-            self._lifecycle.suspend(call, position)
+            self._calls.suspend(call, position)
         else:
             message = (
                 f"its reader has read nothing for slow_reader_timeout={self._config.slow_reader_timeout_s:g} seconds"
             )
-            self._lifecycle.end_all([call], FinishCode.ABORT, message)
+            self._calls.end([call], FinishCode.ABORT, message)

@@ -11,7 +11,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import EngineOverloadedError, RequestTooLargeError
-from aioengine.frontend.callers import refuse_interrupting, running_loop, this_caller
+from aioengine.frontend.callers import interrupting, is_interrupted, running_loop, this_caller
 from aioengine.frontend.calls.reader import resolve
 from aioengine.supervision.tasks import post
 
@@ -117,7 +117,8 @@ class QueueLimits:
 
     def add_bytes(self, call: Call, num_bytes: int) -> None:
         """Count the bytes of a prompt. Raises EngineError if calls are refused meanwhile."""
-        self.check_refusal()
+        if self.refusal is not None:
+            raise copy(self.refusal)
         call.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
@@ -267,7 +268,8 @@ class Overload:
             post(self._loop, self._serve)  # drops the reservation later if it is not used
             return post(loop, resolve, future)
 
-        refuse_interrupting(self._lock)
+        if is_interrupted(self._lock):
+            raise interrupting()
         queued = QueuedCaller(this_caller() if caller is None else caller, wake)
         with self._lock:
             self.limits.enter(queued, time.monotonic())

@@ -62,7 +62,7 @@ class Reader:
     When its last reference is dropped, the call is left.
     """
 
-    __slots__ = ("_actions", "_has_left", "_lock", "_result", "call", "ready")
+    __slots__ = ("_actions", "_has_left", "_lock", "_result", "call", "is_stream", "ready", "rid")
 
     def __init__(self, call: Call, ready: deque[CallRow], *, lock: threading.RLock, actions: ReaderActions) -> None:
         self._actions = actions
@@ -70,6 +70,8 @@ class Reader:
         self._has_left = False
         self._result: Answer | BatchOutput | None = None
         self.call = call
+        self.rid = call.rid
+        self.is_stream = call.is_stream
         self.ready = ready
         """Rows with unread output. If there are any, ``take`` returns a chunk, unless another thread was faster."""
 
@@ -79,14 +81,6 @@ class Reader:
                 self._actions.leave(self.call, self.ready, later=True)
         except AttributeError:  # the constructor was interrupted
             return
-
-    @property
-    def rid(self) -> str:
-        return self.call.rid
-
-    @property
-    def is_stream(self) -> bool:
-        return self.call.is_stream
 
     @property
     def state(self) -> str:
@@ -114,7 +108,7 @@ class Reader:
                 if call.wants and (call.wants is Wants.READS or chunk["meta_info"]["finish_reason"] is not None):
                     self._actions.on_read(call)
                 return chunk
-            if not call.is_stream:
+            if not self.is_stream:
                 raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
             if call.error is not None:
                 raise call.error.with_traceback(None)
@@ -204,7 +198,7 @@ class Reader:
 
         The call's own error interrupts nothing.
         """
-        if self.call.is_stream and error is not self.call.error:
+        if self.is_stream and error is not self.call.error:
             self._actions.leave(self.call, self.ready)
             self._has_left = True
 

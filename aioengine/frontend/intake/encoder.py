@@ -11,8 +11,7 @@ import asyncio
 import json
 import time
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from aioengine.errors import EngineError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.intake.prompts import (
@@ -28,12 +27,11 @@ from aioengine.frontend.intake.prompts import (
 from aioengine.supervision.tasks import WorkerThread, post
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from aioengine.frontend.intake.pool_encoder import PoolEncoder
-    from aioengine.frontend.intake.prompts import Messages
+    from aioengine.tokenization.tokenizer import Tokenizer
 
 LONG_BYTES = 64 * 1024
 """Larger prompts use the thread for long prompts."""
@@ -44,21 +42,6 @@ PIECE_CHARACTERS = 16 * 1024
 MAX_SHRINKING = 3
 """Normalization may shorten text: three letters of Hangul, for example, become one."""
 USUAL_TOKEN_BYTES = 4
-
-
-class PromptTokenizer(Protocol):
-    """The methods of a tokenizer that are used here, by several threads at once."""
-
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
-
-    def apply_chat_template(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        chat_template: str | os.PathLike[str] | None = None,
-        chat_template_kwargs: Mapping[str, object] | None = None,
-    ) -> str | list[int]: ...
 
 
 Encoded = list[int] | ValueError | TypeError | EngineError
@@ -82,7 +65,7 @@ class TextSizes(NamedTuple):
                 f"the prompt has at least {num_bytes} bytes, which are at least {least} tokens; {self.max_tokens} fit"
             )
 
-    def check_pieces(self, text: str, tokenizer: PromptTokenizer) -> None:
+    def check_pieces(self, text: str, tokenizer: Tokenizer) -> None:
         """Tokenize a long text in pieces, and raise RequestTooLargeError as soon as the limit is exceeded.
 
         Each cut adds at most as many tokens as the longest token has bytes.
@@ -146,11 +129,10 @@ class Lane:
         """
         self._encode = encode
         self._thread = WorkerThread[Any](f"aioengine-{name}")
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: list[Job] = []
         self._num_bytes = 0  # of the waiting jobs
         self._num_batches = 0  # that the thread has
-        self._is_due = False
+        self._is_due = False  # the loop will call ``_start`` soon
 
     def add(self, job: Job, num_bytes: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -160,20 +142,17 @@ class Lane:
             self._start()
         elif not self._is_due:
             self._is_due = True
-            self._loop.call_soon(self._end_round)
-
-    def _end_round(self) -> None:
-        self._is_due = False
-        if not self._num_batches:
-            self._start()
+            self._loop.call_soon(self._start)
 
     def _start(self) -> None:
-        """Give the waiting jobs to the thread, after the jobs that it has."""
+        """Give the waiting jobs to the thread, unless it is busy and they are smaller than a batch."""
+        self._is_due = False
+        if not self._waiting or (self._num_batches and self._num_bytes < BATCH_BYTES):
+            return
         batch, self._waiting, self._num_bytes = self._waiting, [], 0
-        if batch and self._loop is not None:
-            self._num_batches += 1
-            work = self._thread.submit(partial(self._encode, batch))
-            work.add_done_callback(partial(post, self._loop, self._answer, batch))
+        self._num_batches += 1
+        work = self._thread.submit(partial(self._encode, batch))
+        work.add_done_callback(partial(post, self._loop, self._answer, batch))
 
     def _answer(self, batch: list[Job], work: Future[tuple[list[list[Encoded]], float]]) -> None:
         self._num_batches -= 1
@@ -184,9 +163,9 @@ class Lane:
             failures: list[Encoded] = [RequestError("tokenize", reason)]
             encoded, seconds = [failures * len(job.prompts) for job in batch], 0.0
         for job, ids in zip(batch, encoded, strict=True):  # an error in one callback does not affect the others
-            asyncio.get_running_loop().call_soon(job.done, ids, seconds)
+            self._loop.call_soon(job.done, ids, seconds)
         batch.clear()  # the thread may still have it
-        if not self._num_batches:
+        if self._waiting:
             self._start()
 
     def run(self, work: Callable[[], object], done: Callable[[Future[Any]], object]) -> None:
@@ -204,7 +183,7 @@ class Encoder:
 
     def __init__(
         self,
-        tokenizer: PromptTokenizer | None,
+        tokenizer: Tokenizer | None,
         sizes: TextSizes | None = None,
         pool_encoder: PoolEncoder | None = None,
         in_text: Callable[[str], str] = str,
@@ -217,7 +196,7 @@ class Encoder:
         self.has_tokenizer = tokenizer is not None
         self.sizes = sizes
         self._in_text = in_text
-        self._tokenizer = cast("PromptTokenizer", tokenizer)
+        self._tokenizer = cast("Tokenizer", tokenizer)
         self._pool_encoder = pool_encoder
         self._short = Lane("encode", self._encode)
         self._long = Lane("encode-long", self._encode)
@@ -250,39 +229,45 @@ class Encoder:
     def _encode(self, jobs: Sequence[Job]) -> tuple[list[list[Encoded]], float]:
         """Encode the prompts of all jobs, texts with the same rules in one batch. Return their ids, and the seconds."""
         began_at = time.monotonic()
-        prompts = [(prompt, job.check_ids) for job in jobs for prompt in job.prompts]
-        encoded: dict[int, Encoded] = {}
-        texts: dict[EncodeRules, dict[int, tuple[Prompt, str]]] = {}
-        pooled: dict[int, PooledPrompt] = {}
-        for place, (given, check_ids) in enumerate(prompts):
-            prompt = given if isinstance(given, Exception) or given.is_checked else checked(given, check_ids)
-            if isinstance(prompt, IdsPrompt):
-                encoded[place] = prompt.token_ids
-            elif isinstance(prompt, Exception):
-                encoded[place] = prompt
-            elif isinstance(prompt, PooledPrompt):
-                pooled[place] = prompt
-            else:
-                rendered = prompt.text if isinstance(prompt, TextPrompt) else self._render(prompt)
-                if isinstance(rendered, str):  # templates may also return token ids
+        encoded: list[list[Encoded]] = []
+        texts: dict[EncodeRules, list[tuple[list[Encoded], int, Prompt, str]]] = {}
+        pooled: list[tuple[list[Encoded], int, PooledPrompt]] = []
+        for job in jobs:
+            results: list[Encoded] = []
+            encoded.append(results)
+            for place, unchecked in enumerate(job.prompts):
+                prompt = unchecked
+                if not isinstance(prompt, Exception) and not prompt.is_checked:
+                    prompt = checked(prompt, job.check_ids)
+                results.append([])
+                if isinstance(prompt, IdsPrompt):
+                    results[place] = prompt.token_ids
+                elif isinstance(prompt, Exception):
+                    results[place] = prompt
+                elif isinstance(prompt, PooledPrompt):
+                    pooled.append((results, place, prompt))
+                else:
+                    text = prompt.text if isinstance(prompt, TextPrompt) else self._render(prompt)
+                    if not isinstance(text, str):  # templates may also return token ids
+                        results[place] = text
+                        continue
                     rules = prompt.rules
                     if rules.add_special_tokens is None:  # templates of chats write them
                         rules = EncodeRules(isinstance(prompt, TextPrompt), rules.keep_last)
-                    texts.setdefault(rules, {})[place] = prompt, self._in_text(rendered)
-                else:
-                    encoded[place] = rendered
+                    texts.setdefault(rules, []).append((results, place, prompt, self._in_text(text)))
         for rules, batch in texts.items():
-            all_ids = self._encode_texts([text for _, text in batch.values()], rules)
-            for (place, (prompt, _)), ids in zip(batch.items(), all_ids, strict=True):
+            all_ids = self._encode_texts([text for *_, text in batch], rules)
+            for (results, place, prompt, _), ids in zip(batch, all_ids, strict=True):
                 if rules.keep_last and isinstance(ids, list):
                     ids = ids[-rules.keep_last :]
                 if isinstance(prompt, ChatPrompt) and prompt.images and isinstance(ids, list):
                     ids = ChatIds(ids, prompt.images)
-                encoded[place] = ids
+                results[place] = ids
         if pooled and self._pool_encoder is not None:
-            encoded |= zip(pooled, self._pool_encoder.encode(list(pooled.values())), strict=True)
-        in_order = map(encoded.__getitem__, range(len(prompts)))
-        return [list(islice(in_order, len(job.prompts))) for job in jobs], time.monotonic() - began_at
+            all_ids = self._pool_encoder.encode([prompt for *_, prompt in pooled])
+            for (results, place, _), ids in zip(pooled, all_ids, strict=True):
+                results[place] = ids
+        return encoded, time.monotonic() - began_at
 
     def _render(self, prompt: ChatPrompt) -> str | list[int] | ValueError:
         options = prompt.options

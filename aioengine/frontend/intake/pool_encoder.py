@@ -5,16 +5,17 @@ Only the beginning of a long text is tokenized: enough for more tokens than the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aioengine.errors import RequestError, RequestTooLargeError, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from aioengine.frontend.intake.prompts import PooledPrompt
     from aioengine.protocol.messages import PairIds
     from aioengine.settings.config import PoolingSettings
+    from aioengine.tokenization.tokenizer import Tokenizer
 
 MARGIN: Final = 512
 """A cut text has this many tokens more than ``max_tokens``, because its tokens near the cut are wrong."""
@@ -23,23 +24,13 @@ CHARACTERS_PER_TOKEN: Final = 8
 GROWTH: Final = 4
 
 
-class PairTokenizer(Protocol):
-    """The methods of a tokenizer that are needed here."""
-
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
-
-    def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[PairIds]: ...
-
-    def encode_cut(self, first: str, second: str | None, max_tokens: int) -> PairIds: ...
-
-
 class PoolEncoder(NamedTuple):
     """Tokenizes texts of up to ``max_tokens`` tokens. On the tokenizer's threads.
 
     ``in_text``: as in ``Encoder``.
     """
 
-    tokenizer: PairTokenizer
+    tokenizer: Tokenizer
     settings: PoolingSettings
     max_tokens: int
     in_text: Callable[[str], str] = str

@@ -54,13 +54,10 @@ MANY_CHARACTERS: Final = 1024 * 1024
 _THINKING: Final = "enable_thinking"
 
 
-class CheckBudget:
+class CheckBudget(Struct):
     """The amount that the call checks now, in token ids."""
 
-    __slots__ = ("num_left",)
-
-    def __init__(self, num_ids: int = MAX_IDS_AT_CALL) -> None:
-        self.num_left = num_ids
+    num_left: int = MAX_IDS_AT_CALL
 
     def covers(self, num_ids: int) -> bool:
         """Whether to check a prompt of this size now. A prompt that is too large uses up the budget."""

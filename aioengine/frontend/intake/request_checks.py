@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, ValidationError, convert
 
@@ -13,25 +13,15 @@ from aioengine.errors import RequestTooLargeError
 from aioengine.frontend.intake.image_prompts import check_images
 from aioengine.frontend.intake.pooling import completed
 from aioengine.frontend.intake.prompts import ChatPrompt, EmbedsIds, IdsPrompt, PooledPrompt, TextPrompt
+from aioengine.frontend.intake.requests import ParamsParts
 from aioengine.protocol.messages import ALL_STATES
 
 if TYPE_CHECKING:
     from aioengine.api.params import SamplingParams
     from aioengine.frontend.intake.encoder import Encoder
     from aioengine.frontend.intake.image_prompts import PromptImages
-    from aioengine.frontend.intake.prompts import Prompt
     from aioengine.frontend.intake.requests import CallRequest
     from aioengine.frontend.running import Running
-    from aioengine.protocol.messages import Sampling, TextRules
-
-
-class ParamsParts(NamedTuple):
-    """The parts of a message that follow from sampling parameters; seed and text context are each row's own."""
-
-    params: SamplingParams
-    sampling: Sampling
-    stop_ids: tuple[int, ...]
-    text: TextRules
 
 
 class RequestChecks:
@@ -106,10 +96,32 @@ class RequestChecks:
             )
 
     def _check_params(self, request: CallRequest, params: SamplingParams) -> None:
-        parts = self.parts_of(params, request.parts)
-        if not self.encoder.has_tokenizer and (parts.text.stop or parts.text.stop_regex):
+        """Convert parameters to ``request.parts``, and check them. Calls often share the object of the last call.
+
+        Raises:
+            ValueError: an id is outside the vocabulary, or a tokenizer is needed.
+        """
+        parts, has_tokenizer = self._last_parts, self.encoder.has_tokenizer
+        if parts is None or parts.params is not params:
+            parts = request.parts.get(id(params))
+        if parts is None:
+            vocab_size, eos_token_ids = self.model.vocab_size, self.parts.eos_token_ids
+            parts = ParamsParts(
+                params,
+                wire.sampling(
+                    params,
+                    vocab_size=vocab_size,
+                    eos_token_ids=eos_token_ids,
+                    tokenize=self.encoder.tokenize if has_tokenizer else None,
+                    defaults=self.model.sampling_defaults,
+                ),
+                wire.stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids),
+                wire.text_rules(params, stream_interval=self.parts.blueprint.stream_interval),
+            )
+        request.parts[id(params)] = self._last_parts = parts
+        if not has_tokenizer and (parts.text.stop or parts.text.stop_regex):
             raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
-        if not self.encoder.has_tokenizer and parts.sampling.grammar:
+        if not has_tokenizer and parts.sampling.grammar:
             raise ValueError("structured output needs a tokenizer, and this engine has none (skip_tokenizer_init)")
 
     def _check_processor(self, name: str) -> None:
@@ -117,31 +129,6 @@ class RequestChecks:
         if name and name not in known:
             allowed = f"allows {', '.join(known)}" if known else "allows none (logits_processors of the constructor)"
             raise ValueError(f"custom_logit_processor {checks.shown(name)} is not known: this engine {allowed}")
-
-    def parts_of(self, params: SamplingParams, known: dict[int, object]) -> ParamsParts:
-        """Make the parts, or return the last or ``known`` ones (by the identity of the parameters).
-
-        Raises:
-            ValueError: an id is outside the vocabulary.
-        """
-        parts, model, eos_token_ids = self._last_parts, self.model, self.parts.eos_token_ids
-        if parts is None or parts.params is not params:
-            parts = cast("ParamsParts | None", known.get(id(params)))
-        if parts is None:
-            known[id(params)] = parts = ParamsParts(
-                params,
-                wire.sampling(
-                    params,
-                    vocab_size=model.vocab_size,
-                    eos_token_ids=eos_token_ids,
-                    tokenize=self.encoder.tokenize if self.encoder.has_tokenizer else None,
-                    defaults=model.sampling_defaults,
-                ),
-                wire.stop_ids(params, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids),
-                wire.text_rules(params, stream_interval=self.parts.stream_interval),
-            )
-        self._last_parts = parts
-        return parts
 
     def check_ids(self, token_ids: list[int]) -> None:
         """Raise ValueError for ids outside the vocabulary."""
@@ -157,13 +144,6 @@ class RequestChecks:
         except ValidationError:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
             raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {size - 1}") from None
-
-    def check_size(self, prompt: Prompt) -> None:
-        """Raise RequestTooLargeError if a prompt is certainly too long. Does not tokenize."""
-        if isinstance(prompt, IdsPrompt):
-            self.output_limit(wire.SamplingParams(), prompt.num_ids)
-        elif isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self.encoder.sizes:
-            self.encoder.sizes.check_bytes(prompt.num_bytes)
 
     def output_limit(self, params: SamplingParams, num_ids: int) -> int:
         """Return the number of tokens that a row may generate. Raises RequestTooLargeError."""
@@ -183,7 +163,8 @@ class RequestChecks:
     def check_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
         """Raise RequestTooLargeError where the hidden states of a row may be larger than allowed."""
         num_positions = num_ids + max_new_tokens - 1 if states == ALL_STATES else 1
-        num_bytes, max_bytes = 4 * self.model.hidden_size * num_positions, self.parts.delivery.max_hidden_state_bytes
+        num_bytes = 4 * self.model.hidden_size * num_positions
+        max_bytes = self.parts.blueprint.delivery.max_hidden_state_bytes
         if num_bytes > max_bytes:
             raise RequestTooLargeError(
                 f"return_hidden_states of {num_ids} prompt tokens and up to {max_new_tokens} output tokens may give "

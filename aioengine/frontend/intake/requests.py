@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from msgspec import Struct
 
@@ -47,7 +47,7 @@ from aioengine.frontend.intake.row_options import (
 from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # the first: a field of a Struct
 from aioengine.frontend.sessions.session_params import SessionParams, session_params
 from aioengine.media.intake.sources import NOT_TRUNCATED, GivenImages, given_images
-from aioengine.protocol.messages import ALL_STATES, LAST_STATES
+from aioengine.protocol.messages import ALL_STATES, LAST_STATES, Sampling, TextRules
 from aioengine.protocol.packed_logprobs import LogprobReader
 
 if TYPE_CHECKING:
@@ -70,6 +70,15 @@ _TIMEOUTS: Final = (("total", "timeout"), ("queue", "queue_timeout"), ("first_to
 """Words of a finish reason, and the options that they belong to."""
 
 
+class ParamsParts(NamedTuple):
+    """The parts of a message that follow from sampling parameters; seed and text context are each row's own."""
+
+    params: SamplingParams
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    text: TextRules
+
+
 class CallRequest(Struct):
     """The arguments of a call, checked. ``check_more`` checks later rows of a long batch.
 
@@ -79,10 +88,12 @@ class CallRequest(Struct):
         prompts: the checked prompts; an exception is the error of a row that fails alone. A thread may add some.
         num_known: number of prompts that may start: they are checked, and their ids are registered.
         num_samples: samples of each prompt. gives_batch: whether the answer is a batch.
+        num_bytes: bytes of the prompt. 0 for a batch: the caller keeps it anyway, and its rows start one after the
+            other.
         params: one for all prompts, or one for each checked prompt.
         given_params: the sampling parameters of each prompt as the caller gave them; None: all prompts share one.
         parsed: parsed parameters, or the error of parsing, by the ``id()`` of an entry of ``given_params``.
-        parts: parts of messages by the ``id()`` of parsed parameters. Some take long to make.
+        parts: parts of messages by the ``id()`` of parsed parameters.
         pooled: options for vectors; None: the call generates tokens.
         adapters: the adapters of the prompts; None: all use the base model.
         images: images from ``image_data``; None: there are none.
@@ -100,13 +111,14 @@ class CallRequest(Struct):
     num_known: int = 0
     num_samples: int = 1
     num_rows: int = 0
+    num_bytes: int = 0
     gives_batch: bool = False
     is_stream: bool = False
     prompts: list[Prompt | PromptError] = []
     params: list[SamplingParams] = []
     given_params: list[object] | None = None
     parsed: dict[int, SamplingParams | Exception] = {}
-    parts: dict[int, object] = {}
+    parts: dict[int, ParamsParts] = {}
     adapters: AdapterChoice | None = None
     images: GivenImages | None = None
     rid: str | None = None
@@ -124,14 +136,6 @@ class CallRequest(Struct):
     sessions: PerPrompt[SessionParams | None] | None = None
     logprobs: LogprobOptions | None = None
     lists: list[PerPrompt[Any]] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the prompt. 0 for a batch: the caller keeps it anyway, and its rows start one after the other."""
-        first = None if self.is_batch else self.prompts[0]
-        if first is None or isinstance(first, Exception):
-            return 0
-        return first.num_bytes + (0 if self.images is None else self.images.num_bytes)
 
     @property
     def is_checked(self) -> bool:
@@ -185,7 +189,7 @@ class CallRequest(Struct):
                     option.check_row(place)
                 if self.given_params is not None:
                     self.params.append(self._parsed(self.given_params[place]))
-                params = self.params_of(place)
+                params = self.params[-1]
                 if self.processors is None and params.custom_params:
                     message = "is given without custom_logit_processor, which reads it; name one"
                     raise ValueError(f"custom_params={checks.shown(params.custom_params)} {message}")
@@ -199,7 +203,7 @@ class CallRequest(Struct):
                     option.reset_row(place)
                 if self.given_params is not None and len(self.params) == place:
                     self.params.append(SamplingParams(n=self.num_samples))
-                params = self.params_of(place)
+                params = self.params[-1]
             if params.n != self.num_samples:  # an error of the call: n decides the index of each answer
                 counts = f"{self.num_samples} and {params.n}"
                 raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")
@@ -372,6 +376,9 @@ def complete(
     if options:
         _set_options(request, options)
     request.check_more()
+    if not request.is_batch:
+        request.num_bytes = cast("Prompt", request.prompts[0]).num_bytes
+        request.num_bytes += 0 if request.images is None else request.images.num_bytes
     return request
 
 

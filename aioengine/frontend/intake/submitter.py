@@ -10,17 +10,17 @@ import time
 from collections import deque
 from functools import partial
 from importlib import import_module
-from itertools import repeat
 from typing import TYPE_CHECKING, Final, cast
 
 from msgspec.structs import replace
 
-from aioengine.api.params import drawn_seed
+from aioengine.api.params import SamplingParams, drawn_seed
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.calls.call import Wants
+from aioengine.frontend.calls.row_types import row_type
 from aioengine.frontend.intake.encoder import Job
 from aioengine.frontend.intake.image_prompts import check_no_images
-from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, IdsPrompt, MediaIds
+from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, IdsPrompt, MediaIds, TextPrompt
 from aioengine.frontend.intake.row_options import check_lengths
 from aioengine.protocol.messages import SEED_MASK, End, FinishCode, Limits, PairIds, RequestKind, Submit
 from aioengine.supervision.tasks import post
@@ -28,13 +28,12 @@ from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from aioengine.api.answers import RowError
-    from aioengine.api.params import SamplingParams
     from aioengine.frontend.calls.call import Call, CallRow, Ending
-    from aioengine.frontend.calls.calls import Calls
+    from aioengine.frontend.calls.call_ids import CallIds
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.intake.encoder import Encoded
     from aioengine.frontend.intake.pooling import Pooled
@@ -70,25 +69,28 @@ class Submitter:
     def __init__(
         self,
         checks: RequestChecks,
-        *,
+        ids: CallIds,
+        rows: dict[int, CallRow],
         lock: threading.RLock,
-        calls: Calls,
         limits: QueueLimits,
         sessions: Sessions,
+        *,
         submit: Callable[[list[Submit]], None],
-        settle: Callable[[Call], None],
+        close_if_over: Callable[[Call], None],
     ) -> None:
-        """``settle`` closes a call that is over."""
+        """``rows``: ``Calls.rows``. ``close_if_over`` closes a call that is over."""
         self.checks = checks
         self._model = checks.model
         self._settings = checks.parts.settings
         self._encoder = checks.encoder
+        self._images = checks.images
         self._lock = lock
         self._limits = limits
         self._sessions = sessions
-        self._calls = calls
+        self._ids = ids
+        self._rows = rows
         self._submit = submit
-        self._settle = settle
+        self._close_if_over = close_if_over
         self._loop = asyncio.get_running_loop()
         self._has_numpy = False
         self._num_uids = 0
@@ -114,7 +116,7 @@ class Submitter:
             try:
                 work.result()
                 with self._lock:
-                    self._calls.add_names(call)
+                    self._ids.add(call)
                 if not call.request.is_checked:
                     self.check_rest(call)
                     return
@@ -153,24 +155,25 @@ class Submitter:
             prompts = request.prompts[first : min(first + most, request.num_known)]
             if num_startable <= 0 or not prompts:
                 return
-            if self.checks.images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):
+            if self._images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):
                 prompts = prompts[:1]  # a prompt waits for its images, so it starts alone
             if (request.pooled or request.states) and not self._has_numpy:
                 call.is_encoding = True
                 self._encoder.run(partial(import_module, "numpy"), partial(self._numpy_imported, call))
                 return
-            known: list[Encoded] = []  # the prompts before the first one that needs the tokenizer
+            encoded: list[Encoded] = []
             for position, prompt in enumerate(prompts):
-                ids = self._ids_if_known(prompt, is_pooled=request.pooled is not None)
-                if isinstance(ids, Exception):
-                    prompts[position] = ids
-                if ids is not None and len(known) == position:
-                    known.append(ids)
-            if known:
-                self._encoded(call, known, 0.0)
+                known = self._ids_if_known(prompt)
+                if known is not None:
+                    encoded.append(known)
+                if isinstance(known, Exception):
+                    prompts[position] = known
+            start = self._start_rows if self._images is None else self._place_images
+            if len(encoded) == len(prompts):
+                start(call, encoded, 0.0)
             else:
                 call.is_encoding = True
-                self._encoder.encode(Job(prompts, partial(self._encoded, call), self.checks.check_ids))
+                self._encoder.encode(Job(prompts, partial(start, call), self.checks.check_ids))
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))
             raise
@@ -189,33 +192,35 @@ class Submitter:
         # The first row is always tried: it starts, or is refused.
         return min(limit, max(num_rows, 0 if call.num_held else 1))
 
-    def _ids_if_known(self, prompt: Prompt | PromptError, *, is_pooled: bool) -> list[int] | PromptError | None:
-        """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized or checked."""
+    def _ids_if_known(self, prompt: Prompt | PromptError) -> list[int] | PromptError | None:
+        """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized or checked.
+
+        A prompt that is certainly too long is not tokenized.
+        """
         if isinstance(prompt, Exception):
             return prompt
         if isinstance(prompt, IdsPrompt) and prompt.is_checked:
             return prompt.token_ids
         try:
-            if not is_pooled:
-                self.checks.check_size(prompt)
+            if isinstance(prompt, IdsPrompt) and self._model.task == "generate":
+                self.checks.output_limit(SamplingParams(), prompt.num_ids)
+            elif isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self._encoder.sizes:
+                self._encoder.sizes.check_bytes(prompt.num_bytes)
         except RequestTooLargeError as error:
             return error
         return None
 
-    def _encoded(self, call: Call, encoded: list[Encoded], seconds: float) -> None:
-        """Start the rows of the next prompts, whose ids are known. If the model reads images, the images of a single
-        prompt are placed first.
-        """
-        images, num_samples = self.checks.images, call.request.num_samples
-        if images is not None and len(encoded) == 1 and call.ending is None and not call.is_over:
-            call.is_encoding = True
-            images.place(call, encoded[0], partial(self._images_placed, call, seconds))
+    def _place_images(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
+        """Start the rows of the next prompts. If it is one prompt, put its images into it before."""
+        if self._images is None or len(encoded) != 1 or call.ending is not None or call.is_over:
+            self._start_rows(call, encoded, tokenize_s)
             return
-        rows = iter(encoded) if num_samples == 1 else (ids for ids in encoded for _ in range(num_samples))
-        self._start_rows(call, rows, seconds)
 
-    def _images_placed(self, call: Call, seconds: float, encoded: Encoded, more_s: float) -> None:
-        self._start_rows(call, repeat(encoded, call.request.num_samples), seconds + more_s)
+        def placed(ids: Encoded, more_s: float) -> None:
+            self._start_rows(call, [ids], tokenize_s + more_s)
+
+        call.is_encoding = True
+        self._images.place(call, encoded[0], placed)
 
     def _numpy_imported(self, call: Call, work: Future[object]) -> None:
         """Start rows whose answers are arrays. The import takes some 50 ms, and most programs do not need it."""
@@ -228,29 +233,28 @@ class Submitter:
         self._has_numpy = True
         self.submit_next(call)
 
-    def _start_rows(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
-        """Start these rows, then the next rows of the call in later turns of the loop.
+    def _start_rows(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
+        """Start the rows of the next prompts, then the next rows of the call in later turns of the loop.
 
         After ``MAX_BYTES_AT_ONCE``, or after a large first row of a scored call, the other rows start in the next turn.
         """
         call.is_encoding = False
         if call.ending is not None or call.is_over:
             return
-        submits, num_bytes = list[Submit](), 0
+        request, submits, num_bytes = call.request, list[Submit](), 0
+        first = call.num_started // request.num_samples
+        end = (first + len(encoded)) * request.num_samples
         try:
             with self._lock:
-                for ids in rows:
-                    if call.is_over:
-                        break
-                    self._start_row(call, ids, tokenize_s, submits)
-                    num_bytes += _size(submits[-1]) if submits else 0
-                    is_awaited = call.num_started == 1 and num_bytes > MIN_SHARED_BYTES and submits[0].kind is SCORE
-                    if num_bytes >= MAX_BYTES_AT_ONCE or is_awaited:
-                        call.is_encoding = True
-                        break
+                while call.num_started < end and not (call.is_encoding or call.is_over):
+                    self._start_row(call, encoded[call.num_started // request.num_samples - first], tokenize_s, submits)
+                    if submits and call.num_started < end:
+                        num_bytes += _size(submits[-1])
+                        is_awaited = call.num_started == 1 and num_bytes > MIN_SHARED_BYTES and submits[0].kind is SCORE
+                        call.is_encoding = num_bytes >= MAX_BYTES_AT_ONCE or is_awaited
                 # A call with grammars is accepted when they are compiled. If rows may be refused late, the call is
                 # accepted with its first chunk.
-                if not call.compiling and not (call.request.refuses_late and submits):
+                if not call.compiling and not (request.refuses_late and submits):
                     call.accept()
             if submits:
                 self._submit(submits)
@@ -258,10 +262,11 @@ class Submitter:
             self._fail(call, RequestError("submit", describe(error)))
             raise
         if call.is_over:
-            self._settle(call)
+            self._close_if_over(call)
         elif call.is_encoding:
-            self._loop.call_soon(self._start_rows, call, rows, tokenize_s)
-        elif call.num_started < call.request.num_rows:
+            rest = encoded[call.num_started // request.num_samples - first :]
+            self._loop.call_soon(self._start_rows, call, rest, tokenize_s)
+        elif call.num_started < request.num_rows:
             self._loop.call_soon(self.submit_next, call)
 
     def _start_row(self, call: Call, encoded: Encoded, tokenize_s: float, submits: list[Submit]) -> None:
@@ -272,10 +277,10 @@ class Submitter:
         if request.adapters is not None:
             encoded = request.adapters.error_of(prompt) or encoded
         try:
-            if isinstance(encoded, list) and (self.checks.images is not None or isinstance(encoded, ChatIds)):
-                if self.checks.images is None:
+            if isinstance(encoded, list) and (self._images is not None or isinstance(encoded, ChatIds)):
+                if self._images is None:
                     raise ValueError("the messages have images, and this model accepts only text")
-                check_no_images(encoded, self.checks.images)
+                check_no_images(encoded, self._images)
             if request.pooled is not None:
                 encoded = _fitting(encoded, request.pooled, self._model.context_length, self.checks.check_ids)
             session = None if request.sessions is None else request.sessions.of(prompt)
@@ -315,7 +320,7 @@ class Submitter:
         call.num_started += 1
         prompt = position // request.num_samples
         has_extras = request.logprobs is not None or request.states is not None
-        row = call.row_type(
+        row = row_type(request)(
             call,
             position,
             call.row_rid(position),
@@ -355,13 +360,13 @@ class Submitter:
             self._limits.reserve_logprobs(row, rules.position_bytes * num_positions)
         elif max_new_tokens == 0 and request.pooled is None:
             return None
-        parts = self.checks.parts_of(params, request.parts)
+        parts = request.parts[id(params)]
         if call.is_stream and parts.sampling.grammar is not None:
             call.compiling.add(row.position)
         row.uid = self._num_uids
         self._num_uids += 1
         self._limits.add_row(call, prompt, num_prompt)
-        self._calls.rows[row.uid] = row
+        self._rows[row.uid] = row
         sampling = replace(parts.sampling, seed=row.seed)
         if request.processors is not None or row.states:
             processor = "" if request.processors is None else request.processors.of(prompt)
@@ -378,9 +383,7 @@ class Submitter:
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=min(params.min_new_tokens, max_new_tokens),
                 stop_token_ids=parts.stop_ids,
-                deadline=call.deadlines.get("total"),
-                queue_deadline=call.deadlines.get("queue"),
-                first_token_deadline=call.deadlines.get("first_token"),
+                deadlines=call.deadlines,
                 refuses_late=request.refuses_late,
             ),
             text=replace(
@@ -405,7 +408,7 @@ class Submitter:
     def _fail(self, call: Call, error: Exception) -> None:
         with self._lock:
             call.fail(error)
-        self._settle(call)
+        self._close_if_over(call)
 
     # ------------------------------------------------------------ rows that will not start
 
@@ -443,7 +446,7 @@ class Submitter:
                 max_rows -= 1  # a call without rows takes time too
                 if call.is_over or call.num_started == call.request.num_rows:
                     self._ending.popleft()
-                    self._settle(call)
+                    self._close_if_over(call)
         finally:
             if self._ending:
                 post(self._loop, self.end_some)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from aioengine.errors import EngineClosedError
     from aioengine.frontend.calls.call import Call
-    from aioengine.frontend.calls.calls import Calls
+    from aioengine.frontend.calls.call_ids import CallIds
     from aioengine.frontend.calls.reader import ReaderActions
 
 MAX_KEPT_TOKENS: Final = 1 << 20
@@ -82,11 +82,11 @@ class Attachments:
     Each decision (which reader reads, whether the time is over) is made and carried out in one step under the lock.
     """
 
-    def __init__(self, calls: Calls, *, lock: threading.RLock, settle: Callable[[Call], None]) -> None:
-        """``settle`` ends a call that will not be read again."""
-        self._calls = calls
+    def __init__(self, ids: CallIds, *, lock: threading.RLock, close_if_over: Callable[[Call], None]) -> None:
+        """``close_if_over`` closes a call that is over."""
+        self._ids = ids
         self._lock = lock
-        self._settle = settle
+        self._close_if_over = close_if_over
         self._by_rid: dict[str, Attachment] = {}
         self._num_kept_tokens = 0
         self._closed: EngineClosedError | None = None
@@ -159,7 +159,7 @@ class Attachments:
             attachment = self._by_rid.get(call.rid)
             if attachment is not None and attachment.call is call:
                 self._forget(attachment)
-            self._calls.free_names(call)
+            self._ids.free(call)
 
     def clear(self, error: EngineClosedError) -> None:
         """Forget all requests; ``attach`` raises ``error`` from now on."""
@@ -187,8 +187,8 @@ class Attachments:
                 self._set_timer(attachment, until)
                 return
             self._forget(attachment)
-            attachment.call.is_left = True
-        self._settle(attachment.call)
+            attachment.call.leave()
+        self._close_if_over(attachment.call)
 
     def _forget(self, attachment: Attachment) -> None:
         """Forget a request, and free its id. Under the lock."""
@@ -197,4 +197,4 @@ class Attachments:
         del self._by_rid[attachment.call.rid]
         self._num_kept_tokens -= attachment.num_kept
         attachment.call.kept_row = None  # a reference cycle
-        self._calls.free_names(attachment.call)
+        self._ids.free(attachment.call)

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import socket
-import time
 from collections import deque
+from collections.abc import Callable  # a field of a Struct
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from msgspec import DecodeError
+from msgspec import DecodeError, Struct
 from msgspec.structs import replace
 
 from aioengine.errors import EngineStartupError, describe, describe_exit
@@ -42,7 +41,7 @@ from aioengine.supervision.spawning import start_child
 from aioengine.supervision.tasks import WorkerThread, post
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -55,13 +54,20 @@ START_TIMEOUT_S: Final = 120.0
 GRACE_S: Final = 1.0
 """A job that takes longer than its own limit by this much hangs."""
 
-_CHECK_S: Final = 0.5
 _READ_BYTES: Final = 1 << 18
 
 
-class _QueuedJob(NamedTuple):
+class _QueuedJob(Struct, eq=False):
+    """``timer``: runs while the media process works on the job, and ends a job that hangs."""
+
     job: Job
     done: Callable[[JobEnd], None]
+    timer: asyncio.TimerHandle | None = None
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class MediaProcess:
@@ -86,9 +92,8 @@ class MediaProcess:
         self._is_closed = False
         self._unread = b""
         self._waiting: deque[_QueuedJob] = deque()
-        self._running: dict[int, tuple[_QueuedJob, float]] = {}  # with the time of the start
-        self._started_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._running: dict[int, _QueuedJob] = {}
+        self._start_timer: asyncio.TimerHandle | None = None
 
     def do(self, job: Job, done: Callable[[JobEnd], None]) -> None:
         """Queue a job. ``done`` is called with its end on the loop, exactly once unless this is closed."""
@@ -110,8 +115,6 @@ class MediaProcess:
         """Start the process if there is none. It takes one or two seconds, so call this before the first job."""
         if self._is_closed or self._starting is not None or self.child is not None:
             return
-        self._started_at = time.monotonic()
-        self._watch_time()
         try:
             if self._thread is None:  # kept, because the process ends with the thread that started it
                 self._thread = WorkerThread("aioengine-media")
@@ -167,6 +170,8 @@ class MediaProcess:
         self._unread = b""
         child.watch(partial(self._lost, child))
         self._loop.add_reader(channel, self._read)
+        late = f"the media process was not ready within {START_TIMEOUT_S:g} seconds"
+        self._start_timer = self._loop.call_later(START_TIMEOUT_S, self._lost, child, late)
 
     def _lost(self, child: ProcessChild, reason: str = "") -> None:
         """The process has exited, or is to be killed: its jobs fail."""
@@ -181,9 +186,7 @@ class MediaProcess:
             lines = child.log_lines()
             reason = f"the media process {describe_exit(child.exit_code)}" + (f" ({lines[-1]:.300})" if lines else "")
         warn(logger, "%s; the next image starts another", reason)
-        running = [queued for queued, _ in self._running.values()]
-        self._running.clear()
-        for queued in running:
+        for queued in self._take_running():
             self._loop.call_soon(queued.done, Broken(queued.job.id, reason))
         if not was_ready:  # the next process would fail too
             self._fail_waiting(reason)
@@ -192,13 +195,11 @@ class MediaProcess:
     def _disconnect(self, child: ProcessChild | None) -> None:
         self._is_ready = False
         channel, self._channel = self._channel, None
-        if not self._loop.is_closed():
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-            if channel is not None:
-                self._loop.remove_reader(channel)
+        if self._start_timer is not None:
+            self._start_timer.cancel()
         if channel is not None:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(channel)
             channel.close()
         if child is not None:
             child.close()
@@ -219,7 +220,7 @@ class MediaProcess:
             self.start()
             return
         num_free = self._orders.num_workers
-        num_free -= sum(isinstance(queued.job, PrepareJob) for queued, _ in self._running.values())
+        num_free -= sum(isinstance(queued.job, PrepareJob) for queued in self._running.values())
         chosen: list[_QueuedJob] = []
         for queued in self._waiting:
             if isinstance(queued.job, PrepareJob):
@@ -229,17 +230,16 @@ class MediaProcess:
             chosen.append(queued)
         if not chosen:
             return
-        now = time.monotonic()
         for queued in chosen:
             self._waiting.remove(queued)
-            self._running[queued.job.id] = queued, now
-        self._watch_time()
+            self._running[queued.job.id] = queued
+            self._start_job_timer(queued)
         try:
             self._send([queued.job for queued in chosen])
         except OSError as error:  # it has just ended, and did not get these jobs
             for queued in reversed(chosen):
-                del self._running[queued.job.id]
-                self._waiting.appendleft(queued)
+                queued.stop_timer()
+                self._waiting.appendleft(self._running.pop(queued.job.id))
             self._lost(child, f"the media process takes no more jobs: {describe(error)}")
 
     def _send(self, messages: Sequence[Job | CancelJob]) -> None:
@@ -271,41 +271,37 @@ class MediaProcess:
                 return
             if isinstance(reply, MediaReady):
                 self._is_ready = True
-            elif isinstance(reply, Waits):
-                if (running := self._running.get(reply.id)) is not None:
-                    self._running[reply.id] = running[0], time.monotonic() if reply.is_over else math.inf
-            elif (running := self._running.pop(reply.id, None)) is not None:
-                self._loop.call_soon(running[0].done, reply)
+                if self._start_timer is not None:
+                    self._start_timer.cancel()
+            elif (queued := self._running.get(reply.id)) is not None:
+                queued.stop_timer()
+                if not isinstance(reply, Waits):
+                    del self._running[reply.id]
+                    self._loop.call_soon(queued.done, reply)
+                elif reply.is_over:
+                    self._start_job_timer(queued)
         self._give_jobs()
 
-    # ------------------------------------------------------------ time
+    def _take_running(self) -> list[_QueuedJob]:
+        """Return the running jobs, and forget them."""
+        running, self._running = list(self._running.values()), {}
+        for queued in running:
+            queued.stop_timer()
+        return running
 
-    def _watch_time(self) -> None:
-        """Check for jobs that hang, as long as there are jobs."""
-        if self._timer is None:
-            self._timer = self._loop.call_later(_CHECK_S, self._check_time)
+    def _start_job_timer(self, queued: _QueuedJob) -> None:
+        queued.timer = self._loop.call_later(self._orders.timeout_s + GRACE_S, self._end_late_jobs)
 
-    def _check_time(self) -> None:
-        self._timer = None
-        now, child = time.monotonic(), self.child
-        if self._is_closed or (self._is_ready and not self._running) or (child is None and self._starting is None):
+    def _end_late_jobs(self) -> None:
+        """Fail the jobs that exceed the timeout, and end their process. The next process does the others."""
+        if self._is_closed or self.child is None:
             return
-        self._watch_time()
-        if child is None:
-            return
-        if not self._is_ready:
-            if now > self._started_at + START_TIMEOUT_S:
-                self._lost(child, f"the media process was not ready within {START_TIMEOUT_S:g} seconds")
-            return
-        timeout_s = self._orders.timeout_s
-        late = [queued for queued, since in self._running.values() if now > since + timeout_s + GRACE_S]
-        if not late:
-            return
+        timeout_s, grace_ends_at = self._orders.timeout_s, self._loop.time() + GRACE_S
         reason = f"it took longer than media_timeout={timeout_s:g} seconds, and its process was ended"
-        for queued in late:
-            del self._running[queued.job.id]
-            self._loop.call_soon(queued.done, Broken(queued.job.id, reason))
-        # The other jobs did nothing wrong: the next process does them.
-        self._waiting.extendleft(queued for queued, _ in reversed(self._running.values()))
-        self._running.clear()
-        self._lost(child, "a job hung")
+        for queued in list(self._running.values()):
+            if queued.timer is not None and queued.timer.when() <= grace_ends_at:
+                queued.stop_timer()
+                del self._running[queued.job.id]
+                self._loop.call_soon(queued.done, Broken(queued.job.id, reason))
+        self._waiting.extendleft(reversed(self._take_running()))
+        self._lost(self.child, "a job hung")

@@ -6,9 +6,8 @@ to the tokens that the model was trained with: one placeholder per feature, and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, cast
 
-import msgspec
 from msgspec import Struct
 
 from aioengine import plugins
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
     from typing import Self
-
-ConfigType = TypeVar("ConfigType", bound=Struct)
 
 PROCESSORS: Final = {
     "CLIPImageProcessor": "clip",
@@ -174,8 +171,7 @@ def _check_settings(settings: Mapping[str, object], config: Mapping[str, object]
     elif processor in _SIDES:
         switch, name = _SIDES[processor]
         fields = {} if settings.get(switch) is False else {name: ("image_size", _USUAL_SIDE)}
-    vision = config.get("vision_config")
-    tower = cast("Mapping[str, object]", vision) if isinstance(vision, dict) else {}
+    tower = section_of(config, "vision_config")
     for name, (tower_name, default) in fields.items():
         value = default if settings.get(name) is None else settings[name]
         sizes = [value.get("height"), value.get("width")] if isinstance(value, dict) else value
@@ -201,16 +197,30 @@ def _settings(folder: Path) -> Mapping[str, object]:
     )
 
 
-def decoded(config: Mapping[str, object], kind: type[ConfigType]) -> ConfigType:
-    """Read config.json into a Struct. Raises ValueError, which names the wrong field."""
-    try:
-        return msgspec.convert(config, kind)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"config.json: {error}") from error
+def placeholder_of(config: Mapping[str, object], default: int | None = None) -> int:
+    """Return the placeholder token in config.json. Raises ValueError if there is none, or it is no token id."""
+    for name in ("image_token_id", "image_token_index"):
+        if config.get(name) is not None:
+            return _whole(name, config[name], 0, checks.MAX_COUNT)
+    if default is None:
+        raise ValueError("config.json has no image_token_index, the token that stands for an image")
+    return default
 
 
-def size_of(name: str, value: int) -> int:
-    """Return ``value``. Raises ValueError if it is out of range for a size."""
-    if not 1 <= value <= _MAX_SIZE:
-        raise ValueError(f"config.json: {name} must be from 1 to {_MAX_SIZE}, got {value}")
+def size_of(config: Mapping[str, object], name: str, default: int, *, section: str = "") -> int:
+    """Return a size in config.json, or in its object ``section``. Raises ValueError if it is out of range."""
+    fields = section_of(config, section) if section else config
+    value = fields.get(name)
+    return default if value is None else _whole(f"{section}.{name}" if section else name, value, 1, _MAX_SIZE)
+
+
+def section_of(config: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Return an object in config.json; an empty one if it is missing."""
+    section = config.get(name)
+    return cast("Mapping[str, object]", section) if isinstance(section, dict) else {}
+
+
+def _whole(name: str, value: object, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"config.json: {name} must be from {low} to {high}, got {checks.shown(value)}")
     return value

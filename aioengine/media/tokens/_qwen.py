@@ -7,22 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
-from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, decoded, size_of
+from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, placeholder_of, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Self
-
-
-class _QwenVisionFields(Struct, frozen=True):
-    spatial_merge_size: int = 2
-
-
-class _QwenFields(Struct, frozen=True):
-    image_token_id: int = 151_655
-    vision_config: _QwenVisionFields = _QwenVisionFields()
 
 
 class QwenImages(ImageFamily, frozen=True):
@@ -35,9 +24,8 @@ class QwenImages(ImageFamily, frozen=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        fields = decoded(config, _QwenFields)
-        merge_size = size_of("vision_config.spatial_merge_size", fields.vision_config.spatial_merge_size)
-        return cls(placeholder_id=fields.image_token_id, merge_size=merge_size)
+        merge_size = size_of(config, "spatial_merge_size", 2, section="vision_config")
+        return cls(placeholder_id=placeholder_of(config, 151_655), merge_size=merge_size)
 
     def expansion(self, image: ImageShape) -> Expansion:
         frames, height, width = image.grid

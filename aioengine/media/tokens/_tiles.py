@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
-from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, decoded, size_of
+from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, placeholder_of, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,16 +12,6 @@ if TYPE_CHECKING:
 
 _AROUND = "<fake_token_around_image>"
 _WHOLE = "<global-img>"
-
-
-class _TiledVisionFields(Struct, frozen=True):
-    patch_size: int = 32
-
-
-class _TiledFields(Struct, frozen=True):
-    image_token_id: int = 128_257
-    scale_factor: int = 2
-    vision_config: _TiledVisionFields = _TiledVisionFields()
 
 
 class TiledImages(ImageFamily, frozen=True):
@@ -37,11 +25,10 @@ class TiledImages(ImageFamily, frozen=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        fields = decoded(config, _TiledFields)
         return cls(
-            placeholder_id=fields.image_token_id,
-            patch_size=size_of("vision_config.patch_size", fields.vision_config.patch_size),
-            scale_factor=size_of("scale_factor", fields.scale_factor),
+            placeholder_id=placeholder_of(config, 128_257),
+            patch_size=size_of(config, "patch_size", 32, section="vision_config"),
+            scale_factor=size_of(config, "scale_factor", 2),
         )
 
     def expansion(self, image: ImageShape) -> Expansion:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
-from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, decoded, size_of
+from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, placeholder_of, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,12 +16,6 @@ if TYPE_CHECKING:
 
 _START = "<start_of_image>"
 _TOKEN = "<image_soft_token>"
-
-
-class _Gemma3Fields(Struct, frozen=True):
-    image_token_index: int | None = None
-    image_token_id: int | None = None
-    mm_tokens_per_image: int = 256
 
 
 class Gemma3Images(ImageFamily, frozen=True):
@@ -37,12 +29,8 @@ class Gemma3Images(ImageFamily, frozen=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        fields = decoded(config, _Gemma3Fields)
-        image_token_id = fields.image_token_index if fields.image_token_id is None else fields.image_token_id
-        return cls(
-            placeholder_id=262_144 if image_token_id is None else image_token_id,
-            num_tokens=size_of("mm_tokens_per_image", fields.mm_tokens_per_image),
-        )
+        num_tokens = size_of(config, "mm_tokens_per_image", 256)
+        return cls(placeholder_id=placeholder_of(config, 262_144), num_tokens=num_tokens)
 
     def in_text(self, text: str) -> str:
         has_all = _TOKEN in text  # the caller wrote the expanded form

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
-from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, decoded, size_of
+from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, placeholder_of, section_of, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,16 +14,7 @@ _TOWERS_WITH_CLASS_TOKEN = ("clip_vision_model",)
 _TOWERS = (*_TOWERS_WITH_CLASS_TOKEN, "siglip_vision_model")
 
 
-class _LlavaVisionFields(Struct, frozen=True):
-    model_type: str = "clip_vision_model"
-    patch_size: int = 14
-
-
-class _LlavaFields(Struct, frozen=True):
-    image_token_index: int | None = None
-    image_token_id: int | None = None
-    vision_config: _LlavaVisionFields = _LlavaVisionFields()
-    vision_feature_select_strategy: Literal["default", "full"] = "default"
+_STRATEGIES = ("default", "full")
 
 
 class LlavaImages(ImageFamily, frozen=True):
@@ -39,18 +28,18 @@ class LlavaImages(ImageFamily, frozen=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        fields = decoded(config, _LlavaFields)
-        tower = fields.vision_config.model_type
+        tower = section_of(config, "vision_config").get("model_type", _TOWERS[0])
+        strategy = config.get("vision_feature_select_strategy", _STRATEGIES[0])
         if tower not in _TOWERS:
             raise ValueError(f"config.json: vision_config.model_type {tower!r} is none of {', '.join(_TOWERS)}")
-        placeholder_id = fields.image_token_index if fields.image_token_id is None else fields.image_token_id
-        if placeholder_id is None:
-            raise ValueError("config.json has no image_token_index, the token that stands for an image")
-        has_class_token = tower in _TOWERS_WITH_CLASS_TOKEN
+        if strategy not in _STRATEGIES:
+            raise ValueError(
+                f"config.json: vision_feature_select_strategy {strategy!r} is none of {', '.join(_STRATEGIES)}"
+            )
         return cls(
-            placeholder_id=placeholder_id,
-            patch_size=size_of("vision_config.patch_size", fields.vision_config.patch_size),
-            num_extra=has_class_token - (fields.vision_feature_select_strategy == "default"),
+            placeholder_id=placeholder_of(config),
+            patch_size=size_of(config, "patch_size", 14, section="vision_config"),
+            num_extra=(tower in _TOWERS_WITH_CLASS_TOKEN) - (strategy == "default"),
         )
 
     def expansion(self, image: ImageShape) -> Expansion:

@@ -110,7 +110,7 @@ class SharedPrefixes:
         if len(rows.row_indices) < self._limits.min_rows:
             return None
         num_full = rows.starts // self._page_size
-        pages_RP = self._table.page_table[rows.row_indices, : int(num_full.max())]
+        pages_RP = self._table.page_tables.tables[0][rows.row_indices, : int(num_full.max())]
         groups = find_groups(pages_RP, num_full, self._limits)
         return _cascade(pages_RP, groups, self._table) if groups else None
 

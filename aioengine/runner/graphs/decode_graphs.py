@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from aioengine.runner.graphs.cascade import Cascade
     from aioengine.runner.graphs.expanded_rows import ExpandedRows
     from aioengine.runner.inputs import InputBuilder, StepRows
-    from aioengine.runner.rows import SampledRows
+    from aioengine.runner.request_row import SampledRows
 
     Ints = npt.NDArray[np.int32]
     Ints64 = npt.NDArray[np.int64]
@@ -372,7 +372,7 @@ class DecodeGraphs:
             starts=memory[ends:first],
             last_lengths=columns[3],
             page_ids=memory[first:],
-            max_pages=self._table.page_table.shape[1],
+            max_pages=self._table.page_tables.tables.shape[2],
         )
         if not groups:
             return buffers

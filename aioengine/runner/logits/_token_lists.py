@@ -8,13 +8,15 @@ import numpy as np
 import torch
 
 from aioengine.runner.logits.grammar import apply_masks
-from aioengine.runner.token_lists import token_indices
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
-    from aioengine.runner.logits import LogitsRow
+    from aioengine.runner.request_row import LogitsRow
+    from aioengine.runner.token_lists import Ints
     from aioengine.runner.transfer import Upload
 
 _LEAST = -1e30
@@ -29,9 +31,8 @@ class Bias:
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
         """Add the biases to logits [S, W]."""
-        lists = [row.lists for row in rows if row.lists is not None]
-        indices = token_indices([row.index for row in rows], [row_lists.bias_ids for row_lists in lists], upload)
-        values = np.concatenate([row_lists.bias for row_lists in lists])
+        indices = _token_indices(rows, [row.request.lists.bias_ids for row in rows], upload)
+        values = np.concatenate([row.request.lists.bias for row in rows])
         logits.index_put_(indices, upload(values), accumulate=True)
 
 
@@ -43,10 +44,9 @@ class MinNewTokens:
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
         """Lower the logits [S, W] of suppressed tokens."""
-        early = [row for row in rows if row.num_output < row.sampling.min_new_tokens]
+        early = [row for row in rows if row.num_output < row.request.sampling.min_new_tokens]
         if early:
-            suppressed = [row.lists.suppressed for row in early if row.lists is not None]
-            indices = token_indices([row.index for row in early], suppressed, upload)
+            indices = _token_indices(early, [row.request.lists.suppressed for row in early], upload)
             logits.index_put_(indices, upload(np.full(1, _LEAST, dtype=np.float32)))
 
 
@@ -58,7 +58,11 @@ class AllowedTokenIds:
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
         """Set the logits [S, W] of all other tokens to -inf."""
-        row_masks = {row.index: row.lists.allowed for row in rows if row.lists is not None}
-        rules = [(index, -1 - mask_index) for mask_index, index in enumerate(row_masks)]
-        masks = torch.stack([mask for mask in row_masks.values() if mask is not None])
-        apply_masks(logits, upload(np.array(rules, dtype=np.int32)), masks)
+        rules = np.array([(row.index, -1 - mask_index) for mask_index, row in enumerate(rows)], dtype=np.int32)
+        apply_masks(logits, upload(rules), torch.stack([row.request.lists.allowed for row in rows]))
+
+
+def _token_indices(rows: list[LogitsRow], ids: Sequence[Ints], upload: Upload) -> tuple[Tensor, Tensor]:
+    """Return the indices of tokens in the logits as rows [X] and token ids [X]. ids: the tokens of each row."""
+    row_indices = np.repeat(np.array([row.index for row in rows]), [len(row_ids) for row_ids in ids])
+    return upload(row_indices), upload(np.concatenate(ids).astype(np.int64))

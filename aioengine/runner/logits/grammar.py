@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
-    from aioengine.runner.logits import LogitsRow, RowConstraint
+    from aioengine.runner.request_row import LogitsRow
+    from aioengine.runner.row_constraint import RowConstraint
     from aioengine.runner.transfer import Upload
 
 
@@ -34,7 +35,7 @@ class GrammarMask:
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
         """Set the logits [S, W] of forbidden tokens to -inf. Rows whose constraint is over are unchanged: they end."""
-        self.mask(logits, [row.index for row in rows], [row.constraint for row in rows])
+        self.mask(logits, [row.index for row in rows], [row.request.constraint_at(row.num_tokens) for row in rows])
 
     def mask(self, logits: Tensor, indices: Sequence[int], constraints: Sequence[RowConstraint | None]) -> None:
         """Do the same as ``apply`` for the rows ``indices`` of logits [S, W] and their constraints (None: none)."""
@@ -170,6 +171,3 @@ def apply_masks(logits: Tensor, rules: Tensor, masks: Tensor) -> None:
             kept = row[only : only + 1].clone()
             row.fill_(-torch.inf)
             row[only : only + 1] = kept
-
-
-PLUGIN = GrammarMask

@@ -90,7 +90,7 @@ class AdapterPool:
         return StepAdapters(token_slots, output_slots, self._group) if token_slots.any() else None
 
     def close(self) -> None:
-        """Wait for copies in progress."""
+        """Wait for copies to the device in progress, and allow no further copies."""
         if self._device_slots is not None:
             self._device_slots.close()
 

@@ -56,8 +56,3 @@ class RowAdapters:
             return None
         token_slots = slots[row_of_token]
         return self._pool.rows(token_slots, None if outputs is None else token_slots[outputs])
-
-    def release(self) -> None:
-        """Wait for copies to the device in progress, and allow no further copies."""
-        if self._pool is not None:
-            self._pool.close()

@@ -15,9 +15,8 @@ import torch
 from aioengine.kernels.triton import grammar_mask
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
-from aioengine.runner.logits.grammar import GrammarMask
+from aioengine.runner.logits import apply_processors
 from aioengine.runner.logits.penalties import Penalties
-from aioengine.runner.rows import logits_row
 from aioengine.runner.sampling.token_counts import TokenCounts
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.runner.logits import LogitsProcessor, LogitsRow
-    from aioengine.runner.rows import RowTable, SampledRows
+    from aioengine.runner.logits import LogitsProcessor
+    from aioengine.runner.request_row import SampledRows
+    from aioengine.runner.rows import RowTable
 
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 _HIGH_SHIFT = np.uint64(32)
@@ -58,10 +58,10 @@ class DeviceSampler:
         self, *, vocab_size: int, num_embeddings: int, table: RowTable, processors: tuple[LogitsProcessor, ...]
     ) -> None:
         self._vocab_size = vocab_size
-        self._processors = processors
+        counts = TokenCounts(table, width=num_embeddings)
+        self._processors = [counts if isinstance(processor, Penalties) else processor for processor in processors]
         self._device = table.last_tokens.device
         self._upload = table.upload
-        self._counts = TokenCounts(table, width=num_embeddings, device=self._device)
         self._kernels = SamplingKernels(max_rows=SAMPLED_ROWS, vocab_size=vocab_size, device=self._device)
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
@@ -106,22 +106,9 @@ class DeviceSampler:
         The copy has the full width, because the parameters of requests may contain ids that are never sampled.
         """
         scores = logits.to(torch.float32, copy=True)
-        bits = rows.records["processors"][start : start + len(logits)]
-        for i, processor in enumerate(self._processors):
-            users = np.flatnonzero(bits >> i & 1)
-            if not users.size:
-                continue
-            if isinstance(processor, Penalties):
-                self._counts.apply(scores, rows, users, start)
-            elif isinstance(processor, GrammarMask):
-                processor.mask(scores, users.tolist(), rows.part(start + users).constraints())
-            else:
-                processor.apply(scores, [_logits_row(rows, start, user) for user in users.tolist()], self._upload)
+        chosen = np.arange(start, start + len(logits))
+        apply_processors(self._processors, scores, rows, chosen, self._upload)
         return scores
-
-
-def _logits_row(rows: SampledRows, start: int, index: int) -> LogitsRow:
-    return logits_row(index, rows.requests[start + index], int(rows.positions[start + index]))
 
 
 def compile_kernels(*, vocab_size: int, num_embeddings: int, dtype: torch.dtype, device: torch.device) -> None:

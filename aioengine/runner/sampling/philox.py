@@ -52,21 +52,15 @@ class UniformTable:
 
     AHEAD = 16
 
-    def __init__(self) -> None:
-        self._numbers = np.zeros((0, self.AHEAD))
-        self._starts = np.zeros(0, dtype=np.int64)
-        self._seeds = np.zeros(0, dtype=np.uint64)
+    def __init__(self, max_rows: int) -> None:
+        self._numbers = np.zeros((max_rows, self.AHEAD))
+        self._starts = np.full(max_rows, -self.AHEAD)
+        self._seeds = np.zeros(max_rows, dtype=np.uint64)
 
     def take(
         self, row_indices: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
         """Return ``uniforms(seeds, positions)`` [S]. A row may belong to another request than before."""
-        num_rows, capacity = int(row_indices.max()) + 1, len(self._starts)
-        if num_rows > capacity:
-            more = max(num_rows, 2 * capacity) - capacity
-            self._numbers = np.concatenate([self._numbers, np.zeros((more, self.AHEAD))])
-            self._starts = np.concatenate([self._starts, np.full(more, -self.AHEAD)])
-            self._seeds = np.concatenate([self._seeds, np.zeros(more, dtype=np.uint64)])
         offsets = positions - self._starts[row_indices]
         is_stale = (offsets < 0) | (offsets >= self.AHEAD) | (self._seeds[row_indices] != seeds)
         if is_stale.any():

@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import from_numpy
 
-from aioengine.runner.rows import logits_row
+from aioengine.runner.logits import apply_processors
 from aioengine.runner.sampling.philox import UniformTable
-from aioengine.runner.sampling.truncation import BLOCK, Truncation, draw, draw_truncated
-from aioengine.runner.transfer import upload_to
+from aioengine.runner.sampling.truncation import BLOCK, draw, draw_truncated
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.runner.logits import LogitsProcessor, LogitsRow
-    from aioengine.runner.rows import SampledRows
+    from aioengine.runner.logits import LogitsProcessor
+    from aioengine.runner.request_row import SampledRows
+    from aioengine.runner.rows import RowTable
 
     Ints = npt.NDArray[np.int64]
 
@@ -40,24 +41,22 @@ class Sampler:
     """Samples tokens below ``vocab_size``. The logits may be wider (``num_embeddings``)."""
 
     def __init__(
-        self, *, vocab_size: int, num_embeddings: int, device: torch.device, processors: tuple[LogitsProcessor, ...]
+        self, *, vocab_size: int, num_embeddings: int, table: RowTable, processors: tuple[LogitsProcessor, ...]
     ) -> None:
         self._vocab_size = vocab_size
         self._width = -(-num_embeddings // BLOCK) * BLOCK
         self._processors = processors
-        self._device = device
-        self._upload = upload_to(device)
-        self._uniform_table = UniformTable()
-        self._scratch = torch.empty(0, self._width, device=device)
+        self._uniform_table = UniformTable(len(table.sampling))
+        self._scratch = torch.empty(0, self._width)
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """Sample one token id per row of logits [S, >= V] -> [S] int64 on the same device; FAILED for a bad row."""
+        """Sample one token id per row of logits [S, >= V] -> [S] int64; FAILED for a bad row."""
         logits = logits[:, : self._vocab_size]
         records = rows.records
         is_plain = records["is_plain"]
         if is_plain.all():
             return greedy(logits)
-        token_ids = torch.empty(len(records), dtype=torch.int64, device=self._device)
+        token_ids = torch.empty(len(records), dtype=torch.int64)
         is_greedy, is_truncated = records["is_greedy"], records["is_truncated"]
         for mask, method in (
             (is_plain, self._plain),
@@ -68,7 +67,7 @@ class Sampler:
             indices = np.flatnonzero(mask)
             for start in range(0, len(indices), _CHUNK_ROWS):
                 chunk = indices[start : start + _CHUNK_ROWS]
-                token_ids[self._upload(chunk)] = method(logits, rows, chunk)
+                token_ids[from_numpy(chunk)] = method(logits, rows, chunk)
         return token_ids
 
     def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
@@ -77,7 +76,7 @@ class Sampler:
 
     def _plain(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
         """Logits [S, V] -> greedy token ids [X] of the rows ``chunk`` [X]."""
-        return greedy(logits[self._upload(chunk)])
+        return greedy(logits[from_numpy(chunk)])
 
     def _processed(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
         """Logits [S, V] -> greedy token ids [X] of the rows ``chunk`` [X] after the processors."""
@@ -86,34 +85,29 @@ class Sampler:
     def _drawn(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
         """Logits [S, V] -> token ids [X] of the rows ``chunk`` [X], sampled from the full distribution."""
         p_SW, is_bad_S = self._probabilities(logits, rows, chunk)
-        return self._upload(draw(p_SW, self._uniforms(rows, chunk))).masked_fill_(is_bad_S, FAILED)
+        return from_numpy(draw(p_SW, self._uniforms(rows, chunk))).masked_fill_(is_bad_S, FAILED)
 
     def _truncated(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
         """Logits [S, V] -> token ids [X] of the rows ``chunk`` [X], sampled after truncation."""
         p_SW, is_bad_S = self._probabilities(logits, rows, chunk)
-        rules = Truncation(*(rows.records[name][chunk] for name in ("top_k", "top_p", "min_p")))
-        token_S = draw_truncated(p_SW, self._uniforms(rows, chunk), rules)
-        return self._upload(token_S).masked_fill_(is_bad_S, FAILED)
+        token_S = draw_truncated(p_SW, self._uniforms(rows, chunk), rows.records[chunk])
+        return from_numpy(token_S).masked_fill_(is_bad_S, FAILED)
 
     def _process(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
         """Return the logits of these rows after the processors, [S, W] fp32 in the scratch memory, -inf beyond V."""
         if len(self._scratch) < len(chunk):
-            self._scratch = torch.empty(len(chunk), self._width, device=self._device)
+            self._scratch = torch.empty(len(chunk), self._width)
         scores_SW = self._scratch[: len(chunk)]
         is_all = len(chunk) == len(logits)
-        scores_SW[:, : self._vocab_size].copy_(logits if is_all else logits[self._upload(chunk)])
+        scores_SW[:, : self._vocab_size].copy_(logits if is_all else logits[from_numpy(chunk)])
         scores_SW[:, self._vocab_size :] = -torch.inf
-        bits = rows.records["processors"][chunk]
-        for i, processor in enumerate(self._processors):
-            users = np.flatnonzero(bits >> i & 1).tolist()
-            if users:
-                processor.apply(scores_SW, [_logits_row(rows, int(chunk[user]), user) for user in users], self._upload)
+        apply_processors(self._processors, scores_SW, rows, chunk, from_numpy)
         return scores_SW
 
     def _probabilities(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> tuple[Tensor, Tensor]:
         """Return probabilities [S, W] fp32 in the scratch memory, and which rows are invalid [S] (filled with 1)."""
         p_SW = self._process(logits, rows, chunk)
-        p_SW.div_(self._upload(rows.records["temperature"][chunk])[:, None])
+        p_SW.div_(from_numpy(rows.records["temperature"][chunk])[:, None])
         torch.softmax(p_SW, -1, out=p_SW)
         is_bad_S = p_SW[:, 0].isnan()  # one NaN makes all entries of its row NaN
         if bool(is_bad_S.any()):
@@ -151,7 +145,3 @@ def greedy(logits: Tensor) -> Tensor:
 def _where_finite(token_ids: Tensor, largest: Tensor) -> Tensor:
     """Return token_ids [S], FAILED where ``largest`` [S] is not finite (x - x is 0 only for finite x)."""
     return token_ids.where(largest - largest == 0, FAILED)
-
-
-def _logits_row(rows: SampledRows, row: int, index: int) -> LogitsRow:
-    return logits_row(index, rows.requests[row], int(rows.positions[row]))

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.runner.rows import RequestRow, RowTable, SampledRows
+    from aioengine.protocol.messages import Sampling
+    from aioengine.runner.request_row import LogitsRow, RequestRow
+    from aioengine.runner.rows import RowTable
+    from aioengine.runner.transfer import Upload
 
 MORE_ROWS = 64
 """Rows by which the table grows. While it grows, it needs twice its memory."""
@@ -36,25 +39,29 @@ class _CountRow:
 
 
 class TokenCounts:
-    """The count table of penalized requests. A request reuses the row of the previous request with its row index."""
+    """The logits processor of penalties on a GPU. In its count table, a request reuses the row of the previous request
+    with its row index.
+    """
 
-    def __init__(self, table: RowTable, *, width: int, device: torch.device) -> None:
+    def __init__(self, table: RowTable, *, width: int) -> None:
+        device = table.last_tokens.device
         self._table = table
+        self._width = width
         self._counts = torch.zeros(0, width, dtype=torch.int32, device=device)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._rows: dict[int, _CountRow] = {}
 
-    def apply(self, logits: Tensor, rows: SampledRows, users: npt.NDArray[np.int64], start: int) -> None:
-        """Penalize rows ``users`` of logits [S, V] fp32, which are the rows of the step from ``start`` on."""
-        requests = [rows.requests[start + user] for user in users.tolist()]
-        positions = rows.positions[start + users].tolist()
-        count_rows = [self._count(request) for request in requests]
+    def wants(self, sampling: Sampling) -> bool:
+        return sampling.has_penalties
+
+    def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
+        """Penalize ``rows`` of logits [S, V] fp32."""
+        count_rows = [self._count(row.request) for row in rows]
         indices = np.array([row.index for row in count_rows], dtype=np.int32)
-        self._count_last(count_rows, requests, positions, indices)
-        upload = self._table.upload
-        samplings = [request.sampling for request in requests]
+        self._count_last(count_rows, [row.num_tokens for row in rows], indices)
+        samplings = [row.request.sampling for row in rows]
         columns = PenalizedRows(
-            upload(users.astype(np.int32)),
+            upload(np.array([row.index for row in rows], dtype=np.int32)),
             upload(indices),
             upload(np.array([sampling.frequency_penalty for sampling in samplings], dtype=np.float32)),
             upload(np.array([sampling.presence_penalty for sampling in samplings], dtype=np.float32)),
@@ -79,21 +86,14 @@ class TokenCounts:
         counts.index_add_(0, output, self._one.expand(len(output)))
         return row
 
-    @property
-    def _width(self) -> int:
-        return self._counts.shape[1]
-
-    def _count_last(
-        self, rows: list[_CountRow], requests: list[RequestRow], positions: list[int], indices: npt.NDArray[np.int32]
-    ) -> None:
+    def _count_last(self, rows: list[_CountRow], positions: list[int], indices: npt.NDArray[np.int32]) -> None:
         """Count the tokens sampled in the previous step. positions [X]: of new tokens. indices [X]: of rows."""
-        has_uncounted = [position > row.num_counted for row, position in zip(rows, positions, strict=True)]
-        uncounted = np.flatnonzero(np.array(has_uncounted))
-        if not uncounted.size:
+        uncounted = [i for i, row in enumerate(rows) if positions[i] > row.num_counted]
+        if not uncounted:
             return
-        for i in uncounted.tolist():
+        for i in uncounted:
             rows[i].num_counted += 1
-        row_indices = np.array([requests[i].row_index for i in uncounted.tolist()], dtype=np.int64)
+        row_indices = np.array([rows[i].request.row_index for i in uncounted], dtype=np.int64)
         tokens = self._table.last_tokens.index_select(0, self._table.upload(row_indices))
         flat = self._table.upload(indices[uncounted].astype(np.int64) * self._width) + tokens
         self._counts.view(-1).index_add_(0, flat, self._one.expand(len(flat)))

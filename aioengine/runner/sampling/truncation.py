@@ -41,15 +41,6 @@ _NO_TOKEN = 1 << 40  # larger than all token ids
 
 
 @dataclass(frozen=True, slots=True)
-class Truncation:
-    """The rules of S rows, as columns. ``rows.TOP_K_OFF``, 1.0 and 0.0 keep all tokens."""
-
-    top_k: Ints
-    top_p: Floats
-    min_p: Floats
-
-
-@dataclass(frozen=True, slots=True)
 class _LargestTokens:
     """The largest probabilities of S rows in descending order, with their ids (ties in any order), and the largest
     probability that may be missing.
@@ -75,10 +66,10 @@ def draw(p_SW: Tensor, uniform_S: Floats) -> Ints:
     return block_S * BLOCK + _first_above(_wide(inside_SC).cumsum(-1), target_S - before_S)
 
 
-def draw_truncated(p_SW: Tensor, uniform_S: Floats, rules: Truncation) -> Ints:
-    """Sample one token id per row, [S], after top-k, top-p and min-p."""
+def draw_truncated(p_SW: Tensor, uniform_S: Floats, rules_S: npt.NDArray[np.void]) -> Ints:
+    """Sample one token id per row, [S], after top-k, top-p and min-p. rules_S: of ``rows.SAMPLING_RECORD``."""
     head = _find_head(p_SW)
-    num_S, is_sure_S = _count_kept(head, rules, p_SW.shape[-1])
+    num_S, is_sure_S = _count_kept(head, rules_S, p_SW.shape[-1])
     values_SN, ids_SN = _kept_of_head(p_SW, head, num_S)
     order_SN = ids_SN.argsort(-1)
     ids_SN = np.take_along_axis(ids_SN, order_SN, -1)
@@ -86,7 +77,8 @@ def draw_truncated(p_SW: Tensor, uniform_S: Floats, rules: Truncation) -> Ints:
     token_S: Ints = ids_SN[np.arange(len(ids_SN)), _first_above(mass_SN, uniform_S * mass_SN[:, -1])]
     for i in np.flatnonzero(~is_sure_S).tolist():
         p_W = p_SW[i].cpu().numpy()
-        keep_W = kept(p_W, top_k=int(rules.top_k[i]), top_p=float(rules.top_p[i]), min_p=float(rules.min_p[i]))
+        rules = rules_S[i]
+        keep_W = kept(p_W, top_k=int(rules["top_k"]), top_p=float(rules["top_p"]), min_p=float(rules["min_p"]))
         token_S[i] = _draw_kept(p_W, keep_W, float(uniform_S[i]))
     return token_S
 
@@ -113,19 +105,19 @@ def _find_head(p_SW: Tensor) -> _LargestTokens:
     )
 
 
-def _count_kept(head: _LargestTokens, rules: Truncation, width: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
+def _count_kept(head: _LargestTokens, rules_S: npt.NDArray[np.void], width: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
     """Return the number of kept tokens in the head [S], at least 1, and whether it surely has all kept tokens [S]."""
-    values_SH = head.values_SH
+    values_SH, top_k_S, top_p_S = head.values_SH, rules_S["top_k"], rules_S["top_p"]
     size = values_SH.shape[-1]
     rows = np.arange(len(values_SH))
     mass_SH = values_SH.cumsum(-1)
-    is_short_S = rules.top_k <= size  # the head contains the complete top-k set
-    total_S = np.where(is_short_S, mass_SH[rows, np.minimum(rules.top_k, size) - 1], 1.0)
-    limit_S = np.where(rules.top_p < 1.0, rules.top_p * total_S, np.inf)  # infinite: rounding must not drop tokens
+    is_short_S = top_k_S <= size  # the head contains the complete top-k set
+    total_S = np.where(is_short_S, mass_SH[rows, np.minimum(top_k_S, size) - 1], 1.0)
+    limit_S = np.where(top_p_S < 1.0, top_p_S * total_S, np.inf)  # infinite: rounding must not drop tokens
     num_S = (mass_SH - values_SH < limit_S[:, None]).sum(-1)
-    num_S = np.minimum(num_S, (values_SH >= (rules.min_p * values_SH[:, 0])[:, None]).sum(-1))
-    num_S = np.maximum(np.minimum(num_S, rules.top_k), 1)
-    has_mass_S = is_short_S | (rules.top_k >= width) | (rules.top_p >= 1.0)
+    num_S = np.minimum(num_S, (values_SH >= (rules_S["min_p"] * values_SH[:, 0])[:, None]).sum(-1))
+    num_S = np.maximum(np.minimum(num_S, top_k_S), 1)
+    has_mass_S = is_short_S | (top_k_S >= width) | (top_p_S >= 1.0)
     is_complete_S = is_short_S | (num_S < size)
     return num_S, has_mass_S & is_complete_S & (values_SH[rows, num_S - 1] >= head.missing_S)
 

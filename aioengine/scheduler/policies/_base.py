@@ -1,4 +1,4 @@
-"""Policy: the interface of the files in ``policies/``, and their shared functions.
+"""Policy: the order of the waiting requests.
 
 The queue is sorted by ``key``, which must not depend on the current time. Ageing is expressed as a head start: a
 request of priority p sorts like a request of priority 0 that arrived p head starts earlier. So a request that has
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from aioengine.scheduler.request import Request
@@ -21,12 +21,21 @@ SAME_TIME_S = 10.0
 NumCached = Callable[["Request"], int]
 
 
-class Policy(Protocol):
-    """The order in which requests are admitted."""
+class Policy:
+    """Requests that count as arrived together are ordered by priority, then by their nearest deadline, then by arrival.
+
+    Attributes:
+        head_start_s: each level of priority counts as an arrival that is this much earlier.
+    """
+
+    head_start_s: ClassVar[float] = 10.0
 
     def key(self, request: Request) -> tuple[float, ...]:
         """Return the sort key of a request in the queue. Equal keys are ordered by submission."""
-        ...
+        submit = request.submit
+        arrival = submit.arrived_at - self.head_start_s * submit.priority
+        nearest_deadline = min(submit.limits.deadlines.values(), default=math.inf)
+        return arrival // SAME_TIME_S, -submit.priority, nearest_deadline, arrival
 
     def candidates(self, waiting: Sequence[Request], num_cached: NumCached) -> Iterable[Request]:
         """Return the waiting requests in the order in which this step tries to admit them.
@@ -34,20 +43,4 @@ class Policy(Protocol):
         waiting: sorted by ``key``. num_cached: returns the cached tokens of a request; it costs a cache lookup.
         The first request that does not fit ends the admissions of the step, so no request is passed over forever.
         """
-        ...
-
-
-def head_start_key(request: Request, seconds: float) -> float:
-    """Return the arrival time minus ``seconds`` for each level of priority."""
-    return request.submit.arrived_at - seconds * request.submit.priority
-
-
-def queue_key(request: Request, head_start_s: float) -> tuple[float, ...]:
-    """Order by aged arrival in steps of ``SAME_TIME_S``, then priority, then nearest deadline, then aged arrival."""
-    arrival = head_start_key(request, head_start_s)
-    return arrival // SAME_TIME_S, -request.submit.priority, nearest_deadline(request), arrival
-
-
-def nearest_deadline(request: Request) -> float:
-    """Return the earliest deadline of a request; infinity if it has none."""
-    return min(request.submit.limits.deadlines().values(), default=math.inf)
+        return waiting

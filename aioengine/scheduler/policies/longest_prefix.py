@@ -9,8 +9,7 @@ from __future__ import annotations
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from aioengine.scheduler.policies._base import SAME_TIME_S, NumCached, head_start_key, queue_key
-from aioengine.scheduler.policies.fcfs import HEAD_START_S
+from aioengine.scheduler.policies._base import NumCached, Policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,15 +19,12 @@ if TYPE_CHECKING:
 WINDOW = 32  # requests looked up in a step; each costs a cache lookup
 
 
-class LongestPrefixPolicy:
+class LongestPrefixPolicy(Policy):
     """Order by arrival in steps of ten seconds, then by cached tokens. After ``WINDOW`` requests by arrival only."""
-
-    def key(self, request: Request) -> tuple[float, ...]:
-        return queue_key(request, HEAD_START_S)
 
     def candidates(self, waiting: Sequence[Request], num_cached: NumCached) -> Iterable[Request]:
         def sort_key(request: Request) -> tuple[float, int]:
-            return head_start_key(request, HEAD_START_S) // SAME_TIME_S, -num_cached(request)
+            return self.key(request)[0], -num_cached(request)
 
         return chain(sorted(waiting[:WINDOW], key=sort_key), islice(waiting, WINDOW, None))
 

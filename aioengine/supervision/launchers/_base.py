@@ -1,66 +1,23 @@
-"""The interfaces of launchers and of the children that they start."""
+"""The interface of launchers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from aioengine.protocol.messages import Role
     from aioengine.settings.config import Settings
+    from aioengine.supervision.launchers._process_child import ProcessChild
+    from aioengine.supervision.launchers.inline import InlineChild
     from aioengine.transport.base import AsyncReceiver, Sender
+
+    RunningChild = ProcessChild | InlineChild
+    """A child after its start, running or not."""
 
 KILL_WAIT_S = 1.0
 """Maximum time from the kill of a process to its exit. Its device memory is free only after the exit."""
-
-
-class RunningChild(Protocol):
-    """A child after its start, running or not."""
-
-    @property
-    def role(self) -> Role: ...
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def is_alive(self) -> bool: ...
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code, or minus the number of the signal. None: it runs, or the system did not keep the status."""
-        ...
-
-    @property
-    def exited(self) -> asyncio.Event:
-        """Set after the exit of a watched child."""
-        ...
-
-    def watch(self, on_exit: Callable[[], None]) -> None:
-        """Call ``on_exit`` once on the running loop when the child has exited. Later calls do nothing."""
-        ...
-
-    def terminate(self) -> None:
-        """Ask the child to exit. Does nothing after its exit."""
-        ...
-
-    def kill(self) -> None:
-        """Kill the child. Does nothing after its exit."""
-        ...
-
-    def reap(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` for the exit. Blocks; needs no event loop."""
-        ...
-
-    def log_lines(self) -> tuple[str, ...]:
-        """Return the last lines of its output."""
-        ...
-
-    def rows_in_flight(self) -> dict[int, int]:
-        """Return the rows of its current steps, or of its last steps before its exit: uid -> end of the row."""
-        ...
 
 
 class Launcher(Protocol):

@@ -30,6 +30,9 @@ class ProcessChild:
     """A child process. It exits when its standard input is closed by ``close``.
 
     Its exit status is only read here. ``Popen`` would treat an unknown exit code as 0.
+
+    Attributes:
+        exited: set after the exit of a watched child.
     """
 
     def __init__(self, role: Role, popen: subprocess.Popen[bytes], log_path: Path, spare: SpareDescriptors) -> None:
@@ -53,6 +56,7 @@ class ProcessChild:
 
     @property
     def exit_code(self) -> int | None:
+        """The exit code, or minus the number of the signal. None: it runs, or the system did not keep the status."""
         self._reap()
         return self._exit_code
 
@@ -80,18 +84,22 @@ class ProcessChild:
         loop.add_reader(fd, self._ended)
 
     def terminate(self) -> None:
+        """Ask the process to exit. Does nothing after its exit."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
+        """Kill the process. Does nothing after its exit."""
         self._signal(signal.SIGKILL)
 
     def reap(self, timeout_s: float) -> None:
+        """Wait up to ``timeout_s`` for the exit. Blocks; needs no event loop."""
         deadline, pause_s = time.monotonic() + timeout_s, 0.0005
         while self.is_alive and time.monotonic() < deadline:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_S)
 
     def log_lines(self) -> tuple[str, ...]:
+        """Return the last lines of its output."""
         try:
             with self._spare.lent(), self._log_path.open("rb") as file:
                 file.seek(max(0, self._log_path.stat().st_size - _MAX_LOG_BYTES))
@@ -101,6 +109,7 @@ class ProcessChild:
         return tuple(line for line in text.splitlines() if line.strip())[-_NUM_LOG_LINES:]
 
     def rows_in_flight(self) -> dict[int, int]:
+        """Return the rows of its current steps, or of its last steps before its exit: uid -> end of the row."""
         try:
             with self._spare.lent():
                 return read_board(self._log_path.with_suffix(BOARD_SUFFIX).read_bytes())

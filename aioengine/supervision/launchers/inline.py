@@ -18,7 +18,7 @@ import msgspec
 
 from aioengine.protocol.codec import fingerprint
 from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, NewEpoch, Ready, new_epoch_in
-from aioengine.transport.local import LocalChannel
+from aioengine.transport.local import LocalReceiver, LocalSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Progress, Role
     from aioengine.protocol.service import Service
     from aioengine.settings.config import Settings
-    from aioengine.transport.local import LocalReceiver, LocalSender
 
 
 class InlineChild:
-    """A service that runs as a task. It receives from ``inbox``, and sends to ``peer`` and ``frontend``."""
+    """A service that runs as a task. It receives from ``inbox``, and sends to ``peer`` and ``frontend``.
+
+    It has the methods of ``ProcessChild``.
+    """
 
     def __init__(
         self, role: Role, settings: Settings, *, inbox: LocalReceiver, peer: LocalSender, frontend: LocalSender
@@ -116,12 +118,12 @@ class InlineChild:
             else:
                 await asyncio.sleep(0)
             now = time.monotonic()
-            if new_epoch := new_epoch_in(messages):
+            if messages and (new_epoch := new_epoch_in(messages)):
                 for end in (self._inbox, self._peer, self._frontend):
                     end.begin(new_epoch.epoch)
                 service.handle([new_epoch], now)
                 self._report_ready(service)
-            else:
+            elif messages:
                 service.handle(messages, now)
             outbox = service.step(now)
             if outbox.to_peer:
@@ -136,11 +138,10 @@ class InlineLauncher:
     def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
         self._settings = settings
         self._epoch = secrets.randbits(32)
-        self._to_frontend = LocalChannel(self._epoch)
-        self._inboxes = {role: LocalChannel(self._epoch) for role in roles}
+        self.receiver = LocalReceiver(self._epoch)
+        self._inboxes = {role: LocalReceiver(self._epoch) for role in roles}
         self.children: list[InlineChild] = []
-        self.sender = self._inboxes[SCHEDULER].sender()
-        self.receiver = self._to_frontend.receiver
+        self.sender = LocalSender(self._inboxes[SCHEDULER], self._epoch)
 
     async def launch(self) -> None:
         for role in self._inboxes:
@@ -149,7 +150,7 @@ class InlineLauncher:
     async def begin_epoch(self) -> None:
         self._epoch = secrets.randbits(32)
         self.sender.send([NewEpoch(self._epoch)])
-        for end in (self.sender, self.receiver, self._inboxes[DETOKENIZER].receiver):
+        for end in (self.sender, self.receiver, self._inboxes[DETOKENIZER]):
             end.begin(self._epoch)
 
     async def check_links(self) -> None:
@@ -160,16 +161,14 @@ class InlineLauncher:
         self._start(DETOKENIZER)
 
     def _start(self, role: Role) -> None:
-        peer = self._inboxes[SCHEDULER if role.name == DETOKENIZER.name else DETOKENIZER].sender()
-        frontend = self._to_frontend.sender()
-        for end in (peer, frontend):
-            end.begin(self._epoch)
-        inbox = self._inboxes[role].receiver
+        peer = LocalSender(self._inboxes[SCHEDULER if role.name == DETOKENIZER.name else DETOKENIZER], self._epoch)
+        frontend = LocalSender(self.receiver, self._epoch)
+        inbox = self._inboxes[role]
         self.children.append(InlineChild(role, self._settings, inbox=inbox, peer=peer, frontend=frontend))
 
     def close(self) -> None:
-        for channel in (self._to_frontend, *self._inboxes.values()):
-            channel.receiver.close()
+        for receiver in (self.receiver, *self._inboxes.values()):
+            receiver.close()
 
 
 PLUGIN = InlineLauncher

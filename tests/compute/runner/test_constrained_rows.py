@@ -19,8 +19,8 @@ from aioengine.protocol.messages import LAST_STATES, FinishCode, Grammar, Sampli
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.runner import constrained_rows
 from aioengine.runner.graphs.expanded_rows import can_expand
-from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
+from aioengine.runner.request_row import LogitsRow, RequestRow
 from tests.compute.interpreted import run_interpreted
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.kit.grammar_walks import FOLDER, grammar_of, text_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.model_runner import ModelRunner
-    from aioengine.runner.rows import SampledRows
+    from aioengine.runner.request_row import SampledRows
 
 SCHEMA = {
     "type": "object",
@@ -305,7 +305,8 @@ def test_masks_rule_out_all_other_tokens_of_their_rows(width: int) -> None:
             allowed = [index % 70, 0, 31, 32, 63] if index % 5 else [index % 70]
             is_bad = index % 7 == 0 and len(allowed) > 1
             constraint = Fixed(allowed, num_words=3, error="too much" if is_bad else "")
-            rows.append(LogitsRow(index, Sampling(0), 1, 2, None, constraint=constraint))
+            request = RequestRow(index, index, Sampling(0), 1, constraint=constraint)  # type: ignore[arg-type]
+            rows.append(LogitsRow(index, request, 2))
             if not is_bad:
                 kept = expected[index, allowed].clone()
                 expected[index, :96] = -torch.inf

@@ -10,11 +10,12 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
-from aioengine.runner.logits import LogitsRow, bad_words
+from aioengine.runner.logits import bad_words
 from aioengine.runner.logits._token_lists import AllowedTokenIds, Bias, MinNewTokens
 from aioengine.runner.logits.bad_words import BadWords
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.penalties import Penalties
+from aioengine.runner.request_row import LogitsRow, RequestRow
 from aioengine.runner.token_lists import token_lists
 
 WIDTH = 320
@@ -26,7 +27,8 @@ def row(index: int, sampling: Sampling, tokens: list[int], num_prompt: int) -> L
     recent = torch.full((8,), -1, dtype=torch.int32)
     for position, token_id in enumerate(tokens):
         recent[position % 8] = token_id
-    return LogitsRow(index, sampling, num_prompt, len(tokens), history, lists=lists, recent=recent)
+    request = RequestRow(index, index, sampling, num_prompt, history, lists=lists, recent=recent)
+    return LogitsRow(index, request, len(tokens))
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def logits() -> torch.Tensor:
 
 
 def test_order_of_the_processors() -> None:
-    kinds = [type(processor) for processor in logits_processors.load()]
+    kinds = [type(processor) for processor in logits_processors.in_order()]
     assert kinds == [MinNewTokens, Penalties, Bias, AllowedTokenIds, BadWords, GrammarMask]
 
 
@@ -137,9 +139,9 @@ def test_all_but_the_allowed_tokens_are_ruled_out_of_their_rows(logits: torch.Te
 
 def test_custom_processors_run_before_masks() -> None:
     custom = Bias()
-    assert logits_processors.load(custom)[3] is custom
+    assert logits_processors.in_order([custom])[3] is custom
 
 
 def test_plain_sampling_needs_no_logits_processor() -> None:
     plain = Sampling(0, temperature=0.7, top_p=0.5, min_new_tokens=5)
-    assert not any(processor.wants(plain) for processor in logits_processors.load())
+    assert not any(processor.wants(plain) for processor in logits_processors.in_order())

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from aioengine.protocol.messages import FinishCode, Grammar, Sampling
 from aioengine.runner.build import build
 from aioengine.runner.model_runner import _failure_reason
-from aioengine.runner.rows import RequestRow
+from aioengine.runner.request_row import RequestRow
 from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Row, StepPlan
 from tests.compute.runner_world import FAMILIES, World, make_settings, save_model
 from tests.kit.tiny_sizes import CONTEXT_LENGTH, VOCAB_SIZE
@@ -269,7 +269,7 @@ def test_request_may_fill_the_context_exactly(qwen: Path, depth: int, page_size:
     [answer] = world.answers([[5] * (CONTEXT_LENGTH - 8)], max_new_tokens=8)
     assert len(answer) == 8
     assert {end.code for end in world.ended.values()} == {FinishCode.LENGTH}
-    assert world.runner._table.page_table.shape[1] == -(-CONTEXT_LENGTH // page_size)
+    assert world.runner._table.page_tables.tables.shape[2] == -(-CONTEXT_LENGTH // page_size)
 
 
 def test_plan_without_rows_returns_no_tokens(qwen: Path) -> None:

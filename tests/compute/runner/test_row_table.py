@@ -29,10 +29,10 @@ def test_row_table_uses_memory_only_for_used_rows() -> None:
         max_rows=16_384,
     )
     table.open(NewRow(5, Sampling(0), 1, [1], [7, 8]))
-    assert table.page_table.nbytes == 256 << 20
+    assert table.page_tables.tables.nbytes == 256 << 20
     assert held() - before < 64 << 20
     assert table.pages(5) == [8, 9], "behind the padding page"
-    assert not table.page_table[table.requests[5].row_index, 2:].any()
+    assert not table.page_tables.tables[0][table.requests[5].row_index, 2:].any()
 
 
 def test_row_of_a_closed_request_is_reused() -> None:

@@ -126,15 +126,13 @@ def test_a_page_that_another_request_computed_is_shared_when_it_is_ready() -> No
     assert cache.num_free == 8
 
 
-def test_locking_more_pages_than_are_available_changes_nothing() -> None:
+def test_matched_pages_without_a_lock_are_no_longer_allocatable() -> None:
     cache = PrefixCache(num_pages=4, page_size=2)
     cache.unlock(computed(cache, [1, 2, 3, 4]))
     running = open_(cache, [9, 9, 9])
     wanted = [1, 2, 5, 6, 7, 8]
     match = cache.match(wanted)
-    assert cache.num_available(match) == 1
-    with pytest.raises(ValueError, match="2 pages are needed, but only 1 are available"):
-        cache.lock(wanted, match)
+    assert cache.num_left(match, len(wanted), 0) == -1
     assert num_matched(cache, wanted) == 2
     assert cache.num_free == 2
     cache.check_integrity([running])
@@ -382,7 +380,7 @@ class CacheMachine(RuleBasedStateMachine):
         for index, node in enumerate(match.path):
             assert self.content[node.page] == (salt, *token_ids[: (index + 1) * self.page_size])
         missing = self.cache.pages_for(len(token_ids)) - len(match.path)
-        if missing > self.cache.num_available(match):
+        if self.cache.num_left(match, len(token_ids), 0) < 0:
             return
         for index in range(len(match.path)):
             self.naive.known[(salt, *token_ids[: (index + 1) * self.page_size])].num_locks += 1

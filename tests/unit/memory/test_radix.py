@@ -69,7 +69,7 @@ def test_locked_pages_are_not_evicted() -> None:
     tree = RadixTree(1)
     path = grow(tree, [1, 2, 3], 0)
     tree.lock(path[:2])
-    assert tree.num_unlocked == 1
+    assert len(tree.unlocked) == 1
     assert evict_all(tree) == [2]
     tree.lock(path[:2])
     tree.unlock(path[:2])
@@ -101,7 +101,7 @@ def test_a_hundred_thousand_pages_are_evicted_one_by_one() -> None:
     tree = RadixTree(1)
     for number in range(1000):
         grow(tree, [number, *range(99)], number * 100)
-    assert tree.num_unlocked == 100_000
+    assert len(tree.unlocked) == 100_000
     assert len(evict_all(tree)) == 100_000
 
 

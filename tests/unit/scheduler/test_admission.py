@@ -37,8 +37,8 @@ def picture(cache: PrefixCache) -> object:
         return node.key, node.page, node.num_locks, node.is_pending, [of(child) for child in node.children.values()]
 
     tree = cache._tree
-    unlocked = [node.page for node in tree._unlocked]
-    return of(tree.root), unlocked, list(cache._allocator._free), tree.num_nodes
+    unlocked = [node.page for node in tree.unlocked]
+    return of(tree.root), unlocked, list(cache._free), tree.num_nodes
 
 
 def test_a_single_request_needs_only_the_pages_of_its_prompt() -> None:

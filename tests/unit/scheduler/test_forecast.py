@@ -32,9 +32,7 @@ def pace(step_s: float = 0.1, full_step_s: float = 1.0, admission_s: float = 0.0
 
 
 def submit_of(max_new: int = 10, *, stop_ids: tuple[int, ...] = (), min_new: int = 0, **deadlines: float) -> Submit:
-    limits = Limits(
-        max_new_tokens=max_new, min_new_tokens=min_new, stop_token_ids=stop_ids, refuses_late=True, **deadlines
-    )
+    limits = Limits(max_new, min_new, stop_ids, deadlines, refuses_late=True)
     return Submit(1, [1], Sampling(seed=0), limits, TextRules())
 
 
@@ -45,34 +43,34 @@ def is_refused(submit: Submit, pace: Pace, *, num_ahead: int = 0, num_missing: i
 def test_each_deadline_is_compared_with_the_estimate_of_its_stages() -> None:
     # The queue: 4 others, one let in every 2 s of late, perhaps twice as fast: 4 s. The prompt: 3 full steps.
     slow = pace(admission_s=2.0)
-    for kind, needed_s in (("queue_deadline", 4.0), ("first_token_deadline", 7.0), ("deadline", 7.9)):
+    for kind, needed_s in (("queue", 4.0), ("first_token", 7.0), ("total", 7.9)):
         late, in_time = submit_of(**{kind: 10 + needed_s - 0.1}), submit_of(**{kind: 10 + needed_s + 0.1})
         assert is_refused(late, slow, num_ahead=4, num_missing=300)
         assert not is_refused(in_time, slow, num_ahead=4, num_missing=300)
 
 
 def test_an_output_that_may_stop_early_counts_as_its_minimum() -> None:
-    assert is_refused(submit_of(100, deadline=15.0), pace())
-    assert not is_refused(submit_of(100, deadline=15.0, stop_ids=(3,)), pace())
-    assert is_refused(submit_of(100, deadline=15.0, stop_ids=(3,), min_new=80), pace())
-    with_stop = msgspec.structs.replace(submit_of(100, deadline=15.0), text=TextRules(stop=("x",)))
+    assert is_refused(submit_of(100, total=15.0), pace())
+    assert not is_refused(submit_of(100, total=15.0, stop_ids=(3,)), pace())
+    assert is_refused(submit_of(100, total=15.0, stop_ids=(3,), min_new=80), pace())
+    with_stop = msgspec.structs.replace(submit_of(100, total=15.0), text=TextRules(stop=("x",)))
     assert not is_refused(with_stop, pace())
 
 
 def test_a_vector_counts_as_one_token() -> None:
-    pooled = msgspec.structs.replace(submit_of(100, deadline=15.0), kind=RequestKind.POOL)
+    pooled = msgspec.structs.replace(submit_of(100, total=15.0), kind=RequestKind.POOL)
     assert not is_refused(pooled, pace())
 
 
 def test_a_refusal_has_the_estimated_and_the_remaining_time() -> None:
-    end = refusal_of_late(submit_of(deadline=10.5), pace(), 10.0, num_ahead=0, num_missing=200)
+    end = refusal_of_late(submit_of(total=10.5), pace(), 10.0, num_ahead=0, num_missing=200)
     assert end is not None
     assert (end.code, end.matched) == (FinishCode.REFUSED, 2400)
     assert end.message == "it would take 2.9 s at least, and its timeout leaves 0.5 s"
 
 
 def test_requests_without_early_refusal_and_continued_ones_are_not_refused() -> None:
-    late = submit_of(deadline=10.5)
+    late = submit_of(total=10.5)
     patient = msgspec.structs.replace(late, limits=msgspec.structs.replace(late.limits, refuses_late=False))
     going_on = msgspec.structs.replace(late, continuation=Continuation(FirstToken(1, 0, 0.0, 0.0), []))
     assert [is_refused(submit, pace(), num_missing=900) for submit in (late, patient, going_on)] == [True, False, False]
@@ -80,7 +78,7 @@ def test_requests_without_early_refusal_and_continued_ones_are_not_refused() -> 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0.001, 1e6))
 def test_without_measurements_no_request_is_refused(num_ahead: int, num_missing: int, seconds: float) -> None:
-    assert not is_refused(submit_of(deadline=10 + seconds), Pace(CHUNK), num_ahead=num_ahead, num_missing=num_missing)
+    assert not is_refused(submit_of(total=10 + seconds), Pace(CHUNK), num_ahead=num_ahead, num_missing=num_missing)
 
 
 @given(st.lists(st.tuples(st.floats(1e-4, 10), st.integers(0, 2 * CHUNK)), min_size=1, max_size=50))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine import plugins
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
-from aioengine.scheduler.policies._base import Policy, nearest_deadline
+from aioengine.scheduler.policies._base import Policy
 from aioengine.scheduler.policies.longest_prefix import WINDOW
 from aioengine.scheduler.request import Request
 
 
-def request_of(uid: int, arrived_at: float, *, priority: int = 0, deadline: float | None = None) -> Request:
-    limits = Limits(max_new_tokens=4, deadline=deadline)
+def request_of(uid: int, arrived_at: float, *, priority: int = 0, **deadlines: float) -> Request:
+    limits = Limits(max_new_tokens=4, deadlines=deadlines)
     submit = Submit(uid, [1], Sampling(seed=0), limits, TextRules(), priority, arrived_at)
     return Request(submit, number=uid, max_tokens=5)
 
@@ -47,17 +46,15 @@ def test_a_request_that_waited_long_enough_is_not_overtaken(name: str) -> None:
 
 @pytest.mark.parametrize("name", plugins.names("scheduler/policies"))
 def test_the_nearest_deadline_comes_first_among_requests_of_equal_priority(name: str) -> None:
-    requests = [request_of(1, 0.0), request_of(2, 0.1, deadline=50.0), request_of(3, 0.2, deadline=40.0)]
-    requests += [request_of(4, 0.3, deadline=1.0, priority=-1), request_of(5, 12.0, deadline=13.0)]
+    requests = [request_of(1, 0.0), request_of(2, 0.1, total=50.0), request_of(3, 0.2, total=40.0)]
+    requests += [request_of(4, 0.3, total=1.0, priority=-1), request_of(5, 12.0, total=13.0)]
     assert asked(name, requests) in ([3, 2, 1, 4, 5], [3, 2, 1, 5, 4])
 
 
-@pytest.mark.parametrize("kind", ["deadline", "queue_deadline", "first_token_deadline"])
+@pytest.mark.parametrize("kind", ["total", "queue", "first_token"])
 def test_the_nearest_deadline_is_the_first_of_all_deadlines_of_a_request(kind: str) -> None:
-    limits = Limits(max_new_tokens=4, deadline=99.0)
-    limits = msgspec.structs.replace(limits, **{kind: 7.0})
-    submit = Submit(1, [1], Sampling(seed=0), limits, TextRules(), 0, 0.0)
-    assert nearest_deadline(Request(submit, number=1, max_tokens=5)) == 7.0
+    late = request_of(1, 0.0, **{"total": 99.0, kind: 7.0})
+    assert asked("fcfs", [request_of(2, 0.0, total=7.5), late, request_of(3, 0.0, total=6.5)]) == [3, 1, 2]
 
 
 def test_longest_prefix_puts_the_most_cached_first_within_its_window() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aioengine.protocol.messages import End, FinishCode, Limits, RequestKind, Sampling, Submit, TextRules
-from aioengine.scheduler.request import Request, end_of, num_wanted, refusal_of
+from aioengine.protocol.messages import End, FinishCode, Limits, Sampling, Submit, TextRules
+from aioengine.scheduler.request import Request, end_of, refusal_of
 
 
 def request_with(output: list[int], limits: Limits) -> Request:
@@ -52,8 +52,3 @@ def test_requests_that_cannot_begin_are_refused(
     refusal = refusal_of(submit, context_length=16, pool_tokens=8)
     assert (refusal.code if refusal else None) == code
     assert words in (refusal.message if refusal else "")
-
-
-@pytest.mark.parametrize(("kind", "wanted"), [(RequestKind.GENERATE, 10), (RequestKind.POOL, 2)])
-def test_a_pooled_request_wants_no_output(kind: RequestKind, wanted: int) -> None:
-    assert num_wanted(Submit(1, [10, 11], Sampling(seed=0), Limits(8), TextRules(), kind=kind)) == wanted

@@ -30,7 +30,7 @@ from aioengine.protocol.messages import (
     TextChunks,
     TextRules,
 )
-from aioengine.supervision.ledger import CRASH_STAGE, Blame, Ledger
+from aioengine.supervision.ledger import CRASH_STAGE, CrashCause, Ledger
 from aioengine.supervision.supervisor import RestartWindow, RisingTotals
 
 if TYPE_CHECKING:
@@ -75,13 +75,13 @@ class World:
     def tell(self, *messages: ToScheduler, now: float = 0.0) -> None:
         self.sent += self.ledger.record(messages, now)
 
-    def crash(self, *uids: int, end: int = 0) -> Blame:
+    def crash(self, *uids: int, end: int = 0) -> CrashCause:
         self.sent = []
         return self.ledger.crash(dict.fromkeys(uids, end), "it died", 9.0)
 
-    def restart(self, *suspects: int, end: int = 0) -> None:
+    def restart(self, *uids: int, end: int = 0) -> None:
         """Lose the process in a step of these requests, and replace it."""
-        self.crash(*suspects, end=end)
+        self.crash(*uids, end=end)
         self.sent = self.ledger.replay()
 
     def uids(self) -> list[int]:
@@ -159,11 +159,11 @@ def test_unanswered_abort_is_sent_again() -> None:
 def test_ledger_keeps_deadlines_while_there_is_no_scheduler() -> None:
     ledger = Ledger()
     limits = {
-        1: Limits(8, deadline=3.0, queue_deadline=5.0),
-        2: Limits(8, queue_deadline=5.0),
-        3: Limits(8, first_token_deadline=2.0),
+        1: Limits(8, deadlines={"total": 3.0, "queue": 5.0}),
+        2: Limits(8, deadlines={"queue": 5.0}),
+        3: Limits(8, deadlines={"first_token": 2.0}),
         4: Limits(8),
-        5: Limits(8, deadline=1.0),
+        5: Limits(8, deadlines={"total": 1.0}),
     }
     ledger.record([submit_of(uid, limits=limit) for uid, limit in limits.items()], 0.0)
     ledger.receive(chunks_of(5, [1], begins=True))
@@ -265,7 +265,7 @@ def test_continue_in_flight_at_a_crash_succeeds() -> None:
 
 
 def test_abort_lost_with_two_processes_is_ended_by_the_ledger() -> None:
-    """Otherwise an aborted request could kill every process, because it is never a suspect."""
+    """Otherwise an aborted request could kill every process, because it is never quarantined."""
     world = World(1, 2)
     world.hear(1, [7], begins=True)
     world.restart(1)
@@ -290,7 +290,7 @@ def test_suspended_request_is_suspended_again_after_a_restart() -> None:
     assert world.uids() == [1, 2]
 
 
-def test_other_requests_do_not_wait_for_a_suspended_suspect() -> None:
+def test_other_requests_do_not_wait_for_a_suspended_retry() -> None:
     world = World(1, 2)
     world.restart(1)
     assert world.uids() == [1]
@@ -299,7 +299,7 @@ def test_other_requests_do_not_wait_for_a_suspended_suspect() -> None:
     assert not world.ledger.holds_back
 
 
-def test_suspended_suspect_is_suspended_again_after_its_trial() -> None:
+def test_suspended_request_is_suspended_again_after_its_retry() -> None:
     world = World(1, 2)
     world.tell(Suspend([1]))
     world.restart(1)
@@ -309,10 +309,10 @@ def test_suspended_suspect_is_suspended_again_after_its_trial() -> None:
     assert world.uids() == [1, 2]
 
 
-# ---------------------------------------------------------------- suspects
+# ---------------------------------------------------------------- quarantine
 
 
-def test_suspects_are_resubmitted_one_by_one_before_requests_not_begun() -> None:
+def test_quarantined_requests_are_retried_one_by_one_before_requests_not_begun() -> None:
     world = World(1, 2, 3, 4)
     for uid in (1, 2, 3):
         world.hear(uid, [7], begins=True)
@@ -329,7 +329,7 @@ def test_suspects_are_resubmitted_one_by_one_before_requests_not_begun() -> None
     assert not world.ledger.holds_back
 
 
-def test_suspect_reports_every_token() -> None:
+def test_retried_request_delivers_every_token() -> None:
     world = World(1)
     world.restart(1)
     (submit,) = world.sent
@@ -337,20 +337,20 @@ def test_suspect_reports_every_token() -> None:
     assert (submit.text.stream, submit.text.stream_interval) == (True, 1)
 
 
-def test_suspect_that_crashes_again_is_tried_alone_and_ends_alone() -> None:
+def test_request_that_crashes_again_is_retried_alone_and_ends_alone() -> None:
     world = World(1, 2, 3, 4)
     for uid in (1, 4):
         world.hear(uid, [5], begins=True)
-    assert world.crash(1, 2) is Blame.NOBODY
+    assert world.crash(1, 2) is CrashCause.UNKNOWN
     world.sent = world.ledger.replay()
     assert world.uids() == [1, 4]
     world.hear(1, [5])
     assert world.uids() == [1, 4, 2]
-    assert world.crash(1, 2, 4) is Blame.SUSPECT
+    assert world.crash(1, 2, 4) is CrashCause.RETRY
     assert ends_of(world.ledger) == []
     world.sent = world.ledger.replay()
     assert world.uids() == [2]
-    assert world.crash(2) is Blame.GUILTY
+    assert world.crash(2) is CrashCause.REQUEST
     (end,) = ends_of(world.ledger)
     assert (end.uid, end.code, end.stage) == (2, FinishCode.FAILED, CRASH_STAGE)
     assert end.message.startswith("it died each time it computed this request")
@@ -361,7 +361,7 @@ def test_suspect_that_crashes_again_is_tried_alone_and_ends_alone() -> None:
     assert world.uids() == [1, 4, 3]
 
 
-def test_suspect_that_survives_its_trial_alone_is_cleared() -> None:
+def test_request_that_survives_its_retry_alone_leaves_the_quarantine() -> None:
     world = World(1, 2)
     world.restart(1)
     world.restart(1)
@@ -373,34 +373,41 @@ def test_suspect_that_survives_its_trial_alone_is_cleared() -> None:
     assert ends_of(world.ledger) == []
 
 
-def test_crash_that_the_suspect_on_trial_was_not_in_adds_suspects() -> None:
+def test_crash_without_the_retried_request_quarantines_more_requests() -> None:
     world = World(1, 2, 3)
     world.restart(1, 2)
     world.hear(1, [5], begins=True)
-    assert world.crash(1) is Blame.NOBODY
+    assert world.crash(1) is CrashCause.UNKNOWN
     world.sent = world.ledger.replay()
     assert world.uids() == [1]
     world.hear(1, [5])
     assert world.uids() == [1, 2]
 
 
-def test_if_every_process_crashes_no_request_is_blamed() -> None:
+def test_if_every_process_crashes_the_cause_is_unknown() -> None:
     world = World(1, 2, 3)
-    blames: list[Blame] = []
+    causes: list[CrashCause] = []
     for uid in (1, 1, 1, 2, 2, 2):
-        blames.append(world.crash(uid))
+        causes.append(world.crash(uid))
         world.sent = world.ledger.replay()
         assert uid in world.uids() or ends_of(world.ledger)
-    assert blames == [Blame.NOBODY, Blame.SUSPECT, Blame.GUILTY, Blame.NOBODY, Blame.NOBODY, Blame.NOBODY]
+    assert causes == [
+        CrashCause.UNKNOWN,
+        CrashCause.RETRY,
+        CrashCause.REQUEST,
+        CrashCause.UNKNOWN,
+        CrashCause.UNKNOWN,
+        CrashCause.UNKNOWN,
+    ]
     world.hear(3, [5], begins=True)
-    blames = []
+    causes = []
     for _ in range(3):
-        blames.append(world.crash(3))
+        causes.append(world.crash(3))
         world.sent = world.ledger.replay()
-    assert blames == [Blame.NOBODY, Blame.SUSPECT, Blame.GUILTY]
+    assert causes == [CrashCause.UNKNOWN, CrashCause.RETRY, CrashCause.REQUEST]
 
 
-def test_suspect_that_is_tried_alone_can_be_aborted() -> None:
+def test_request_that_is_retried_alone_can_be_aborted() -> None:
     for is_up in (True, False):
         world = World(1, 2, 3)
         world.hear(2, [7], begins=True)
@@ -419,20 +426,20 @@ def test_nothing_is_sent_until_the_new_scheduler_is_ready() -> None:
     world = World(1, 2)
     world.restart(1)
     world.restart(1)
-    assert world.crash(1) is Blame.GUILTY
+    assert world.crash(1) is CrashCause.REQUEST
     assert world.ledger.receive(TextChunks()) == []  # a sign of life of the new detokenizer
     world.sent = world.ledger.replay()
     assert world.uids() == [2]
 
 
-def test_aborted_request_is_no_suspect() -> None:
+def test_aborted_request_is_not_quarantined() -> None:
     world = World(1, 2)
     world.tell(Abort([1]))
     world.restart(1, 2)
     assert [type(message) for message in world.sent] == [Submit, Abort, Submit]
 
 
-def test_suspect_that_waits_can_be_aborted() -> None:
+def test_quarantined_request_that_waits_can_be_aborted() -> None:
     world = World(1, 2, 3)
     for uid in (1, 2):
         world.hear(uid, [7], begins=True)
@@ -453,9 +460,9 @@ def test_requests_can_be_handed_over_to_another_ledger() -> None:
     world.hear(2, [9], begins=True, ends=True)
     world.tell(Suspend([1]), Abort([3], FinishCode.SHUTDOWN))
     world.restart(1)
-    assert world.uids() == [1, 3]  # the others wait for the trial of 1
-    messages, suspects = world.ledger.hand_over("it died again", 9.0)
-    assert list(suspects) == [1]
+    assert world.uids() == [1, 3]  # the others wait for the retry of 1
+    messages, quarantined = world.ledger.hand_over("it died again", 9.0)
+    assert list(quarantined) == [1]
     other = World()
     other.tell(*messages)
     assert other.uids() == [1, 4]
@@ -468,24 +475,24 @@ def test_requests_can_be_handed_over_to_another_ledger() -> None:
     assert other.continuation(1) == Continuation(FirstToken(1, 0, 1.0, 2.0), [7, 8, 5])
 
 
-def test_suspects_are_tried_by_a_second_ledger_but_not_a_third() -> None:
+def test_requests_are_retried_by_a_second_ledger_but_not_a_third() -> None:
     world = World(1, 2, 3)
     world.hear(1, [7], begins=True)
     world.crash(1, 2)
-    messages, suspects = world.ledger.hand_over("it died", 9.0)
+    messages, quarantined = world.ledger.hand_over("it died", 9.0)
     assert ends_of(world.ledger) == []
     other = World(4)
     other.hear(4, [7], begins=True)
-    other.ledger.adopt(suspects)
+    other.ledger.adopt(quarantined)
     other.tell(*messages)
     assert other.uids() == [4, 1]  # 2 and 3 wait
     other.crash(1, 4)
-    messages, suspects = other.ledger.hand_over("it died", 10.0)
+    messages, quarantined = other.ledger.hand_over("it died", 10.0)
     [end] = ends_of(other.ledger)
     assert (end.uid, end.stage) == (1, "crash")
     assert end.message == "it died each time it computed this request; the other requests continue"
     assert [message.uid for message in messages if isinstance(message, Submit)] == [4, 2, 3]
-    assert set(suspects) == {2, 4}
+    assert set(quarantined) == {2, 4}
 
 
 def test_control_calls_are_not_handed_over() -> None:
@@ -516,7 +523,7 @@ class NaiveWorld(RuleBasedStateMachine):
         self.given: dict[int, list[int]] = {}
         self.open: set[int] = set()
         self.aborted: set[int] = set()
-        self.guilty: set[int] = set()
+        self.crashing: set[int] = set()
         self.is_up = True
 
     def take(self, messages: Sequence[ToScheduler]) -> None:
@@ -543,8 +550,8 @@ class NaiveWorld(RuleBasedStateMachine):
         for end in ends_of(self.ledger):
             self.close(end.uid)
             if end.code is FinishCode.FAILED:
-                assert end.uid % 5 == 0, "an innocent request was found guilty"
-                self.guilty.add(end.uid)
+                assert end.uid % 5 == 0, "a request that crashes nothing was ended"
+                self.crashing.add(end.uid)
             else:
                 assert end.uid in self.aborted
                 assert self.given[end.uid] == []
@@ -628,9 +635,9 @@ class NaiveWorld(RuleBasedStateMachine):
         assert self.open == set()
         assert not self.ledger.holds_back
         for uid, ids in self.given.items():
-            if uid not in self.aborted | self.guilty:
+            if uid not in self.aborted | self.crashing:
                 assert ids == list(range(10 * uid, 10 * uid + 6)), uid
-        assert self.guilty.isdisjoint(uid for uid in self.given if uid % 5)
+        assert self.crashing.isdisjoint(uid for uid in self.given if uid % 5)
 
 
 TestNaiveWorld = NaiveWorld.TestCase

@@ -86,10 +86,7 @@ def test_stop_strings_in_example_texts(
 
 def test_without_stops_text_is_returned_at_once() -> None:
     for matcher in (StopMatcher(), StopMatcher([""])):
-        assert not matcher.has_stops
         assert (matcher.push("text"), matcher.matched, matcher.flush()) == ("text", None, "")
-    assert StopMatcher(["x"]).has_stops
-    assert StopMatcher([], ["x"]).has_stops
 
 
 def test_text_after_a_match_is_dropped() -> None:

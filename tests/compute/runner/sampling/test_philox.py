@@ -52,7 +52,7 @@ def test_numbers_are_uniform_and_below_one() -> None:
 
 def test_numbers_made_ahead_are_the_same_numbers() -> None:
     generator = np.random.default_rng(0)
-    table = UniformTable()
+    table = UniformTable(9)
     for _ in range(200):  # rows change hands, positions go on, jump and go back
         num_rows = int(generator.integers(1, 6))
         row_indices = generator.permutation(9)[:num_rows]

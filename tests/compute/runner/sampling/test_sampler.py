@@ -9,7 +9,8 @@ import torch
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.page_tables import PageTables
-from aioengine.runner.rows import RowTable, SampledRows
+from aioengine.runner.request_row import SampledRows
+from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler, greedy
 from aioengine.scheduler.plan import NewRow
 
@@ -28,7 +29,7 @@ VOCAB_SIZE = 10_100
 def make(
     samplings: list[Sampling], prompts: list[list[int]] | None = None, *, width: int, padding: int
 ) -> tuple[Sampler, SampledRows]:
-    processors = logits_processors.load()
+    processors = logits_processors.in_order()
     table = RowTable(
         page_tables=PageTables(max_rows=max(len(samplings), 1), max_row_pages=4),
         num_embeddings=width,
@@ -42,7 +43,7 @@ def make(
     requests = [table.requests[i] for i in range(len(samplings))]
     positions = np.array([len(prompt) for prompt in prompts])
     rows = table.sampled(requests, np.array([request.row_index for request in requests]), positions)
-    sampler = Sampler(vocab_size=width - padding, num_embeddings=width, device=CPU, processors=processors)
+    sampler = Sampler(vocab_size=width - padding, num_embeddings=width, table=table, processors=processors)
     return sampler, rows
 
 

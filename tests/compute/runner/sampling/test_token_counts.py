@@ -12,15 +12,15 @@ import torch
 
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
-from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.penalties import Penalties
 from aioengine.runner.page_tables import PageTables
+from aioengine.runner.request_row import LogitsRow
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.token_counts import TokenCounts
 from aioengine.scheduler.plan import NewRow
 
 WIDTH = 3000
-processors = logits_processors.load()
+processors = logits_processors.in_order()
 cpu = torch.device("cpu")
 page_tables = PageTables(max_rows=64, max_row_pages=4)
 table = RowTable(page_tables=page_tables, num_embeddings=WIDTH, device=cpu, processors=processors, max_rows=64)
@@ -35,7 +35,7 @@ for uid in range(24):
     tokens[uid] = generator.integers(0, 40, 3 + uid).tolist()
     table.open(NewRow(uid, samplings[uid % 3], 2 + uid // 2, tokens[uid]))
     table.requests[uid].token_ids = list(tokens[uid])  # as on a GPU
-counts = TokenCounts(table, width=WIDTH, device=torch.device("cpu"))
+counts = TokenCounts(table, width=WIDTH)
 for step in range(4):
     if step == 2:  # another request in the row of one that ended
         table.close(5)
@@ -45,23 +45,18 @@ for step in range(4):
         del tokens[5]
     requests = [table.requests[uid] for uid in tokens]
     row_indices = np.array([request.row_index for request in requests])
-    positions = np.array([len(ids) for ids in tokens.values()])
-    rows = table.sampled(requests, row_indices, positions)
     logits = torch.from_numpy(generator.normal(size=(len(requests), WIDTH)).astype(np.float32)) * 3
     expected = logits.clone()
-    users = np.arange(step, len(requests))  # rows of the step may be left out
-    reference = [
-        LogitsRow(int(user), requests[user].sampling, requests[user].num_prompt, len(ids), torch.tensor(ids))
-        for user, ids in enumerate(tokens.values())
-        if user in users
-    ]
-    Penalties().apply(expected, reference, torch.from_numpy)
+    rows = [LogitsRow(i, request, len(ids)) for i, (request, ids) in enumerate(zip(requests, tokens.values()))][step:]
+    for row in rows:  # rows of the step may be left out
+        row.request.history = torch.tensor(tokens[row.request.uid])
+    Penalties().apply(expected, rows, torch.from_numpy)
     first = 1 if step else 0
-    counts.apply(logits[first:], rows, users - first, first)
+    counts.apply(logits[first:], [row._replace(index=row.index - first) for row in rows], torch.from_numpy)
     assert torch.allclose(logits, expected, rtol=1e-6, atol=1e-6), step
     new = torch.from_numpy(generator.integers(0, 40, len(requests)))
-    for user in users.tolist():
-        list(tokens.values())[user].append(int(new[user]))
+    for row in rows:
+        tokens[row.request.uid].append(int(new[row.index]))
     table.last_tokens[torch.from_numpy(row_indices)] = new
 """
 

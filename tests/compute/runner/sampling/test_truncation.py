@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.runner.rows import TOP_K_OFF
-from aioengine.runner.sampling.truncation import Truncation, draw, draw_truncated, kept
+from aioengine.runner.rows import SAMPLING_RECORD, TOP_K_OFF
+from aioengine.runner.sampling.truncation import draw, draw_truncated, kept
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +17,12 @@ def one_thread(few_threads: None) -> None:
 
 
 WIDTHS = (128, 10_240)  # all tokens are candidates; candidates come from blocks
+
+
+def truncation(num_rows: int, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    rules = np.zeros(num_rows, dtype=SAMPLING_RECORD)
+    rules["top_k"], rules["top_p"], rules["min_p"] = top_k, top_p, min_p
+    return rules
 
 
 def naive_kept(p: np.ndarray, *, top_k: int, top_p: float, min_p: float) -> np.ndarray:
@@ -83,7 +89,7 @@ def test_draw_is_the_inverse_of_the_cumulated_mass_of_the_kept_set(width: int, k
     uniform = np.array([0.0, 0.1, 0.5, 0.77, 1 - 2**-53])
     for top_k, top_p, min_p in RULES:
         num_rows = len(uniform)
-        rules = Truncation(np.full(num_rows, top_k), np.full(num_rows, top_p), np.full(num_rows, min_p))
+        rules = truncation(num_rows, top_k, top_p, min_p)
         tokens = draw_truncated(p.repeat(num_rows, 1), uniform, rules).tolist()
         keep = kept(p.numpy(), top_k=top_k, top_p=top_p, min_p=min_p)
         mass = np.where(keep, p.numpy(), 0).cumsum(dtype=np.float64)
@@ -114,5 +120,4 @@ def test_fast_path_is_taken_for_ordinary_rows(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("aioengine.runner.sampling.truncation.kept", fail)
     p = rows_of_probabilities(10_240)["peaked"][None]
-    rules = Truncation(np.array([40]), np.array([0.9]), np.array([0.0]))
-    draw_truncated(p, np.array([0.5]), rules)
+    draw_truncated(p, np.array([0.5]), truncation(1, 40, 0.9, 0.0))

@@ -1,0 +1,135 @@
+"""The open requests and the rows of a step that sample a token.
+
+S rows that sample, D model size, R recent tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from aioengine.runner.row_constraint import Forced
+from aioengine.runner.token_lists import NO_LISTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from aioengine.protocol.messages import Sampling
+    from aioengine.protocol.packed_logprobs import LogprobRules
+    from aioengine.runner.row_constraint import OpenConstraint, RowConstraint
+    from aioengine.runner.token_lists import TokenLists
+
+    Ints = npt.NDArray[np.int64]
+
+_NONE = torch.zeros(0)
+
+
+@dataclass(slots=True)
+class RowLogprobs:
+    """The logprobs of an open request.
+
+    Attributes:
+        uid, num_prompt: as in ``RequestRow``.
+        rules: the requested logprobs.
+        size_class: requests of one class are computed together. 0 for up to ``FEW_VALUES`` logprobs per position, else
+            the bit length of their number.
+        returns_next: a SCORE request: it gets logprobs of the next token after the prompt, but no token.
+        prompt: token ids [X] of the prompt if its positions get logprobs, else empty.
+        parts: packed logprobs of the prompt computed so far.
+    """
+
+    uid: int
+    num_prompt: int
+    rules: LogprobRules
+    size_class: int
+    returns_next: bool
+    prompt: Ints
+    parts: list[bytes]
+
+
+@dataclass(slots=True)
+class RequestRow:
+    """An open request.
+
+    Attributes:
+        history: [at least its tokens] int64, for penalties on a CPU, else empty; -1 for a prompt given as embeddings.
+        token_ids: the tokens with which it was opened, for penalties on a GPU (``sampling.token_counts``); else empty.
+        prompt_states: hidden states of the prompt computed so far; None: not needed (any more).
+        second_text: index of the first token of the second text of a pair; 0: there is none.
+        embeds: [num_prompt, D] of a prompt given as embeddings, until it is computed.
+        first_id: the first token with an id, after a prompt given as embeddings.
+        constraint: the grammar state. may_force: forced tokens may be appended without sampling.
+        forced: the last forced tokens. forced_end: number of tokens after them.
+        is_pooled: the request is of kind POOL. is_long: as in ``NewRow``.
+        lists: the token lists of its parameters.
+        recent: [R] int32 on the device, for bad words, else empty: the token of position p is at p % R; -1: there is
+            none.
+    """
+
+    uid: int
+    row_index: int
+    sampling: Sampling
+    num_prompt: int
+    history: Tensor = _NONE
+    token_ids: Sequence[int] = ()
+    logprobs: RowLogprobs | None = None
+    prompt_states: list[bytes] | None = None
+    second_text: int = 0
+    embeds: npt.NDArray[np.float32] | None = None
+    first_id: int = 0
+    constraint: OpenConstraint | None = None
+    may_force: bool = False
+    forced: Sequence[int] = ()
+    forced_end: int = 0
+    is_pooled: bool = False
+    is_long: bool = False
+    lists: TokenLists = NO_LISTS
+    recent: Tensor = _NONE
+
+    def constraint_at(self, position: int) -> RowConstraint | None:
+        """Return the tokens that the grammar allows at ``position``. After forced tokens, a step in flight samples a
+        token that is already known.
+        """
+        if self.constraint is None or position >= self.forced_end:
+            return self.constraint
+        return Forced(self.forced[position - self.forced_end], self.constraint.source)
+
+
+class LogitsRow(NamedTuple):
+    """Row ``index`` of logits. num_tokens: number of tokens of the request before the sampled token."""
+
+    index: int
+    request: RequestRow
+    num_tokens: int
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.request.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The S rows of a step that sample a token. positions: position of the new token in its request."""
+
+    requests: list[RequestRow]
+    row_indices: Ints
+    positions: Ints
+    records: npt.NDArray[np.void]  # of SAMPLING_RECORD
+
+    def constraints(self) -> list[RowConstraint | None]:
+        """Return the constraint of the new token of each row."""
+        return [
+            request.constraint_at(position)
+            for request, position in zip(self.requests, self.positions.tolist(), strict=True)
+        ]
+
+    def part(self, chosen: Ints) -> SampledRows:
+        """Return the rows ``chosen`` [X]."""
+        requests = [self.requests[i] for i in chosen.tolist()]
+        return SampledRows(requests, self.row_indices[chosen], self.positions[chosen], self.records[chosen])

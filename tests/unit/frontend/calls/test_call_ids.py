@@ -1,0 +1,133 @@
+"""Open calls: when an id is taken and when it is free."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from aioengine.frontend.calls import call_ids
+from aioengine.frontend.calls.call import Call
+from aioengine.frontend.calls.call_ids import CallIds
+from aioengine.frontend.intake.requests import generate_request
+
+
+def open_call(ids: CallIds, prompt: object, **options: object) -> Call:
+    params = options.pop("sampling_params", None)
+    call = Call(0.0)
+    call.begin(generate_request(prompt, params, None, stream=True, options=options))
+    ids.add(call)
+    return call
+
+
+@pytest.fixture
+def ids() -> CallIds:
+    return CallIds()
+
+
+def test_an_id_is_free_as_soon_as_its_call_is_over(ids: CallIds) -> None:
+    first = open_call(ids, ["a", "b"], rid="x")
+    first.is_over = True
+    second = open_call(ids, "c", rid="x_1")
+    ids.free(first)
+    found = ids.find("x_1")
+    assert found is not None
+    assert found[0] is second
+    assert ids.find("x") is None
+
+
+def test_a_batch_may_take_the_id_of_a_call_that_is_over_for_a_row(ids: CallIds) -> None:
+    first = open_call(ids, "c", rid="x_1")
+    with pytest.raises(ValueError, match="'x_1' is in use"):
+        open_call(ids, ["a", "b"], rid="x")
+    first.leave()
+    second = open_call(ids, ["a", "b"], rid="x")
+    found = ids.find("x_1")
+    assert found is not None
+    assert found[0] is second
+
+
+def test_opening_a_call_looks_up_few_ids_however_many_are_open(ids: CallIds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a call must not grow with the number of others."""
+    num_looked_up = 0
+    plain = call_ids._find  # pyright: ignore[reportPrivateUsage]
+
+    def counting(names: dict[str, tuple[Call, int]], rid: str) -> tuple[Call, range] | None:
+        nonlocal num_looked_up
+        num_looked_up += 1
+        return plain(names, rid)
+
+    monkeypatch.setattr(call_ids, "_find", counting)
+    opened = [open_call(ids, ["a", "b"], rid=f"x{number}") for number in range(200)]
+    opened += [open_call(ids, "a", rid=f"x{number}_{number}_7") for number in range(2, 200)]
+    assert num_looked_up < 4 * len(opened)
+    with pytest.raises(ValueError, match="'x3_3_7' is in use"):
+        open_call(ids, "a", rid="x3_3_7")
+    for call in opened:
+        ids.free(call)
+    assert (ids._names, ids._by_base) == ({}, {})  # pyright: ignore[reportPrivateUsage]
+
+
+def test_an_id_conflicts_with_equal_ids_of_rows_in_either_order(ids: CallIds) -> None:
+    params = {"n": 3}
+    first = open_call(ids, "a", rid="y_1_2")
+    for rid, prompt, options in (
+        ("y", ["a", "b"], params),
+        ("y_1", "a", params),
+        ("y_1_2", "a", {}),
+    ):
+        with pytest.raises(ValueError, match="'y_1_2' is in use"):
+            open_call(ids, prompt, rid=rid, sampling_params=options)
+    second = open_call(ids, ["a"], rid="y")  # it has no row y_1
+    ids.free(first)
+    ids.free(second)
+    assert ids.find("y_1_2") is None
+
+
+def test_an_id_that_can_be_attached_to_stays_taken(ids: CallIds) -> None:
+    first = open_call(ids, "a", rid="x", resume_ttl=1)
+    first.leave()
+    with pytest.raises(ValueError, match="'x' is in use"):
+        open_call(ids, "b", rid="x")
+
+
+def test_an_id_with_numbers_at_its_end_finds_the_rows_of_a_batch(ids: CallIds) -> None:
+    open_call(ids, ["a", "b"], rid="x", sampling_params={"n": 2})
+    open_call(ids, "c", rid="x_9_y")
+    rows = {rid: list(found[1]) for rid in ("x", "x_1", "x_1_0", "x_9_y") if (found := ids.find(rid)) is not None}
+    assert rows == {"x": [0, 1, 2, 3], "x_1": [2, 3], "x_1_0": [2], "x_9_y": [0]}
+    for odd in (
+        "",
+        "_",
+        "_" * 3000,
+        "x_" + "1" * 5000,
+        "x_" + "_1" * 5000,
+        "x_1_0_0",
+        "x_01",
+        "x_9",
+        "x_1_٣",
+        "\ud800",
+    ):
+        assert ids.find(odd) is None
+
+
+def _word_of_state(output: int) -> int:
+    """What a Mersenne Twister, the generator of ``random``, had in its state for one of its outputs."""
+    word = output ^ output >> 18
+    word ^= word << 15 & 0xEFC60000
+    found = word
+    for _ in range(4):
+        found = word ^ found << 7 & 0x9D2C5680
+    word = found
+    for _ in range(2):
+        found = word ^ found >> 11
+    return found & 0xFFFFFFFF
+
+
+def test_random_ids_cannot_be_predicted_from_earlier_ones(ids: CallIds) -> None:
+    """It could end the request of another, or read it where that can be attached to."""
+    drawn = [int(open_call(ids, "a").rid, 16) for _ in range(624 // 4)]
+    state = [_word_of_state(number >> shift & 0xFFFFFFFF) for number in drawn for shift in (0, 32, 64, 96)]
+    guess = random.Random()
+    guess.setstate((3, (*state, 624), None))
+    assert open_call(ids, "a").rid != f"{guess.getrandbits(128):032x}"
