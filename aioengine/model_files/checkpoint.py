@@ -65,13 +65,9 @@ class Entry(Struct, frozen=True):
     num_heads: int = 0
 
     @property
-    def num_numbers(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def num_bytes(self) -> int:
         size, num_bytes = BLOCKS.get(self.dtype) or (1, DTYPE_BYTES[self.dtype])
-        return self.num_numbers // size * num_bytes
+        return math.prod(self.shape) // size * num_bytes
 
 
 class _WeightIndex(Struct):
