@@ -154,17 +154,11 @@ class Constraint:
                 self.thinking = None
                 self.next_token = self.forced[0] if self.forced else -1
             return
-        new = [token_id]
-        if self.forced:
+        if token_id == self.next_token and self.num_forced + 1 < len(self.forced):
             self.num_forced += 1
-            if token_id == self.next_token:
-                if self.num_forced < len(self.forced):
-                    self.next_token = self.forced[self.num_forced]
-                    return
-                new = self.forced
-            else:
-                new = [*self.forced[: self.num_forced - 1], token_id]
-        self._consume(new)
+            self.next_token = self.forced[self.num_forced]
+        else:
+            self._consume([*self.forced[: self.num_forced], token_id])
 
     def take_forced(self, at_least: int, at_most: int) -> list[int]:
         """Follow and return up to ``at_most`` forced tokens, or none if there are fewer than ``at_least``."""

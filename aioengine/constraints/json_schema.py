@@ -20,7 +20,7 @@ import json
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, NoReturn, cast
 
-from aioengine.api.checks import did_you_mean
+from aioengine.api.checks import nearest
 from aioengine.constraints.endless import endless_rule
 from aioengine.constraints.one_of import TYPES, exclusive
 from aioengine.constraints.schema_values import (
@@ -66,15 +66,9 @@ _ENFORCED: Final = frozenset(
         "items", "prefixItems", "minItems", "maxItems",
     )
 )  # fmt: skip
-_NOT_ENFORCED: Final = frozenset(
-    (
-        "$id", "$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary", "id",
-        "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames",
-        "unevaluatedProperties", "unevaluatedItems", "additionalItems", "contains", "minContains", "maxContains",
-        "uniqueItems", "contentEncoding", "contentMediaType", "contentSchema",
-    )
-)  # fmt: skip
-"""Keywords of JSON Schema that are not enforced. They are not misspelled, so no other keyword is suggested."""
+_KNOWN: Final = _ENFORCED | _ANNOTATIONS
+_MISSPELLED: Final = 0.8
+"""Similarity to a known keyword from which it is suggested. No other keyword of JSON Schema is so similar to one."""
 
 
 class Budget:
@@ -171,8 +165,9 @@ class _Compiler:
         self._budget.take_schema(schema)
         self._budget.take_pattern(schema, schema.keywords.get("pattern"))
         for keyword in schema.keywords:
-            if keyword not in _ENFORCED and keyword not in _ANNOTATIONS and not keyword.startswith("x-"):
-                hint = "" if keyword in _NOT_ENFORCED else did_you_mean(keyword, _ENFORCED | _ANNOTATIONS)
+            if keyword not in _KNOWN and not keyword.startswith("x-"):
+                meant = nearest(keyword, _KNOWN, cutoff=_MISSPELLED)
+                hint = f" (did you mean {meant!r}?)" if meant else ""
                 schema.refuse(keyword, f"is not enforced{hint}; leave it out, and check for it yourself")
         compiled = self._any_type(schema)
         types = compiled.get("type", TYPES)

@@ -81,7 +81,6 @@ def _translated(pattern: str, is_searched: bool) -> str:
 
 class _Translator:
     def __init__(self, pattern: str, *, is_searched: bool) -> None:
-        self._pattern = pattern
         self._keyword = "pattern" if is_searched else "regex"
         if len(pattern.encode(errors="surrogatepass")) > MAX_BYTES:
             self._refuse(f"more than {MAX_BYTES:,} bytes")
@@ -128,11 +127,11 @@ class _Translator:
     def _item(self, code: Any, value: Any, flags: int, repeats: int) -> str:
         """Translate one item. repeats: the maximum repetitions of the items around it."""
         if code is codes.LITERAL:
-            return self._literal(value, flags)
+            return self._class([(code, value)], flags) if flags & re.IGNORECASE else escaped(value)
         if code is codes.ANY:
             return "(?s:.)" if flags & re.DOTALL else r"[^\n]"
         if code is codes.NOT_LITERAL:
-            return f"[^{self._member(codes.LITERAL, value, flags, is_negated=True)}]"
+            return self._class([(codes.NEGATE, None), (codes.LITERAL, value)], flags)
         if code is codes.IN:
             return self._class(value, flags)
         if code is codes.BRANCH:
@@ -158,16 +157,9 @@ class _Translator:
         text = self._sequence(list(inner), flags, repeats)
         return f"(?:{text}){{{int(least)},{'' if is_open else int(most)}}}"
 
-    def _literal(self, code: int, flags: int) -> str:
-        if not flags & re.IGNORECASE:
-            return escaped(code)
-        return f"[{self._member(codes.LITERAL, code, flags, is_negated=False)}]"
-
     def _class(self, members: list[Any], flags: int) -> str:
         is_negated = members[0][0] is codes.NEGATE
-        if is_negated:
-            members = members[1:]
-        written = [self._member(code, value, flags, is_negated=is_negated) for code, value in members]
+        written = [self._member(code, value, flags, is_negated=is_negated) for code, value in members[is_negated:]]
         return f"[{'^' if is_negated else ''}{''.join(written)}]"
 
     def _member(self, code: Any, value: Any, flags: int, *, is_negated: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from decimal import Decimal
+from decimal import Context, Decimal
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 
 from aioengine.api import checks
@@ -41,7 +41,7 @@ _FORMATS: Final = (*_OWN_FORMATS, "duration", "email", "hostname", "ipv4", "ipv6
 MAX_HOSTNAME: Final = 253
 _CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Control characters that can only be written with a ``\\u`` escape."""
-_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_DIGITS: Final = Context(prec=MAX_DIGITS)
 
 
 class Subschema(NamedTuple):
@@ -148,17 +148,14 @@ def compile_counts(schema: Subschema, least: str, most: str) -> dict[str, int]:
 def compile_number(schema: Subschema, *, is_integer: bool) -> Schema:
     """Compile the keywords for numbers to inclusive bounds that the library does not round."""
     compiled: Schema = {}
-    bounds = {name: _bound(schema, name, is_integer=is_integer) for name in _BOUNDS if name in schema.keywords}
-    low = max(_inclusive(bounds.get("minimum"), 1), _beyond(bounds.get("exclusiveMinimum"), 1, is_integer=is_integer))
-    high = min(
-        _inclusive(bounds.get("maximum"), -1), _beyond(bounds.get("exclusiveMaximum"), -1, is_integer=is_integer)
-    )
+    low = max(_bound(schema, name, 1, is_integer=is_integer) for name in ("minimum", "exclusiveMinimum"))
+    high = min(_bound(schema, name, -1, is_integer=is_integer) for name in ("maximum", "exclusiveMaximum"))
     if low > high:
         schema.refuse("minimum", "and its maximum leave no number")
     if low > -math.inf:
-        compiled["minimum"] = math.ceil(low) if is_integer else low
+        compiled["minimum"] = low
     if high < math.inf:
-        compiled["maximum"] = math.floor(high) if is_integer else high
+        compiled["maximum"] = high
     if "multipleOf" in schema.keywords:
         value = schema.keywords["multipleOf"]
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
@@ -169,29 +166,25 @@ def compile_number(schema: Subschema, *, is_integer: bool) -> Schema:
     return compiled
 
 
-def _bound(schema: Subschema, keyword: str, *, is_integer: bool) -> float:
+def _bound(schema: Subschema, keyword: str, direction: int, *, is_integer: bool) -> float:
+    """Return the first allowed number of a bound, or infinity if there is no such bound.
+
+    direction: 1 for a lower bound, -1 for an upper bound.
+    """
+    if keyword not in schema.keywords:
+        return -direction * math.inf
     value = schema.keywords[keyword]
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # NaN
         schema.wrong(keyword, "a number", value)
-    if is_integer and abs(value) <= MAX_INTEGER:
-        return value
-    if is_integer or abs(value) > MAX_NUMBER or 0 < abs(value) < MIN_NUMBER:
+    if abs(value) > MAX_INTEGER if is_integer else (abs(value) > MAX_NUMBER or 0 < abs(value) < MIN_NUMBER):
         schema.refuse(keyword, "is beyond the enforced bounds: integers up to 2**53, numbers from 1e-9 to 1e15, and 0")
-    return value
-
-
-def _inclusive(bound: float | None, direction: int) -> float:
-    """Return an inclusive bound, or the next number that is not rounded."""
-    return bound if bound is not None and _is_exact(bound) else _beyond(bound, direction, is_integer=False)
-
-
-def _beyond(bound: float | None, direction: int, *, is_integer: bool) -> float:
-    """Return the first allowed number after an exclusive bound. If not an integer, it has 15 digits."""
-    if bound is None:
-        return -direction * math.inf
+    is_exclusive = keyword.startswith("exclusive")
     if is_integer:
-        return (math.floor(bound) + 1) if direction > 0 else (math.ceil(bound) - 1)
-    if bound == 0:
+        rounded = math.ceil(value) if direction > 0 else math.floor(value)
+        return rounded + direction if is_exclusive and rounded == value else rounded
+    if not is_exclusive and _is_exact(value):
+        return value
+    if value == 0:
         return direction * MIN_NUMBER
-    digits = 14 - math.floor(math.log10(abs(bound)))
-    return round(bound + direction * 10.0**-digits, max(0, digits))
+    number = Decimal(repr(value))  # the next one with 15 digits is not rounded
+    return float(_DIGITS.next_plus(number) if direction > 0 else _DIGITS.next_minus(number))

@@ -49,14 +49,13 @@ _UNSET: Final[tuple[object, ...]] = (None, False, "json", [])
 Format = dict[str, Any]
 
 
-def lark_of(value: object, *, whitespace: dict[str, object]) -> str:
-    """Return the grammar of a structural tag, given as JSON text or a dict. whitespace: options of its JSON parts.
+def lark_of(text: str, *, whitespace: dict[str, object]) -> str:
+    """Return the grammar of a structural tag, given as JSON text. whitespace: options of its JSON parts.
 
     Raises:
         ValueError: it is not a structural tag.
         UnsupportedSchemaError: a part of it cannot be enforced.
     """
-    text = value if isinstance(value, str) else json.dumps(value)
     if len(text) > MAX_BYTES:
         raise ValueError(f"it has {len(text):,} characters; at most {MAX_BYTES:,} are read")
     try:

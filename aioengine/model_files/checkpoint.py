@@ -53,7 +53,7 @@ class Entry(Struct, frozen=True):
         name: name in the model, with the prefix of the base model.
         stored_name: name in the file.
         begin: offset of its first byte in the file.
-        num_heads: see ``gguf_model.NamedTensor``.
+        num_heads: see ``gguf_model.tensors_of``.
     """
 
     name: str
@@ -65,13 +65,9 @@ class Entry(Struct, frozen=True):
     num_heads: int = 0
 
     @property
-    def num_numbers(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def num_bytes(self) -> int:
         size, num_bytes = BLOCKS.get(self.dtype) or (1, DTYPE_BYTES[self.dtype])
-        return self.num_numbers // size * num_bytes
+        return math.prod(self.shape) // size * num_bytes
 
 
 class _WeightIndex(Struct):
@@ -173,7 +169,7 @@ def _entries_of_gguf(path: Path) -> list[Entry]:
     try:
         return [
             Entry(name, path, info.shape, info.kind, info.name, info.begin, num_heads)
-            for name, info, num_heads in tensors_of(header)
+            for name, (info, num_heads) in tensors_of(header).items()
         ]
     except ValueError as error:
         raise ValueError(f"cannot read {path}: {error}") from error
@@ -191,22 +187,29 @@ def file_states(paths: Iterable[Path]) -> dict[str, str]:
 
     Raises ValueError if a file was removed or cannot be read.
     """
-    return {str(path): _file_state(path) for path in dict.fromkeys(paths)}
+    states: dict[str, str] = {}
+    for path in dict.fromkeys(paths):
+        with folder_files.open_existing(path, f"cannot read {path}: it was removed") as file:
+            states[str(path)] = file_state(file)
+    return states
 
 
 def check_unchanged(states: Mapping[str, str], since: str) -> None:
     """Raise ValueError if the digest of a file has changed. ``since``: the time of ``states``, for the message."""
-    for path, state in states.items():
-        if _file_state(Path(path)) != state:
+    for path, state in file_states(map(Path, states)).items():
+        if states[path] != state:
             raise ValueError(f"{path} was changed {since}; load the model again when it is complete")
 
 
-def _file_state(path: Path) -> str:
-    """Return a digest of device, inode, size, modification time, and header."""
-    with folder_files.open_existing(path, f"cannot read {path}: it was removed") as file:
-        stat = os.fstat(file.fileno())
-        facts = f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} "
-        return hashlib.sha256(facts.encode() + header_bytes(file)).hexdigest()[:32]
+def file_state(file: BinaryIO) -> str:
+    """Return a digest of a newly opened file: device, inode, size, modification time, and header.
+
+    The header is that of a safetensors file. Of another file, it is the content after 8 bytes, up to 16 MiB.
+    """
+    stat = os.fstat(file.fileno())
+    facts = f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} "
+    header = file.read(min(int.from_bytes(file.read(_LENGTH_BYTES), "little"), _MAX_HEADER_BYTES))
+    return hashlib.sha256(facts.encode() + header).hexdigest()[:32]
 
 
 def new_name(name: str, renamed: Renamed) -> str:
@@ -286,11 +289,6 @@ def entries_of_file(path: Path) -> list[Entry]:
     return [
         Entry(name, path, tensor.shape, tensor.dtype, name, first + tensor.data_offsets[0]) for name, tensor in tensors
     ]
-
-
-def header_bytes(file: BinaryIO) -> bytes:
-    """Return the header of a newly opened safetensors file, or its first 16 MiB if it is damaged."""
-    return file.read(min(int.from_bytes(file.read(_LENGTH_BYTES), "little"), _MAX_HEADER_BYTES))
 
 
 def _tensor_headers(file: BinaryIO) -> list[tuple[str, _TensorHeader]]:

@@ -10,7 +10,7 @@ import math
 import re
 import struct
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from aioengine.api import checks
 from aioengine.model_files.gguf_header import GgufArray
@@ -84,18 +84,6 @@ _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max
 """The RoPE scaling of Llama 3.1 to 3.3. Files have the resulting frequency factors."""
 
 
-class NamedTensor(NamedTuple):
-    """A tensor with its name in model folders.
-
-    ``num_heads``: heads of a matrix with rows in llama.cpp's order, which alternates between the two halves of a head;
-    0 for any other tensor.
-    """
-
-    name: str
-    info: TensorInfo
-    num_heads: int = 0
-
-
 def config_of(header: Header, file: BinaryIO) -> dict[str, object]:
     """Return the fields of config.json. ``file``: the open file.
 
@@ -132,35 +120,32 @@ def config_of(header: Header, file: BinaryIO) -> dict[str, object]:
     return config
 
 
-def tensors_of(header: Header) -> list[NamedTensor]:
-    """Return the tensors with their names in model folders. Unknown tensors keep their names.
+def tensors_of(header: Header) -> dict[str, tuple[TensorInfo, int]]:
+    """Return name in model folders -> tensor and ``num_heads``. Unknown tensors keep their names.
+
+    ``num_heads``: heads of a matrix with rows in llama.cpp's order, which alternates between the two halves of a head;
+    0 for any other tensor.
 
     Raises ValueError if the architecture is not supported, or two tensors get the same name.
     """
-    num_heads: dict[str, object] = {}
+    num_heads: dict[str, Any] = {}
     if _architecture(header.metadata) == "llama":
-        prefix = "llama.attention."
-        own = {key: _single_value(key, value) for key, value in header.metadata.items() if key.startswith(prefix)}
-        heads = own.get(f"{prefix}head_count")
-        num_heads = {"attn_q": heads, "attn_k": own.get(f"{prefix}head_count_kv", heads)}
-    tensors: dict[str, NamedTensor] = {}
+        key = "llama.attention.head_count"
+        counts = {name: _single_value(name, value) for name, value in header.metadata.items() if name.startswith(key)}
+        num_heads = {"attn_q": counts.get(key), "attn_k": counts.get(f"{key}_kv", counts.get(key))}
+    tensors: dict[str, tuple[TensorInfo, int]] = {}
     for info in header.tensors:
-        named = _named(info, num_heads)
-        if named.name in tensors:
-            first, second = checks.shown(tensors[named.name].info.name), checks.shown(info.name)
+        stem, _, suffix = info.name.rpartition(".")
+        name, heads = f"{_NAMES[stem]}.{suffix}" if stem in _NAMES else info.name, 0
+        if (match := _BLOCK.fullmatch(info.name)) is not None and match[2] in _NAMES:
+            name = f"model.layers.{int(match[1])}.{_NAMES[match[2]]}.{match[3]}"
+            heads = num_heads.get(match[2], 0)
+        if name in tensors:
+            first, second = checks.shown(tensors[name][0].name), checks.shown(info.name)
             raise ValueError(f"tensors {first} and {second} are the same tensor of the model")
         if info.name != _ROPE_FACTORS:
-            tensors[named.name] = named
-    return list(tensors.values())
-
-
-def _named(info: TensorInfo, num_heads: Mapping[str, object]) -> NamedTensor:
-    if (match := _BLOCK.fullmatch(info.name)) is not None and match[2] in _NAMES:
-        heads = num_heads.get(match[2], 0)
-        name = f"model.layers.{int(match[1])}.{_NAMES[match[2]]}.{match[3]}"
-        return NamedTensor(name, info, heads if isinstance(heads, int) else 0)
-    stem, _, suffix = info.name.rpartition(".")
-    return NamedTensor(f"{_NAMES[stem]}.{suffix}" if stem in _NAMES else info.name, info)
+            tensors[name] = info, heads
+    return tensors
 
 
 def _architecture(metadata: Metadata) -> str:

@@ -47,6 +47,8 @@ Mistral Nemo and llama.cpp do the same.
 """
 
 _CONTROL, _USER_DEFINED = 3, 4
+_PLAIN: Final = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+"""Flags of added tokens."""
 _NAMED: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _MAX_TOKEN: Final = 256
 """Maximum characters of a token without merges in the file. We try all places to divide it."""
@@ -70,14 +72,11 @@ def tokenizer_of(header: Header) -> Json:
         raise ValueError(f"tokenizer.ggml.model {checks.shown(kind)} is not implemented; what works: gpt2, llama")
     tokens = _texts(metadata, "tokenizer.ggml.tokens")
     is_bytes = kind == "gpt2"
-    added = _added_tokens(tokens, _numbers(metadata, "tokenizer.ggml.token_type", len(tokens)), is_bytes=is_bytes)
+    types = _numbers(metadata, "tokenizer.ggml.token_type", len(tokens))
     parts = _byte_bpe(metadata, tokens) if is_bytes else _character_bpe(metadata, tokens)
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
+        "added_tokens": _added_tokens(tokens, types, is_bytes=is_bytes),
         "post_processor": _post_processor(metadata, tokens, adds_bos=not is_bytes or _is_whole_first(metadata)),
         **parts,
     }
@@ -120,13 +119,13 @@ def _byte_bpe(metadata: Metadata, tokens: list[str]) -> Json:
         for token_id, token in enumerate(tokens)
     }
     split = _SPLITS[str(name)]
-    to_bytes: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split is None}
-    before: Json = to_bytes
+    steps: list[Json] = [
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split is None}
+    ]
     if split is not None:
-        by_pattern = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
-        before = {"type": "Sequence", "pretokenizers": [by_pattern, to_bytes]}
+        steps.insert(0, {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False})
     return {
-        "pre_tokenizer": before,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": _bpe(vocab, _merges(metadata), ignore_merges=_is_whole_first(metadata)),
     }
@@ -163,7 +162,7 @@ def _character_bpe(metadata: Metadata, tokens: list[str]) -> Json:
 
 
 def _bpe(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: object) -> Json:
-    return {"type": "BPE", "dropout": None, "vocab": vocab, "merges": merges, **options}
+    return {"type": "BPE", "vocab": vocab, "merges": merges, **options}
 
 
 def _merges(metadata: Metadata) -> list[tuple[str, str]]:
@@ -203,15 +202,7 @@ def _added_tokens(tokens: Sequence[str], types: Sequence[float], *, is_bytes: bo
     for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False)):
         is_special = kind == _CONTROL and (not is_bytes or characters.issuperset(token))
         if (is_special or kind == _USER_DEFINED) and token:
-            added[token] = {
-                "id": token_id,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": is_special,
-            }
+            added[token] = {"id": token_id, "content": token, "special": is_special, **_PLAIN}
     return list(added.values())
 
 

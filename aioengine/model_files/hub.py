@@ -6,7 +6,6 @@ import threading
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
@@ -147,19 +146,17 @@ def _bars(*, are_shown: bool) -> Generator[None]:
 
 def _call_in_threads(call: Callable[[Value], object], values: Sequence[Value]) -> None:
     """Call ``call`` with each value, in several daemon threads. Raises the first exception."""
-    waiting = SimpleQueue[Value]()
-    for value in values:
-        waiting.put(value)
+    waiting = iter(values)
     failures: list[BaseException] = []
 
     def work() -> None:
-        while not failures:
-            try:
-                call(waiting.get_nowait())
-            except Empty:
-                return
-            except BaseException as error:  # raised again in the caller's thread
-                failures.append(error)
+        try:
+            for value in waiting:
+                call(value)
+                if failures:
+                    break
+        except BaseException as error:  # raised again in the caller's thread
+            failures.append(error)
 
     threads = [threading.Thread(target=work, name="aioengine-download", daemon=True) for _ in values[:_NUM_THREADS]]
     for thread in threads:

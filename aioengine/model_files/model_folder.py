@@ -68,14 +68,6 @@ class StoredWeights(Struct, frozen=True, kw_only=True):
     num_parameters: int = 0
 
 
-class Heads(Struct, frozen=True, kw_only=True):
-    """The sizes of attention. ``head_dim``: elements of a key."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """The facts about a model in its JSON files.
 
@@ -103,7 +95,6 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     vocab_size: int
     hidden_size: int
     num_layers: int
-    heads: Heads
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
     tokenizer_path: str | None = None
@@ -310,7 +301,6 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         num_layers=model.num_layers,
-        heads=Heads(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_size),
         dtype=_dtype(config),
         weights=weights,
         eos_token_ids=tuple(token_id for token_id in eos if token_id is not None and 0 <= token_id < model.vocab_size),
@@ -373,11 +363,6 @@ def family_config(wanted: ModelConfig) -> TransformerConfig:
     return _read_config(Path(wanted.path or DEMO_MODEL), wanted)[1]
 
 
-def supported_model_types() -> list[str]:
-    """Return the ``model_type`` of all families."""
-    return plugins.names("families")
-
-
 def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_ConfigFacts, TransformerConfig, PoolingSettings, str]:
     """Read config.json and the pooling. Also return the implementation.
 
@@ -419,7 +404,7 @@ def _implementation(config: _ConfigFacts, wanted: str) -> str:
 
     Raises ValueError if neither can compute it.
     """
-    known = supported_model_types()
+    known = plugins.names("families")
     is_known = plugins.file_name(config.model_type or "") in known
     for name, example in (("model_type", '"llama"'), ("architectures", '["LlamaForCausalLM"]')):
         if not getattr(config, name):

@@ -49,13 +49,11 @@ def num_token_ids(tokenizer_path: str) -> int:
     ids = [len(vocab) - 1] if isinstance(vocab, list) else vocab.values()
     num_ids = 1 + max(chain(ids, (token.id for token in tokenizer.added_tokens)), default=-1)
     added = set(folder_files.added_texts(file.parent)) - {token.content for token in tokenizer.added_tokens}
-    return num_ids + len(added - _texts(vocab)) if added else num_ids
-
-
-def _texts(vocab: dict[str, int] | list[msgspec.Raw]) -> set[str]:
-    if not isinstance(vocab, list):
-        return set(vocab)
-    return {msgspec.json.decode(entry, type=tuple[str, float])[0] for entry in vocab}
+    if added and isinstance(vocab, list):
+        added -= {msgspec.json.decode(entry, type=tuple[str, float])[0] for entry in vocab}
+    elif isinstance(vocab, dict):
+        added -= vocab.keys()
+    return num_ids + len(added)
 
 
 def sampled_vocab_size(settings: Settings) -> int:

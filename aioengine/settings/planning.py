@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from aioengine import plugins
 from aioengine.api import checks
 from aioengine.api.args import engine_config
 from aioengine.families._vision import VisionConfig
@@ -235,7 +236,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
 
 def _reason(facts: ModelFacts, wanted: ModelConfig) -> str:
     """Return why this implementation is chosen, and why an engine would refuse the weights of a local folder."""
-    is_known = facts.model_type in model_folder.supported_model_types()
+    is_known = facts.model_type in plugins.names("families")
     reason = f"there is {'a' if is_known else 'no'} file for model_type {checks.shown(facts.model_type)}"
     if facts.implementation != OWN:
         asked = wanted.implementation

@@ -13,7 +13,7 @@ import torch
 from aioengine.api.args import engine_config
 from aioengine.frontend.startup import blueprint_of
 from aioengine.model_files import checkpoint, folder_files, gguf_header
-from aioengine.model_files.model_folder import find_facts, locate
+from aioengine.model_files.model_folder import family_config, find_facts, locate
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.kit.gguf_files import Stored, byte_tokenizer, model_metadata, stored, word_tokenizer, write_gguf
 
@@ -82,7 +82,8 @@ def test_model_is_a_file_or_its_folder(tmp_path: Path) -> None:
         assert (model.path, model.load_format, model.vocab_size, model.context_length) == (str(path), "gguf", 300, 256)
         assert blueprint.eos_token_ids == (263,)
     facts = find_facts(engine_config(str(path), {}).model)
-    assert (facts.model_type, facts.dtype, facts.num_layers, facts.heads.head_dim) == ("llama", "bfloat16", 1, 8)
+    assert (facts.model_type, facts.dtype, facts.num_layers) == ("llama", "bfloat16", 1)
+    assert family_config(engine_config(str(path), {}).model).head_size == 8
     assert len(checkpoint.read_headers(path, "model.")) == 11
     tokenizer = Tokenizer(path)
     assert tokenizer.eos_token_ids == (263,)

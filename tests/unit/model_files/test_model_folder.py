@@ -11,7 +11,7 @@ import pytest
 from aioengine.frontend.startup import blueprint_of
 from aioengine.model_files import model_folder
 from aioengine.model_files.checkpoint import missing_weights
-from aioengine.model_files.model_folder import Heads, ModelFacts, find_facts, locate
+from aioengine.model_files.model_folder import ModelFacts, family_config, find_facts, locate
 from aioengine.settings.config import EngineConfig, ModelConfig
 
 CONFIG = {
@@ -46,7 +46,7 @@ def test_facts_of_a_model_folder(tmp_path: Path) -> None:
     facts = read_facts(folder(tmp_path))
     assert (facts.architecture, facts.model_type, facts.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
     assert (facts.context_length, facts.vocab_size, facts.num_layers) == (1024, 300, 2)
-    assert (facts.heads, facts.hidden_size) == (Heads(num_heads=4, num_kv_heads=2, head_dim=16), 64)
+    assert facts.hidden_size == 64
     assert facts.eos_token_ids == (5,)
     assert (facts.tokenizer_path, facts.weights.missing) == (str(tmp_path), None)
 
@@ -57,7 +57,9 @@ def test_facts_of_a_model_in_transformers_code(tmp_path: Path) -> None:
     given: dict[str, Any] = {**dict.fromkeys(CONFIG), **config, "n_head": 6, "n_positions": 70}
     facts = read_facts(folder(tmp_path, {"model.safetensors": None}, **given))
     assert (facts.implementation, facts.context_length, facts.vocab_size) == ("transformers", 70, 90)
-    assert (facts.hidden_size, facts.num_layers, facts.heads.num_heads, facts.heads.head_dim) == (48, 3, 6, 8)
+    assert (facts.hidden_size, facts.num_layers) == (48, 3)
+    config = family_config(ModelConfig(path=facts.path))
+    assert (config.num_heads, config.head_size) == (6, 8)
     with pytest.raises(ValueError, match="type 'gpt9' is not implemented.*model_impl='auto'.*llama, .*qwen3"):
         find_facts(ModelConfig(path=str(tmp_path), load_format="dummy", implementation="aioengine"))
     with pytest.raises(ValueError, match=r"'gpt9', as model_impl='transformers' reads it: .*missing .*hidden_size"):

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from aioengine.api.args import engine_config
 from aioengine.model_files.adapter_folder import AdapterFolder, read_folder
-from aioengine.model_files.model_folder import Heads, ModelFacts, StoredWeights
+from aioengine.model_files.model_folder import ModelFacts, StoredWeights
 from aioengine.settings.config import LoraSettings, Settings
 from aioengine.settings.machine import DeviceFacts
 from aioengine.settings.resolve import resolve
@@ -24,7 +24,6 @@ MODEL = ModelFacts(
     vocab_size=300,
     hidden_size=64,
     num_layers=2,
-    heads=Heads(num_heads=4, num_kv_heads=2, head_dim=16),
     dtype="bfloat16",
     tokenizer_path="/words",
 )
@@ -111,18 +110,17 @@ def test_sizes_affect_the_defaults_of_other_sizes() -> None:
 
 def test_defaults_on_a_gpu() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
-    model = replace(MODEL, heads=replace(MODEL.heads, head_dim=128))
-    found = settings(model, machine)
+    found = settings(machine=machine)
     assert (found.runner.device, found.runner.attention_backend, found.scheduler.depth) == ("cuda", "flashinfer", 1)
     assert (found.scheduler.chunk_tokens, found.scheduler.max_running) == (8192, 1024)
     assert found.scheduler.decode_cost > 1
     assert (found.runner.cuda_graph_max_rows, found.memory.mem_fraction_static) == (1024, 0.88)
-    assert settings(model, machine, disable_overlap_schedule=True).scheduler.depth == 0
-    assert settings(model, machine, disable_cuda_graph=True).runner.cuda_graph_max_rows == 0
-    assert settings(model, machine, cuda_graph_max_bs=64).runner.cuda_graph_max_rows == 64
-    assert settings(model, machine, max_running_requests=5).runner.cuda_graph_max_rows == 5
-    assert settings(model, machine, device="cpu").runner.device == "cpu"
-    assert settings(model, machine, dtype="half").model.dtype == "float16"
+    assert settings(MODEL, machine, disable_overlap_schedule=True).scheduler.depth == 0
+    assert settings(MODEL, machine, disable_cuda_graph=True).runner.cuda_graph_max_rows == 0
+    assert settings(MODEL, machine, cuda_graph_max_bs=64).runner.cuda_graph_max_rows == 64
+    assert settings(MODEL, machine, max_running_requests=5).runner.cuda_graph_max_rows == 5
+    assert settings(MODEL, machine, device="cpu").runner.device == "cpu"
+    assert settings(MODEL, machine, dtype="half").model.dtype == "float16"
 
 
 def test_smaller_embedders_have_larger_steps_on_a_gpu() -> None:
@@ -159,17 +157,16 @@ def test_attention_backend_fits_the_model() -> None:
 
 def test_deterministic_inference_chooses_batch_invariance() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
-    model = replace(MODEL, heads=replace(MODEL.heads, head_dim=128))
     on = {"enable_deterministic_inference": True}
-    assert settings(model, machine).runner.batch_invariant is False
-    found = settings(model, machine, **on).runner
+    assert settings(MODEL, machine).runner.batch_invariant is False
+    found = settings(MODEL, machine, **on).runner
     assert (found.batch_invariant, found.attention_backend) == (True, "triton")
-    assert settings(model, machine, attention_backend="triton", **on).runner.attention_backend == "triton"
+    assert settings(MODEL, machine, attention_backend="triton", **on).runner.attention_backend == "triton"
     for backend in ("flashinfer", "torch"):
         with pytest.raises(ValueError, match=f"attention_backend='{backend}'.*'auto' or 'triton'"):
-            settings(model, machine, attention_backend=backend, **on)
-    assert settings(model, **on).runner.attention_backend == "fused"  # a CPU
-    assert settings(model, attention_backend="torch", **on).runner.attention_backend == "torch"
+            settings(MODEL, machine, attention_backend=backend, **on)
+    assert settings(MODEL, **on).runner.attention_backend == "fused"  # a CPU
+    assert settings(MODEL, attention_backend="torch", **on).runner.attention_backend == "torch"
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "triton"])
