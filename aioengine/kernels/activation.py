@@ -83,24 +83,12 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 def activate_and_mul(x: Tensor, activation: Activation) -> Tensor:
     """x [T, 2 I], gates first -> activation(gates) * ups [T, I]."""
-    if activation == "silu":
-        return silu_and_mul(x)
-    if launcher.serves(x) and activation in _APPROXIMATE:
+    if launcher.serves(x) and activation != "relu":
         from aioengine.kernels.triton import rows
 
-        return rows.gelu_and_mul(x, approximate=_APPROXIMATE[activation])
+        return rows.activate_and_mul(x, activation)
     gates, ups = x.chunk(2, dim=-1)
     return activate(gates, activation).mul_(ups)
-
-
-def silu_and_mul(x: Tensor) -> Tensor:
-    """x [T, 2 I], gates first -> silu(gates) * ups [T, I]."""
-    if launcher.serves(x):
-        from aioengine.kernels.triton import rows
-
-        return rows.silu_and_mul(x)
-    gates, ups = x.chunk(2, dim=-1)
-    return silu(gates).mul_(ups)
 
 
 def sigmoid_and_mul(gates: Tensor, x: Tensor) -> Tensor:
