@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -15,20 +16,18 @@ from aioengine.api.foreign_names import no_attribute
 from aioengine.api.stream import Generation, Stream
 from aioengine.frontend import callers, info
 from aioengine.frontend.callers import running_loop
+from aioengine.frontend.controls import ProfileOptions
 from aioengine.frontend.engine_run import EngineRun
-from aioengine.frontend.info import TokenizerNamespace
 from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.beam_search import beam_search, search_options
 from aioengine.frontend.intake.pool_requests import encode_request, rerank_request
 from aioengine.frontend.intake.score import ScoreResult, score, score_request
 from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S
-from aioengine.frontend.progress import ProgressBars
 from aioengine.frontend.sessions.sessions import SessionOpening
-from aioengine.frontend.startup import parts_of, start_frontend
+from aioengine.frontend.startup import parts_of
 from aioengine.supervision.tasks import runs_here
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Coroutine
     from pathlib import PurePath
     from typing import Self, Unpack
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from aioengine.api.answers import BatchOutput
     from aioengine.api.signatures import EngineArguments
     from aioengine.errors import EngineError
-    from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
+    from aioengine.frontend.controls import Outcome, PauseMode
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.intake.pool_requests import EncodeOptions, Pairs, PoolOptions
@@ -54,9 +53,25 @@ if TYPE_CHECKING:
     from aioengine.frontend.intake.requests import CallRequest
     from aioengine.frontend.intake.score import ScoreOptions
     from aioengine.frontend.loaded_adapters import AdapterResult
-    from aioengine.frontend.startup import Blueprint
+    from aioengine.frontend.running import Blueprint
     from aioengine.settings.config import EngineConfig
     from aioengine.tokenization.tokenizer import Tokenizer
+
+
+class TokenizerNamespace:
+    """Has the tokenizer and ``abort_request`` of an engine, for programs written for other engines."""
+
+    def __init__(self, engine: EngineFace) -> None:
+        self._engine = engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The engine's tokenizer."""
+        return self._engine.tokenizer
+
+    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
+        """End a live request, or all."""
+        self._engine.abort_request(rid, abort_all)
 
 
 class EngineFace(ABC):
@@ -102,7 +117,8 @@ class EngineFace(ABC):
         """Return the state of the engine and of its processes. May be called at any time, from any thread."""
 
     def __repr__(self) -> str:
-        return info.described(type(self).__name__, self._model_name, self.health()["state"])
+        words = type(self).__name__, self._model_name, self.health()["state"]
+        return f"<{' '.join(filter(None, words))}>"
 
     if not TYPE_CHECKING:  # otherwise type checkers would accept every attribute
 
@@ -274,18 +290,21 @@ class EngineFace(ABC):
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, which does not need torch. Raises ValueError with ``skip_tokenizer_init``."""
-        return info.existing(self._anywhere().parts.tokenizer)
+        tokenizer = self._anywhere().parts.tokenizer
+        if tokenizer is None:
+            raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")
+        return tokenizer
 
     @property
     def tokenizer_manager(self) -> TokenizerNamespace:
         """An object with ``tokenizer`` and ``abort_request``, for programs written for other engines."""
-        frontend = self._anywhere()
-        return TokenizerNamespace(frontend.parts.tokenizer, frontend.abort_request)
+        self._anywhere()
+        return TokenizerNamespace(self)
 
     @property
     def is_alive(self) -> bool:
         """Whether the engine accepts requests or still finishes some."""
-        return self.health()["state"] in info.ALIVE
+        return self.health()["state"] in ("running", "draining", "recovering")
 
     def stats(self) -> dict[str, int]:
         """Return the last counters that the scheduler reported. May be called from any thread."""
@@ -339,14 +358,7 @@ class AsyncEngine(EngineFace):
                 self._run = run = EngineRun()
                 self._is_closed = False
             run.join()
-        await run.start(self._start_frontend)
-
-    async def _start_frontend(self) -> Frontend:
-        bars = ProgressBars(self._progress)
-        try:
-            return await start_frontend(self._prepare, bars.show)
-        finally:
-            bars.close()
+        await run.start(self._prepare, self._progress)
 
     def shutdown(self) -> Coroutine[object, None, None]:
         """End the processes within seconds. Waiting calls raise ``EngineClosedError``. May be called twice.
@@ -394,7 +406,8 @@ class AsyncEngine(EngineFace):
         run = self._run
         if run is None or run.frontend is None or run.is_ended:
             raise callers.closed() if self._is_closed else callers.not_started()
-        callers.refuse_fork(run.pid)
+        if os.getpid() != run.pid:
+            raise callers.forked(run.pid)
         return run.frontend
 
     def attach(self, rid: str, from_offset: int = 0) -> Stream:
@@ -515,6 +528,7 @@ class AsyncEngine(EngineFace):
             TypeError, ValueError: an argument is wrong.
             RuntimeError: a profile is running already, or the folder is not writable.
         """
+        requests.check_names(options, ("output_dir",), ProfileOptions.__annotations__)
         await self._running().controls.start_profile(output_dir, options)
 
     async def stop_profile(self) -> str:

@@ -396,7 +396,7 @@ def output_limit(params: SamplingParams, num_prompt: int, *, context_length: int
         raise RequestTooLargeError(f"the prompt has {num_prompt} tokens and does not fit into {limit}")
     if params.max_new_tokens is None:
         return left
-    if params.is_length_explicit and params.max_new_tokens > left:
+    if params.max_new_tokens > left and params.is_length_explicit:
         raise RequestTooLargeError(
             f"max_new_tokens={params.max_new_tokens} with a prompt of {num_prompt} tokens does not fit {limit}; "
             f"at most {left} fit"

@@ -6,36 +6,71 @@ One prompt has one type of result, a list of prompts another, a stream a third: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence  # noqa: TC003  # for typing.get_type_hints(EngineArguments)
+from collections.abc import Callable, Mapping, Sequence  # for typing.get_type_hints(EngineArguments)
 from functools import wraps
 from inspect import Parameter, Signature, iscoroutinefunction, signature
 from pathlib import PurePath  # noqa: TC003
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, cast, overload
 
-from aioengine.api.answers import Answer, BatchOutput, Embedding, Ranking
 from aioengine.api.args import ARGUMENTS
-from aioengine.api.stream import Generation, Stream
 from aioengine.frontend.intake.requests import check_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Coroutine
     from typing import Unpack
 
-    from aioengine.frontend.intake.pool_requests import Pairs, PlainEncodeOptions, PlainPoolOptions
+    from aioengine.api.answers import Answer, BatchOutput, Embedding, Ranking
+    from aioengine.api.stream import Generation, Stream
+    from aioengine.frontend.intake.pool_requests import (
+        EncodeOptions,
+        Pairs,
+        PlainEncodeOptions,
+        PlainPoolOptions,
+    )
     from aioengine.frontend.intake.prompts import Messages
     from aioengine.frontend.intake.request_options import (
         BatchEmbeds,
         BatchIds,
         BatchSampled,
+        ChatOptions,
         Chats,
+        Conversations,
         Embeds,
+        Ids,
         PlainChatOptions,
         PlainRequestOptions,
+        Prompt,
+        RequestOptions,
         Sampled,
         Texts,
         TokenIds,
     )
-    from aioengine.frontend.intake.score import PlainScoreOptions, ScoreResult
+    from aioengine.frontend.intake.score import PlainScoreOptions, ScoreOptions, ScoreResult
+
+    No = Literal[False]
+    Yes = Literal[True]
+    Params = Sampled | None
+    BatchParams = BatchSampled | None
+    Query = str | TokenIds | None
+    Items = str | Texts | Ids | None
+    Labels = Ids | None
+
+    class RaisingRequest(PlainRequestOptions, total=False):
+        """The options of a batch that raises the error of any row."""
+
+        return_exceptions: No
+
+    class RaisingChat(PlainChatOptions, total=False):
+        return_exceptions: No
+
+    class RaisingEncode(PlainEncodeOptions, total=False):
+        return_exceptions: No
+
+    class RaisingRerank(PlainPoolOptions, total=False):
+        return_exceptions: No
+
+    class RaisingScore(PlainScoreOptions, total=False):
+        return_exceptions: No
 
 
 class Dtype(Protocol):
@@ -121,7 +156,7 @@ class EngineArguments(TypedDict, total=False):
 _ROWS = [f"    {name}: {of.description}" for name, of in ARGUMENTS.items() if name != "model_path"]
 EngineArguments.__doc__ = "\n".join((EngineArguments.__doc__ or "", "", *_ROWS))
 
-Method = TypeVar("Method", bound="Callable[..., object]")
+Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def engine_arguments(method: Method) -> Method:
@@ -158,6 +193,7 @@ Batch = TypeVar("Batch", covariant=True)
 Caught = TypeVar("Caught", covariant=True)
 """A batch whose rows may be exceptions (``return_exceptions=True``)."""
 Chunks = TypeVar("Chunks", covariant=True)
+Result = TypeVar("Result")
 
 
 class Generate(Protocol[One, Batch, Caught, Chunks]):
@@ -167,73 +203,67 @@ class Generate(Protocol[One, Batch, Caught, Chunks]):
     def __call__(
         self,
         prompt: str | None = None,
-        sampling_params: Sampled | None = None,
+        sampling_params: Params = None,
         input_ids: TokenIds | None = None,
         *,
-        stream: Literal[False] = False,
+        stream: No = False,
         input_embeds: Embeds | None = None,
-        return_exceptions: bool = False,
-        **options: Unpack[PlainRequestOptions],
+        **options: Unpack[RequestOptions],
     ) -> One: ...
     @overload
     def __call__(
         self,
         prompt: Texts | None = None,
-        sampling_params: BatchSampled | None = None,
+        sampling_params: BatchParams = None,
         input_ids: BatchIds | None = None,
         *,
-        stream: Literal[False] = False,
+        stream: No = False,
         input_embeds: BatchEmbeds | None = None,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[PlainRequestOptions],
+        **options: Unpack[RaisingRequest],
     ) -> Batch: ...
     @overload
     def __call__(
         self,
         prompt: Texts | None = None,
-        sampling_params: BatchSampled | None = None,
+        sampling_params: BatchParams = None,
         input_ids: BatchIds | None = None,
         *,
-        stream: Literal[False] = False,
+        stream: No = False,
         input_embeds: BatchEmbeds | None = None,
-        return_exceptions: bool,
-        **options: Unpack[PlainRequestOptions],
+        **options: Unpack[RequestOptions],
     ) -> Caught: ...
     @overload
     def __call__(
         self,
-        prompt: str | Texts | None = None,
-        sampling_params: BatchSampled | None = None,
-        input_ids: TokenIds | BatchIds | None = None,
+        prompt: Prompt | None = None,
+        sampling_params: BatchParams = None,
+        input_ids: Ids | None = None,
         *,
-        stream: Literal[True],
+        stream: Yes,
         input_embeds: Embeds | BatchEmbeds | None = None,
-        return_exceptions: bool = False,
-        **options: Unpack[PlainRequestOptions],
+        **options: Unpack[RequestOptions],
     ) -> Chunks: ...
     @overload
     def __call__(
         self,
-        prompt: str | Texts | None = None,
-        sampling_params: BatchSampled | None = None,
-        input_ids: TokenIds | BatchIds | None = None,
+        prompt: Prompt | None = None,
+        sampling_params: BatchParams = None,
+        input_ids: Ids | None = None,
         *,
         stream: bool,
         input_embeds: Embeds | BatchEmbeds | None = None,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[PlainRequestOptions],
+        **options: Unpack[RaisingRequest],
     ) -> One | Batch | Chunks: ...
     @overload
     def __call__(
         self,
-        prompt: str | Texts | None = None,
-        sampling_params: BatchSampled | None = None,
-        input_ids: TokenIds | BatchIds | None = None,
+        prompt: Prompt | None = None,
+        sampling_params: BatchParams = None,
+        input_ids: Ids | None = None,
         *,
         stream: bool,
         input_embeds: Embeds | BatchEmbeds | None = None,
-        return_exceptions: bool,
-        **options: Unpack[PlainRequestOptions],
+        **options: Unpack[RequestOptions],
     ) -> One | Caught | Chunks: ...
 
 
@@ -242,63 +272,52 @@ class Chat(Protocol[One, Batch, Caught, Chunks]):
 
     @overload
     def __call__(
-        self,
-        messages: Messages,
-        sampling_params: Sampled | None = None,
-        *,
-        stream: Literal[False] = False,
-        return_exceptions: bool = False,
-        **options: Unpack[PlainChatOptions],
+        self, messages: Messages, sampling_params: Params = None, *, stream: No = False, **options: Unpack[ChatOptions]
     ) -> One: ...
     @overload
     def __call__(
         self,
         messages: Chats,
-        sampling_params: BatchSampled | None = None,
+        sampling_params: BatchParams = None,
         *,
-        stream: Literal[False] = False,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[PlainChatOptions],
+        stream: No = False,
+        **options: Unpack[RaisingChat],
     ) -> Batch: ...
     @overload
     def __call__(
         self,
         messages: Chats,
-        sampling_params: BatchSampled | None = None,
+        sampling_params: BatchParams = None,
         *,
-        stream: Literal[False] = False,
-        return_exceptions: bool,
-        **options: Unpack[PlainChatOptions],
+        stream: No = False,
+        **options: Unpack[ChatOptions],
     ) -> Caught: ...
     @overload
     def __call__(
         self,
-        messages: Messages | Chats,
-        sampling_params: BatchSampled | None = None,
+        messages: Conversations,
+        sampling_params: BatchParams = None,
         *,
-        stream: Literal[True],
-        return_exceptions: bool = False,
-        **options: Unpack[PlainChatOptions],
+        stream: Yes,
+        **options: Unpack[ChatOptions],
     ) -> Chunks: ...
     @overload
     def __call__(
         self,
-        messages: Messages | Chats,
-        sampling_params: BatchSampled | None = None,
+        messages: Conversations,
+        sampling_params: BatchParams = None,
         *,
         stream: bool,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[PlainChatOptions],
+        **options: Unpack[RaisingChat],
     ) -> One | Batch | Chunks: ...
     @overload
     def __call__(
         self,
-        messages: Messages | Chats,
-        sampling_params: BatchSampled | None = None,
+        messages: Conversations,
+        sampling_params: BatchParams = None,
         *,
         stream: bool,
-        return_exceptions: bool,
-        **options: Unpack[PlainChatOptions],
+        **options: Unpack[ChatOptions],
     ) -> One | Caught | Chunks: ...
 
 
@@ -307,30 +326,15 @@ class Encode(Protocol[One, Batch, Caught]):
 
     @overload
     def __call__(
-        self,
-        prompt: str | None = None,
-        *,
-        input_ids: TokenIds | None = None,
-        return_exceptions: bool = False,
-        **options: Unpack[PlainEncodeOptions],
+        self, prompt: str | None = None, *, input_ids: TokenIds | None = None, **options: Unpack[EncodeOptions]
     ) -> One: ...
     @overload
     def __call__(
-        self,
-        prompt: Texts | None = None,
-        *,
-        input_ids: BatchIds | None = None,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[PlainEncodeOptions],
+        self, prompt: Texts | None = None, *, input_ids: BatchIds | None = None, **options: Unpack[RaisingEncode]
     ) -> Batch: ...
     @overload
     def __call__(
-        self,
-        prompt: Texts | None = None,
-        *,
-        input_ids: BatchIds | None = None,
-        return_exceptions: bool,
-        **options: Unpack[PlainEncodeOptions],
+        self, prompt: Texts | None = None, *, input_ids: BatchIds | None = None, **options: Unpack[EncodeOptions]
     ) -> Caught: ...
 
 
@@ -339,23 +343,11 @@ class Rerank(Protocol[Batch, Caught]):
 
     @overload
     def __call__(
-        self,
-        query: str,
-        documents: Texts,
-        *,
-        top_n: int | None = None,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[PlainPoolOptions],
+        self, query: str, documents: Texts, *, top_n: int | None = None, **options: Unpack[RaisingRerank]
     ) -> Batch: ...
     @overload
     def __call__(
-        self,
-        query: Pairs,
-        documents: None = None,
-        *,
-        top_n: None = None,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[PlainPoolOptions],
+        self, query: Pairs, documents: None = None, *, top_n: None = None, **options: Unpack[RaisingRerank]
     ) -> Batch: ...
     @overload
     def __call__(
@@ -374,59 +366,31 @@ class Score(Protocol[Batch, Caught]):
 
     @overload
     def __call__(
-        self,
-        query: str | TokenIds | None = None,
-        items: str | Texts | TokenIds | BatchIds | None = None,
-        label_token_ids: TokenIds | BatchIds | None = None,
-        *,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[PlainScoreOptions],
+        self, query: Query = None, items: Items = None, label_token_ids: Labels = None, **options: Unpack[RaisingScore]
     ) -> Batch: ...
     @overload
     def __call__(
-        self,
-        query: str | TokenIds | None = None,
-        items: str | Texts | TokenIds | BatchIds | None = None,
-        label_token_ids: TokenIds | BatchIds | None = None,
-        *,
-        return_exceptions: bool,
-        **options: Unpack[PlainScoreOptions],
+        self, query: Query = None, items: Items = None, label_token_ids: Labels = None, **options: Unpack[ScoreOptions]
     ) -> Caught: ...
 
 
-AsyncGenerate = Generate[
-    Generation[Answer], Generation[BatchOutput], Generation[BatchOutput[Answer | Exception]], Stream
-]
-AsyncChat = Chat[Generation[Answer], Generation[BatchOutput], Generation[BatchOutput[Answer | Exception]], Stream]
-AsyncEncode = Encode[
-    Generation[Embedding], Generation[BatchOutput[Embedding]], Generation[BatchOutput[Embedding | Exception]]
-]
-AsyncRerank = Rerank[Generation[BatchOutput[Ranking]], Generation[BatchOutput[Ranking | Exception]]]
-
-if TYPE_CHECKING:
-    AsyncScore = Score[Coroutine[None, None, ScoreResult], Coroutine[None, None, ScoreResult[list[float] | Exception]]]
+def _unchanged(method: Any) -> Any:
+    return method
 
 
-def async_generate(method: Callable[..., object]) -> AsyncGenerate:
-    """Give a method the types of ``async_generate``."""
-    return cast("AsyncGenerate", method)
+Typed = Callable[[Callable[..., object]], Result]
+"""A decorator that gives a method a type."""
 
-
-def async_encode(method: Callable[..., object]) -> AsyncEncode:
-    """Give a method the types of ``async_encode``."""
-    return cast("AsyncEncode", method)
-
-
-def async_rerank(method: Callable[..., object]) -> AsyncRerank:
-    """Give a method the types of ``async_rerank``."""
-    return cast("AsyncRerank", method)
-
-
-def async_chat(method: Callable[..., object]) -> AsyncChat:
-    """Give a method the types of ``async_chat``."""
-    return cast("AsyncChat", method)
-
-
-def async_score(method: Callable[..., object]) -> AsyncScore:
-    """Give a method the types of ``async_score``."""
-    return cast("AsyncScore", method)
+async_generate: Typed[
+    Generate[Generation[Answer], Generation[BatchOutput], Generation[BatchOutput[Answer | Exception]], Stream]
+] = _unchanged
+async_chat: Typed[
+    Chat[Generation[Answer], Generation[BatchOutput], Generation[BatchOutput[Answer | Exception]], Stream]
+] = _unchanged
+async_encode: Typed[
+    Encode[Generation[Embedding], Generation[BatchOutput[Embedding]], Generation[BatchOutput[Embedding | Exception]]]
+] = _unchanged
+async_rerank: Typed[Rerank[Generation[BatchOutput[Ranking]], Generation[BatchOutput[Ranking | Exception]]]] = _unchanged
+async_score: Typed[
+    Score[Coroutine[None, None, ScoreResult], Coroutine[None, None, ScoreResult[list[float] | Exception]]]
+] = _unchanged

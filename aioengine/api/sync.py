@@ -18,7 +18,6 @@ from aioengine.frontend import callers, info
 from aioengine.frontend.calls.reader import EndOfOutput
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
 from aioengine.frontend.portal import Portal
-from aioengine.frontend.progress import ProgressBars
 from aioengine.frontend.startup import start_frontend
 
 if TYPE_CHECKING:
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.intake.score import ScoreResult
     from aioengine.frontend.loaded_adapters import AdapterResult
-    from aioengine.frontend.startup import Blueprint
-    from aioengine.protocol.messages import Progress
+    from aioengine.frontend.running import Blueprint
 
 
 class ChunkIterator(Iterator["Chunk"]):
@@ -164,12 +162,11 @@ class Engine(EngineFace):
     def _init(self, prepare: Callable[[], Blueprint], progress: bool | None, model_name: str) -> None:
         self._model_name = model_name
         self._pid = os.getpid()
-        bars = ProgressBars(progress)
         run = _EngineLoop()
         self._portal = run.portal
         self._finalizer = weakref.finalize(self, run.end)  # before the start, so that an exception leaves no process
         try:
-            self._frontend = run.start(prepare, bars.show)
+            self._frontend = run.start(prepare, progress)
         except BaseException:
             try:
                 self._finalizer()
@@ -177,8 +174,6 @@ class Engine(EngineFace):
                 run.end()
                 raise
             raise
-        finally:
-            bars.close()
 
     # ------------------------------------------------------------ life
 
@@ -201,7 +196,8 @@ class Engine(EngineFace):
             warnings.warn("an Engine was not shut down", ResourceWarning, stacklevel=1, source=self)
 
     def _running(self) -> Frontend:
-        callers.refuse_fork(self._pid)
+        if os.getpid() != self._pid:
+            raise callers.forked(self._pid)
         if not self._finalizer.alive:
             raise callers.closed()
         return self._frontend
@@ -308,12 +304,12 @@ class _EngineLoop:
         self.frontend: Frontend | None = None
         self._pid = os.getpid()
 
-    def start(self, prepare: Callable[[], Blueprint], on_progress: Callable[[Progress], None]) -> Frontend:
+    def start(self, prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
         self.portal.start()
-        return self.portal.call(self._start(prepare, on_progress))
+        return self.portal.call(self._start(prepare, progress))
 
-    async def _start(self, prepare: Callable[[], Blueprint], on_progress: Callable[[Progress], None]) -> Frontend:
-        self.frontend = await start_frontend(prepare, on_progress)
+    async def _start(self, prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
+        self.frontend = await start_frontend(prepare, progress)
         return self.frontend
 
     def end(self) -> None:

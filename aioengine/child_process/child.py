@@ -44,7 +44,7 @@ class Child:
         self.settings = orders.settings
         self.board = CrashBoard.open(Path(orders.board))
         self._context: Context = zmq.Context()
-        listener = Listener(orders.endpoint(orders.role), orders.listener_fd)
+        listener = Listener(orders.endpoints[str(orders.role)], orders.listener_fd)
         self.receiver = ZmqReceiver(self._context, listener, orders.epoch, wake_fd=wake_fd)
         self._senders: list[ZmqSender] = []
         self.uplink = Uplink(self._connect(orders.frontend, "the frontend"))
@@ -60,7 +60,7 @@ class Child:
 
     def serve(self, service: Service, peer: Role) -> None:
         """Run ``service`` until this process is asked to end, or an exception is raised. peer: role of its peer."""
-        to_peer = self._connect(self.orders.endpoint(peer), f"the {peer} process")
+        to_peer = self._connect(self.orders.endpoints[str(peer)], f"the {peer} process")
         # Exclude existing objects from garbage collection, and collect rarely. The loop creates no cycles, and a
         # collection that visits the prefix cache of a large pool takes longer than a step.
         gc.collect()

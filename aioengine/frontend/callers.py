@@ -8,7 +8,6 @@ import threading
 from typing import TYPE_CHECKING
 
 from aioengine.errors import EngineClosedError, WrongLoopError
-from aioengine.supervision.tasks import runs_here
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -39,13 +38,12 @@ def wrong_loop() -> WrongLoopError:
     )
 
 
-def refuse_fork(owner: int) -> None:
-    """Raise EngineClosedError unless this process has the id ``owner``."""
-    if os.getpid() != owner:
-        raise EngineClosedError(
-            f"this engine belongs to process {owner}, and this process ({os.getpid()}) is a fork of it; "
-            "create an Engine, or start an AsyncEngine, in the process that uses it"
-        )
+def forked(owner: int) -> EngineClosedError:
+    """Return the error for a call in a fork of the process ``owner``."""
+    return EngineClosedError(
+        f"this engine belongs to process {owner}, and this process ({os.getpid()}) is a fork of it; "
+        "create an Engine, or start an AsyncEngine, in the process that uses it"
+    )
 
 
 def this_caller() -> Hashable:
@@ -57,7 +55,7 @@ def this_caller() -> Hashable:
 
 
 def is_interrupted(lock: threading.RLock) -> bool:
-    """Whether this thread already holds the engine's lock.
+    """Return whether this thread already holds the engine's lock.
 
     A signal handler or a finalizer can interrupt the engine's code anywhere. If it waited for the engine, it would wait
     for the interrupted code.
@@ -65,23 +63,13 @@ def is_interrupted(lock: threading.RLock) -> bool:
     return bool(lock._is_owned())  # type: ignore[attr-defined]  # pyright: ignore
 
 
-def refuse_interrupting(lock: threading.RLock) -> None:
-    """Raise RuntimeError if this thread already holds the engine's lock."""
-    if is_interrupted(lock):
-        raise RuntimeError(
-            "a signal handler or finalizer interrupted the engine on this thread, so it can neither start nor read a "
-            "request here; only abort_request(), abort(), close(), stats() and health() may be called. Hand other "
-            "calls to another thread or to the event loop (loop.call_soon_threadsafe)"
-        )
-
-
-def refuse_own_thread(loop: asyncio.AbstractEventLoop) -> None:
-    """Raise RuntimeError in a callback on the engine's loop, which must not block."""
-    if runs_here(loop):
-        raise RuntimeError(
-            "a call from the engine's own thread would wait for itself; log handlers and other callbacks on this "
-            "thread must hand the call to another thread"
-        )
+def interrupting() -> RuntimeError:
+    """Return the error for a call by code that interrupted the engine on its thread."""
+    return RuntimeError(
+        "a signal handler or finalizer interrupted the engine on this thread, so it can neither start nor read a "
+        "request here; only abort_request(), abort(), close(), stats() and health() may be called. Hand other "
+        "calls to another thread or to the event loop (loop.call_soon_threadsafe)"
+    )
 
 
 def not_started() -> EngineClosedError:

@@ -141,13 +141,8 @@ class Controls:
             TypeError, ValueError: an argument is wrong.
             RuntimeError: a profile is running already, or the folder cannot be written to.
         """
-        unknown = options.keys() - ProfileOptions.__annotations__.keys()
-        if unknown:
-            name, known = min(unknown), ["output_dir", *ProfileOptions.__annotations__]
-            raise TypeError(
-                f"unknown argument {name!r}{checks.did_you_mean(name, known)}; there are {', '.join(known)}"
-            )
         num_steps = options.get("num_steps")
+        switches = {name: options.get(name) for name in ("with_stack", "record_shapes")}
         reply = await self.ask(
             "start_profile",
             {
@@ -155,8 +150,7 @@ class Controls:
                 "prefix": _prefix(options.get("profile_prefix")),
                 "num_steps": None if num_steps is None else checks.whole("num_steps", num_steps, 1),
                 "activities": ",".join(_activities(options.get("activities"))),
-                "with_stack": _switch(options, "with_stack"),
-                "record_shapes": _switch(options, "record_shapes"),
+                **{name: value is not None and checks.switch(name, value) for name, value in switches.items()},
             },
         )
         if not reply.success:
@@ -205,8 +199,3 @@ def _activities(given: Sequence[str] | None) -> list[str]:
     if not kinds or not set(kinds) <= set(ACTIVITIES):
         raise checks.wrong_value("activities", f"some of {', '.join(ACTIVITIES)}", given)
     return kinds
-
-
-def _switch(options: ProfileOptions, name: Literal["with_stack", "record_shapes"]) -> bool:
-    value = options.get(name)
-    return False if value is None else checks.switch(name, value)

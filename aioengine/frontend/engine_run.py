@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from aioengine.frontend import callers
 from aioengine.frontend.callers import running_loop
+from aioengine.frontend.startup import start_frontend
 from aioengine.supervision.tasks import EngineTask, runs_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from aioengine.frontend.frontend import Frontend
+    from aioengine.frontend.running import Blueprint
 
 
 class EngineRun:
@@ -61,12 +63,13 @@ class EngineRun:
             EngineClosedError: this process is a fork.
             WrongLoopError: this is another loop.
         """
-        callers.refuse_fork(self.pid)
+        if self.is_forked:
+            raise callers.forked(self.pid)
         if not runs_here(self.loop):
             raise callers.wrong_loop()
         self._num_starters += 1
 
-    async def start(self, start_frontend: Callable[[], Coroutine[object, None, Frontend]]) -> None:
+    async def start(self, prepare: Callable[[], Blueprint], progress: bool | None) -> None:
         """Start the processes, unless they are started. One of several callers does it, and the others wait.
 
         They are killed at the end of the interpreter.
@@ -80,17 +83,17 @@ class EngineRun:
                 if self.is_ended:
                     raise callers.closed()
                 if self.frontend is None:
-                    self.frontend = await self._started(start_frontend)
+                    self.frontend = await self._started(prepare, progress)
                     _running.add(self)
                 elif self.frontend.failure is not None:
                     raise copy(self.frontend.failure)
         finally:
             self._num_starters -= 1
 
-    async def _started(self, start_frontend: Callable[[], Coroutine[object, None, Frontend]]) -> Frontend:
+    async def _started(self, prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
         """Runs in its own task, which a shutdown can cancel without cancelling the caller."""
         self.has_failed = False
-        self._start = task = self.loop.create_task(start_frontend())
+        self._start = task = self.loop.create_task(start_frontend(prepare, progress))
         try:
             frontend = await task
             if self.is_ended:  # it succeeded although it was cancelled

@@ -15,17 +15,12 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
+from msgspec.structs import asdict
+
 from aioengine.api import checks
-from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
+from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError, EngineStalledError
 from aioengine.frontend import info
-from aioengine.frontend.callers import (
-    closed,
-    is_interrupted,
-    refuse_fork,
-    refuse_interrupting,
-    refuse_own_thread,
-    this_caller,
-)
+from aioengine.frontend.callers import closed, forked, interrupting, is_interrupted, this_caller
 from aioengine.frontend.calls.call import Call
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import Router, SlowReaders
@@ -77,13 +72,13 @@ class Frontend:
         self._throughput = Throughput(settings.log_level)
         self._lock = lock = threading.RLock()
         self.limits = QueueLimits(
-            parts.queue,
+            parts.blueprint.queue,
             max_running=settings.scheduler.max_running,
             max_total_tokens=parts.max_total_tokens * cast("int", parts.facts.get("num_replicas", 1)),
         )
         self.overload = Overload(self.limits, lock, self.loop)
         self.controls = Controls(parts.processes.send, abort_all=lambda: self.calls.abort_opened(self.calls.num_opened))
-        self.adapters = LoadedAdapters(parts.adapters, self.controls, lock)
+        self.adapters = LoadedAdapters(parts.blueprint.adapters, self.controls, lock)
         self.sessions = Sessions(
             lock=lock,
             limits=self.limits,
@@ -108,7 +103,7 @@ class Frontend:
         )
         self.router = Router(self.calls.rows, lock, self.calls.row_ended)
         self.attachments = self.calls.attachments
-        self._slow_readers = SlowReaders(parts.delivery, self.calls)
+        self._slow_readers = SlowReaders(parts.blueprint.delivery, self.calls)
         self._slow_readers.watch()
 
     # ------------------------------------------------------------ from any thread
@@ -120,9 +115,9 @@ class Frontend:
             TypeError, ValueError: an argument is wrong, an id is in use, or the engine lacks a tokenizer.
             EngineError: the engine does not accept the call.
         """
-        called_at = time.monotonic()
-        refuse_interrupting(self._lock)
-        call, reader = Call(called_at, self.weight_version), None
+        call, reader = Call(time.monotonic(), self.weight_version), None
+        if is_interrupted(self._lock):
+            raise interrupting()
         try:
             with self._lock:
                 self.limits.reserve(call, this_caller())
@@ -156,10 +151,15 @@ class Frontend:
 
         ``blocks``: the thread blocks while it waits, so it must not be the thread of the engine's loop.
         """
-        refuse_interrupting(self._lock)
-        if blocks:
-            refuse_own_thread(self.loop)
-        refuse_fork(self._pid)
+        if is_interrupted(self._lock):
+            raise interrupting()
+        if blocks and runs_here(self.loop):
+            raise RuntimeError(
+                "a call from the engine's own thread would wait for itself; log handlers and other callbacks on this "
+                "thread must hand the call to another thread"
+            )
+        if os.getpid() != self._pid:
+            raise forked(self._pid)
 
     def leave(self, call: Call, ready: deque[CallRow], *, later: bool = False) -> None:
         if not call.is_attachable:
@@ -189,13 +189,18 @@ class Frontend:
     @property
     def state(self) -> str:
         """The state of the engine for ``health()``."""
-        is_recovering = self.parts.processes.is_recovering
-        return info.state_of(self.failure, is_recovering=is_recovering, is_draining=self.limits.refusal is not None)
+        if self.failure is not None:
+            names = {EngineClosedError: "closed", EngineStalledError: "stalled"}
+            return names.get(type(self.failure), "dead")
+        if self.parts.processes.is_recovering:
+            return "recovering"
+        return "running" if self.limits.refusal is None else "draining"
 
     def stats(self) -> dict[str, int]:
-        """Return the last counters of the scheduler, and the frontend's counters."""
-        return {
-            **info.scheduler_counters(self.last_stats),
+        """Return the last counters of the scheduler (zeros before its first report), and the frontend's counters."""
+        counters = asdict(self.last_stats or Stats())
+        del counters["sent_at"], counters["step_ended_at"]
+        return counters | {
             "num_streams": sum(call.num_open for call in list(self.calls.opened)),
             "num_detokenizing": self.router.num_detokenizing,
             "num_sessions": len(self.sessions),

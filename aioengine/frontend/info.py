@@ -8,22 +8,16 @@ import msgspec
 from msgspec.structs import asdict
 
 from aioengine.api.params import FROM_MODEL
-from aioengine.errors import EngineClosedError, EngineStalledError
-from aioengine.protocol.messages import Sampling, Stats
+from aioengine.protocol.messages import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
-    from aioengine.errors import EngineError
     from aioengine.frontend.intake.image_prompts import PromptImages
     from aioengine.settings.config import Settings
     from aioengine.supervision.incarnation import ProcessState
-    from aioengine.tokenization.tokenizer import Tokenizer
 
 __version__: Final = "0.1.0"
-
-ALIVE: Final = ("running", "draining", "recovering")
-"""States in which the engine accepts or finishes requests."""
 
 
 class ProcessHealth(TypedDict):
@@ -66,48 +60,6 @@ class ModelInfo(TypedDict):
     sampling_defaults: dict[str, float]
 
 
-class TokenizerNamespace:
-    """Has the tokenizer and ``abort_request``, for programs written for other engines."""
-
-    def __init__(self, tokenizer: Tokenizer | None, abort_request: Callable[[str | None, bool], None]) -> None:
-        self._tokenizer = tokenizer
-        self._abort_request = abort_request
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The engine's tokenizer."""
-        return existing(self._tokenizer)
-
-    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
-        """End a live request, or all."""
-        self._abort_request(rid, abort_all)
-
-
-def existing(tokenizer: Tokenizer | None) -> Tokenizer:
-    """The tokenizer of an engine.
-
-    Raises:
-        ValueError: the engine was started without one.
-    """
-    if tokenizer is None:
-        raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")
-    return tokenizer
-
-
-def described(kind: str, model: str, state: str) -> str:
-    """Return the ``repr`` of an engine; ``model`` may be empty."""
-    return f"<{' '.join(filter(None, (kind, model, state)))}>"
-
-
-def state_of(failure: EngineError | None, *, is_recovering: bool, is_draining: bool) -> str:
-    """Return the state of a started engine. ``failure``: the error of all calls if it is dead or closed."""
-    if failure is None:
-        return "recovering" if is_recovering else "draining" if is_draining else "running"
-    if isinstance(failure, EngineClosedError):
-        return "closed"
-    return "stalled" if isinstance(failure, EngineStalledError) else "dead"
-
-
 def health(state: str, processes: Iterable[ProcessState]) -> Health:
     """Return the state of the engine and of its processes."""
     return {
@@ -130,13 +82,6 @@ def child_pids(processes: Iterable[ProcessState], images: PromptImages | None) -
     pids = [process.pid for process in processes if process.alive]
     child = None if images is None else images.intake.process.child
     return [*pids, child.pid] if child is not None and child.is_alive else pids
-
-
-def scheduler_counters(last: Stats | None) -> dict[str, int]:
-    """Return the counters that the scheduler sent last; zeros before that."""
-    counters = asdict(last or Stats())
-    del counters["sent_at"], counters["step_ended_at"]
-    return counters
 
 
 def model_info(settings: Settings, weight_version: str) -> ModelInfo:

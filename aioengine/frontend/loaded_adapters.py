@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
@@ -81,13 +82,14 @@ class AdapterRules(Struct, frozen=True):
         """Check the folder of an adapter, without reading its weights. Blocks: do not call it on the loop's thread.
 
         Raises:
-            ValueError: the adapter cannot be used.
+            ValueError: the adapter belongs to another base, or exceeds the limits.
         """
         folder = adapter_folder.read_folder(path)
         self.check(folder)
         return Adapter(number, name, str(path), folder.fingerprint, is_pinned)
 
 
+@dataclass(slots=True, eq=False)
 class Load:
     """One load of an adapter.
 
@@ -95,53 +97,47 @@ class Load:
         users: the calls that use it. is_leaving: it is being unloaded. idle: set when its last user leaves.
     """
 
-    __slots__ = ("adapter", "idle", "is_leaving", "users")
-
-    def __init__(self, adapter: Adapter) -> None:
-        self.adapter = adapter
-        self.users: set[AdapterChoice] = set()
-        self.is_leaving = False
-        self.idle = asyncio.Event()
+    adapter: Adapter
+    users: set[AdapterChoice] = field(default_factory=set)
+    is_leaving: bool = False
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class AdapterChoice:
     """The adapters of a call: ``lora_path``, one for all prompts or one for each. None is the base model.
 
     Attributes:
-        of_prompts: the name of each prompt. names: the set of these names.
+        of_prompts: the name for each prompt. names: the set of these names.
+        loads: the loads that the call uses, by name.
     """
 
-    __slots__ = ("_loads", "_missing", "names", "of_prompts")
+    __slots__ = ("_missing", "loads", "names", "of_prompts")
 
     def __init__(self, of_prompts: PerPrompt[str | None], names: set[str]) -> None:
         self.of_prompts = of_prompts
         self.names = names
-        self._loads: dict[str, Load] = {}
+        self.loads: dict[str, Load] = {}
         self._missing: Callable[[str], ValueError] = ValueError
 
     def use(self, loads: dict[str, Load], missing: Callable[[str], ValueError]) -> None:
         """Use adapters until ``leave``. ``loads``: by name. ``missing`` makes the error for any other name."""
-        self._loads, self._missing = loads, missing
+        self.loads, self._missing = loads, missing
         for load in loads.values():
             load.users.add(self)
 
     def of(self, prompt: int) -> Adapter | None:
         """Return the adapter of a prompt."""
-        load = self._loads.get(self.of_prompts.of(prompt) or "")
+        load = self.loads.get(self.of_prompts.of(prompt) or "")
         return None if load is None else load.adapter
 
     def error_of(self, prompt: int) -> ValueError | None:
-        """Return the error if the adapter of a prompt is missing; None: it is there, or the prompt uses none."""
+        """Return the error if the adapter of a prompt is missing; None: it is loaded, or the prompt uses none."""
         name = self.of_prompts.of(prompt)
-        return None if name is None or name in self._loads else self._missing(name)
-
-    def load_of(self, name: str) -> Load | None:
-        """Return the load that this call uses for a name."""
-        return self._loads.get(name)
+        return None if name is None or name in self.loads else self._missing(name)
 
     def leave(self) -> None:
         """Release the adapters when the call is over. Runs on the engine's loop; may be called twice."""
-        loads, self._loads = self._loads, {}
+        loads, self.loads = self.loads, {}
         for load in loads.values():
             load.users.discard(self)
             if not load.users:
@@ -206,7 +202,7 @@ class LoadedAdapters:
             yield
         finally:
             post(self._loop, choice.leave)
-            _HELD.set(before)
+            _HELD.set(before)  # not a reset, because a collected coroutine may be closed in another context
 
     def open(self, choice: AdapterChoice, *, rows_fail_alone: bool = False) -> None:
         """Let a call use its adapters until ``AdapterChoice.leave``.
@@ -227,7 +223,7 @@ class LoadedAdapters:
     def _find(self, name: str) -> Load | None:
         """Return the load for a name or alias that a new call uses; None: there is none."""
         held = _HELD.get()
-        load = None if held is None else held.load_of(name)
+        load = None if held is None else held.loads.get(name)
         if load is not None and self._loads.get(load.adapter.name) is load:
             return load
         load = self._loads.get(name)
@@ -276,7 +272,7 @@ class LoadedAdapters:
                 return self._result(why)
             self._loading[name] = is_pinned
         try:
-            why = await self._load(self._rules, name, path, is_pinned=is_pinned)
+            why = await self._load(name, path, is_pinned=is_pinned, known={})
         finally:
             with self._lock:
                 del self._loading[name]
@@ -289,11 +285,8 @@ class LoadedAdapters:
             EngineStartupError: one cannot be used.
         """
         known: dict[Path, Adapter] = {}
-        rules = self._rules
-        if rules is None:
-            return
-        for given in rules.given:
-            why = await self._load(rules, given.name, Path(given.path), is_pinned=given.is_pinned, known=known)
+        for given in () if self._rules is None else self._rules.given:
+            why = await self._load(given.name, Path(given.path), is_pinned=given.is_pinned, known=known)
             if why:
                 raise EngineStartupError(f"lora_paths: {why}")
             if given.alias and given.alias != given.name:
@@ -320,29 +313,24 @@ class LoadedAdapters:
                 load.idle.clear()
                 async with asyncio.timeout(timeout_s):
                     await load.idle.wait()
-        except TimeoutError:
+        except BaseException as error:
             load.is_leaving = False
+            if not isinstance(error, TimeoutError):
+                raise
             users = checks.counted(len(load.users), "call")
             return self._result(
                 f"the adapter {name!r} was still used by {users} after {timeout_s:g} s; it stays loaded"
             )
-        except BaseException:
-            load.is_leaving = False
-            raise
         with self._lock:
-            self._forget(load.adapter.name)
+            del self._loads[load.adapter.name]
+            for names in self._aliases.values():
+                names.discard(load.adapter.name)
+            self._aliases = {alias: names for alias, names in self._aliases.items() if names}
         with contextlib.suppress(RequestError):  # the scheduler process was lost, with its adapters
             await self._controls.ask(UNLOAD_ADAPTER, _arguments(load.adapter))
         return self._result("")
 
     # ------------------------------------------------------------ inside
-
-    def _forget(self, name: str) -> None:
-        del self._loads[name]
-        for alias, names in list(self._aliases.items()):
-            names.discard(name)
-            if not names:
-                del self._aliases[alias]
 
     def _result(self, why_not: str) -> AdapterResult:
         with self._lock:
@@ -366,25 +354,24 @@ class LoadedAdapters:
                 )
         return ""
 
-    async def _load(
-        self, rules: AdapterRules, name: str, path: Path, *, is_pinned: bool, known: dict[Path, Adapter] | None = None
-    ) -> str:
+    async def _load(self, name: str, path: Path, *, is_pinned: bool, known: dict[Path, Adapter]) -> str:
         """Load an adapter under a free name. Return the reason if it failed.
 
         ``known``: adapters that were just read, by their folders; this one is added.
         """
+        assert self._rules is not None
         self._num_loads += 1
-        same = None if known is None else known.get(path)
+        is_known = path in known
         try:
-            if same is None:
-                adapter = await _in_thread(partial(rules.read, self._num_loads, name, path, is_pinned=is_pinned))
+            if is_known:
+                adapter = replace(known[path], id=self._num_loads, name=name, is_pinned=is_pinned)
             else:
-                adapter = replace(same, id=self._num_loads, name=name, is_pinned=is_pinned)
+                adapter = await _in_thread(partial(self._rules.read, self._num_loads, name, path, is_pinned=is_pinned))
         except ValueError as error:
             return str(error)
         except OSError as error:
             return f"the adapter in {path} cannot be read: {describe(error)}"
-        if is_pinned or same is None:
+        if is_pinned or not is_known:
             try:
                 reply = await self._ask(adapter)
             except BaseException:
@@ -392,8 +379,7 @@ class LoadedAdapters:
                 raise
             if not reply.success:
                 return reply.message
-        if known is not None:
-            known[path] = adapter
+        known[path] = adapter
         with self._lock:
             self._loads[name] = Load(adapter)
         return ""

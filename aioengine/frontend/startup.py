@@ -9,12 +9,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
@@ -23,18 +21,17 @@ from aioengine.frontend.callers import closed
 from aioengine.frontend.frontend import Frontend
 from aioengine.frontend.intake.encoder import longest_token
 from aioengine.frontend.intake.image_prompts import start_intake
-from aioengine.frontend.loaded_adapters import AdapterRules  # a field of a Struct
-from aioengine.frontend.progress import is_wanted
-from aioengine.frontend.running import Running
+from aioengine.frontend.loaded_adapters import AdapterRules
+from aioengine.frontend.progress import ProgressBars, is_wanted
+from aioengine.frontend.running import Blueprint, Running
 from aioengine.logs import log, show_logs, warn_caller
-from aioengine.media.tokens._base import ImageModel, find_image_model
+from aioengine.media.tokens._base import find_image_model
 from aioengine.model_files import model_folder
 from aioengine.model_files.adapter_folder import read_folder
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.model_files.vocabulary import end_ids
 from aioengine.protocol.messages import Progress
 from aioengine.settings import machine
-from aioengine.settings.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.settings.resolve import resolve
 from aioengine.supervision.fleet import Fleet, Processes
 from aioengine.supervision.supervisor import Events, Supervisor
@@ -42,13 +39,13 @@ from aioengine.supervision.tasks import WorkerThread, require_real_threads
 from aioengine.tokenization.chat_template import check_files, checked_template
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from aioengine.media.intake.image_intake import ImageIntake
     from aioengine.model_files.adapter_folder import AdapterFolder
     from aioengine.protocol.messages import ToFrontend
-    from aioengine.settings.config import EngineConfig, TextSettings
-    from aioengine.tokenization.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
+    from aioengine.settings.config import EngineConfig, Settings, TextSettings
+    from aioengine.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -58,25 +55,6 @@ _MAX_EXIT_S: Final = 0.5
 _ANNOUNCEMENT: Final = Progress("starting the engine", 0, 1, "")
 _QUIET_S: Final = 0.3
 """A longer start shows a progress bar before the processes report progress, because their imports take seconds."""
-
-
-class Blueprint(Struct, frozen=True, kw_only=True):
-    """The parts of an engine to start.
-
-    load_tokenizer: may block; None: token ids only. images: how images become tokens; None: the model accepts only
-    text. warning: shown to the user at the start.
-    """
-
-    settings: Settings
-    queue: QueueConfig
-    eos_token_ids: tuple[int, ...]
-    stream_interval: int
-    load_tokenizer: Callable[[], Tokenizer] | None
-    make_processes: Callable[[Events], Processes]
-    delivery: DeliveryConfig = DeliveryConfig()
-    adapters: AdapterRules | None = None
-    images: ImageModel | None = None
-    warning: str = ""
 
 
 def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
@@ -231,10 +209,10 @@ def _retrieve(work: asyncio.Future[tuple[Tokenizer, int | None]]) -> None:
         work.exception()
 
 
-async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable[[Progress], None]) -> Frontend:
-    """Start an engine on the running loop. ``prepare`` reads or downloads files, on a thread.
+async def start_frontend(prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
+    """Start an engine on the running loop. If the start fails or is cancelled, no process is left running.
 
-    If the start fails or is cancelled, no process is left running.
+    prepare: reads or downloads files, on a thread. progress: whether to show progress bars; None: see ``ProgressBars``.
 
     Raises:
         ValueError, TypeError: the model folder or an argument cannot be served.
@@ -244,14 +222,14 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
     require_descriptors(FOR_AN_ENGINE)
     hold_standard_descriptors()
     began_at = time.monotonic()
-    inbox = _Inbox()
+    inbox, bars = _Inbox(), ProgressBars(progress)
     thread = WorkerThread[Any]("aioengine-start", max_exit_s=_MAX_EXIT_S)
     processes: Processes | None = None
     images: ImageIntake | None = None
     try:
         blueprint: Blueprint = await asyncio.wrap_future(thread.submit(prepare))
         show_logs(blueprint.settings.log_level)
-        events = Events(inbox.on_messages, inbox.on_failure, on_progress)
+        events = Events(inbox.on_messages, inbox.on_failure, bars.show)
         processes = blueprint.make_processes(events)
         if blueprint.images is not None:
             images = start_intake(blueprint.images, is_for_gpu=blueprint.settings.runner.device == "cuda")
@@ -259,7 +237,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         loading = None if load is None else asyncio.wrap_future(thread.submit(partial(_loaded, load)))
         if loading is not None:
             loading.add_done_callback(_retrieve)
-        patience = asyncio.get_running_loop().call_later(_QUIET_S, on_progress, _ANNOUNCEMENT)
+        patience = asyncio.get_running_loop().call_later(_QUIET_S, bars.show, _ANNOUNCEMENT)
         try:
             facts = await processes.start()
         except EngineStartupError:
@@ -270,15 +248,32 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
             patience.cancel()
         for warning in filter(None, (blueprint.warning, facts.get("warning"))):
             warn_caller(str(warning), stacklevel=2)
-        loaded = (None, None) if loading is None else await loading
-        frontend = Frontend(_running(blueprint, processes, facts, loaded, images=images))
+        tokenizer, longest = (None, None) if loading is None else await loading
+        settings = blueprint.settings
+        # The memory may allow fewer running requests, and several replicas allow more.
+        max_running = cast("int", facts.get("max_running_requests", settings.scheduler.max_running))
+        settings = replace(settings, scheduler=replace(settings.scheduler, max_running=max_running))
+        own_end = None if tokenizer is None else tokenizer.eos_token_id
+        frontend = Frontend(
+            Running(
+                blueprint=blueprint,
+                settings=settings,
+                eos_token_ids=end_ids(blueprint.eos_token_ids, own_end, settings.model.vocab_size),
+                facts=facts,
+                max_total_tokens=cast("int", facts["max_total_tokens"]),
+                processes=processes,
+                tokenizer=tokenizer,
+                longest_token=longest,
+                images=images,
+            )
+        )
         inbox.connect(frontend, events)
         try:
             await frontend.adapters.load_given()
         except BaseException:
             frontend.fail(closed())  # it already watches its readers
             raise
-        _log_start(blueprint.settings, facts, time.monotonic() - began_at)
+        _log_start(settings, facts, time.monotonic() - began_at)
     except BaseException as error:
         if images is not None:
             images.close()
@@ -288,39 +283,9 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
                 await processes.stop(0.0)
         raise
     finally:
+        bars.close()
         thread.close()
     return frontend
-
-
-def _running(
-    blueprint: Blueprint,
-    processes: Processes,
-    facts: dict[str, object],
-    loaded: tuple[Tokenizer, int | None] | tuple[None, None],
-    *,
-    images: ImageIntake | None,
-) -> Running:
-    """Return the parts of an engine whose processes are ready. facts: the facts of the scheduler process."""
-    tokenizer, longest = loaded
-    own_end = None if tokenizer is None else tokenizer.eos_token_id
-    settings = blueprint.settings
-    # The memory may allow fewer running requests, and several replicas allow more.
-    max_running = cast("int", facts.get("max_running_requests", settings.scheduler.max_running))
-    settings = replace(settings, scheduler=replace(settings.scheduler, max_running=max_running))
-    return Running(
-        settings=settings,
-        queue=blueprint.queue,
-        delivery=blueprint.delivery,
-        eos_token_ids=end_ids(blueprint.eos_token_ids, own_end, settings.model.vocab_size),
-        stream_interval=blueprint.stream_interval,
-        facts=facts,
-        max_total_tokens=cast("int", facts["max_total_tokens"]),
-        processes=processes,
-        tokenizer=tokenizer,
-        longest_token=longest,
-        images=images,
-        adapters=blueprint.adapters,
-    )
 
 
 def _log_start(settings: Settings, facts: Mapping[str, object], took_s: float) -> None:

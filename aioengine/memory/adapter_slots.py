@@ -41,13 +41,6 @@ class Waiter(NamedTuple):
     order: tuple[float, ...]
 
 
-class Assignment(NamedTuple):
-    """An adapter to be copied into a slot."""
-
-    slot: int
-    key: Key
-
-
 class _Slot(Struct, eq=False):
     """One slot.
 
@@ -100,11 +93,8 @@ class LoadQueue:
 
     def first(self, key: Key) -> Waiter | None:
         """Return the first waiting request of an adapter."""
-        tenants = self._by_key.get(key, {})
-        heads = [waiting[0][1] for waiting in tenants.values()]
-        if len(heads) == 1:
-            return self._waiters[heads[0]][1]
-        return min((self._waiters[uid][1] for uid in heads), key=self.rank, default=None)
+        heads = [self._waiters[waiting[0][1]][1] for waiting in self._by_key.get(key, {}).values()]
+        return min(heads, key=self.rank, default=None)
 
     def add(self, key: Key, waiter: Waiter) -> None:
         self._waiters[waiter.uid] = key, waiter
@@ -199,22 +189,23 @@ class AdapterSlots:
         claims.sort(key=itemgetter(0))
         return claims
 
-    def assign(self, claims: list[tuple[Rank, Key]]) -> tuple[list[Assignment], list[int]]:
+    def assign(self, claims: list[tuple[Rank, Key]]) -> tuple[list[tuple[int, Key]], list[int]]:
         """Assign slots to waiting adapters, and release requests whose adapters are ready.
 
         claims: the entries of ``claims`` whose adapters are in memory; other adapters do not block a slot.
-        Returns the copies to make, each followed by ``placed`` or ``fail``, and the uids of the released requests.
+        Returns the slots and adapters to copy, each followed by ``placed`` or ``fail``, and the uids of the released
+        requests.
         """
         self.is_changed = False
         self._drain(claims)
         released = self._release()
-        assignments: list[Assignment] = []
+        assignments: list[tuple[int, Key]] = []
         for rank, key in claims:
             slot = self._free_slot(rank)
             if slot is None:
                 break
             self._replace(slot, key)
-            assignments.append(Assignment(slot.number, key))
+            assignments.append((slot.number, key))
         if assignments:
             self._drain(claims[len(assignments) :])
             released += self._release()

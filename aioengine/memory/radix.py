@@ -76,13 +76,13 @@ class RadixTree:
         if len(path) >= max_pages:
             return path[: max(max_pages, 0)]
         for key in self.keys(token_ids, len(path), salt):
-            found = node.children.get(key)
-            if found is None:
+            child = node.children.get(key)
+            if child is None:
                 break
-            path.append(found)
+            path.append(child)
             if len(path) == max_pages:
                 break
-            node = found
+            node = child
         return path
 
     def add(self, parent: Node, key: Key, page: int) -> Node:

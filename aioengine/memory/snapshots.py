@@ -85,17 +85,12 @@ class Snapshots:
         self._ids: OrderedDict[Node, int] = OrderedDict()
         self._producers: dict[Node, RequestSnapshots] = {}
 
-    @property
-    def num_kept(self) -> int:
-        """Nodes that have a snapshot."""
-        return len(self._ids)
-
     # ------------------------------------------------------------ before a request begins
 
     def num_usable(self, path: list[Node]) -> int:
         """Return how many pages of ``path`` a new request can reuse: up to the last node with a snapshot."""
-        each = self.span // self._page_size
-        counts = range(len(path) // each * each, 0, -each)
+        pages_per_span = self.span // self._page_size
+        counts = range(len(path) // pages_per_span * pages_per_span, 0, -pages_per_span)
         return next((count for count in counts if path[count - 1] in self._ids), 0)
 
     def missing(self, path: list[Node], num_usable: int) -> Boundary | None:
@@ -120,76 +115,76 @@ class Snapshots:
         if num_matched:
             source = self._ids[path[num_matched - 1]]
             self._ids.move_to_end(path[num_matched - 1])
-        own, size, span = RequestSnapshots(source), self._page_size, self.span
+        request, size, span = RequestSnapshots(source), self._page_size, self.span
         if missing is not None:
-            own.stop_positions.add(missing.position)
+            request.stop_positions.add(missing.position)
         if missing is not None and missing.node.parent is not None:  # without a parent it was evicted
-            own.produces.append(missing)
+            request.produces.append(missing)
         else:
             positions = range(num_matched * size + span, len(path) * size + 1, span)
-            own.produces.extend(Boundary(position, path[position // size - 1]) for position in positions)
-        self._producers.update((boundary.node, own) for boundary in own.produces)
-        return own
+            request.produces.extend(Boundary(position, path[position // size - 1]) for position in positions)
+        self._producers.update((boundary.node, request) for boundary in request.produces)
+        return request
 
-    def stop_before(self, own: RequestSnapshots, start: int, end: int) -> None:
+    def stop_before(self, request: RequestSnapshots, start: int, end: int) -> None:
         """Add a stop position at the last multiple of ``span`` before ``end``, if it is at least ``LEAST_GAIN`` spans
         after ``start``.
         """
         position = (end - 1) // self.span * self.span
         if position - start >= LEAST_GAIN * self.span:
-            own.stop_positions.add(position)
+            request.stop_positions.add(position)
 
     # ------------------------------------------------------------ while it runs
 
-    def end_of_row(self, own: RequestSnapshots, start: int, end: int, num_tokens: int) -> int:
+    def end_of_row(self, request: RequestSnapshots, start: int, end: int, num_tokens: int) -> int:
         """Return the end of a row that could compute ``start`` ... ``end`` of ``num_tokens`` tokens: the first stop
         position, else the last multiple of ``span`` if more tokens follow, else ``end``.
         """
-        stop = min((stop for stop in own.stop_positions if start < stop < end), default=0)
+        stop = min((stop for stop in request.stop_positions if start < stop < end), default=0)
         if stop:
             return stop
         last = end // self.span * self.span
         return last if start < last and end < num_tokens else end
 
-    def take(self, own: RequestSnapshots, position: int) -> int:
+    def take(self, request: RequestSnapshots, position: int) -> int:
         """Allocate a snapshot for the state after a row that ends at ``position``, a multiple of ``span``. Return its
         id, or NO_SNAPSHOT if none is left.
         """
-        is_rolling = position not in own.stop_positions
-        while is_rolling and len(own.rolling) >= NUM_ROLLING:
-            self.drop(own.rolling.popleft())
+        is_rolling = position not in request.stop_positions
+        while is_rolling and len(request.rolling) >= NUM_ROLLING:
+            self.drop(request.rolling.popleft())
         snapshot_id = self._allocate()
         if snapshot_id != NO_SNAPSHOT:
-            own.copies.append(_Copy(position, snapshot_id, is_rolling))
+            request.copies.append(_Copy(position, snapshot_id, is_rolling))
         return snapshot_id
 
-    def passed(self, own: RequestSnapshots, path: list[Node], num_computed: int) -> None:
+    def passed(self, request: RequestSnapshots, path: list[Node], num_computed: int) -> None:
         """Record that positions before ``num_computed`` are computed. path: the nodes of the request; the last ones may
         be missing while another request computes the same pages.
         """
-        while own.produces and own.produces[0].position <= num_computed:
-            self._forget_producer(own.produces.popleft().node, own)
-        while own.copies and own.copies[0].position <= num_computed:
-            copy = own.copies.popleft()
+        while request.produces and request.produces[0].position <= num_computed:
+            self._forget_producer(request.produces.popleft().node, request)
+        while request.copies and request.copies[0].position <= num_computed:
+            copy = request.copies.popleft()
             num_pages = copy.position // self._page_size
             node = path[num_pages - 1] if num_pages <= len(path) else None
             if node is None or node in self._ids:  # another request has the same snapshot
                 self._free.append(copy.snapshot_id)
                 continue
             self._ids[node] = copy.snapshot_id
-            own.nodes.append(node)
+            request.nodes.append(node)
             if copy.is_rolling:
-                own.rolling.append(node)
+                request.rolling.append(node)
 
-    def end(self, own: RequestSnapshots, *, is_invalid: bool = False) -> None:
+    def end(self, request: RequestSnapshots, *, is_invalid: bool = False) -> None:
         """The request stops running. Its snapshots stay, unless ``is_invalid``: its computed states are wrong."""
-        for boundary in own.produces:
-            self._forget_producer(boundary.node, own)
-        self._free.extend(copy.snapshot_id for copy in own.copies)
-        own.produces.clear()
-        own.copies.clear()
+        for boundary in request.produces:
+            self._forget_producer(boundary.node, request)
+        self._free.extend(copy.snapshot_id for copy in request.copies)
+        request.produces.clear()
+        request.copies.clear()
         if is_invalid:
-            for node in own.nodes:
+            for node in request.nodes:
                 self.drop(node)
 
     def drop(self, node: Node) -> None:
@@ -201,19 +196,19 @@ class Snapshots:
     def check_integrity(self, running: Iterable[RequestSnapshots]) -> None:
         """Raise RuntimeError unless every snapshot is exactly once free, kept or in flight. running: all requests."""
         requests = list(running)
-        ids = [*self._free, *self._ids.values(), *(copy.snapshot_id for each in requests for copy in each.copies)]
+        ids = [*self._free, *self._ids.values(), *(copy.snapshot_id for request in requests for copy in request.copies)]
         if sorted(ids) != list(range(self.num_snapshots)):
             raise RuntimeError(f"the snapshot ids {sorted(ids)} are not 0 ... {self.num_snapshots - 1}")
         if any(node.parent is None or node.is_pending for node in self._ids):
             raise RuntimeError("a snapshot belongs to a node that is not in the tree or not computed")
-        produced = {id(boundary.node) for each in requests for boundary in each.produces}
+        produced = {id(boundary.node) for request in requests for boundary in request.produces}
         if produced != {id(node) for node in self._producers}:
             raise RuntimeError(f"{len(self._producers)} nodes have a producer, but requests produce {len(produced)}")
 
     # ------------------------------------------------------------ inside
 
-    def _forget_producer(self, node: Node, own: RequestSnapshots) -> None:
-        if self._producers.get(node) is own:
+    def _forget_producer(self, node: Node, request: RequestSnapshots) -> None:
+        if self._producers.get(node) is request:
             del self._producers[node]
 
     def _allocate(self) -> int:

@@ -110,8 +110,8 @@ class WindowedCache(PrefixCache):
     # ------------------------------------------------------------ ask
 
     def match(self, token_ids: list[int], salt: Salt = "", *, known: Node | None = None) -> Match:
-        found = super().match(token_ids, salt, known=known)
-        return found._replace(path=found.path[: self._num_valid(found.path)])
+        match = super().match(token_ids, salt, known=known)
+        return match._replace(path=match.path[: self._num_valid(match.path)])
 
     def num_left(self, match: Match, num_tokens: int, promised: int) -> int:
         seen = [page for _, page in self._seen(match.path)]
@@ -139,8 +139,8 @@ class WindowedCache(PrefixCache):
         ]
         allocation.pages = [RELEASED] * (len(path) * groups.num_groups)
         allocation.nodes = [None] * len(allocation.pages)
-        for place, page in self._seen(path):
-            allocation.pages[place], allocation.nodes[place] = page.page, page
+        for entry, page in self._seen(path):
+            allocation.pages[entry], allocation.nodes[entry] = page.page, page
         for node in path:
             node.num_locks += 1
         self._tree.lock([page for page in allocation.nodes if page is not None])
@@ -223,52 +223,52 @@ class WindowedCache(PrefixCache):
 
     def _num_valid(self, path: list[Node]) -> int:
         """Return how many nodes of a path are a valid prefix hit. Looks at each page at most once."""
-        found, groups = len(path), self._groups
-        present = [found] * groups.num_groups  # for each group: all pages from here up to ``found`` exist
+        num_valid, groups = len(path), self._groups
+        present = [num_valid] * groups.num_groups  # for each group: all pages from here up to ``num_valid`` exist
         is_settled = False
         while not is_settled:
             is_settled = True
             for group, key in enumerate(self._page_keys):
-                first = groups.first_seen(group, found * self.page_size)
-                unknown = reversed(range(first, min(present[group], found)))
+                first = groups.first_seen(group, num_valid * self.page_size)
+                unknown = reversed(range(first, min(present[group], num_valid)))
                 missing = next((index for index in unknown if key not in path[index].children), None)
                 if missing is None:
                     present[group] = min(first, present[group])
                 else:  # any longer prefix needs this page
-                    found = present[group] = missing
+                    num_valid = present[group] = missing
                     is_settled = False
-        return found
+        return num_valid
 
     def _cache_pages(self, allocation: WindowedAllocation, index: int) -> None:
         """Add the computed pages of a block of positions to the tree, unless it already has them."""
         node, first = allocation.path[index], index * self._groups.num_groups
-        for place, key in enumerate(self._page_keys, first):
-            if allocation.nodes[place] is None and allocation.pages[place] != RELEASED and key not in node.children:
-                allocation.nodes[place] = self._tree.add(node, key, allocation.pages[place])
+        for entry, key in enumerate(self._page_keys, first):
+            if allocation.nodes[entry] is None and allocation.pages[entry] != RELEASED and key not in node.children:
+                allocation.nodes[entry] = self._tree.add(node, key, allocation.pages[entry])
 
     def _give_back(self, allocation: WindowedAllocation, group: int, first: int) -> None:
         """Unlock or free the pages of a group before the block of positions ``first``."""
         num_groups = self._groups.num_groups
-        for place in range(allocation.firsts[group] * num_groups + group, first * num_groups, num_groups):
-            node, page = allocation.nodes[place], allocation.pages[place]
+        for entry in range(allocation.firsts[group] * num_groups + group, first * num_groups, num_groups):
+            node, page = allocation.nodes[entry], allocation.pages[entry]
             if node is not None:
                 self._tree.unlock([node])
             elif page != RELEASED:
                 self._free.append(page)
-            allocation.nodes[place], allocation.pages[place] = None, RELEASED
+            allocation.nodes[entry], allocation.pages[entry] = None, RELEASED
         allocation.firsts[group] = max(first, allocation.firsts[group])
 
     def _forget_computed(self, allocation: WindowedAllocation) -> None:
         """Remove the pages that the request computed, and other pages of the same nodes that no request uses."""
         num_groups = self._groups.num_groups
         for index in range(allocation.num_matched, allocation.num_ready):
-            for place, key in enumerate(self._page_keys, index * num_groups):
+            for entry, key in enumerate(self._page_keys, index * num_groups):
                 page = allocation.path[index].children.get(key)
-                if page is None or page.num_pins or page.num_locks > (page is allocation.nodes[place]):
+                if page is None or page.num_pins or page.num_locks > (page is allocation.nodes[entry]):
                     continue
-                if page is allocation.nodes[place]:
+                if page is allocation.nodes[entry]:
                     self._tree.remove(page)
-                    allocation.nodes[place], allocation.pages[place] = None, RELEASED
+                    allocation.nodes[entry], allocation.pages[entry] = None, RELEASED
                 else:
                     self._index.discard(page)
                 self._free.append(page.page)

@@ -131,7 +131,9 @@ class DetokenizerService:
                 self._board.begin(message.tokens.uids)
                 chunks = self._read(message, now)
                 self._board.end()
-                self._keep(chunks)
+                if chunks.has_news:
+                    chunks.num_open = len(self._open)
+                    self._chunks.append(chunks)
         if self._matching.used_s:
             self._matching.end(now, rests=self._matching.is_exhausted)
 
@@ -199,12 +201,6 @@ class DetokenizerService:
             elif request is not None:
                 chunks.tokens.extras.append(extra)
 
-    def _keep(self, chunks: TextChunks) -> None:
-        """Keep chunks for the next ``step``, if they are not empty."""
-        if chunks.has_news:
-            chunks.num_open = len(self._open)
-            self._chunks.append(chunks)
-
     def _match(self, request: OpenText, token: Token, chunks: TextChunks, now: float) -> None:
         """Match a token of a request with patterns, or queue the token."""
         if self._matching.delays(request):
@@ -234,7 +230,9 @@ class DetokenizerService:
             else:
                 self._match_now(request, entry, chunks, now)
             self._board.end()
-        self._keep(chunks)
+        if chunks.has_news:
+            chunks.num_open = len(self._open)
+            self._chunks.append(chunks)
         self._matching.end(now, rests=len(self._open) > len(self._matching.waiting))
 
     def _begin(self, opened: TextOpened, chunks: TextChunks, now: float) -> None:

@@ -46,7 +46,7 @@ from aioengine.protocol.messages import (
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.runner.profile import Profile
 from aioengine.runner.time_limit import install_timer_signal
-from aioengine.scheduler.adapter_loading import STAGE, Adapters, Copies
+from aioengine.scheduler.adapter_loading import Adapters, Copies
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.requests import UidInUseError
@@ -141,8 +141,6 @@ class SchedulerService:
                     if self.adapters is not None:
                         self.adapters.forget_loads()
                     self._core.forget_all()
-                case _:
-                    logger.error("the scheduler ignores a message of the type %s", type(message).__name__)
 
     def step(self, now: float) -> Outbox:
         """Run a step if there is work. Return its results, replies and statistics."""
@@ -200,9 +198,6 @@ class SchedulerService:
             self._core.requests.submit(submit, now)
             if submit.sampling.grammar is not None:
                 self._compile(submit, submit.sampling.grammar)
-            if submit.adapter is not None and self.adapters is None:
-                why = "the runner of this engine applies no adapters"
-                self._core.requests.abort([submit.uid], FinishCode.FAILED, why, stage=STAGE)
         except UidInUseError:  # the first request continues
             logger.warning("request %d was submitted twice", submit.uid)
         except Exception as error:
@@ -401,31 +396,21 @@ def build_service(
 
 
 def _scheduler(settings: Settings, facts: Mapping[str, str | int | float | bool], num_adapter_slots: int) -> Scheduler:
-    """Build the scheduler with the pages and snapshots of a runner. facts: facts of the runner.
-
-    Raises:
-        ValueError: the runner has no pages.
-    """
-    num_pages, num_snapshots = facts.get("num_pages"), facts.get("num_snapshots")
-    if not isinstance(num_pages, int) or num_pages < 1:
-        raise ValueError(f"the runner of {settings.runner.factory!r} has {num_pages!r} pages; it needs at least 1")
-    limits = settings.scheduler
-    if isinstance(max_running := facts.get("max_running_requests"), int):
-        limits = msgspec.structs.replace(limits, max_running=min(limits.max_running, max_running))
+    """Build the scheduler with the pages and snapshots of a runner. facts: facts of the runner."""
+    max_running = min(settings.scheduler.max_running, int(facts.get("max_running_requests", sys.maxsize)))
     return Scheduler(
-        limits,
-        num_pages=num_pages,
+        msgspec.structs.replace(settings.scheduler, max_running=max_running),
+        num_pages=int(facts["num_pages"]),
         page_size=settings.memory.page_size,
         num_adapter_slots=num_adapter_slots,
-        num_snapshots=num_snapshots if isinstance(num_snapshots, int) else 0,
+        num_snapshots=int(facts.get("num_snapshots", 0)),
         windows=page_windows(facts),
     )
 
 
 def page_windows(facts: Mapping[str, str | int | float | bool]) -> tuple[int | None, ...]:
     """Return ``PageGroups.windows`` from the facts of a runner. Empty if all layers have the same page table."""
-    text = facts.get("page_windows", "")
-    return tuple(int(word) or None for word in text.split()) if isinstance(text, str) else ()
+    return tuple(int(window) or None for window in str(facts.get("page_windows", "")).split())
 
 
 def weight_version_in(facts: Mapping[str, str | int | float | bool]) -> str:

@@ -56,17 +56,12 @@ class UnencodableError(ValueError):
 class FrameEncoder:
     """Encodes frames of one epoch. All frames use the same buffer."""
 
-    def __init__(
-        self, epoch: int, *, max_bytes: int = MAX_FRAME_BYTES, max_bytes_of_several: int = MAX_FRAME_BYTES
-    ) -> None:
-        """max_bytes_of_several: limit for a frame of several messages."""
-        self._epoch = epoch
-        self._max_bytes_of_several = min(max_bytes, max_bytes_of_several)
-        self._sender = secrets.randbits(_SENDER_BITS)
-        self._number = 0
-        self._max_bytes = max_bytes
+    def __init__(self, epoch: int, *, max_bytes_of_several: int | None = None) -> None:
+        """max_bytes_of_several: limit for a frame of several messages; None: as for a single message."""
+        self._max_bytes_of_several = max_bytes_of_several
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray(4096)
+        self.begin(epoch)
 
     def begin(self, epoch: int) -> None:
         """Start a new epoch, as a new sender."""
@@ -87,7 +82,7 @@ class FrameEncoder:
             self._encoder.encode_into(Frame(self._epoch, self._sender, self._number, messages), buffer, 1)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UnencodableError(f"{type(error).__name__}: {error}") from error
-        most = self._max_bytes if len(messages) == 1 else self._max_bytes_of_several
+        most = MAX_FRAME_BYTES if len(messages) == 1 else self._max_bytes_of_several or MAX_FRAME_BYTES
         if len(buffer) > most:
             raise FrameTooLargeError(
                 f"a frame of {len(messages)} messages takes {len(buffer):,} bytes, the limit is {most:,}; "
@@ -106,12 +101,9 @@ class FrameDecoder:
     decoded.
     """
 
-    def __init__(
-        self, epoch: int, *, clock: Callable[[], float] | None = None, max_bytes: int = MAX_FRAME_BYTES
-    ) -> None:
+    def __init__(self, epoch: int, clock: Callable[[], float]) -> None:
         self.num_foreign = 0
         self._epoch = epoch
-        self._max_bytes = max_bytes
         self._decoder = msgspec.msgpack.Decoder(Frame, strict=True)
         self._next_numbers: dict[int, int] = {}
         self._missing_since: dict[int, float] = {}
@@ -131,8 +123,8 @@ class FrameDecoder:
             LostFrameError: an earlier frame of its sender is missing or damaged.
         """
         view = memoryview(data)
-        if not 1 < len(view) <= self._max_bytes:
-            raise BadFrameError(f"its size is not within 2 and {self._max_bytes:,}", view)
+        if not 1 < len(view) <= MAX_FRAME_BYTES:
+            raise BadFrameError(f"its size is not within 2 and {MAX_FRAME_BYTES:,}", view)
         if view[0] != PROTOCOL_VERSION:
             raise BadFrameError(f"its version is {view[0]}, not {PROTOCOL_VERSION}", view)
         try:
@@ -154,8 +146,7 @@ class FrameDecoder:
 
     def _miss(self, sender: int, expected: int) -> None:
         """Raise LostFrameError if frame ``expected`` of the sender has been missing for ``MISSING_S``."""
-        is_full = len(self._missing_since) == _MAX_SENDERS and sender not in self._missing_since
-        if self._clock is None or is_full:
+        if len(self._missing_since) == _MAX_SENDERS and sender not in self._missing_since:
             return
         now = self._clock()
         if now - self._missing_since.setdefault(sender, now) > MISSING_S:

@@ -397,19 +397,19 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
         """
         if not self.opened:
             return None
-        opened = {one.first_token.uid: one for one in self.opened if one.text.logprobs is None}
-        given = {extra.uid for extra in self.tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
-        taken = {end.uid: end for end in self.ended if end.uid in given and end.uid in opened}
+        openings = {opened.first_token.uid: opened for opened in self.opened if opened.text.logprobs is None}
+        complete = {extra.uid for extra in self.tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
+        taken = {end.uid: end for end in self.ended if end.uid in complete and end.uid in openings}
         if not taken:
             return None
         chunks = TextChunks(preempted=[uid for uid in self.preempted if uid in taken])
         for uid, end in taken.items():
-            first_token = opened[uid].first_token
+            first_token = openings[uid].first_token
             chunks.first_tokens.append(first_token)
             chunks.ended.append(end.complete(first_token, chunks.preempted.count(uid), first_token.first_token_at))
         chunks.tokens.extras += (extra for extra in self.tokens.extras if extra.uid in taken)
         self.tokens = self.tokens.limited(dict.fromkeys(taken, 0))
-        self.opened = [one for one in self.opened if one.first_token.uid not in taken]
+        self.opened = [opened for opened in self.opened if opened.first_token.uid not in taken]
         self.preempted = [uid for uid in self.preempted if uid not in taken]
         self.ended = [end for end in self.ended if end.uid not in taken]
         return chunks

@@ -36,10 +36,6 @@ class Orders(Struct, frozen=True, kw_only=True):
     parent_pid: int
     settings: Settings
 
-    def endpoint(self, role: Role) -> str:
-        """Return the endpoint of the child with this role."""
-        return self.endpoints[str(role)]
-
 
 def encode_orders(orders: Orders) -> bytes:
     """Return one line of JSON. Uses the standard library, because msgspec refuses paths that are not UTF-8."""

@@ -237,11 +237,6 @@ class LogprobReader:
         num_entries: the number of entries that were read, of all kinds.
     """
 
-    __slots__ = (
-        "_first", "_format", "_is_deep", "_is_next", "_is_special", "_num_positions", "_num_values", "_output",
-        "_prompt", "num_entries", "rules",
-    )  # fmt: skip
-
     kinds: ClassVar[frozenset[str]] = frozenset((OUTPUT_LOGPROBS, PROMPT_LOGPROBS, NEXT_LOGPROBS))
 
     def __init__(self, rules: LogprobRules, num_prompt: int) -> None:

@@ -25,7 +25,7 @@ from aioengine.scheduler.runner import AdapterCopy
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from aioengine.memory.adapter_slots import Assignment, Key
+    from aioengine.memory.adapter_slots import Key
     from aioengine.protocol.messages import Control
     from aioengine.scheduler.requests import Requests
     from aioengine.scheduler.runner import DeviceAdapters
@@ -53,11 +53,7 @@ class Copies:
         self._max_number = max_number
         self._max_bytes = max_bytes
         self._copies: OrderedDict[Key, AdapterCopy] = OrderedDict()
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
+        self.num_bytes = 0
 
     def __contains__(self, key: object) -> bool:
         return key in self._copies
@@ -70,15 +66,15 @@ class Copies:
         self._copies.move_to_end(key)
         return self._copies[key]
 
-    def add(self, key: Key, host: AdapterCopy) -> None:
+    def add(self, key: Key, copy: AdapterCopy) -> None:
         self.remove(key)
-        self._copies[key] = host
-        self._num_bytes += host.num_bytes
+        self._copies[key] = copy
+        self.num_bytes += copy.num_bytes
 
     def remove(self, key: Key) -> None:
         """Remove an adapter. Ignores unknown adapters."""
-        if (host := self._copies.pop(key, None)) is not None:
-            self._num_bytes -= host.num_bytes
+        if (copy := self._copies.pop(key, None)) is not None:
+            self.num_bytes -= copy.num_bytes
 
     def make_space(self, num_new: int, needed: Collection[Key]) -> bool:
         """Remove adapters that are not ``needed`` until ``num_new`` more fit. Return whether they fit."""
@@ -93,13 +89,13 @@ class Copies:
         number = len(self._copies) + num_new
         if self._max_number is not None and number > max(1, self._max_number):
             return False
-        return number <= 1 or self._num_bytes + bool(num_new) <= self._max_bytes
+        return number <= 1 or self.num_bytes + bool(num_new) <= self._max_bytes
 
 
 class _Read(NamedTuple):
     """An adapter that is read in its own thread."""
 
-    host: Future[AdapterCopy]
+    copy: Future[AdapterCopy]
     path: str
     started_at: float
 
@@ -140,8 +136,12 @@ class Adapters:
         self._answer_loads()
         self._start_reads([key for _, key in claims], now)
         assignments, released = self._slots.assign([claim for claim in claims if claim[1] in self._copies])
-        for assignment in assignments:
-            self._place(assignment)
+        for slot, key in assignments:
+            try:
+                self._placing[key] = self._device.place(slot, self._copies.get(key))
+            except Exception as error:  # only its requests fail
+                self._placing[key] = Future()
+                self._placing[key].set_exception(error)
         self._requests.release(released)
 
     def control(self, control: Control, answer: Callable[[Reply], None]) -> None:
@@ -176,7 +176,7 @@ class Adapters:
 
     @property
     def _futures(self) -> list[Future[Any]]:
-        return [*(read.host for read in self._reads.values()), *self._placing.values()]
+        return [*(read.copy for read in self._reads.values()), *self._placing.values()]
 
     def _unload(self, adapter: Adapter) -> None:
         key = key_of(adapter)
@@ -189,25 +189,25 @@ class Adapters:
 
     def _take_reads(self, now: float) -> None:
         for key, read in list(self._reads.items()):
-            if read.host.done():
+            if read.copy.done():
                 del self._reads[key]
-                error = read.host.exception()
+                error = read.copy.exception()
                 if error is None:
-                    self._copies.add(key, read.host.result())
+                    self._copies.add(key, read.copy.result())
                     self._pin_again(key)
                 else:
                     self._fail(key, error)
             elif now > read.started_at + READ_TIMEOUT_S:
                 del self._reads[key]
-                self._given_up.append(read.host)
+                self._given_up.append(read.copy)
                 why = f"{read.path} could not be read within {READ_TIMEOUT_S:g} seconds; its file system may hang"
                 self._fail(key, ValueError(why))
 
     def _pin_again(self, key: Key) -> None:
         """Pin a pinned adapter whose first read failed, for example in a new process, and which was read later."""
         for uid in self._slots.load_queue.uids(key):
-            adapter = self._requests.gated[uid].submit.adapter
-            if adapter is not None and adapter.is_pinned and adapter.id not in self._pinned:
+            adapter = cast("Adapter", self._requests.gated[uid].submit.adapter)
+            if adapter.is_pinned and adapter.id not in self._pinned:
                 self._pinned[adapter.id] = adapter
                 self._slots.pin(key, adapter.id)
 
@@ -245,9 +245,9 @@ class Adapters:
     def _read(self, adapter: Adapter) -> AdapterCopy:
         """Read an adapter, in a thread. Raises ValueError if its files have changed since the load."""
         _check_unchanged(adapter)
-        host = self._device.read(adapter)
+        copy = self._device.read(adapter)
         _check_unchanged(adapter)
-        return host
+        return copy
 
     def _is_known(self, adapter: Adapter) -> bool:
         key = key_of(adapter)
@@ -263,25 +263,14 @@ class Adapters:
             return self._requests.gated[waiting[0]].submit.adapter
         return next((adapter for adapter in self._pinned.values() if key_of(adapter) == key), None)
 
-    def _place(self, assignment: Assignment) -> None:
-        host = self._copies.get(assignment.key)
-        try:
-            future = self._device.place(assignment.slot, host)
-        except Exception as error:  # only its requests fail
-            future = Future[None]()
-            future.set_exception(error)
-        self._placing[assignment.key] = future
-
     def _fail(self, key: Key, error: BaseException) -> None:
         """End the requests that wait for an adapter, and its load calls."""
         if not isinstance(error, ValueError | OSError):
             logger.warning("the adapter in %s failed", key[0], exc_info=error)
         reason = str(error) if isinstance(error, ValueError) else describe(error)
         for uid in self._slots.load_queue.uids(key):
-            adapter = self._requests.gated[uid].submit.adapter
-            name = "" if adapter is None else adapter.name
-            why = f"adapter {name!r}: {reason}"
-            self._requests.abort([uid], FinishCode.FAILED, why, stage=STAGE)
+            adapter = cast("Adapter", self._requests.gated[uid].submit.adapter)
+            self._requests.abort([uid], FinishCode.FAILED, f"adapter {adapter.name!r}: {reason}", stage=STAGE)
         for call_id, (adapter, answer) in list(self._loads.items()):
             if key_of(adapter) == key:
                 del self._loads[call_id]
@@ -293,8 +282,7 @@ class Adapters:
 
     def _answer_loads(self) -> None:
         for call_id, (adapter, answer) in list(self._loads.items()):
-            key = key_of(adapter)
-            is_there = self._slots.has(key) if adapter.is_pinned else self._is_known(adapter)
+            is_there = self._slots.has(key_of(adapter)) if adapter.is_pinned else self._is_known(adapter)
             if is_there:
                 del self._loads[call_id]
                 answer(Reply(call_id, True))

@@ -48,8 +48,6 @@ class Refusal(Enum):
 class Admission:
     """The checks before an admission. They only change the prefix for which the request waits."""
 
-    __slots__ = ("_cache", "_chunk_tokens")
-
     def __init__(self, cache: PrefixCache, chunk_tokens: int) -> None:
         self._cache = cache
         self._chunk_tokens = chunk_tokens
@@ -79,7 +77,10 @@ class Admission:
         num_missing = request.num_tokens - len(match.path) * cache.page_size
         most = cache.pages_for(reserve_for(request, num_missing, self._chunk_tokens))
         if num_free < most * (len(running) + 1):  # then count the pages that they can need in so many steps
-            missing = [cache.pages_for(one.max_tokens) - cache.pages_for(one.num_tokens) for one in (*running, request)]
+            missing = [
+                cache.pages_for(member.max_tokens) - cache.pages_for(member.num_tokens)
+                for member in (*running, request)
+            ]
             if num_free < sum(min(most, num_pages) for num_pages in missing):
                 return Refusal.FULL
         return match
@@ -94,8 +95,6 @@ class Admission:
 
 class TokenBudget:
     """The tokens of one step that are left for prompts."""
-
-    __slots__ = ("left",)
 
     def __init__(self, chunk_tokens: int, decode_tokens: int) -> None:
         self.left = max(chunk_tokens - decode_tokens, chunk_tokens // 8, 1)
@@ -129,8 +128,6 @@ CONFIDENCE = 0.5  # the forecast uses this part of the average interval
 
 class Pace:
     """Estimates of step time and queue time. Unknown estimates are 0."""
-
-    __slots__ = ("_admission_s", "_admitted_at", "_chunk_tokens", "_full_step_s", "_has_next", "_step_s")
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens

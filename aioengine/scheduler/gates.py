@@ -36,6 +36,3 @@ class Gate(Enum):
     def keeps_pages(self) -> bool:
         """Whether a running request keeps its pages while this gate is closed."""
         return self is not Gate.SUSPENDED
-
-
-ALL_OPEN: frozenset[Gate] = frozenset()

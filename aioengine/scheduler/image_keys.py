@@ -32,8 +32,6 @@ class ImageBudget:
     The images of a step have at most ``chunk_tokens`` features together. A larger image is the only one of its step.
     """
 
-    __slots__ = ("_is_untouched", "_keeps_whole", "_left", "_may_exceed")
-
     def __init__(self, chunk_tokens: int, *, keeps_whole: bool) -> None:
         """keeps_whole: all tokens of an image are computed in one step; one image of a step may exceed the budget."""
         self._left = chunk_tokens

@@ -69,13 +69,7 @@ class Planner:
     """Fills flights with rows. Only the planner admits and preempts requests."""
 
     def __init__(self, settings: SchedulerSettings, requests: Requests) -> None:
-        self._max_running = settings.max_running
-        self._max_drafts = settings.max_drafts
-        self._chunk_tokens = settings.chunk_tokens
-        self._decode_cost = settings.decode_cost
-        self._splits_prompts = settings.splits_prompts
-        self._keeps_images = settings.whole_image_tokens > 0
-        self._min_tokens = settings.min_tokens
+        self._settings = settings
         self._is_overlapped = False
         self._requests = requests
         self._snapshots = requests.cache.snapshots
@@ -90,7 +84,7 @@ class Planner:
         self._is_overlapped = is_overlapped
         prompts: list[Request] = []
         rows, requests, allocations = flight.plan.rows, flight.requests, flight.allocations
-        max_drafts = self._max_drafts
+        max_drafts = self._settings.max_drafts
         for request in self._requests.running:
             start = request.num_computed
             if request.decodes:
@@ -101,12 +95,12 @@ class Planner:
             elif request.is_behind and request.num_drafts:
                 continue  # the row of its forced tokens needs an exact start
             elif not request.is_behind:
-                if request.allocation.capacity >= request.num_tokens or self._has_room(request):
+                if request.allocation.capacity >= request.num_tokens or self._has_pages(request):
                     prompts.append(request)
                 continue
             if max_drafts or not request.decodes:
-                if (several := self._row_of_several(request, flight)) is not None:
-                    flight.add(several, request)
+                if (row := self._row_of_several(request, flight)) is not None:
+                    flight.add(row, request)
                 continue
             allocation = request.allocation
             if start < allocation.capacity:
@@ -138,29 +132,34 @@ class Planner:
 
         The row has at least one token. It leaves an eighth of the token budget to prompts. Drafts preempt no request.
         """
-        left = self._chunk_tokens - self._chunk_tokens // 8 - len(self._requests.running) - flight.num_prompt_tokens
+        left = (
+            self._settings.chunk_tokens
+            - self._settings.chunk_tokens // 8
+            - len(self._requests.running)
+            - flight.num_prompt_tokens
+        )
         start = request.num_computed
         end = min(request.num_tokens, start + max(left, 1))
         pages: list[int] = []
         while request.allocation.capacity < end:
-            more = self._grow(request)
-            if more is None:
+            new_pages = self._grow(request)
+            if new_pages is None:
                 if request.allocation.capacity <= start:
                     return None
                 end = request.allocation.capacity
                 break
-            pages += more
+            pages += new_pages
         token_ids = [] if request.holds_last else request.ids_to_compute(start, end)
         request.is_behind = end < request.num_tokens
         if request.is_behind:
             return Row(request.uid, start, end - start, NOTHING, token_ids, pages)
-        num_drafts = max(0, min(self._max_drafts, left - (end - start), request.max_tokens - 1 - end))
+        num_drafts = max(0, min(self._settings.max_drafts, left - (end - start), request.max_tokens - 1 - end))
         while (capacity := request.allocation.capacity) < end + num_drafts:
-            more = self._requests.cache.grow(request.allocation)
-            if more is None:
+            new_pages = self._requests.cache.grow(request.allocation)
+            if new_pages is None:
                 num_drafts = capacity - end
             else:
-                pages += more
+                pages += new_pages
         return Row(request.uid, start, end - start + num_drafts, TOKENS, token_ids, pages, num_drafts)
 
     def _grow(self, request: Request) -> list[int] | None:
@@ -179,12 +178,12 @@ class Planner:
                 return None
         return pages
 
-    def _has_room(self, request: Request) -> bool:
+    def _has_pages(self, request: Request) -> bool:
         """Allocate pages for the next ``min_tokens`` tokens of a prompt whose pages are allocated chunk by chunk
         (``WindowedCache``). Return False if it gets no row in this step.
         """
         allocation = request.allocation
-        end = min(request.num_tokens, request.num_computed + self._min_tokens)
+        end = min(request.num_tokens, request.num_computed + self._settings.min_tokens)
         while allocation.capacity < end:
             pages = self._grow(request)
             if pages is None:
@@ -198,14 +197,14 @@ class Planner:
         while allocation.capacity < request.num_computed + count:
             pages = self._requests.cache.grow(allocation)
             if pages is None:
-                return allocation.capacity - request.num_computed if self._splits_prompts else 0
+                return allocation.capacity - request.num_computed if self._settings.splits_prompts else 0
             allocation.unsent += pages
         return count
 
     def _place_prompts(self, flight: Flight, prompts: list[Request], now: float) -> None:
         """Divide the rest of the budget among prompts: the first running one, shorter running ones, then new ones."""
-        num_placed = flight.num_prompt_tokens + self._decode_cost * len(flight.requests)
-        budget = TokenBudget(self._chunk_tokens, num_placed)
+        num_placed = flight.num_prompt_tokens + self._settings.decode_cost * len(flight.requests)
+        budget = TokenBudget(self._settings.chunk_tokens, num_placed)
         prompts[1:] = sorted(prompts[1:], key=lambda request: request.num_missing)
         shares: list[tuple[Request, int]] = []
         num_partial = 0
@@ -213,27 +212,28 @@ class Planner:
             share = budget.take_share(request.num_missing)
             num_partial += share < request.num_missing
             shares.append((request, share))
-        if self._requests.waiting and budget.left and len(self._requests.running) < self._max_running:
+        if self._requests.waiting and budget.left and len(self._requests.running) < self._settings.max_running:
             self._admit(flight, budget, shares, num_partial, now)
         images: ImageBudget | None = None
         for request, share in shares:
+            allocation, start = request.allocation, request.num_computed
             count = share + budget.take_rest(request.num_missing - share)
-            if request.allocation.capacity < request.num_computed + count:
+            if allocation.capacity < start + count:
                 count = self._extend(request, count)
             if request.submit.media:
-                images = images or ImageBudget(self._chunk_tokens, keeps_whole=self._keeps_images)
-                start = request.num_computed
-                is_first = start == request.allocation.num_matched * self._requests.cache.page_size
+                images = images or ImageBudget(
+                    self._settings.chunk_tokens, keeps_whole=self._settings.whole_image_tokens > 0
+                )
+                is_first = start == allocation.num_matched * self._requests.cache.page_size
                 count = images.limited(request.submit.media, start, count, is_first=is_first)
                 if self._extend(request, count) < count:  # an image must not be split, so it waits for its pages
                     count = 0
-            if count and self._snapshots is not None and request.allocation.snapshots is not None:
-                start = request.num_computed  # the row may have to end at a snapshot
-                end = self._snapshots.end_of_row(request.allocation.snapshots, start, start + count, request.num_tokens)
+            if count and self._snapshots is not None and allocation.snapshots is not None:
+                # The row may have to end at a snapshot.
+                end = self._snapshots.end_of_row(allocation.snapshots, start, start + count, request.num_tokens)
                 budget.left += start + count - end
                 count = end - start
             if count:
-                allocation, start = request.allocation, request.num_computed
                 outputs = OUTPUTS[request.kind] if count == request.num_missing else NOTHING
                 pages, allocation.unsent = allocation.unsent, []
                 token_ids = request.ids_to_compute(start, start + count)
@@ -247,14 +247,14 @@ class Planner:
         windowed = cache if isinstance(cache, WindowedCache) else None
         num_later = promised = 0
         if windowed is not None:
-            promised = sum(windowed.num_promised(one.allocation, one.num_tokens) for one in running)
+            promised = sum(windowed.num_promised(other.allocation, other.num_tokens) for other in running)
         for request in self._requests.candidates():
             if request.gates and self._admission.waits(request):  # requests with other gates are not in the queue
                 continue
             adapter = request.submit.adapter
             if adapter is not None and not self._requests.has_adapter(request, adapter):
                 continue
-            if not self._splits_prompts and budget.left < min(request.num_tokens, self._chunk_tokens):
+            if not self._settings.splits_prompts and budget.left < min(request.num_tokens, self._settings.chunk_tokens):
                 return  # it will be the first of the next step
             answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial, promised=promised)
             if answer is Refusal.LATER:
@@ -273,9 +273,9 @@ class Planner:
                 new_row.adapter_slot = self._requests.adapters.slot_of(request.uid)
             flight.plan.new_rows.append(new_row)
             num_partial += request.num_missing > budget.left
-            take = budget.take_share if self._splits_prompts else budget.take_whole
+            take = budget.take_share if self._settings.splits_prompts else budget.take_whole
             shares.append((request, take(request.num_missing)))
-            if not budget.left or len(running) >= self._max_running:
+            if not budget.left or len(running) >= self._settings.max_running:
                 return
 
 

@@ -35,11 +35,6 @@ class Tenants:
         self._num_requests: dict[str, int] = {}
         self._away: list[tuple[float, str]] = []  # a heap; may contain tenants that are active again
 
-    @property
-    def num_known(self) -> int:
-        """Number of tenants whose time is kept."""
-        return len(self._times)
-
     def time_of(self, tenant: str) -> float:
         """Return the virtual time of a tenant."""
         return self._times.get(tenant, 0.0)

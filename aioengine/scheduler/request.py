@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from aioengine.memory.prefix_cache import Allocation
 from aioengine.protocol.messages import ALL_STATES, End, FinishCode, RequestKind
-from aioengine.scheduler.gates import ALL_OPEN, Gate
+from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.image_keys import with_image_keys
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Request:
         self.holds_last = False
         self.decodes = False
         self.is_behind = False
-        self.gates = ALL_OPEN
+        self.gates: frozenset[Gate] = frozenset()
         self.waits_for: Node | None = None
         self.most_tokens = max_tokens
         self.admitted_at: float | None = None

@@ -53,8 +53,6 @@ class StepEvents:
         totals: counters. weight_version: version of the runner's weights, which each first token reports.
     """
 
-    __slots__ = ("_ended", "_opened", "_preempted", "totals", "weight_version")
-
     def __init__(self) -> None:
         self.totals = Totals()
         self.weight_version = DEFAULT_WEIGHT_VERSION
@@ -132,6 +130,7 @@ class Requests:
     ) -> None:
         """pool_tokens: number of tokens of the longest request that fits into the pool."""
         self.cache = cache
+        self._settings = settings
         self._pool_tokens = pool_tokens
         self.events = StepEvents()
         self.waiting: list[Request] = []
@@ -143,9 +142,6 @@ class Requests:
         self._tenants = Tenants(settings.tenant_weights)
         share = settings.max_running // max(1, num_adapter_slots)
         self.adapters = AdapterSlots(num_adapter_slots, quantum=share, turn=self._tenants.time_of)
-        self._context_length = settings.context_length
-        self._short_length = settings.short_length
-        self._max_running = settings.max_running
         self._policy: Policy = plugins.load("scheduler/policies", settings.policy)()
         self.deadlines = Deadlines()
         self._requests: dict[int, Request] = {}
@@ -171,7 +167,7 @@ class Requests:
         """
         if submit.uid in self._requests:
             raise UidInUseError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
-        refusal = refusal_of(submit, context_length=self._context_length, pool_tokens=self._pool_tokens)
+        refusal = refusal_of(submit, context_length=self._settings.context_length, pool_tokens=self._pool_tokens)
         if refusal is not None:
             self.events.end(refusal)
             return
@@ -179,8 +175,10 @@ class Requests:
         num_wanted = len(submit.prompt_token_ids)
         if submit.kind is RequestKind.GENERATE:
             num_wanted += submit.limits.max_new_tokens
-        max_tokens = min(num_wanted, self._context_length, self._pool_tokens)
-        request = Request(submit, number=self._num_submitted, max_tokens=max_tokens, short_length=self._short_length)
+        max_tokens = min(num_wanted, self._settings.context_length, self._pool_tokens)
+        request = Request(
+            submit, number=self._num_submitted, max_tokens=max_tokens, short_length=self._settings.short_length
+        )
         request.order = (*self._policy.key(request), self._num_submitted)
         if submit.limits.refuses_late and (late := self._refusal_of_late(request, max(now, submit.arrived_at))):
             self.events.end(late)
@@ -350,10 +348,10 @@ class Requests:
         request.stop(state)
 
     def _refusal_of_late(self, request: Request, now: float) -> End | None:
-        num_free = self._max_running - len(self.running)
+        num_free = self._settings.max_running - len(self.running)
         ahead = self.waiting[: bisect_left(self.waiting, request.order, key=_order)]
-        num_ahead = sum(one.submit.tenant == request.submit.tenant for one in ahead) + 1 - num_free
-        num_running = sum(one.num_missing for one in self.running)
+        num_ahead = sum(other.submit.tenant == request.submit.tenant for other in ahead) + 1 - num_free
+        num_running = sum(other.num_missing for other in self.running)
         num_missing = request.num_prompt - self._num_cached(request) + num_running
         return refusal_of_late(request.submit, self.pace, now, num_ahead=max(0, num_ahead), num_missing=num_missing)
 

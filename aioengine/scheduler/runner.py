@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from concurrent.futures import Future
 
     from aioengine.protocol.messages import Adapter, Control, Progress, Reply
@@ -92,7 +93,5 @@ class AdapterCopy(Protocol):
     def num_bytes(self) -> int: ...
 
 
-class RunnerFactory(Protocol):
-    """The function named by ``settings.runner.factory``: builds the runner, and reports slow work to ``report``."""
-
-    def __call__(self, settings: Settings, report: Callable[[Progress], None], /) -> Runner[Any]: ...
+RunnerFactory = Callable[["Settings", Callable[["Progress"], None]], Runner[Any]]
+"""The function named by ``settings.runner.factory``: builds the runner. It reports slow work to its second argument."""

@@ -23,7 +23,7 @@ from aioengine.api.args import MAX_WEIGHT
 from aioengine.api.engine import AsyncEngine
 from aioengine.api.sync import Engine
 from aioengine.frontend.loaded_adapters import AdapterRules
-from aioengine.frontend.startup import Blueprint
+from aioengine.frontend.running import Blueprint
 from aioengine.settings.config import (
     DeliveryConfig,
     LoraSettings,

@@ -70,10 +70,10 @@ class StopMatcher:
             hit, start = self._strings.scan(held, num_seen - self._num_open, num_seen)
             num_held = self._num_open = len(held) - start
         if self.search is not None:
-            found, num_open = self.search.search(held)
+            regex_hit, num_open = self.search.search(held)
             num_held = max(num_held, num_open)
-            if found is not None and (hit is None or found < hit):
-                hit = found
+            if regex_hit is not None and (hit is None or regex_hit < hit):
+                hit = regex_hit
         if hit is not None:
             self._held = ""
             self.matched = hit.matched

@@ -49,8 +49,6 @@ class RegexSearch:
         num_pieces: pieces of text that were searched.
     """
 
-    __slots__ = ("_before", "_cache", "_clock", "_patterns", "_starts", "num_pieces", "used_s")
-
     def __init__(self, patterns: Sequence[str], cache: PatternCache, clock: Callable[[], float]) -> None:
         """clock: returns the CPU time of this thread. Raises ValueError as ``compile_pattern`` does."""
         self._patterns = tuple(patterns)
@@ -89,15 +87,15 @@ class RegexSearch:
 
     def _search(self, text: str, now: float) -> tuple[Hit | None, int]:
         before = len(self._before)
-        whole = self._before + text
-        held_from = len(whole)
+        searched = self._before + text
+        held_from = len(searched)
         first: Hit | None = None
         ends_at = now + min(PUSH_BUDGET_S, self._total_budget_s() - self.used_s)
         for index, pattern in enumerate(self._patterns):
             if index:
                 now = self._clock()
-            match = self._search_one(pattern, whole, before + self._starts[index], ends_at - now)
-            start = len(whole) if match is None else match.start()
+            match = self._search_one(pattern, searched, before + self._starts[index], ends_at - now)
+            start = len(searched) if match is None else match.start()
             self._starts[index] = start - before
             if match is None:
                 continue
@@ -105,7 +103,7 @@ class RegexSearch:
                 held_from = min(held_from, start)
             elif first is None or (start - before, match.end() - before) < (first.start, first.end):
                 first = Hit(match.end() - before, start - before, pattern)
-        return first, min(len(whole) - held_from, REGEX_WINDOW)
+        return first, min(len(searched) - held_from, REGEX_WINDOW)
 
     def advance(self, text: str) -> None:
         """Record that ``text`` was returned: now it is only context."""

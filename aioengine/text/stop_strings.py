@@ -24,8 +24,6 @@ class Hit(NamedTuple):
 class StopStrings:
     """Finds the stop string that ends first. If there is none, finds the longest suffix that could become one."""
 
-    __slots__ = ("_num_longest", "_num_shortest", "_sorted", "_stops", "find_start")
-
     def __init__(self, stops: tuple[str, ...]) -> None:
         """stops: not empty, without empty strings."""
         self._stops = stops

@@ -127,16 +127,12 @@ class Stage(NamedTuple):
     later: Callable[[str], str]
 
 
-def _as_text(token: str) -> TokenText:
-    return token
-
-
 @dataclass(slots=True)
 class DecoderRule:
     """A chain of decoders whose result depends only on the token and on whether it is the first of a text."""
 
     stages: list[Stage] = field(default_factory=list[Stage])
-    finish: Callable[[str], TokenText] = _as_text
+    finish: Callable[[str], TokenText] = str
     stripped: str = ""
     num_stripped: int = 0
 
@@ -176,10 +172,12 @@ def read_decoder(decoder: Decoder | None) -> DecoderRule | None:
         elif kind == "ByteFallback":
             rule.finish = byte_fallback_text
             has_bytes = True
-        elif (stage := _read_stage(part)) is not None:
-            rule.stages.append(stage)
         else:
-            return None
+            read = _STAGES.get(kind or "")
+            stage = None if read is None else read(part)
+            if stage is None:
+                return None
+            rule.stages.append(stage)
     return rule
 
 
@@ -189,27 +187,13 @@ def _flat(decoder: Decoder) -> list[Decoder]:
     return [leaf for part in decoder.get("decoders", ()) for leaf in _flat(part)]
 
 
-def _read_stage(part: Decoder) -> Stage | None:
-    """Return the stage of a decoder that works on single tokens, or None for other decoders."""
-    kind = part.get("type")
-    if kind == "Replace":
-        return _read_replace(part)
-    if kind == "Strip":
-        return _read_strip(part)
-    if kind == "Metaspace":
-        return _read_metaspace(part)
-    if kind == "WordPiece":
-        return _read_wordpiece(part)
-    return None
-
-
 def _read_replace(part: Decoder) -> Stage | None:
-    found, content = part.get("pattern", {}).get("String"), part.get("content", "")
-    if not found:
+    text, content = part.get("pattern", {}).get("String"), part.get("content", "")
+    if not text:
         return None
 
     def replace(token: str) -> str:
-        return token.replace(found, content)
+        return token.replace(text, content)
 
     return Stage(replace, replace)
 
@@ -259,14 +243,23 @@ def _read_wordpiece(part: Decoder) -> Stage:
 
     def first(token: str) -> str:
         if cleanup:
-            for found, content in CLEANUP:
-                token = token.replace(found, content)
+            for text, content in CLEANUP:
+                token = token.replace(text, content)
         return token
 
     def later(token: str) -> str:
         return first(token.removeprefix(prefix) if token.startswith(prefix) else f" {token}")
 
     return Stage(first, later)
+
+
+_STAGES: dict[str, Callable[[Decoder], Stage | None]] = {
+    "Replace": _read_replace,
+    "Strip": _read_strip,
+    "Metaspace": _read_metaspace,
+    "WordPiece": _read_wordpiece,
+}
+"""Reads the decoders that work on single tokens."""
 
 
 def _with_space_before(token: str) -> str:

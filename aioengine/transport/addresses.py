@@ -85,21 +85,12 @@ def listen(directory: str, name: str) -> Listener:
     """
     path = os.path.join(directory, name)
     unique = f"{_PREFIX}{secrets.token_hex(8)}-{name}"
-    if len(os.fsencode(path)) <= zmq.IPC_PATH_MAX_LEN and _is_utf8(path):
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeEncodeError):
+        if len(path.encode()) <= zmq.IPC_PATH_MAX_LEN:
             return _listen(socket.AF_UNIX, path, f"ipc://{path}")
     with contextlib.suppress(OSError):
         return _listen(socket.AF_UNIX, f"\0{unique}", f"ipc://@{unique}")
     return _listen(socket.AF_INET, ("127.0.0.1", 0), "tcp://127.0.0.1:{port}")
-
-
-def _is_utf8(path: str) -> bool:
-    """Return whether the path is UTF-8, as endpoints must be."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _listen(family: socket.AddressFamily, address: str | tuple[str, int], endpoint: str) -> Listener:

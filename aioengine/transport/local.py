@@ -14,18 +14,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Message
 
 MAX_FRAMES = 10_000
-
-
-class LocalChannel:
-    """One receiver and any number of senders."""
-
-    def __init__(self, epoch: int, *, max_frames: int = MAX_FRAMES) -> None:
-        self._epoch = epoch
-        self._max_frames = max_frames
-        self.receiver = LocalReceiver(epoch)
-
-    def sender(self) -> LocalSender:
-        return LocalSender(self.receiver, self._epoch, self._max_frames)
+"""Maximum number of unread frames of a receiver."""
 
 
 class LocalReceiver:
@@ -40,7 +29,7 @@ class LocalReceiver:
         self.num_bad_frames = 0
         self.frames: deque[bytes] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._decoder = FrameDecoder(epoch, clock=time.monotonic)
+        self._decoder = FrameDecoder(epoch, time.monotonic)
 
     async def receive(self) -> list[Message]:
         """Return the messages of unread frames in order. Wait until there are any."""
@@ -73,11 +62,10 @@ class LocalReceiver:
 
 
 class LocalSender:
-    """A sender."""
+    """One of the senders of a receiver."""
 
-    def __init__(self, receiver: LocalReceiver, epoch: int, max_frames: int) -> None:
+    def __init__(self, receiver: LocalReceiver, epoch: int) -> None:
         self._receiver = receiver
-        self._max_frames = max_frames
         self._encoder = FrameEncoder(epoch)
 
     def send(self, messages: list[Message]) -> None:
@@ -87,7 +75,7 @@ class LocalSender:
             BacklogFullError: the receiver has not read for too long.
         """
         frames = self._receiver.frames
-        if len(frames) >= self._max_frames:
+        if len(frames) >= MAX_FRAMES:
             raise BacklogFullError(f"the other end has not read for too long: {len(frames)} frames wait for it")
         frames.append(bytes(self._encoder.encode(messages)))
         self._receiver.wake()

@@ -35,6 +35,7 @@ ZmqError = zmq.ZMQError
 logger = logging.getLogger(__name__)
 
 MAX_BACKLOG_BYTES = 64 * 1024 * 1024
+"""Maximum bytes of the frames that a sender keeps."""
 _HIGH_WATER_MARK = 1000
 """Number of frames that ZMQ keeps for a slow receiver, at each end."""
 _RECONNECT_MS = 10
@@ -64,21 +65,12 @@ def end_context(context: Context) -> None:
 class ZmqSender:
     """The sender for blocking loops. They must call ``flush`` while there is a backlog."""
 
-    def __init__(
-        self,
-        context: Context,
-        endpoint: str,
-        epoch: int,
-        *,
-        reader: str = "the other end",
-        max_backlog: int = MAX_BACKLOG_BYTES,
-    ) -> None:
-        """reader: name of the receiver in errors. max_backlog: maximum bytes of the backlog."""
+    def __init__(self, context: Context, endpoint: str, epoch: int, *, reader: str = "the other end") -> None:
+        """reader: name of the receiver in errors."""
         self._reader = reader
         self._encoder = FrameEncoder(epoch, max_bytes_of_several=_MAX_BYTES_AT_ONCE)
         self._backlog: deque[bytes] = deque()
         self._backlog_bytes = 0
-        self._max_backlog = max_backlog
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.LINGER, 0)  # otherwise garbage collection would wait for a dead receiver
@@ -107,7 +99,7 @@ class ZmqSender:
             return
         if self.flush() and self._offer(frame):
             return
-        if self._backlog_bytes + len(frame) > self._max_backlog:
+        if self._backlog_bytes + len(frame) > MAX_BACKLOG_BYTES:
             raise BacklogFullError(
                 f"{self._reader} has not read for too long: {len(self._backlog)} frames with {self._backlog_bytes:,} "
                 "bytes wait for it"
@@ -171,7 +163,7 @@ class _PullSocket:
 
     def __init__(self, context: Context, epoch: int) -> None:
         self.num_bad_frames = 0
-        self._decoder = FrameDecoder(epoch, clock=time.monotonic)
+        self._decoder = FrameDecoder(epoch, time.monotonic)
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)

@@ -78,7 +78,7 @@ def measure_frames(rows: int) -> list[Figure]:
     message: Message
     for name, message in (("tokens", tokens_of(rows)), ("tokens and text", chunks_of(rows))):
         frames: list[bytes] = []
-        encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH)
+        encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH, time.monotonic)
         encode = partial(encoder.encode, [message])
         encoding = best_us(lambda encode=encode, frames=frames: frames.append(bytes(encode())), 1000)
         in_order = iter(frames)  # each can be decoded once

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from aioengine import AsyncEngine, EngineOverloadedError, RequestError, RequestTooLargeError
-from aioengine.frontend.startup import Blueprint
+from aioengine.frontend.running import Blueprint
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.settings.config import QueueConfig
 from aioengine.testing.fake_engine import FakeSetup

@@ -28,7 +28,7 @@ from safetensors.numpy import load_file
 
 from aioengine import AsyncEngine, EngineError, RequestError
 from aioengine.frontend.intake import image_prompts
-from aioengine.frontend.startup import Blueprint
+from aioengine.frontend.running import Blueprint
 from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt, folder_base
 from aioengine.media.intake.sources import ImageSource
 from aioengine.media.service.worker import PixelGate

@@ -201,19 +201,6 @@ def test_runner_that_fails_repeatedly_ends_the_service() -> None:
     assert loop.ends()[0].code == FinishCode.FAILED
 
 
-def build_without_pages(settings: object, report: object) -> Any:
-    class Runner:
-        facts = {"num_pages": 0}  # noqa: RUF012
-        adapters = use_grammars = None
-
-    return Runner()
-
-
-def test_runner_without_pages_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 0 pages; it needs at least 1"):
-        build_service(fake_settings(factory=f"{__name__}:build_without_pages"), print)
-
-
 def test_no_statistics_are_sent_while_no_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop()
     loop.give(1.0)

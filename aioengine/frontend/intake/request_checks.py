@@ -116,7 +116,7 @@ class RequestChecks:
                     defaults=self.model.sampling_defaults,
                 ),
                 wire.stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids),
-                wire.text_rules(params, stream_interval=self.parts.stream_interval),
+                wire.text_rules(params, stream_interval=self.parts.blueprint.stream_interval),
             )
         request.parts[id(params)] = self._last_parts = parts
         if not has_tokenizer and (parts.text.stop or parts.text.stop_regex):
@@ -150,20 +150,11 @@ class RequestChecks:
         context_length, max_total_tokens = self.model.context_length, self.parts.max_total_tokens
         return wire.output_limit(params, num_ids, context_length=context_length, max_total_tokens=max_total_tokens)
 
-    def logprob_bytes_bound(self, request: CallRequest, prompt: int) -> int:
-        """Return an upper bound for the memory of a row's logprobs. The length of the prompt is not known yet."""
-        rules, num_positions = request.logprobs_of(prompt), self.model.context_length
-        if rules is None:
-            return 0
-        num_output = request.params_of(prompt).max_new_tokens
-        if rules.start < 0 and num_output is not None:
-            num_positions = max(1, min(num_output, num_positions))
-        return rules.position_bytes * num_positions
-
     def check_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
         """Raise RequestTooLargeError where the hidden states of a row may be larger than allowed."""
         num_positions = num_ids + max_new_tokens - 1 if states == ALL_STATES else 1
-        num_bytes, max_bytes = 4 * self.model.hidden_size * num_positions, self.parts.delivery.max_hidden_state_bytes
+        num_bytes = 4 * self.model.hidden_size * num_positions
+        max_bytes = self.parts.blueprint.delivery.max_hidden_state_bytes
         if num_bytes > max_bytes:
             raise RequestTooLargeError(
                 f"return_hidden_states of {num_ids} prompt tokens and up to {max_new_tokens} output tokens may give "

@@ -18,7 +18,7 @@ import msgspec
 
 from aioengine.protocol.codec import fingerprint
 from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, NewEpoch, Ready, new_epoch_in
-from aioengine.transport.local import LocalChannel
+from aioengine.transport.local import LocalReceiver, LocalSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Progress, Role
     from aioengine.protocol.service import Service
     from aioengine.settings.config import Settings
-    from aioengine.transport.local import LocalReceiver, LocalSender
 
 
 class InlineChild:
@@ -139,11 +138,10 @@ class InlineLauncher:
     def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
         self._settings = settings
         self._epoch = secrets.randbits(32)
-        self._to_frontend = LocalChannel(self._epoch)
-        self._inboxes = {role: LocalChannel(self._epoch) for role in roles}
+        self.receiver = LocalReceiver(self._epoch)
+        self._inboxes = {role: LocalReceiver(self._epoch) for role in roles}
         self.children: list[InlineChild] = []
-        self.sender = self._inboxes[SCHEDULER].sender()
-        self.receiver = self._to_frontend.receiver
+        self.sender = LocalSender(self._inboxes[SCHEDULER], self._epoch)
 
     async def launch(self) -> None:
         for role in self._inboxes:
@@ -152,7 +150,7 @@ class InlineLauncher:
     async def begin_epoch(self) -> None:
         self._epoch = secrets.randbits(32)
         self.sender.send([NewEpoch(self._epoch)])
-        for end in (self.sender, self.receiver, self._inboxes[DETOKENIZER].receiver):
+        for end in (self.sender, self.receiver, self._inboxes[DETOKENIZER]):
             end.begin(self._epoch)
 
     async def check_links(self) -> None:
@@ -163,16 +161,14 @@ class InlineLauncher:
         self._start(DETOKENIZER)
 
     def _start(self, role: Role) -> None:
-        peer = self._inboxes[SCHEDULER if role.name == DETOKENIZER.name else DETOKENIZER].sender()
-        frontend = self._to_frontend.sender()
-        for end in (peer, frontend):
-            end.begin(self._epoch)
-        inbox = self._inboxes[role].receiver
+        peer = LocalSender(self._inboxes[SCHEDULER if role.name == DETOKENIZER.name else DETOKENIZER], self._epoch)
+        frontend = LocalSender(self.receiver, self._epoch)
+        inbox = self._inboxes[role]
         self.children.append(InlineChild(role, self._settings, inbox=inbox, peer=peer, frontend=frontend))
 
     def close(self) -> None:
-        for channel in (self._to_frontend, *self._inboxes.values()):
-            channel.receiver.close()
+        for receiver in (self.receiver, *self._inboxes.values()):
+            receiver.close()
 
 
 PLUGIN = InlineLauncher

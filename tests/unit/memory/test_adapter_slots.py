@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.memory.adapter_slots import AdapterSlots, Assignment, Waiter
+from aioengine.memory.adapter_slots import AdapterSlots, Waiter
 
 if TYPE_CHECKING:
     from aioengine.memory.adapter_slots import Key
@@ -23,7 +23,7 @@ def waiter(uid: int, tenant: str = "") -> Waiter:
     return Waiter(uid, tenant, (float(uid),))
 
 
-def assigned(slots: AdapterSlots, copies: tuple[Key, ...]) -> tuple[list[Assignment], list[int]]:
+def assigned(slots: AdapterSlots, copies: tuple[Key, ...]) -> tuple[list[tuple[int, Key]], list[int]]:
     return slots.assign([claim for claim in slots.claims() if claim[1] in copies])
 
 
@@ -62,9 +62,9 @@ class Desk:
         placed: list[Key] = []
         while True:
             assignments, released = assigned(self.slots, copies)
-            for assignment in assignments:
-                self.slots.placed(assignment.key)
-            placed += [assignment.key for assignment in assignments]
+            for _, key in assignments:
+                self.slots.placed(key)
+                placed.append(key)
             self.queue += released
             self.admit()
             self.slots.check_integrity()
@@ -205,7 +205,7 @@ def test_a_copy_that_fails_leaves_an_empty_slot() -> None:
     desk = Desk(1)
     desk.ask(0, A)
     assignments, _ = assigned(desk.slots, ALL)
-    assert assignments == [Assignment(1, A)]
+    assert assignments == [(1, A)]
     desk.slots.fail(A)
     assert desk.slots.load_queue.uids(A) == [0]
     desk.slots.leave(0)
@@ -223,7 +223,7 @@ def test_a_slot_of_released_requests_goes_to_one_that_ranks_before_them() -> Non
     desk.slots.wait(C, waiter(7))
     assert assigned(desk.slots, ALL)[0] == []
     desk.slots.wait(A, waiter(1))
-    assert assigned(desk.slots, ALL)[0] == [Assignment(1, A)]
+    assert assigned(desk.slots, ALL)[0] == [(1, A)]
     assert not desk.slots.may_use(B, waiter(5))
     desk.slots.check_integrity()
 

@@ -138,7 +138,7 @@ def test_the_newest_snapshots_of_a_request_stay() -> None:
     assert request is not None
     for length in range(1, 30):
         world.compute(request, 1)
-        assert world.snapshots.num_kept == min(length // 4, NUM_ROLLING)
+        assert len(world.snapshots._ids) == min(length // 4, NUM_ROLLING)
         if length == request.allocation.capacity:
             world.cache.grow(request.allocation)
         request.token_ids = [*request.token_ids, length]
@@ -172,9 +172,9 @@ def test_wrong_states_are_not_kept() -> None:
     request = world.open(list(range(9)))
     assert request is not None
     world.compute(request, 8)
-    assert world.snapshots.num_kept == 1
+    assert len(world.snapshots._ids) == 1
     world.close(request, is_invalid=True)
-    assert world.snapshots.num_kept == 0
+    assert len(world.snapshots._ids) == 0
 
 
 @pytest.mark.parametrize("is_second_wrong", [False, True])
@@ -186,8 +186,8 @@ def test_wrong_snapshots_are_not_stored(is_second_wrong: bool) -> None:
     second = world.open(token_ids)
     assert second is not None
     world.compute(second, 7)
-    assert (second.num_computed, world.snapshots.num_kept) == (4, 1)
+    assert (second.num_computed, len(world.snapshots._ids)) == (4, 1)
     for request, is_wrong in ((second, is_second_wrong), (first, not is_second_wrong)):
         world.close(request, is_invalid=is_wrong)
         world.cache.check_integrity(each.allocation for each in world.running)
-    assert world.snapshots.num_kept == 0
+    assert len(world.snapshots._ids) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -77,7 +79,7 @@ MESSAGES: list[Message] = [
 
 
 def test_messages_are_decoded_equal_and_in_order() -> None:
-    encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH)
+    encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH, time.monotonic)
     assert decoder.decode(encoder.encode(MESSAGES)) == MESSAGES
     assert decoder.decode(encoder.encode([])) == []
     for message in MESSAGES:
@@ -86,7 +88,7 @@ def test_messages_are_decoded_equal_and_in_order() -> None:
 
 
 def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
-    decoder = FrameDecoder(EPOCH)
+    decoder = FrameDecoder(EPOCH, time.monotonic)
     assert decoder.decode(FrameEncoder(EPOCH - 1).encode(MESSAGES)) == []
     assert decoder.num_foreign == 1
 
@@ -94,7 +96,7 @@ def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
 def test_only_repeated_frames_are_refused() -> None:
     one, other = FrameEncoder(EPOCH), FrameEncoder(EPOCH)
     frames = [bytes(one.encode([Abort([number])])) for number in range(3)]
-    decoder = FrameDecoder(EPOCH)
+    decoder = FrameDecoder(EPOCH, time.monotonic)
     for number, frame in enumerate(frames):
         assert decoder.decode(frame) == [Abort([number])]
         for copy in frames[: number + 1]:
@@ -106,7 +108,7 @@ def test_only_repeated_frames_are_refused() -> None:
 def test_only_frames_out_of_order_are_refused() -> None:
     one, other = FrameEncoder(EPOCH), FrameEncoder(EPOCH)
     frames = [bytes(one.encode([Abort([number])])) for number in range(4)]
-    decoder = FrameDecoder(EPOCH)
+    decoder = FrameDecoder(EPOCH, time.monotonic)
     assert decoder.decode(frames[0]) == [Abort([0])]
     for wrong in (frames[0], frames[2], frames[3]):
         with pytest.raises(BadFrameError, match="of its sender, and 1 is due"):
@@ -130,7 +132,7 @@ class Clock:
 def test_a_damaged_frame_is_reported_missing_after_a_while(lost: int) -> None:
     one, other, clock = FrameEncoder(EPOCH), FrameEncoder(EPOCH), Clock()
     frames = [bytes(one.encode([Abort([number])])) for number in range(5)]
-    decoder = FrameDecoder(EPOCH, clock=clock)
+    decoder = FrameDecoder(EPOCH, clock)
     for frame in frames[:lost]:
         decoder.decode(frame)
     with pytest.raises(BadFrameError):
@@ -150,7 +152,7 @@ def test_a_late_frame_is_not_reported_missing() -> None:
     """Somebody sent copies of those behind it."""
     encoder, clock = FrameEncoder(EPOCH), Clock()
     frames = [bytes(encoder.encode([Abort([number])])) for number in range(4)]
-    decoder = FrameDecoder(EPOCH, clock=clock)
+    decoder = FrameDecoder(EPOCH, clock)
     for number in range(3):
         with pytest.raises(BadFrameError):
             decoder.decode(frames[number + 1])
@@ -161,7 +163,7 @@ def test_a_late_frame_is_not_reported_missing() -> None:
 
 def test_frames_of_an_earlier_epoch_are_not_reported_missing() -> None:
     encoder, clock = FrameEncoder(EPOCH), Clock()
-    decoder = FrameDecoder(EPOCH, clock=clock)
+    decoder = FrameDecoder(EPOCH, clock)
     encoder.encode([])
     with pytest.raises(BadFrameError):
         decoder.decode(encoder.encode([]))
@@ -172,15 +174,16 @@ def test_frames_of_an_earlier_epoch_are_not_reported_missing() -> None:
     assert decoder.decode(FrameEncoder(EPOCH).encode([Abort([1])])) == []
 
 
-def test_a_frame_that_is_too_large_uses_no_number() -> None:
-    encoder, decoder = FrameEncoder(EPOCH, max_bytes=100), FrameDecoder(EPOCH)
+def test_a_frame_that_is_too_large_uses_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 100)
+    encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH, time.monotonic)
     with pytest.raises(FrameTooLargeError):
         encoder.encode([Abort(list(range(1000)))])
     assert decoder.decode(encoder.encode([Abort([1])])) == [Abort([1])]
 
 
 def test_a_frame_of_several_messages_may_be_held_to_a_lower_limit() -> None:
-    encoder, decoder = FrameEncoder(EPOCH, max_bytes_of_several=100), FrameDecoder(EPOCH)
+    encoder, decoder = FrameEncoder(EPOCH, max_bytes_of_several=100), FrameDecoder(EPOCH, time.monotonic)
     large = Reply(1, True, "x" * 200)
     with pytest.raises(FrameTooLargeError, match="the limit is 100"):
         encoder.encode([large, large])
@@ -188,7 +191,7 @@ def test_a_frame_of_several_messages_may_be_held_to_a_lower_limit() -> None:
 
 
 def test_the_number_of_senders_is_limited() -> None:
-    decoder = FrameDecoder(EPOCH)
+    decoder = FrameDecoder(EPOCH, time.monotonic)
     known = FrameEncoder(EPOCH)
     decoder.decode(known.encode([]))
     strangers = [FrameEncoder(EPOCH).encode([]) for _ in range(1000)]
@@ -207,11 +210,11 @@ def test_the_number_of_senders_is_limited() -> None:
 def test_messages_with_invalid_extras_are_refused(message: list[object]) -> None:
     frame = b"\x01" + msgspec.msgpack.encode([EPOCH, 1, 0, [message]])
     with pytest.raises(BadFrameError, match="Extra|Expected `(int|array)`"):
-        FrameDecoder(EPOCH).decode(frame)
+        FrameDecoder(EPOCH, time.monotonic).decode(frame)
 
 
 def test_the_buffer_of_a_large_frame_is_freed() -> None:
-    encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH)
+    encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH, time.monotonic)
     large = Submit(1, [70_000] * 500_000, Sampling(seed=1), Limits(7), TextRules())
     assert decoder.decode(encoder.encode([large])) == [large]
     small = encoder.encode([])
@@ -220,13 +223,14 @@ def test_the_buffer_of_a_large_frame_is_freed() -> None:
     assert decoder.decode(encoder.encode(MESSAGES)) == MESSAGES
 
 
-def test_sizes_are_limited_at_both_ends() -> None:
+def test_sizes_are_limited_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = bytes(FrameEncoder(EPOCH).encode(MESSAGES))
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 100)
     message = rf"{len(MESSAGES)} messages takes {len(frame)} bytes, the limit is 100"
     with pytest.raises(FrameTooLargeError, match=message):
-        FrameEncoder(EPOCH, max_bytes=100).encode(MESSAGES)
+        FrameEncoder(EPOCH).encode(MESSAGES)
     with pytest.raises(BadFrameError, match="its size is not within 2 and 100"):
-        FrameDecoder(EPOCH, max_bytes=100).decode(frame)
+        FrameDecoder(EPOCH, time.monotonic).decode(frame)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +250,7 @@ def test_sizes_are_limited_at_both_ends() -> None:
 )
 def test_bytes_that_are_no_frame_raise_bad_frame_error(data: bytes, reason: str) -> None:
     with pytest.raises(BadFrameError, match=reason):
-        FrameDecoder(EPOCH).decode(data)
+        FrameDecoder(EPOCH, time.monotonic).decode(data)
 
 
 def assert_decoded_or_refused(decoder: FrameDecoder, frame: bytes) -> bool:
@@ -263,7 +267,7 @@ def assert_decoded_or_refused(decoder: FrameDecoder, frame: bytes) -> bool:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
-    decoder = FrameDecoder(EPOCH)
+    decoder = FrameDecoder(EPOCH, time.monotonic)
     for start in (b"", bytes([codec.PROTOCOL_VERSION])):
         assert_decoded_or_refused(decoder, start + data)
 
@@ -273,7 +277,7 @@ def test_a_damaged_frame_is_decoded_or_refused(data: st.DataObject) -> None:
     frame = bytearray(FrameEncoder(EPOCH).encode(MESSAGES))
     frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     del frame[data.draw(st.integers(len(frame) - 3, len(frame))) :]
-    assert_decoded_or_refused(FrameDecoder(EPOCH), bytes(frame))
+    assert_decoded_or_refused(FrameDecoder(EPOCH, time.monotonic), bytes(frame))
 
 
 def test_the_fingerprint_changes_with_each_field_of_each_struct(monkeypatch: pytest.MonkeyPatch) -> None:

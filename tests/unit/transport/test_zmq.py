@@ -16,7 +16,7 @@ import pytest
 import uvloop
 import zmq
 
-from aioengine.protocol.codec import FrameEncoder
+from aioengine.protocol import codec
 from aioengine.protocol.messages import Abort, Message
 from aioengine.transport import zmq as transport
 from aioengine.transport.addresses import Listener, listen
@@ -43,8 +43,8 @@ class Channel:
         self.closing.callback(receiver.close)
         return receiver
 
-    def sender(self, *, max_backlog: int = 1_000_000) -> ZmqSender:
-        sender = ZmqSender(self.context, self.listener.endpoint, EPOCH, max_backlog=max_backlog)
+    def sender(self) -> ZmqSender:
+        sender = ZmqSender(self.context, self.listener.endpoint, EPOCH)
         self.closing.callback(sender.close)
         return sender
 
@@ -120,16 +120,17 @@ def test_garbage_is_counted_and_logged_once(channel: Channel, caplog: pytest.Log
             raw.send(b"\x01garbage")
         raw.send(b"")
         raw.send_multipart([b"GET /", b""])
-        raw.send(bytes(FrameEncoder(EPOCH + 1).encode([Abort([1])])))
-        raw.send(bytes(FrameEncoder(EPOCH).encode([Abort([2])])))
+        raw.send(bytes(codec.FrameEncoder(EPOCH + 1).encode([Abort([1])])))
+        raw.send(bytes(codec.FrameEncoder(EPOCH).encode([Abort([2])])))
         assert receive(receiver, 1) == [Abort([2])]
     assert receiver.num_bad_frames == 8
     assert [record.message[:15] for record in caplog.records] == ["dropped a frame"]
     assert "01 67 61 72" in caplog.text
 
 
-def test_send_never_waits_and_its_backlog_is_bounded(channel: Channel) -> None:
-    sender = channel.sender(max_backlog=1000)
+def test_send_never_waits_and_its_backlog_is_bounded(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "MAX_BACKLOG_BYTES", 1000)
+    sender = channel.sender()
     num_sent = 0
     start = time.monotonic()
     while num_sent < 1000 or not sender.has_backlog:
@@ -156,8 +157,9 @@ def test_send_never_waits_and_its_backlog_is_bounded(channel: Channel) -> None:
 
 
 def test_too_large_frame_is_sent_as_several(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 100)
+    monkeypatch.setattr(transport, "_MAX_BYTES_AT_ONCE", 100)
     receiver, sender = channel.receiver(), channel.sender()
-    monkeypatch.setattr(sender, "_encoder", FrameEncoder(EPOCH, max_bytes=100))
     sent: list[Message] = [Abort([uid]) for uid in range(50)]
     sender.send(sent)
     assert receive(receiver, 50) == sent
