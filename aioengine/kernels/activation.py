@@ -1,8 +1,8 @@
 """Activations: x [...] -> [...], and for gated MLPs: x [T, 2 I], gates first -> activation(gates) * ups [T, I].
 
 On a CPU they are batch-invariant. torch's own silu, sigmoid, softplus and tanh-approximated GELU are not: in fp32 they
-round the last few elements of each thread's range differently from the others. Its exp and log1p do not, so we compute
-the activations from these. In bf16, silu agrees for all 65,536 inputs.
+round the last few elements of each thread's range differently from the others. torch's exp and log1p do not, so we
+compute the activations from these. In bf16, torch's silu gives equal results for all 65,536 inputs.
 """
 
 from __future__ import annotations
