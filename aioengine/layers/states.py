@@ -74,10 +74,6 @@ class StepStates:
     pool: tuple[Tensor, ...]
     rows: StateRows
 
-    def layer(self, index: int) -> list[Tensor]:
-        """Return the tensors [N, ...] of a layer."""
-        return [tensor[index] for tensor in self.pool]
-
 
 def token_blocks(counts: Ints) -> npt.NDArray[np.int32]:
     """Return ``StateRows.blocks`` [B, 2] for rows with ``counts`` [R] tokens."""

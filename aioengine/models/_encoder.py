@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aioengine.attention._base import StepAttention
     from aioengine.families._encoders import EncoderConfig, Gelu, HeadConfig
     from aioengine.layers.placement import Placement
+    from aioengine.layers.states import StateShape
     from aioengine.models._base import ModelOptions
 
     Tables = tuple[Tensor, Tensor]
@@ -121,6 +122,8 @@ class ClassifierHead(Layer):
 
 class EncoderModel(Layer):
     """Implements ``models._base.Model``."""
+
+    state_shape: StateShape | None = None
 
     def __init__(self, config: EncoderConfig, options: ModelOptions) -> None:
         self._config = config

@@ -22,7 +22,7 @@ from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
 from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.model_files.vocabulary import sampled_vocab_size
-from aioengine.models._base import AdaptableModel, ModelOptions, StatefulModel
+from aioengine.models._base import AdaptableModel, ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.runner import weights
 from aioengine.runner.device_memory import DeviceMemory, fit_pool, kv_cache_of
@@ -102,7 +102,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         )
     times.end("weights")
     adapters = _take_adapters(model, settings, memory, dtype)
-    state_bytes = model.state_shape.num_bytes if isinstance(model, StatefulModel) else 0
+    state_bytes = 0 if model.state_shape is None else model.state_shape.num_bytes
     demand = PoolDemand.of(settings, kv_cache_of(shape), itemsize=kv_dtype.itemsize, state_bytes=state_bytes)
     pool = fit_pool(demand, memory.pool_budget(model, settings, adapters))
     if state_bytes:
@@ -117,7 +117,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         kv_pool = KVPool(shape, num_pages=pool.num_pages, page_size=page_size, dtype=kv_dtype, device=device)
         attention = choice.build(shape, kv_pool.tensors)
         states = None
-        if isinstance(model, StatefulModel):
+        if model.state_shape is not None:
             states = StatePool(
                 model.state_shape, max_rows=pool.num_rows, device=device, num_snapshots=pool.num_snapshots
             )

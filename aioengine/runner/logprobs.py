@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aioengine.kernels.token_logprobs import measure
-from aioengine.protocol.columns import NO_TOKEN, Extra
-from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
+from aioengine.protocol.columns import NO_TOKEN, Extra, block_extras
+from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS
 from aioengine.runner.transfer import host_copy
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
@@ -140,7 +140,7 @@ class StepLogprobs:
                     extras.append(Extra(own.uid, index, OUTPUT_LOGPROBS, data))
         for own in self.ended:
             if own.parts:
-                extras += prompt_extras(own.uid, b"".join(own.parts), own.rules)
+                extras += block_extras(own.uid, PROMPT_LOGPROBS, b"".join(own.parts), own.rules.position_bytes)
                 own.parts.clear()
         return extras, invalid
 

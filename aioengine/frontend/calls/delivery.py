@@ -45,7 +45,7 @@ class Router:
     all their later output. The next turns read one piece of each waiting row after the other.
 
     Attributes:
-        rows: ``Calls.rows``. num_detokenizing: requests that the detokenizer holds.
+        rows: ``Calls.rows``. num_detokenizing: open requests in the detokenizer.
     """
 
     def __init__(self, rows: dict[int, CallRow], lock: threading.RLock, on_ended: Callable[[CallRow], None]) -> None:
@@ -177,7 +177,7 @@ class Router:
 
 
 NUM_LOOKS: Final = 4
-"""Checks per ``slow_reader_timeout``. So a reader is found up to a quarter of the timeout later."""
+"""Checks per ``slow_reader_timeout``. So a slow reader is noticed up to a quarter of the timeout later."""
 
 
 class SlowReaders:

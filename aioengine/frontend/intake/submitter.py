@@ -202,7 +202,7 @@ class Submitter:
     def _ids_if_known(self, prompt: Prompt | PromptError) -> list[int] | PromptError | None:
         """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized or checked.
 
-        A prompt that is certainly too long is not tokenized.
+        A prompt that is certainly too long gets its error here and is not tokenized.
         """
         if isinstance(prompt, Exception):
             return prompt
@@ -218,7 +218,7 @@ class Submitter:
         return None
 
     def _place_images(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
-        """Start the rows of the next prompts. If it is one prompt, put its images into it before."""
+        """Start the rows of the next prompts. A single prompt first gets its images."""
         if self._images is None or len(encoded) != 1 or call.ending is not None or call.is_over:
             self._start_rows(call, encoded, tokenize_s)
             return
@@ -241,7 +241,7 @@ class Submitter:
         self.submit_next(call)
 
     def _start_rows(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
-        """Start the rows of the next prompts, then the next rows of the call in later turns of the loop.
+        """Start the rows of the next prompts, whose ids are known, then the next rows of the call in later turns.
 
         After ``MAX_BYTES_AT_ONCE``, or after a large first row of a scored call, the other rows start in the next turn.
         """

@@ -31,6 +31,7 @@ from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineOverloadedError
 from aioengine.frontend.calls.row_types import KeptRow
 from aioengine.frontend.intake.prompts import MediaIds
+from aioengine.frontend.intake.requests import MAX_TIMEOUT_S
 from aioengine.frontend.sessions.session_params import MAX_ID_BYTES
 from aioengine.logs import log
 from aioengine.protocol.messages import Abort, FinishCode, Media
@@ -55,7 +56,6 @@ MAX_SESSION_TOKENS: Final = 1 << 25
 TOKENS_PER_TURN: Final = 128
 """Each turn counts this many tokens in addition to its own, about as much as the memory of its objects."""
 
-MAX_TIMEOUT_S: Final = 1e9
 CHECK_S: Final = 1.0
 """Seconds between checks for idle sessions."""
 
@@ -386,8 +386,8 @@ class Sessions:
         turn.ids.extend(ids)
         self._add(turn, parent)
         self._running.setdefault(call, {})[position] = turn
-        whole = parent.history(num_kept) + ids
-        return MediaIds(whole, media) if media else whole
+        all_ids = parent.history(num_kept) + ids
+        return MediaIds(all_ids, media) if media else all_ids
 
     def attach(self, row: CallRow) -> int:
         """Connect a row to its turn. Return the number of its session; 0: the row has no session."""

@@ -11,12 +11,12 @@ import torch
 
 from aioengine.api.answers import StateReader
 from aioengine.protocol.columns import (
+    BLOCK_BYTES,
     HIDDEN_STATES,
     PROMPT_STATES,
-    STATE_BLOCK_BYTES,
     Extra,
     TokenColumns,
-    state_extras,
+    block_extras,
 )
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, MAX_PAYLOAD_BYTES, Sampling, StepOutput
 from aioengine.protocol.packed_logprobs import LogprobRules
@@ -109,11 +109,11 @@ def test_a_message_with_large_extras_is_sent_in_parts() -> None:
     assert StepOutput(TokenColumns([1], [7], None, extras[:1])).parts()[0].tokens.extras == extras[:1]
 
 
-@pytest.mark.parametrize(("num_positions", "hidden_size"), [(1, 4), (5, STATE_BLOCK_BYTES), (40_000, 24), (4_096, 512)])
+@pytest.mark.parametrize(("num_positions", "hidden_size"), [(1, 4), (5, BLOCK_BYTES), (40_000, 24), (4_096, 512)])
 def test_prompt_states_arrive_in_blocks_in_any_order(num_positions: int, hidden_size: int) -> None:
     states = np.arange(num_positions * hidden_size, dtype=np.float32).reshape(-1, hidden_size)
-    blocks = state_extras(3, states[:-1].tobytes(), 4 * hidden_size)
-    assert all(len(block.data) <= max(STATE_BLOCK_BYTES, 4 * hidden_size) for block in blocks)
+    blocks = block_extras(3, PROMPT_STATES, states[:-1].tobytes(), 4 * hidden_size)
+    assert all(len(block.data) <= max(BLOCK_BYTES, 4 * hidden_size) for block in blocks)
     reader = StateReader(num_positions, hidden_size)
     for extra in [*blocks[::2], Extra(3, 0, HIDDEN_STATES, states[-1].tobytes()), *reversed(blocks)]:
         reader.read(extra)
