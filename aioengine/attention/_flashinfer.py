@@ -14,7 +14,7 @@ T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -163,8 +163,8 @@ class PrefillRows:
                     pages, lengths = pages.clone(), lengths.copy()
                     pages[first:end, : rest.shape[1]] = rest
                     lengths[first:end] -= num_pages * layers.page_size
-            starts, last_lengths = page_columns(lengths, layers.page_size)
-            plan_paged(layers, self._paged, queries, Pages(lengths, starts, flat_pages(pages, starts)[1], last_lengths))
+            columns = page_columns(lengths, layers.page_size)
+            plan_paged(layers, self._paged, queries, lengths, columns, flat_pages(pages, columns[0])[1])
         if self._has_fresh:
             starts, longest = starts_of(query_lengths[num_paged:]), int(query_lengths[num_paged:].max())
             self._ragged.plan(
@@ -221,68 +221,34 @@ class PrefillRows:
         merge(out, weights, out, weights)
 
 
-class Pages(NamedTuple):
-    """The pages of R rows.
-
-    Attributes:
-        lengths: [R] number of positions of each row, may be 0.
-        starts: [R + 1], start of each row in ``page_ids``.
-        page_ids: the concatenated page tables, on the device.
-        last_lengths: [R] number of positions on the last page of each row.
-    """
-
-    lengths: Ints
-    starts: Tensor
-    page_ids: Tensor
-    last_lengths: Tensor
-
-
 def plan_paged(
     layers: FlashInferLayers,
     wrapper: BatchPrefillWithPagedKVCacheWrapper,
     query_lengths: Ints,
-    pages: Pages,
+    kv_lengths: Ints,
+    columns: tuple[Tensor, Tensor],
+    page_ids: Tensor,
     *,
     is_causal: bool = True,
 ) -> None:
-    """Plan R rows of ``query_lengths`` [R] tokens, which may be 0.
+    """Plan R rows of ``query_lengths`` [R] tokens and ``kv_lengths`` [R] positions, both may be 0.
 
+    columns: ``page_columns`` of the rows. page_ids: the concatenated page tables [X], on the device.
     The caller waits for ``FlashInferLayers.copied`` before this call, and records it afterwards.
     """
     wrapper.plan(
         starts_of(query_lengths),
-        pages.starts,
-        pages.page_ids,
-        pages.last_lengths,
+        columns[0],
+        page_ids,
+        columns[1],
         *layers.heads(),
         layers.page_size,
         causal=is_causal,
         **layers.plan_options,
         window_left=layers.window_left,
-        seq_lens=pinned(pages.lengths),
+        seq_lens=pinned(kv_lengths),
         max_token_per_sequence=int(query_lengths.max()),
     )
-
-
-def fixed_wrapper(layers: FlashInferLayers, *, num_rows: int, num_pages: int) -> BatchPrefillWithPagedKVCacheWrapper:
-    """Return a wrapper for CUDA graphs, for ``num_rows`` rows with at most ``num_pages`` pages in total."""
-    device = layers.device
-
-    def column(size: int) -> Tensor:
-        """[size] int32 zeros."""
-        return torch.zeros(size, dtype=torch.int32, device=device)
-
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(
-        layers.workspace,
-        "HND",
-        use_cuda_graph=True,
-        qo_indptr_buf=column(num_rows + 1),
-        paged_kv_indptr_buf=column(num_rows + 1),
-        paged_kv_indices_buf=column(num_pages),
-        paged_kv_last_page_len_buf=column(num_rows),
-    )
-    wrapper.reset_workspace_buffer(layers.workspace, torch.empty(PLAN_BYTES, dtype=torch.uint8, device=device))
-    return wrapper
 
 
 class FixedFlashInferCascade(FixedDecodeRows):
@@ -293,7 +259,21 @@ class FixedFlashInferCascade(FixedDecodeRows):
         self._plans = layers
         self._num_rows = num_rows
         # One FlashInfer row is a group of rows. The last one has the rows without shared pages.
-        self._wrapper = fixed_wrapper(layers, num_rows=MAX_GROUPS + 1, num_pages=MAX_GROUPS * buffers.max_pages)
+        sizes = MAX_GROUPS + 2, MAX_GROUPS + 2, MAX_GROUPS * buffers.max_pages, MAX_GROUPS + 1
+        query_starts, page_starts, page_ids, last_lengths = (
+            torch.zeros(size, dtype=torch.int32, device=layers.device) for size in sizes
+        )
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            layers.workspace,
+            "HND",
+            use_cuda_graph=True,
+            qo_indptr_buf=query_starts,
+            paged_kv_indptr_buf=page_starts,
+            paged_kv_indices_buf=page_ids,
+            paged_kv_last_page_len_buf=last_lengths,
+        )
+        plan = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=layers.device)
+        self._wrapper.reset_workspace_buffer(layers.workspace, plan)
 
     def plan_first(self, kv_lengths: Ints) -> None:
         """Plan the capture, for rows of ``kv_lengths`` [R] positions. All rows share page 0."""
@@ -308,11 +288,10 @@ class FixedFlashInferCascade(FixedDecodeRows):
         row_ends = np.append(pages.row_ends, np.int32(self._num_rows))
         query_lengths = np.pad(np.diff(row_ends, prepend=np.int32(0)), (0, missing - 1))
         kv_lengths = np.pad(pages.num_pages, (0, missing)) * np.int32(layers.page_size)
-        starts, last_lengths = page_columns(kv_lengths, layers.page_size)
+        columns = page_columns(kv_lengths, layers.page_size)
         page_ids = pinned(pages.page_ids).to(layers.device, non_blocking=True)
         layers.copied.synchronize()
-        shared_pages = Pages(kv_lengths, starts, page_ids, last_lengths)
-        plan_paged(layers, self._wrapper, query_lengths, shared_pages, is_causal=False)
+        plan_paged(layers, self._wrapper, query_lengths, kv_lengths, columns, page_ids, is_causal=False)
         layers.copied.record()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:

@@ -9,7 +9,7 @@ T packed tokens, H query heads, K kv heads, E head size, R rows.
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -19,18 +19,6 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import AttentionShape, ForwardBatch
     from aioengine.kernels.kv_target import WriteKV
-
-
-class _Rows(NamedTuple):
-    """Adjacent rows of equal length. start: index of the first token in the step."""
-
-    start: int
-    num_rows: int
-    length: int
-
-    @property
-    def tokens(self) -> slice:
-        return slice(self.start, self.start + self.num_rows * self.length)
 
 
 def _discard(k: Tensor, v: Tensor) -> None:
@@ -80,7 +68,7 @@ class PackedAttention:
         self.device = kv_pool.device
         self.has_kernel = kv_pool.is_cuda and kv_pool.dtype != torch.float32
         self._packed: _PackedRows | None = None
-        self._rows: list[_Rows] = []
+        self._rows: list[tuple[slice, int]] = []  # the tokens of adjacent rows of equal length, and this length
         self._longest = 0
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -94,9 +82,9 @@ class PackedAttention:
             return
         self._rows, start = [], 0
         for length, same in groupby(lengths):
-            rows = _Rows(start, len(list(same)), length)
-            self._rows.append(rows)
-            start = rows.tokens.stop
+            end = start + sum(same)
+            self._rows.append((slice(start, end), length))
+            start = end
 
     def fixed_rows(self, starts: Tensor, max_length: int) -> _PackedRows:
         """See ``FullGraphAttention``. Needs ``has_kernel``. starts: [R + 1] int32."""
@@ -111,21 +99,17 @@ class PackedAttention:
             return self._packed.attend(q, k, v, layer)
         window = self._shape.window(layer, self._longest)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for rows in self._rows:
-            self._attend_rows(rows, (q, k, v), window, out)
+        for tokens, length in self._rows:
+            heads = (part[tokens].unflatten(0, (-1, length)).transpose(1, 2) for part in (q, k, v))
+            mask: Tensor | None = None
+            if window is not None and window < length:
+                positions = torch.arange(length, device=out.device)
+                mask = (positions - positions.unsqueeze(1)).abs() <= window
+            attended = functional.scaled_dot_product_attention(
+                *heads, attn_mask=mask, scale=self._shape.scale, enable_gqa=k.shape[1] != q.shape[1]
+            )
+            out[tokens] = attended.transpose(1, 2).flatten(0, 1)
         return out.flatten(1)
-
-    def _attend_rows(self, rows: _Rows, heads: tuple[Tensor, ...], window: int | None, out: Tensor) -> None:
-        """Attend for these rows: q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
-        q, k, v = (part[rows.tokens].unflatten(0, (rows.num_rows, rows.length)).transpose(1, 2) for part in heads)
-        mask: Tensor | None = None
-        if window is not None and window < rows.length:
-            positions = torch.arange(rows.length, device=out.device)
-            mask = (positions - positions.unsqueeze(1)).abs() <= window
-        attended = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=self._shape.scale, enable_gqa=k.shape[1] != q.shape[1]
-        )
-        out[rows.tokens] = attended.transpose(1, 2).flatten(0, 1)
 
 
 PLUGIN = PackedAttention

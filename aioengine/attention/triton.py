@@ -28,7 +28,7 @@ from aioengine.attention._gpu_rows import (
 )
 from aioengine.attention._latent import AdaptiveLatentAttention
 from aioengine.kernels.triton import attention as kernels
-from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, SplitPlan, head_group, num_splits
+from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, head_group, num_splits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,8 +80,8 @@ class _TritonStep(PagedStep):
             in_splits = shape.batch_invariant or shape.value_size is None
             kernels.attend(q, pool, self.rows, self.tiles, scale=shape.scale, out=out, rules=rules, in_splits=in_splits)
         else:
-            splits = SplitPlan(self.max_splits, self.num_programs)
-            kernels.attend_splits(q, pool, self.rows, splits, scale=shape.scale, out=out, rules=rules)
+            splits = {"max_splits": self.max_splits, "num_programs": self.num_programs}
+            kernels.attend_splits(q, pool, self.rows, **splits, scale=shape.scale, out=out, rules=rules)
 
 
 class TritonAttention(PagedAttention):

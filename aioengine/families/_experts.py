@@ -27,7 +27,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         has_bias: the linear layer has a bias.
         has_choice_bias: a bias is added to the scores when experts are selected, but not to their weights.
         in_fp32: the logits are computed in fp32.
-        scoring, is_normalized, scale, num_groups, top_groups, group_top: see ``kernels.expert_types.Routing``.
+        scoring: "softmax" over all experts, or "sigmoid" of each logit.
+        is_normalized: divide the weights of a token by their sum.
+        scale: factor of all weights.
+        num_groups: number of equal groups of experts; 1: no groups.
+        top_groups: number of groups from which the experts of a token are chosen.
+        group_top: the score of a group is the sum of its ``group_top`` best scores.
     """
 
     name: str = "gate"

@@ -26,6 +26,8 @@ class LatentFamily(DecoderFamily, frozen=True, kw_only=True):
     rope_interleave: bool = True
 
     def __post_init__(self) -> None:
+        # Heads are rotated in pairs of elements. The base class also requires an even head size, which is the sum of
+        # both fields here, but its error would name head_dim.
         for name, size in (("kv_lora_rank", self.kv_lora_rank), ("qk_rope_head_dim", self.qk_rope_head_dim)):
             if size % 2:
                 not_implemented(name, size, "an even number")

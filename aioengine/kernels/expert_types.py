@@ -5,32 +5,10 @@ T tokens, D model size, I inner size, E experts, K experts per token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class Routing(NamedTuple):
-    """How experts are chosen and weighted.
-
-    Attributes:
-        top_k: K.
-        scoring: "softmax" over all experts, or "sigmoid" of each logit.
-        is_normalized: divide the weights of a token by their sum.
-        scale: factor of all weights.
-        num_groups: number of equal groups of experts; 1: no groups.
-        top_groups: number of groups from which the experts of a token are chosen.
-        group_top: the score of a group is the sum of its ``group_top`` best scores.
-    """
-
-    top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    is_normalized: bool = True
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    group_top: int = 1
 
 
 class ChosenExperts(NamedTuple):

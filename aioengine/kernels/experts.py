@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from aioengine.kernels import linear
-from aioengine.kernels.activation import sigmoid, silu_and_mul
+from aioengine.kernels.activation import activate_and_mul, sigmoid
 from aioengine.kernels.expert_types import ExpertWeights
 from aioengine.kernels.triton import launcher
 
@@ -44,7 +44,7 @@ class Experts(Protocol):
 def activate(gate_up: Tensor, gate: GateFunction) -> Tensor:
     """Apply the gate function: [..., 2 I], gates first -> [..., I]."""
     if not gate.limit:
-        return silu_and_mul(gate_up)
+        return activate_and_mul(gate_up, "silu")
     gates, ups = gate_up.chunk(2, dim=-1)
     gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
     return (ups + 1) * (gates * sigmoid(gates * gate.alpha))

@@ -143,9 +143,10 @@ def choose_packing(
 
 
 def _try_packings(out_features: int, in_features: int, dtype: torch.dtype, *, has_bias: bool) -> Packing:
-    """Try the default packing. With a matrix unit for bf16, if not all row counts agree, return the packing for one
-    row:
-    more row counts agree with it, but many rows take a third longer.
+    """Return a packing, and the row counts that agree with it.
+
+    It is the default packing. If the CPU has a matrix unit for bf16 and not all row counts agree, it is the packing for
+    one row: more row counts agree with it, but many rows take a third longer.
     """
     is_slow_with_few = dtype == torch.bfloat16 and 2 * out_features * in_features > CACHED_BYTES
     least = FAST_ROWS if is_slow_with_few else 1

@@ -13,7 +13,7 @@ import torch
 from aioengine.families._block_config import MlpConfig
 from aioengine.families._experts import CHOICE_BIAS
 from aioengine.kernels import experts
-from aioengine.kernels.expert_types import Routing, SharedOutputs
+from aioengine.kernels.expert_types import SharedOutputs
 from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
 from aioengine.layers.layer import Layer
@@ -36,17 +36,8 @@ class ExpertRouter(Layer):
     """[T, D] -> the K experts of each token, and their weights."""
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
-        router = config.router
-        self._name, self._in_fp32 = router.name, router.in_fp32
-        self._routing = Routing(
-            top_k=config.top_k,
-            scoring=router.scoring,
-            is_normalized=router.is_normalized,
-            scale=router.scale,
-            num_groups=router.num_groups,
-            top_groups=router.top_groups,
-            group_top=router.group_top,
-        )
+        router = self._config = config.router
+        self._top_k = config.top_k
         own = replace(placement, dtype=torch.float32) if router.in_fp32 else placement
         self._logits = Linear(hidden_size, {router.name: config.num_experts}, own, bias=router.has_bias)
         self.parts = (("", self._logits),)
@@ -55,11 +46,12 @@ class ExpertRouter(Layer):
             self._bias = torch.empty(config.num_experts, dtype=torch.float32, device=placement.device)
 
     def tensors(self) -> dict[str, Target]:
-        return {} if self._bias is None else {f"{self._name}.{CHOICE_BIAS}": Target(self._bias)}
+        return {} if self._bias is None else {f"{self._config.name}.{CHOICE_BIAS}": Target(self._bias)}
 
     def __call__(self, x: Tensor) -> ChosenExperts:
         """x [T, D] -> experts and weights of each token."""
-        return route(self._logits(x.float() if self._in_fp32 else x), self._bias, self._routing)
+        logits = self._logits(x.float() if self._config.in_fp32 else x)
+        return route(logits, self._bias, self._top_k, self._config)
 
 
 class SharedExpert(Layer):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.kernels.activation import silu_and_mul
+from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.causal_conv import causal_conv
 from aioengine.kernels.state_space import state_space
 from aioengine.kernels.state_types import SpaceWeights
@@ -62,4 +62,4 @@ class Mamba(Mixer):
 
     def finish(self, mixed: Tensor, gates: Tensor) -> Tensor:
         """mixed and gates [S, O] -> [S, O]."""
-        return self._norm(silu_and_mul(torch.cat((gates, mixed), dim=1)))
+        return self._norm(activate_and_mul(torch.cat((gates, mixed), dim=1), "silu"))

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from aioengine.attention._base import AttentionShape, ForwardBatch, kv_pool_shape
 from aioengine.attention.packed import PackedAttention
-from aioengine.kernels.activation import silu_and_mul
+from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.heads import rotate_heads
 from aioengine.kernels.norms import add_layer_norm, add_rms_norm, rms_norm
 from aioengine.models._image_decoder import to_device
@@ -101,7 +101,7 @@ class GatedInner:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, D] -> [N, D]."""
-        inner = silu_and_mul(functional.linear(x, self._first, self._first_bias))
+        inner = activate_and_mul(functional.linear(x, self._first, self._first_bias), "silu")
         return functional.linear(inner, self._last, self._down.bias)
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
+from aioengine.families._experts import RouterConfig
 from aioengine.kernels import experts, routing
-from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, Routing, SharedOutputs
+from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, SharedOutputs
 from tests.compute.runner_world import World, check_greedy
 from tests.kit.settings import small_settings
 
@@ -46,8 +47,8 @@ def test_kernels_equal_torch(gate: GateFunction, has_bias: bool, dtype: torch.dt
         x, logits = torch.randn(num_tokens, SIZE, dtype=dtype), torch.randn(num_tokens, NUM_EXPERTS)
         gates = torch.randn(num_tokens, 1, dtype=dtype)
         shared = SharedOutputs(torch.randn(num_tokens, SIZE, dtype=dtype), gates)
-        chosen = routing.route(logits, None, Routing(3))
-        there = routing.route(logits.cuda(), None, Routing(3))
+        chosen = routing.route(logits, None, 3, RouterConfig())
+        there = routing.route(logits.cuda(), None, 3, RouterConfig())
         assert torch.equal(there.experts.cpu(), chosen.experts)
         expected = experts.prepare(weights)(x, chosen, shared)
         found = computed(x.cuda(), there, SharedOutputs(shared.values.cuda(), gates.cuda()))
@@ -58,7 +59,7 @@ def test_kernels_equal_torch(gate: GateFunction, has_bias: bool, dtype: torch.dt
 def test_a_row_has_the_same_bits_with_any_other_rows(dtype: torch.dtype) -> None:
     computed = experts.prepare(on_gpu(make_weights(SILU, has_bias=False, dtype=dtype)), batch_invariant=True)
     x = torch.randn(600, SIZE, dtype=dtype, device="cuda")
-    chosen = routing.route(torch.randn(600, NUM_EXPERTS, device="cuda"), None, Routing(3))
+    chosen = routing.route(torch.randn(600, NUM_EXPERTS, device="cuda"), None, 3, RouterConfig())
     whole = computed(x, chosen)
     for rows in (slice(0, 1), slice(7, 9), slice(20, 60), slice(3, 500)):
         assert torch.equal(computed(x[rows], ChosenExperts(chosen.experts[rows], chosen.weights[rows])), whole[rows])

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from aioengine.families._block_config import Activation
 from aioengine.kernels import gated_linear, linear, token_logprobs
-from aioengine.kernels.activation import activate_and_mul, gelu, silu_and_mul
+from aioengine.kernels.activation import activate_and_mul, gelu
 from aioengine.kernels.heads import rotate_heads
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.norms import add_layer_norm, add_rms_norm, norm_and_add, rms_norm
@@ -79,7 +79,7 @@ def test_gelu(num_rows: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("num_rows", "size"), SIZES)
 def test_activation(num_rows: int, size: int) -> None:
     x = random(num_rows, 2 * size)
-    assert error(silu_and_mul(x), in_torch(silu_and_mul, x)) < 4e-3
+    assert error(activate_and_mul(x, "silu"), in_torch(activate_and_mul, x, "silu")) < 4e-3
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
@@ -132,7 +132,7 @@ def test_gated_product(size: int, num_outputs: int, dtype: torch.dtype) -> None:
     matmul = gated_linear.prepare(weight, None)
     for num_rows in (1, 2, 16, 17, 33, 64, 65, 80, 81, 96, 97, 128, 129):
         x = random(num_rows, size, dtype=dtype)
-        expected = in_torch(silu_and_mul, functional.linear(x.double(), weight.double()))
+        expected = in_torch(activate_and_mul, functional.linear(x.double(), weight.double()), "silu")
         found = matmul(x)
         assert found.shape == (num_rows, num_outputs)
         assert error(found, expected) < 6e-3

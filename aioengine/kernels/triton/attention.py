@@ -406,26 +406,22 @@ def attend(
     _attend(grid, key, (*tensors, rules.factor(scale), sizes, in_splits), group.tile.options)
 
 
-class SplitPlan(NamedTuple):
-    """How rows of one token are split: ``max_splits`` of the longest row; programs per row and tile."""
-
-    max_splits: int
-    num_programs: int
-
-
 def attend_splits(
     q: Tensor,
     pool: Pool,
     rows: PagedRows,
-    splits: SplitPlan,
     *,
+    max_splits: int,
+    num_programs: int,
     scale: float,
     out: Tensor,
     rules: ScoreRules = NO_RULES,
 ) -> None:
-    """Compute ``attend`` with the same bits for R rows of one token, q [R, H, E] and out [R, H, V]."""
+    """Compute ``attend`` with the same bits for R rows of one token, q [R, H, E] and out [R, H, V].
+
+    max_splits: of the longest row. num_programs: per row and tile.
+    """
     num_rows, num_heads, value_size = out.shape
-    max_splits, num_programs = splits
     sums = torch.empty(num_rows, max_splits, num_heads, value_size, dtype=torch.float32, device=q.device)
     stats = torch.empty(num_rows, max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
     group = head_group(num_heads, pool)

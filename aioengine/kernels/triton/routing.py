@@ -19,7 +19,7 @@ from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2, o
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.expert_types import Routing
+    from aioengine.families._experts import RouterConfig
 
 FEW_PAIRS = 2048
 """Up to this number of pairs, each program of ``_align_kernel`` counts all pairs. More pairs are counted in blocks by
@@ -150,21 +150,21 @@ _count = KernelLauncher(_count_kernel)
 _align = KernelLauncher(_align_kernel)
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExperts:
+def route(logits: Tensor, bias: Tensor | None, top_k: int, router: RouterConfig) -> ChosenExperts:
     """Compute ``kernels.routing.route`` for contiguous logits [T, E] and bias [E]."""
     num_tokens, num_experts = logits.shape
-    shape = num_tokens, routing.top_k
+    shape = num_tokens, top_k
     experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    size = num_experts // routing.num_groups
+    size = num_experts // router.num_groups
     arguments = (
         *(logits, bias, experts, weights),
-        *(routing.num_groups, size, next_power_of_2(routing.num_groups), next_power_of_2(size)),
-        *(routing.top_k, next_power_of_2(routing.top_k), routing.top_groups, routing.group_top, routing.scale),
-        *(routing.scoring == "sigmoid", routing.is_normalized),
+        *(router.num_groups, size, next_power_of_2(router.num_groups), next_power_of_2(size)),
+        *(top_k, next_power_of_2(top_k), router.top_groups, router.group_top, router.scale),
+        *(router.scoring == "sigmoid", router.is_normalized),
     )
     alignments = logits.data_ptr() % 16, bias is not None and bias.data_ptr() % 16
-    key = logits.dtype, None if bias is None else bias.dtype, num_experts, routing, alignments
+    key = logits.dtype, None if bias is None else bias.dtype, num_experts, top_k, router, alignments
     _route((num_tokens, 1, 1), key, arguments, options(1))
     return ChosenExperts(experts, weights)
 

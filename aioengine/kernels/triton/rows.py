@@ -188,11 +188,6 @@ def add_layer_norm(
     return out
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """x [T, 2 I], gates first, contiguous -> silu(gate) * up [T, I]."""
-    return _activate_and_mul(x, _silu_of)
-
-
 def gelu(x: Tensor) -> Tensor:
     """Return the exact GELU of contiguous x [...]."""
     out = torch.empty_like(x)
@@ -202,13 +197,12 @@ def gelu(x: Tensor) -> Tensor:
     return out
 
 
-def gelu_and_mul(x: Tensor, *, approximate: str) -> Tensor:
-    """x [T, 2 I], gates first, contiguous -> gelu(gate) * up [T, I]. approximate: as in ``kernels.activation.gelu``."""
-    return _activate_and_mul(x, _gelu_tanh_of if approximate == "tanh" else _gelu_of)
+ACTIVATIONS = {"silu": _silu_of, "gelu": _gelu_of, "gelu_tanh": _gelu_tanh_of}
 
 
-def _activate_and_mul(x: Tensor, activation: object) -> Tensor:
-    """x [T, 2 I], gates first, contiguous -> activation(gate) * up [T, I]. activation: a Triton function."""
+def activate_and_mul(x: Tensor, name: str) -> Tensor:
+    """x [T, 2 I], gates first, contiguous -> activation(gate) * up [T, I]. name: one of ``ACTIVATIONS``."""
+    activation = ACTIVATIONS[name]
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     block = min(next_power_of_2(size), 1024)

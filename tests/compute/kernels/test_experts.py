@@ -17,7 +17,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig
 from aioengine.families._tensors import expert_tensors as described_tensors
 from aioengine.kernels import experts, mxfp4, routing
-from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, Routing, SharedOutputs
+from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, SharedOutputs
 from aioengine.layers import expert_tensors
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.placement import Placement
@@ -34,24 +34,27 @@ DEEPSEEK: dict[str, Any] = {
 }
 OTHERS: dict[str, Any] = {"hidden_size": SIZE, "num_experts_per_tok": 3}
 ROUTERS = {
-    "mixtral": (MixtralTopKRouter(MixtralConfig(num_local_experts=12, **OTHERS)), Routing(3)),
+    "mixtral": (MixtralTopKRouter(MixtralConfig(num_local_experts=12, **OTHERS)), (3, RouterConfig())),
     "qwen2_moe": (
         Qwen2MoeTopKRouter(Qwen2MoeConfig(num_experts=12, norm_topk_prob=False, **OTHERS)),
-        Routing(3, is_normalized=False),
+        (3, RouterConfig(is_normalized=False)),
     ),
-    "qwen3_moe": (Qwen2MoeTopKRouter(Qwen2MoeConfig(num_experts=12, norm_topk_prob=True, **OTHERS)), Routing(3)),
-    "gpt_oss": (GptOssTopKRouter(GptOssConfig(num_local_experts=12, **OTHERS)), Routing(3)),
+    "qwen3_moe": (
+        Qwen2MoeTopKRouter(Qwen2MoeConfig(num_experts=12, norm_topk_prob=True, **OTHERS)),
+        (3, RouterConfig()),
+    ),
+    "gpt_oss": (GptOssTopKRouter(GptOssConfig(num_local_experts=12, **OTHERS)), (3, RouterConfig())),
     "deepseek_v2": (
         DeepseekV2TopkRouter(DeepseekV2Config(topk_method="greedy", **DEEPSEEK)),
-        Routing(4, is_normalized=False, scale=2.5),
+        (4, RouterConfig(is_normalized=False, scale=2.5)),
     ),
     "deepseek_v2 groups": (
         DeepseekV2TopkRouter(DeepseekV2Config(topk_method="group_limited_greedy", n_group=4, topk_group=2, **DEEPSEEK)),
-        Routing(4, is_normalized=False, scale=2.5, num_groups=4, top_groups=2),
+        (4, RouterConfig(is_normalized=False, scale=2.5, num_groups=4, top_groups=2)),
     ),
     "deepseek_v3": (
         DeepseekV3TopkRouter(DeepseekV3Config(n_group=4, topk_group=2, norm_topk_prob=True, **DEEPSEEK)),
-        Routing(4, "sigmoid", scale=2.5, num_groups=4, top_groups=2, group_top=2),
+        (4, RouterConfig(scoring="sigmoid", scale=2.5, num_groups=4, top_groups=2, group_top=2)),
     ),
 }
 
@@ -66,14 +69,14 @@ def test_routing_matches_transformers(name: str) -> None:
     logits, expected_weights, expected = router(x)
     weights_of = torch.zeros(40, 12).scatter_(1, expected, expected_weights.float())
     bias = router.state_dict().get("e_score_correction_bias")
-    chosen, weights = routing.route(logits, bias, own)
+    chosen, weights = routing.route(logits, bias, *own)
     torch.testing.assert_close(torch.zeros(40, 12).scatter_(1, chosen.long(), weights), weights_of)
 
 
 def test_ties_go_to_the_expert_with_the_lower_index() -> None:
     logits = torch.zeros(2, 8)
     logits[1, [2, 5]] = 1.0
-    assert routing.route(logits, None, Routing(3)).experts.tolist() == [[0, 1, 2], [2, 5, 0]]
+    assert routing.route(logits, None, 3, RouterConfig()).experts.tolist() == [[0, 1, 2], [2, 5, 0]]
 
 
 def random_weights(gate: GateFunction, *, has_bias: bool, dtype: torch.dtype = torch.float32) -> ExpertWeights:
@@ -105,7 +108,7 @@ def test_experts_match_the_reference(gate: GateFunction, has_bias: bool, shared:
     computed = experts.prepare(weights)
     for num_tokens in (1, 2, 40):
         x = torch.randn(num_tokens, SIZE)
-        chosen = routing.route(torch.randn(num_tokens, NUM_EXPERTS), None, Routing(3))
+        chosen = routing.route(torch.randn(num_tokens, NUM_EXPERTS), None, 3, RouterConfig())
         gates = torch.randn(num_tokens, 1) if shared == "gated" else None
         more = None if shared == "none" else SharedOutputs(torch.randn(num_tokens, SIZE), gates)
         expected = reference(x, chosen, weights, more)
@@ -114,15 +117,15 @@ def test_experts_match_the_reference(gate: GateFunction, has_bias: bool, shared:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
-    own = Routing(3, "sigmoid")
+    own = (3, RouterConfig(scoring="sigmoid"))
     x, logits = torch.randn(151, SIZE, dtype=dtype), torch.randn(151, NUM_EXPERTS, dtype=dtype)
     values, gates = torch.randn(151, SIZE, dtype=dtype), torch.randn(151, 1, dtype=dtype)
     for gate, has_bias in ((SILU, False), (GateFunction(0.7, 1.702), True)):
         computed = experts.prepare(random_weights(gate, has_bias=has_bias, dtype=dtype))
-        whole = computed(x, routing.route(logits, None, own), SharedOutputs(values, gates))
+        whole = computed(x, routing.route(logits, None, *own), SharedOutputs(values, gates))
         for rows in (slice(0, 1), slice(7, 9), slice(20, 37), slice(3, 120)):
             shared = SharedOutputs(values[rows], gates[rows])
-            part = computed(x[rows], routing.route(logits[rows], None, own), shared)
+            part = computed(x[rows], routing.route(logits[rows], None, *own), shared)
             assert torch.equal(part, whole[rows])
 
 
@@ -194,7 +197,7 @@ def test_interleaved_gates_match_transformers() -> None:
         tensor.copy_(value)
         theirs.state_dict()[name].copy_(value)
     x = torch.randn(20, SIZE)
-    chosen = routing.route(torch.randn(20, NUM_EXPERTS), None, Routing(3))
+    chosen = routing.route(torch.randn(20, NUM_EXPERTS), None, 3, RouterConfig())
     expected = theirs(x, chosen.experts.long(), chosen.weights)
     torch.testing.assert_close(experts.prepare(tensors.assemble())(x, chosen), expected)
 
@@ -203,22 +206,23 @@ PROGRAM = """
 import torch
 
 from aioengine.kernels import experts, routing
-from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, Routing, SharedOutputs
+from aioengine.families._experts import RouterConfig
+from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, SharedOutputs
 from aioengine.kernels.triton import experts as on_device
 from aioengine.kernels.triton import routing as routing_on_device
 from tests.compute.kernels.test_experts import reference
 
 torch.manual_seed(0)
 for num_experts, own, has_bias in (
-    (12, Routing(3), False),
-    (16, Routing(4, "sigmoid", True, 2.5, 4, 2, 2), True),
-    (20, Routing(4, "softmax", False, 16.0, 5, 2, 1), False),
+    (12, (3, RouterConfig()), False),
+    (16, (4, RouterConfig(scoring="sigmoid", scale=2.5, num_groups=4, top_groups=2, group_top=2)), True),
+    (20, (4, RouterConfig(is_normalized=False, scale=16.0, num_groups=5, top_groups=2)), False),
 ):
     logits = torch.randn(5, num_experts)
     logits[0, 3] = logits[0, 5] = 9.0
     bias = torch.randn(num_experts) if has_bias else None
-    chosen, weights = routing_on_device.route(logits, bias, own)
-    expected, expected_weights = routing.route(logits, bias, own)
+    chosen, weights = routing_on_device.route(logits, bias, *own)
+    expected, expected_weights = routing.route(logits, bias, *own)
     assert torch.equal(chosen, expected)
     torch.testing.assert_close(weights, expected_weights)
 
@@ -245,7 +249,7 @@ for gate, has_bias in ((SILU, False), (GateFunction(0.7, 1.702), True)):
     )
     for num_tokens, batch_invariant in ((1, False), (3, True), (on_device.MAX_VECTOR_TOKENS + 20, False)):
         x = torch.randn(num_tokens, size)
-        chosen = routing.route(torch.randn(num_tokens, num_experts), None, Routing(3))
+        chosen = routing.route(torch.randn(num_tokens, num_experts), None, 3, RouterConfig())
         shared = SharedOutputs(torch.randn(num_tokens, size), torch.randn(num_tokens, 1)) if has_bias else None
         result = on_device.compute(x, chosen, weights, shared, batch_invariant=batch_invariant)
         torch.testing.assert_close(result, reference(x, chosen, weights, shared))
@@ -260,7 +264,8 @@ def test_kernels_match_torch() -> None:
 COMPILED = """
 import torch
 
-from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, Routing, SharedOutputs
+from aioengine.families._experts import RouterConfig
+from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, SharedOutputs
 from aioengine.kernels.triton import experts, routing
 
 
@@ -275,7 +280,7 @@ for num_experts, top_k, size, inner, gate, dtype, pairs_of_an_expert in (
 ):
     has_bias = gate is not SILU
     bias = zeros(num_experts, dtype=torch.float32) if has_bias else None
-    routing.route(zeros(2, num_experts), bias, Routing(top_k, "sigmoid" if has_bias else "softmax"))
+    routing.route(zeros(2, num_experts), bias, top_k, RouterConfig(scoring="sigmoid" if has_bias else "softmax"))
     biases = (zeros(num_experts, 2 * inner, dtype=dtype), zeros(num_experts, size, dtype=dtype))
     gate_up, down = zeros(num_experts, 2 * inner, size, dtype=dtype), zeros(num_experts, size, inner, dtype=dtype)
     weights = ExpertWeights(gate_up, down, *(biases if has_bias else (None, None)), gate)

@@ -17,7 +17,7 @@ from tests.compute.interpreted import run_interpreted
 PROGRAM = """
 import torch
 
-from aioengine.kernels.activation import silu_and_mul
+from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.triton.gated_linear import matmul
 
 torch.manual_seed(0)
@@ -28,7 +28,7 @@ for num_outputs, size, num_rows, programs in (
 ):
     weight, x = torch.randn(2 * num_outputs, size), torch.randn(num_rows, size)
     result = matmul(x, weight, programs)
-    expected = silu_and_mul(torch.nn.functional.linear(x, weight))
+    expected = activate_and_mul(torch.nn.functional.linear(x, weight), "silu")
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 """
 
@@ -43,8 +43,8 @@ from aioengine.kernels.triton import rows
 torch.manual_seed(0)
 for num_rows, size in ((3, 40), (1, 1500), (5, 64)):
     x = torch.randn(num_rows, 2 * size) * 4
-    for approximate in ("none", "tanh"):
-        result = rows.gelu_and_mul(x, approximate=approximate)
+    for name, approximate in (("gelu", "none"), ("gelu_tanh", "tanh")):
+        result = rows.activate_and_mul(x, name)
         expected = functional.gelu(x[:, :size], approximate=approximate) * x[:, size:]
         torch.testing.assert_close(result, expected, atol=2e-5, rtol=1e-5)
     weight, epsilon = torch.randn(2 * size), torch.tensor(1e-6)
@@ -70,7 +70,7 @@ def test_matmul_matches_the_reference(has_bias: bool) -> None:
     weight, x = torch.randn(24, 16), torch.randn(5, 16)
     bias = torch.randn(24) if has_bias else None
     matmul = gated_linear.prepare(weight.clone(), bias)
-    torch.testing.assert_close(matmul(x), activation.silu_and_mul(functional.linear(x, weight, bias)))
+    torch.testing.assert_close(matmul(x), activation.activate_and_mul(functional.linear(x, weight, bias), "silu"))
 
 
 def test_programs_cover_the_rows_and_fit_into_shared_memory() -> None:

@@ -29,17 +29,16 @@ for num_heads, value_size, more, dtypes in (
         pool = keys, keys[..., :value_size]
         tiles, in_splits = ints.view(-1, 1).expand(-1, 2), num_heads != 20
         attention.attend(q, pool, rows, tiles, scale=0.1, out=out, in_splits=in_splits)
-        splits = attention.SplitPlan(4, 2)
-        attention.attend_splits(q, pool, rows, splits, scale=0.1, out=out)
+        attention.attend_splits(q, pool, rows, max_splits=4, num_programs=2, scale=0.1, out=out)
         both = torch.zeros(2, num_heads * (64 + more) + size, dtype=dtype)
         queries, latents = both.tensor_split((num_heads * (64 + more),), dim=1)
         queries = queries.unflatten(1, (num_heads, -1))
         norm = torch.zeros(value_size, dtype=dtype), torch.tensor(1e-6)
         tables = torch.zeros(2, 1, more), torch.zeros(2, 1, more)
-        for target in (None, (ints[:2], keys)):
+        for target in (None, KVTarget(ints[:2], keys, keys)):
             latent_heads.rotate(queries, latents, heads, norm=norm, tables=tables, target=target)
         for rotated_queries in (queries, torch.zeros(2, num_heads, 64 + more, dtype=dtype)):
-            target = ints[:2], keys
+            target = KVTarget(ints[:2], keys, keys)
             latent_heads.rotate(queries, latents, rotated_queries, norm=norm, tables=tables, target=target)
         if dtype == torch.bfloat16 and num_heads == 16:
             parts = (out, queries[..., 64:]), keys, rows

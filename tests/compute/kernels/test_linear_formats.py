@@ -17,7 +17,7 @@ from aioengine.families._block_config import LinearShape, TensorSpec, TensorSpec
 from aioengine.families._experts import ExpertsConfig, SharedConfig
 from aioengine.families._tensors import adaptable_layers, checkpoint_tensors, expert_tensors, plain_tensors
 from aioengine.families.llama import LlamaFamily
-from aioengine.kernels.activation import silu_and_mul
+from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.linear import Matmul
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.linear import Linear, Stored
@@ -104,7 +104,7 @@ def int8_tensors(linear: LinearShape) -> TensorSpecs:
 
 
 def gated(matmul: Matmul) -> Matmul:
-    return lambda x: silu_and_mul(matmul(x))
+    return lambda x: activate_and_mul(matmul(x), "silu")
 
 
 def quantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.fused import CHUNK, FusedAttention
 from aioengine.attention.torch import TorchAttention
 from aioengine.families._block_config import Activation
-from aioengine.kernels.activation import activate, activate_and_mul, silu_and_mul
+from aioengine.kernels.activation import activate, activate_and_mul
 from aioengine.kernels.heads import rope
 from aioengine.kernels.norms import rms_norm
 from tests.compute.stepping import Request, Stepper, make_batch, make_inputs, options, write_and_attend
@@ -32,11 +32,11 @@ def test_elementwise_operations_do_not_depend_on_number_of_rows(size: int, dtype
     x, y = torch.randn(1500, size).to(dtype), torch.randn(1500, 2 * size).to(dtype) * 5
     weight, cos, sin = torch.randn(size).to(dtype), torch.randn(1500, 1, size), torch.randn(1500, 1, size)
     heads, epsilon = torch.randn(1500, 3, size).to(dtype), torch.tensor(1e-6)
-    normed, gated, rotated = rms_norm(x, weight, epsilon), silu_and_mul(y), rope(heads, cos, sin)
+    normed, gated, rotated = rms_norm(x, weight, epsilon), activate_and_mul(y, "silu"), rope(heads, cos, sin)
     for start, count in itertools.product((0, 3, 700), (1, 2, 3, 7, 33, 129, 777)):
         rows = slice(start, start + count)
         assert torch.equal(rms_norm(x[rows].clone(), weight, epsilon), normed[rows])
-        assert torch.equal(silu_and_mul(y[rows].clone()), gated[rows])
+        assert torch.equal(activate_and_mul(y[rows].clone(), "silu"), gated[rows])
         assert torch.equal(rope(heads[rows].clone(), cos[rows], sin[rows]), rotated[rows])
 
 
