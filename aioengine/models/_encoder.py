@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.attention._base import AttentionShape
-from aioengine.kernels.gelu import gelu
-from aioengine.kernels.rotate_heads import as_parts, rotate_heads
+from aioengine.kernels.activation import gelu
+from aioengine.kernels.heads import as_parts, rotate_heads
 from aioengine.layers.embedding import EmbeddingTable
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
@@ -75,7 +75,7 @@ class EncoderBlock(Layer):
         """[T, D] -> [T, D]."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         if step.tables:
-            q, k, v = rotate_heads(heads, self._num_heads, step.tables[self._is_local], None)
+            q, k, v = rotate_heads(heads, self._num_heads, step.tables[self._is_local])
         else:
             q, k, v = as_parts(heads, self._num_heads)
         return step.attention.attend(q, k, v, self._layer)
