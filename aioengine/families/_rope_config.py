@@ -20,6 +20,8 @@ _POSITIVE: Final = (
     "beta_slow",
     "low_freq_factor",
     "high_freq_factor",
+    "short_factor",
+    "long_factor",
 )
 _MIN_POSITIVE, _MAX_POSITIVE = 1e-9, 1e12
 """Range of the ``_POSITIVE`` fields. All angles are finite within it."""
@@ -70,13 +72,11 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
                 message = f"rope_parameters.{field} is missing; rope_type {self.rope_type!r} needs it"
                 raise ValueError(message)
         for field in _POSITIVE:
-            if values[field] is not None and not _MIN_POSITIVE <= values[field] <= _MAX_POSITIVE:
+            numbers = values[field] if isinstance(values[field], tuple) else (values[field],)
+            if any(number is not None and not _MIN_POSITIVE <= number <= _MAX_POSITIVE for number in numbers):
                 not_implemented(f"rope_parameters.{field}", values[field], f"{_MIN_POSITIVE:g} to {_MAX_POSITIVE:g}")
         if self.rope_type == "yarn":
             self._check_yarn()
-        for field, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
-            if any(not _MIN_POSITIVE <= factor <= _MAX_POSITIVE for factor in factors or ()):
-                not_implemented(f"rope_parameters.{field}", factors, f"{_MIN_POSITIVE:g} to {_MAX_POSITIVE:g}")
         low, high = self.low_freq_factor, self.high_freq_factor
         if self.rope_type == "llama3" and low is not None and high is not None and high <= low:
             not_implemented("rope_parameters.high_freq_factor", high, f"more than low_freq_factor, which is {low}")

@@ -67,6 +67,9 @@ class GraniteMoeHybridFamily(GraniteFamily, frozen=True, kw_only=True):
     limits: ClassVar[Mapping[str, tuple[int, int]]] = {
         "num_local_experts": (0, 2**14),
         "shared_intermediate_size": (1, 2**24),
+        "mamba_n_heads": (1, 2**14),
+        "mamba_d_state": (1, 256),
+        "mamba_d_conv": (2, 64),
     }
     block = BlockConfig(mlp="shared_mlp.")
     mlp = MlpConfig(first=("input_linear",), second="output_linear")
@@ -92,19 +95,17 @@ class GraniteMoeHybridFamily(GraniteFamily, frozen=True, kw_only=True):
         if len(self.mamba_layers) == self.num_hidden_layers:
             not_implemented("layer_types", self.layer_types, "attention in at least one layer")
         if self.mamba_layers:
-            self._check_mamba()
+            self._check_heads()
 
-    def _check_mamba(self) -> None:
+    def _check_heads(self) -> None:
         inner = self.mamba_expand * self.hidden_size
-        if not 1 <= self.mamba_n_heads <= 2**14 or inner < 1 or inner % self.mamba_n_heads:
+        head_size = inner // self.mamba_n_heads
+        if inner < 1 or inner % self.mamba_n_heads:
             not_implemented("mamba_n_heads", self.mamba_n_heads, f"a divisor of {inner}")
-        if self.mamba_d_head not in ("auto", inner // self.mamba_n_heads):
-            not_implemented("mamba_d_head", self.mamba_d_head, f"{inner // self.mamba_n_heads}")
-        for name, size in (("mamba_d_state", self.mamba_d_state), ("mamba_d_head", inner // self.mamba_n_heads)):
-            if not 1 <= size <= 256:
-                not_implemented(name, size, "1 to 256")
-        if not 2 <= self.mamba_d_conv <= 64:
-            not_implemented("mamba_d_conv", self.mamba_d_conv, "2 to 64")
+        if self.mamba_d_head not in ("auto", head_size):
+            not_implemented("mamba_d_head", self.mamba_d_head, f"{head_size}")
+        if head_size > 256:
+            not_implemented("mamba_d_head", head_size, "1 to 256")
 
     @property
     def mamba_layers(self) -> frozenset[int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from aioengine.families._experts import MXFP4_BLOCK
+from aioengine.families._tensors import expert_tensors as checkpoint_tensors
 from aioengine.kernels import mxfp4
 from aioengine.kernels.expert_types import ExpertWeights, GateFunction
 
@@ -45,19 +46,13 @@ def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> Expe
             placement.empty(num_experts, hidden_size, inner),
         )
         return reopened(config, ExpertWeights(*matrices, gate=_gate(config)))
-    gate_up, down = config.names
     tensors = {
-        f"{gate_up}_bias": placement.empty(num_experts, 2 * inner),
-        f"{down}_bias": placement.empty(num_experts, hidden_size),
+        name: torch.empty(spec.shape, dtype=torch.uint8 if spec.dtype else placement.dtype, device=placement.device)
+        for name, spec in checkpoint_tensors(config, hidden_size).items()
+        if name.startswith(config.names)
     }
     if config.stored == "mxfp4":
-        for name, rows, columns in ((gate_up, 2 * inner, hidden_size), (down, hidden_size, inner)):
-            scales = num_experts, rows, columns // MXFP4_BLOCK
-            for part, shape in (("blocks", (*scales, MXFP4_BLOCK // 2)), ("scales", scales)):
-                tensors[f"{name}_{part}"] = torch.empty(shape, dtype=torch.uint8, device=placement.device)
         return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors, placement.dtype))
-    tensors[gate_up] = placement.empty(num_experts, hidden_size, 2 * inner)
-    tensors[down] = placement.empty(num_experts, inner, hidden_size)
     return ExpertTensors(tensors, lambda: _from_interleaved(config, tensors))
 
 
@@ -92,27 +87,21 @@ def _gates_first(tensor: Tensor) -> Tensor:
 
 
 def _from_interleaved(config: ExpertsConfig, tensors: Tensors) -> ExpertWeights:
-    """gate_up [E, D, 2 I] and bias [E, 2 I] have gate and up rows alternating; down [E, I, D] and bias [E, D]."""
-    gate_up, down = config.names
-    return ExpertWeights(
-        _gates_first(tensors.pop(gate_up).transpose(1, 2)).contiguous(),
-        tensors.pop(down).transpose(1, 2).contiguous(),
-        _gates_first(tensors[f"{gate_up}_bias"]).contiguous(),
-        tensors[f"{down}_bias"],
-        _gate(config),
-    )
+    """gate_up [E, D, 2 I] has gate and up rows alternating; down [E, I, D]."""
+    gate_up, down = (tensors.pop(name).transpose(1, 2) for name in config.names)
+    return _with_biases(config, tensors, _gates_first(gate_up).contiguous(), down.contiguous())
 
 
 def _from_mxfp4(config: ExpertsConfig, tensors: Tensors, dtype: torch.dtype) -> ExpertWeights:
-    """Blocks and scales are uint8. gate_up and its bias have gate and up rows alternating."""
-    gate_up, down = config.names
-    return ExpertWeights(
-        _dequantized(tensors, gate_up, dtype, is_gated=True),
-        _dequantized(tensors, down, dtype, is_gated=False),
-        _gates_first(tensors[f"{gate_up}_bias"]).contiguous(),
-        tensors[f"{down}_bias"],
-        _gate(config),
-    )
+    """Blocks and scales are uint8. gate_up has gate and up rows alternating."""
+    gate_up, down = (_dequantized(tensors, name, dtype, is_gated=name == config.names[0]) for name in config.names)
+    return _with_biases(config, tensors, gate_up, down)
+
+
+def _with_biases(config: ExpertsConfig, tensors: Tensors, gate_up: Tensor, down: Tensor) -> ExpertWeights:
+    """Add the biases to gate_up [E, 2 I, D] and down [E, D, I]. Gate and up rows of the loaded biases alternate."""
+    gate_up_bias, down_bias = (tensors[f"{name}_bias"] for name in config.names)
+    return ExpertWeights(gate_up, down, _gates_first(gate_up_bias).contiguous(), down_bias, _gate(config))
 
 
 def _dequantized(tensors: Tensors, name: str, dtype: torch.dtype, *, is_gated: bool) -> Tensor:

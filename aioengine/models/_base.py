@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from aioengine.families._tensors import is_ignored
+from aioengine.layers.layer import Layer
 from aioengine.layers.placement import Placement
 from aioengine.quantization.plain import plain
+from aioengine.settings.memory_model import active_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, StepAttention
-    from aioengine.families._config import Task
+    from aioengine.families._config import Task, TransformerConfig
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.linear import Linear
     from aioengine.layers.placement import Target
@@ -28,30 +31,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """How to build a model.
+class ModelOptions(Placement):
+    """How to build a model: the placement of its layers, and the size of its rotary tables.
 
     Attributes:
-        max_positions: tokens of the longest request. Rotary tables have this size.
-        batch_invariant: on a GPU, the results of a token must not depend on the number of other tokens.
-        format_of: see ``Placement``.
+        max_positions: tokens of the longest request.
     """
 
-    dtype: torch.dtype
-    device: torch.device
     max_positions: int
-    batch_invariant: bool = False
     format_of: Callable[[str], LinearFormat] = plain
-
-    @property
-    def placement(self) -> Placement:
-        """The placement of the layers on a single rank."""
-        return Placement(
-            dtype=self.dtype,
-            device=self.device,
-            format_of=self.format_of,
-            batch_invariant=self.batch_invariant,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +196,26 @@ class AdaptableModel(Protocol):
     def linears(self) -> list[tuple[str, Linear]]:
         """Return the linear layers that adapters may change, in order, each with the prefix of its tensor names."""
         ...
+
+
+class TextModel(Layer):
+    """The attributes of ``Model`` that follow from the config."""
+
+    state_shape: StateShape | None = None
+
+    def __init__(self, config: TransformerConfig, options: ModelOptions) -> None:
+        self._config = config
+        self.task = config.task
+        self.dtype = options.dtype
+        self.num_active = active_parameters(config)
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.prefix = config.prefix
+        self.renamed = config.renamed
+
+    def is_ignored(self, name: str) -> bool:
+        """See ``Model``."""
+        return is_ignored(self._config, name)
 
 
 class ModelClass(Protocol):

@@ -12,18 +12,17 @@ import torch
 
 from aioengine.attention._base import AttentionShape
 from aioengine.families._config import Task
-from aioengine.families._tensors import block_tensors, is_ignored
+from aioengine.families._tensors import block_tensors
 from aioengine.layers.embedding import EmbeddingTable
-from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, adaptable_linears
 from aioengine.layers.mixer import BlockStep
 from aioengine.layers.norm import add_to_stream, make_norm
 from aioengine.layers.placement import Placement, Target
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.layers.states import StateShape, StateTensor
-from aioengine.models._base import InputSpec, ModelInputs
+from aioengine.models._base import InputSpec, ModelInputs, TextModel
 from aioengine.models._decoder_block import Block
-from aioengine.settings.memory_model import active_parameters, state_specs
+from aioengine.settings.memory_model import state_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,12 +41,12 @@ def effective_windows(windows: tuple[int | None, ...], max_positions: int) -> tu
     return effective if any(effective) else ()
 
 
-class DecoderModel(Layer):
+class DecoderModel(TextModel):
     """Implements ``models._base.Model``."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
+        super().__init__(config, options)
         self._config = config
-        placement = options.placement
         self.attention_shape = AttentionShape(
             num_layers=sum(not config.keeps_state(layer) for layer in range(config.num_layers)),
             num_heads=config.num_heads,
@@ -57,46 +56,37 @@ class DecoderModel(Layer):
             is_causal=config.is_causal,
             windows=effective_windows(config.windows, options.max_positions),
             soft_cap=config.attention.soft_cap,
-            sinks=tuple(
-                placement.empty(config.num_heads) for _ in range(config.num_layers * config.attention.has_sinks)
-            ),
+            sinks=tuple(options.empty(config.num_heads) for _ in range(config.num_layers * config.attention.has_sinks)),
             value_size=None if config.attention.latent is None else config.attention.latent.rank,
-            expansions=_expansions(config, placement),
+            expansions=_expansions(config, options),
             plain_size=0 if config.attention.latent is None else config.attention.latent.plain_size,
             batch_invariant=options.batch_invariant,
         )
-        self.task = config.task
         is_longer = options.max_positions > config.short_length
         short_length = config.short_length if is_longer else 0
         self.state_shape = None if config.stateful is None else _state_shape(config, options.dtype)
         self.input_spec = InputSpec(short_length=short_length, states=self.state_shape is not None)
-        self.dtype = options.dtype
-        self.num_active = active_parameters(config)
-        self.vocab_size = config.vocab_size
-        self.hidden_size = config.hidden_size
-        self.prefix = config.prefix
-        self.renamed = config.renamed
-        self._embedding = EmbeddingTable(placement.empty(config.vocab_size, config.hidden_size), placement)
+        self._embedding = EmbeddingTable(options.empty(config.vocab_size, config.hidden_size), options)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=options.dtype).item()
         self._positions: EmbeddingTable | None = None
         if config.names.positions:
             num_positions = config.names.first_position + config.max_position_embeddings
-            self._positions = EmbeddingTable(placement.empty(num_positions, config.hidden_size), placement)
+            self._positions = EmbeddingTable(options.empty(num_positions, config.hidden_size), options)
         ropes = list(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers)))
         self._ropes = [_rotary_embedding(rope, config, options, self.input_spec.short_length) for rope in ropes]
         self._blocks: list[Block] = []
         previous_norm: Norm | None = None
         for layer in range(config.num_layers):
             rope = ropes.index(config.rope_of(layer))
-            block = Block(config, layer, self.attention_shape, placement, rope=rope, previous_norm=previous_norm)
+            block = Block(config, layer, self.attention_shape, options, rope=rope, previous_norm=previous_norm)
             self._blocks.append(block)
             previous_norm = block.output_norm
         self._last_norm = previous_norm
         self._block_kinds = _first_of_each_kind(config)
-        self._norm = make_norm(config.norm, config.hidden_size, config.epsilon, placement)
+        self._norm = make_norm(config.norm, config.hidden_size, config.epsilon, options)
         head = config.head
         has_bias = config.head_bias and config.names.head in head
-        self._head = Linear(config.hidden_size, head, placement, bias=has_bias) if head else None
+        self._head = Linear(config.hidden_size, head, options, bias=has_bias) if head else None
         self._logits: Matmul | None = self._head
         names = config.names
         self.parts = (
@@ -118,9 +108,6 @@ class DecoderModel(Layer):
         """Implement ``models._base.AdaptableModel``."""
         blocks = [(self._config.names.block(layer), block) for layer, block in enumerate(self._blocks)]
         return [entry for prefix, block in blocks for entry in adaptable_linears(block, prefix)]
-
-    def is_ignored(self, name: str) -> bool:
-        return is_ignored(self._config, name)
 
     def finish_loading(self) -> None:
         super().finish_loading()

@@ -5,22 +5,20 @@ Shape letters: T tokens, S output tokens, D hidden size, C classes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from aioengine.attention._base import AttentionShape
-from aioengine.families._tensors import is_ignored
 from aioengine.kernels.activation import gelu
 from aioengine.kernels.heads import as_parts, rotate_heads
 from aioengine.layers.embedding import EmbeddingTable
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
+from aioengine.layers.mixer import BlockStep
 from aioengine.layers.norm import LayerNorm
 from aioengine.layers.rope import RotaryEmbedding
-from aioengine.models._base import InputSpec, ModelInputs
-from aioengine.settings.memory_model import active_parameters
+from aioengine.models._base import InputSpec, ModelInputs, TextModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,18 +26,7 @@ if TYPE_CHECKING:
     from aioengine.attention._base import StepAttention
     from aioengine.families._encoders import EncoderConfig, Gelu, HeadConfig
     from aioengine.layers.placement import Placement
-    from aioengine.layers.states import StateShape
     from aioengine.models._base import ModelOptions
-
-    Tables = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderBlockStep:
-    """The arguments of all blocks in a step. ``tables``: rotary tables of layers without and with a window."""
-
-    tables: tuple[Tables, Tables] | None
-    attention: StepAttention
 
 
 class EncoderBlock(Layer):
@@ -70,7 +57,7 @@ class EncoderBlock(Layer):
             *((f"{name}.", norm) for name, norm in zip(config.block_norms, norms, strict=True)),
         )
 
-    def __call__(self, x: Tensor, step: EncoderBlockStep, *, outputs: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, step: BlockStep, *, outputs: Tensor | None) -> Tensor:
         """x [T, D] -> [T, D], or [S, D] with ``outputs`` [S] int64."""
         normed = x if self._attention_norm is None or not self._is_pre_norm else self._attention_norm(x)
         attended = self._attend(normed, step)
@@ -84,13 +71,13 @@ class EncoderBlock(Layer):
         x = self._attention_norm.after(delta, x, keeps_sum=False)
         return self._mlp_norm.after(self._mlp(x), x, keeps_sum=False)
 
-    def _attend(self, x: Tensor, step: EncoderBlockStep) -> Tensor:
+    def _attend(self, x: Tensor, step: BlockStep) -> Tensor:
         """[T, D] -> [T, D]."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
-        if step.tables is None:
-            q, k, v = as_parts(heads, self._num_heads)
-        else:
+        if step.tables:
             q, k, v = rotate_heads(heads, self._num_heads, step.tables[self._is_local])
+        else:
+            q, k, v = as_parts(heads, self._num_heads)
         return step.attention.attend(q, k, v, self._layer)
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -120,14 +107,12 @@ class ClassifierHead(Layer):
         return self._scores(x if self._norm is None else self._norm(x))
 
 
-class EncoderModel(Layer):
+class EncoderModel(TextModel):
     """Implements ``models._base.Model``."""
 
-    state_shape: StateShape | None = None
-
     def __init__(self, config: EncoderConfig, options: ModelOptions) -> None:
+        super().__init__(config, options)
         self._config = config
-        placement = options.placement
         self.attention_shape = AttentionShape(
             num_layers=config.num_layers,
             num_heads=config.num_heads,
@@ -137,18 +122,11 @@ class EncoderModel(Layer):
             is_causal=False,
             windows=config.windows,
         )
-        self.task = config.task
-        self.dtype = options.dtype
-        self.num_active = active_parameters(config)
-        self.vocab_size = config.vocab_size
-        self.hidden_size = config.hidden_size
-        self.prefix = config.prefix
-        self.renamed = config.renamed
         sizes = [(rows, config.hidden_size) for rows in config.embeddings.values()]
-        tables = [EmbeddingTable(placement.empty(*size), placement) for size in sizes]
+        tables = [EmbeddingTable(options.empty(*size), options) for size in sizes]
         self._tokens, self._learned = tables[0], tables[1:]
         self.input_spec = InputSpec(token_types=len(tables) > 2 and tables[2].weight.shape[0] > 1)
-        norms = [LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias) for _ in config.norms]
+        norms = [LayerNorm(config.hidden_size, config.epsilon, options, bias=config.norm_bias) for _ in config.norms]
         self._first_norm, *self._last_norm = norms
         self._ropes: list[RotaryEmbedding] = []
         if config.position_offset is None:
@@ -162,17 +140,14 @@ class EncoderModel(Layer):
                 )
                 for rope in config.ropes
             ]
-        self._blocks = [EncoderBlock(config, placement, layer) for layer in range(config.num_layers)]
-        self._head = None if config.head is None else ClassifierHead(config.head, config, placement)
+        self._blocks = [EncoderBlock(config, options, layer) for layer in range(config.num_layers)]
+        self._head = None if config.head is None else ClassifierHead(config.head, config, options)
         named = [*zip(config.embeddings, tables, strict=True), *zip(config.norms, norms, strict=True)]
         self.parts = (
             *((f"{config.prefix}{name}.", part) for name, part in named),
             *((f"{config.prefix}{config.blocks}.{layer}.", block) for layer, block in enumerate(self._blocks)),
             ("", self._head),
         )
-
-    def is_ignored(self, name: str) -> bool:
-        return is_ignored(self._config, name)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids -> token embeddings [T, D], without position and token type embeddings."""
@@ -188,7 +163,7 @@ class EncoderModel(Layer):
         if self._learned:
             x = x + self._position_embeddings(inputs)
         x = self._first_norm(x)
-        step = EncoderBlockStep(self._tables(inputs.positions), attention)
+        step = self._step(inputs.positions, attention)
         for layer, block in enumerate(self._blocks):
             x = block(x, step, outputs=inputs.outputs if layer == len(self._blocks) - 1 else None)
         return self._last_norm[0](x) if self._last_norm else x
@@ -196,7 +171,7 @@ class EncoderModel(Layer):
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
         x = self._tokens.weight.new_zeros(num_tokens, self.hidden_size)
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=x.device)
-        self._blocks[-1](x, EncoderBlockStep(self._tables(positions), attention), outputs=None)
+        self._blocks[-1](x, self._step(positions, attention), outputs=None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Pooled [S, D] -> scores [S, C] of a classifier. Without a head, return ``hidden``."""
@@ -209,9 +184,6 @@ class EncoderModel(Layer):
         embeddings = positions(inputs.positions + offset if offset else inputs.positions)
         return embeddings + (types.weight[0] if inputs.token_types is None else types(inputs.token_types))
 
-    def _tables(self, positions: Tensor) -> tuple[Tables, Tables] | None:
-        """positions [T] -> rotary tables of layers without and with a window; None with learned positions."""
-        if not self._ropes:
-            return None
-        full, local = self._ropes
-        return full.tables(positions), local.tables(positions)
+    def _step(self, positions: Tensor, attention: StepAttention) -> BlockStep:
+        """Return the arguments of the blocks: rotary tables of layers without and with a window. positions: [T]."""
+        return BlockStep([rope.tables(positions) for rope in self._ropes], attention)

@@ -120,7 +120,7 @@ class TransformersModel:
             self._try()
         if self._tables != own_positions:
             refuse(self._step.model_type, "it looks up position 0 at another place of its table than at the first")
-        swaps = Swaps(self._model, calls, self._step, options.placement)
+        swaps = Swaps(self._model, calls, self._step, options)
         try:
             self._try()
         except ValueError as error:
@@ -224,14 +224,15 @@ class TransformersModel:
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """Return [T, D], or [S, D] with ``inputs.outputs``. See ``Model.forward``."""
-        step = self._step
-        step.attention, step.adapters, step.outputs = attention, inputs.adapters, inputs.outputs
+        step, outputs = self._step, inputs.outputs
+        selects = outputs is not None and len(outputs) < len(inputs.positions)
+        step.attention, step.adapters, step.outputs = attention, inputs.adapters, outputs if selects else None
         try:
             hidden = self._run(inputs.token_ids, inputs.embeddings, inputs.positions)
         finally:
             step.attention = step.adapters = step.outputs = None
             step.is_past_attention = False
-        return hidden if inputs.outputs is None else hidden.index_select(0, inputs.outputs)
+        return hidden if outputs is None else hidden.index_select(0, outputs)
 
     def _run(self, token_ids: Tensor | None, embeddings: Tensor | None, positions: Tensor) -> Tensor:
         """token_ids [T] or embeddings [T, D], and positions [T] -> hidden states [T, D]."""

@@ -63,7 +63,7 @@ class PackedStep:
         max_positions: tokens of the longest request.
         attention: prepared for the step; None between steps.
         adapters: the rows by adapter; None if no row has an adapter.
-        outputs: [S] int64, the output tokens; None for all.
+        outputs: [S] int64, the output tokens if there are other tokens, else None.
         is_past_attention: the last layer has attended, so tokens no longer depend on each other.
         layers: how the layers attend, in the order of their calls. Filled by a trial run.
         last_layer: the run ends with ``StopError`` after this layer; None to run all layers.
@@ -78,19 +78,25 @@ class PackedStep:
     layers: list[FoundLayer] = field(default_factory=list["FoundLayer"])
     last_layer: int | None = None
 
-    def compute_outputs(self, compute: Callable[[Tensor, Grouping | None], Tensor], x: Tensor) -> Tensor:
-        """Apply ``compute``, which takes tokens [N, D] and their adapters, to x: [1, T, D] -> [1, T, O].
+    @property
+    def selected(self) -> Tensor | None:
+        """The output tokens [S] after the last attention, since no other tokens are needed; None for all tokens."""
+        return self.outputs if self.is_past_attention else None
 
-        After the last attention, only the output tokens are computed. The other tokens get zeros.
-        """
-        rows, adapters = x.reshape(-1, x.shape[-1]), self.adapters
-        outputs = self.outputs if self.is_past_attention else None
-        if outputs is None or len(outputs) >= len(rows):
-            y = compute(rows, None if adapters is None else adapters.tokens)
-        else:
-            results = compute(rows.index_select(0, outputs), None if adapters is None else adapters.outputs)
-            y = results.new_zeros(len(rows), results.shape[1]).index_copy_(0, outputs, results)
-        return y.view(*x.shape[:-1], -1)
+    def compute_selected(self, compute: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        """Apply ``compute`` to the selected rows of tensors [T, ...]: -> [T, O]. The other rows are zeros."""
+        if (selected := self.selected) is None:
+            return compute(*rows)
+        results = compute(*(tensor.index_select(0, selected) for tensor in rows))
+        return results.new_zeros(len(rows[0]), results.shape[1]).index_copy_(0, selected, results)
+
+    def compute_tokens(self, compute: Callable[[Tensor, Grouping | None], Tensor], x: Tensor) -> Tensor:
+        """Apply ``compute``, which takes tokens [N, D] and their adapters, to x: [1, T, D] -> [1, T, O]."""
+        grouping: Grouping | None = None
+        if self.adapters is not None:
+            grouping = self.adapters.tokens if self.selected is None else self.adapters.outputs
+        rows = x.reshape(-1, x.shape[-1])
+        return self.compute_selected(lambda tokens: compute(tokens, grouping), rows).view(*x.shape[:-1], -1)
 
 
 class FoundLayer(NamedTuple):

@@ -142,7 +142,7 @@ class _LinearGroup:
     def compute_one(self, index: int, x: Tensor) -> Tensor:
         """x [1, T, D] -> output of one layer [1, T, O]. Outputs of the other layers are kept for their calls."""
         if x is not self._input or index not in self._results:
-            y = self._step.compute_outputs(self.compute, x)
+            y = self._step.compute_tokens(self.compute, x)
             self._input, self._results = x, dict(enumerate(y.split([*self.layer.sizes.values()], dim=-1)))
         result = self._results.pop(index)
         if not self._results:
@@ -172,7 +172,7 @@ class Swaps(Layer):
             _use_rotation_kernel(layer.module)
         for module, of_module in calls.items():
             if type(module).__name__.endswith("Experts") and all(map(_is_routed, of_module)):
-                module.forward = partial(_compute_routed, module.forward, step)
+                module.forward = partial(step.compute_selected, module.forward)
         self._swap_parts("", model)
 
     def _swap_parts(self, prefix: str, parent: nn.Module) -> None:
@@ -224,7 +224,7 @@ class Swaps(Layer):
             return None
         gates = self._group(prefix, first, is_gated=activation == "silu")
         compute = partial(_compute_mlp, gates, self._group(prefix, second), activation)
-        return _Function(partial(self._step.compute_outputs, compute))
+        return _Function(partial(self._step.compute_tokens, compute))
 
     def _group(self, prefix: str, modules: dict[str, nn.Linear], *, is_gated: bool = False) -> _LinearGroup:
         group = _LinearGroup(prefix, modules, self._step, self._placement, is_gated=is_gated)
@@ -349,18 +349,6 @@ def _is_routed(call: ModuleCall) -> bool:
     tensors = [value for value in (call.result, *call.args) if isinstance(value, torch.Tensor)]
     has_rows = all(tensor.shape[:1] == (NUM_TRIED,) for tensor in tensors) and len(tensors) == 1 + len(call.args) > 2
     return has_rows and not call.kwargs and tensors[0].shape == tensors[1].shape
-
-
-def _compute_routed(compute: Callable[..., Tensor], step: PackedStep, *rows: Tensor) -> Tensor:
-    """Let experts compute only output tokens after the last attention. The other tokens get zeros.
-
-    rows: tokens [T, D] and their routing [T, ...] -> [T, D].
-    """
-    outputs = step.outputs if step.is_past_attention else None
-    if outputs is None or len(outputs) >= len(rows[0]):
-        return compute(*rows)
-    results = compute(*(tensor.index_select(0, outputs) for tensor in rows))
-    return results.new_zeros(rows[0].shape).index_copy_(0, outputs, results)
 
 
 class _Rotation:

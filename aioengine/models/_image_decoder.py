@@ -5,7 +5,7 @@ Shape letters: N image tokens, D hidden size, K DeepStack layers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModel
@@ -19,10 +19,9 @@ from aioengine.models._decoder import DecoderModel
 from aioengine.models._image_pixels import looked_up, resized
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
-    from transformers import PreTrainedConfig
 
     from aioengine.families._vision import VisionConfig
     from aioengine.models._base import ModelOptions
@@ -101,20 +100,7 @@ def to_device(array: Tensor, device: torch.device) -> Tensor:
     return (array if array.is_pinned() else array.pin_memory()).to(device, non_blocking=True)
 
 
-class _Tower(Protocol):
-    """The parts of a transformers model that we use."""
-
-    config: PreTrainedConfig
-    visual: Any
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over names and values [...] of the weights."""
-        ...
-
-    def get_image_features(self, **arrays: object) -> Any: ...
-
-
-def _tower(raw: Mapping[str, object], options: ModelOptions) -> _Tower:
+def _tower(raw: Mapping[str, object], options: ModelOptions) -> Any:
     """Build the transformers model without its text model. The weights are uninitialized."""
     fields = {name: value for name, value in raw.items() if name not in ("model_type", "architectures")}
     config = AutoConfig.for_model(str(raw["model_type"]), **fields)
@@ -125,5 +111,4 @@ def _tower(raw: Mapping[str, object], options: ModelOptions) -> _Tower:
     for name in _TEXT_PARTS:
         if hasattr(model, name):
             delattr(model, name)
-    tower: _Tower = model.requires_grad_(False).eval()
-    return tower
+    return model.requires_grad_(False).eval()
