@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.kernels import linear
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.triton import launcher
 
@@ -20,9 +19,8 @@ if TYPE_CHECKING:
     from aioengine.kernels.linear import Matmul
 
 
-def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Matmul:
-    """Return a callable [T, I] -> [T, O] for weight [2 O, I] and bias [2 O]; see ``linear.prepare``."""
-    matmul = linear.prepare(weight, bias, batch_invariant=batch_invariant)
+def prepare(matmul: Matmul, weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Matmul:
+    """Return a callable [T, I] -> [T, O] for weight [2 O, I] and bias [2 O]. matmul: their ``linear.prepare``."""
 
     def separate(x: Tensor) -> Tensor:
         """[T, I] -> [T, O] in two kernels."""

@@ -12,6 +12,7 @@ import torch
 
 from aioengine.layers.layer import Layer
 from aioengine.layers.placement import Slice, Target, Units, rank_ranges
+from aioengine.quantization._base import LinearSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import Grouping, LayerAdapters
     from aioengine.layers.placement import Placement
-    from aioengine.quantization._base import Axis, LinearFormat, Tensors
+    from aioengine.quantization._base import Axis, LinearFormat, Prepared, Tensors
 
 
 class Stored(NamedTuple):
@@ -84,16 +85,24 @@ class Linear(Layer):
             in_features = sum(stop - start for start, stop in ranges)
         self.in_features = in_features
         self.sizes = sizes
-        self._has_bias = bias
         self.is_gated = is_gated
         self.stored = stored
-        self._placement = placement
+        self._format_of = placement.format_of
+        self._spec = LinearSpec(
+            in_features,
+            tuple(sizes.values()),
+            bias,
+            placement.dtype,
+            placement.device,
+            is_gated=is_gated,
+            batch_invariant=placement.batch_invariant,
+        )
         self._format: LinearFormat  # ``weights`` chooses it, and allocates the tensors
-        self._tensors: Tensors = {}
+        self._tensors: Tensors = {}  # while the layer is open for loading
         self._is_open = True
+        self._prepared: Prepared | None = None
         self._matmul: Matmul | None = None
         self._adapters: LayerAdapters | None = None
-        self._ungated: Matmul | None = None
 
     def weights(self, prefix: str = "") -> dict[str, Target]:
         """Map names to views of the fused tensors. The first call allocates them, in the format for the layer's name.
@@ -103,22 +112,18 @@ class Linear(Layer):
         """
         if not self._tensors:
             names = [f"{prefix}{part}" for part in self.sizes]
-            self._format, *others = map(self._placement.format_of, names)
+            self._format, *others = map(self._format_of, names)
             if any(other is not self._format for other in others):
                 raise ValueError(f"{', '.join(names)} are one layer here, but their checkpoint has several formats")
-            sizes, dtype, device = [*self.sizes.values()], self._placement.dtype, self._placement.device
-            self._tensors = self._format.empty(
-                self.in_features, sizes, has_bias=self._has_bias, dtype=dtype, device=device
-            )
+            self._tensors = self._format.empty(self._spec)
         return super().weights(prefix)
 
     def tensors(self) -> dict[str, Target]:
         assert self._is_open, "the layer is not open for loading"
-        sizes = list(self.sizes.values())
         return {
             f"{part}.{name}": Target(self._as_stored(piece), self._source(part, name, piece))
             for name, tensor in self._tensors.items()
-            for part, piece in zip(self.sizes, self._format.split(name, tensor, sizes), strict=True)
+            for part, piece in zip(self.sizes, self._format.split(self._spec, name, tensor), strict=True)
         }
 
     def _as_stored(self, piece: Tensor) -> Tensor:
@@ -139,12 +144,16 @@ class Linear(Layer):
 
     def _source(self, part: str, name: str, piece: Tensor) -> Slice | None:
         """Return the part of a checkpoint tensor that this rank loads into ``piece`` [...]; None for all of it."""
-        dim = None if self._divided is None else self._format.dim_of(name, self._divided)
-        if dim is None:
+        place = None if self._divided is None else self._format.dim_of(name, self._divided)
+        if place is None:
             return None
+        dim, unit = place
+        if any(bound % unit for pair in self._ranges[part] for bound in pair):
+            raise ValueError(f"{part}.{name} cannot be divided among ranks: an entry has {unit} {self._divided}")
+        ranges = tuple((start // unit, stop // unit) for start, stop in self._ranges[part])
         if self.stored.is_transposed and piece.dim() == 2:
             dim = 1 - dim
-        return Slice(dim, tuple(self._ranges[part]), self._totals[part])
+        return Slice(dim, ranges, self._totals[part] // unit)
 
     def finish_loading(self) -> None:
         """Prepare the matmul, and free the tensors that it does not read."""
@@ -154,33 +163,23 @@ class Linear(Layer):
             self._reorder(self._order)
         if self._divided == "inputs" and self._shard.rank and "bias" in self._tensors:
             self._tensors["bias"].zero_()  # only rank 0 adds the bias to the sum over the ranks
-        if self._matmul is None:
-            self._matmul, self._tensors = self._format.prepare(
-                self._tensors, is_gated=self.is_gated, batch_invariant=self._placement.batch_invariant
-            )
-            self._prepare_ungated()
+        if self._prepared is None:
+            self._prepared = self._format.prepare(self._spec, self._tensors)
+            self._matmul = self._prepared.gated or self._prepared.matmul
+        self._tensors = {}
 
     def _reorder(self, order: Tensor) -> None:
         """Reorder the outputs of all tensors in place. ``order``: [O]."""
         for name, tensor in self._tensors.items():
-            if (dim := self._format.dim_of(name, "outputs")) is not None:
+            if (place := self._format.dim_of(name, "outputs")) is not None:
+                dim, unit = place
+                if unit > 1:
+                    names = ", ".join(self.sizes)
+                    raise ValueError(f"{names}: the outputs of {name} are packed and cannot be reordered")
                 tensor.copy_(tensor.index_select(dim, order))
 
     def use_adapters(self, adapters: LayerAdapters) -> None:
-        """Set the adapters. Call it after the weights are loaded."""
         self._adapters = adapters
-        self._prepare_ungated()
-
-    def _prepare_ungated(self) -> None:
-        """Prepare the matmul for rows with adapters. It does not apply the gates of a gated layer."""
-        if self._adapters is None:
-            return
-        self._ungated = self._matmul
-        if self.is_gated:
-            prepared = self._format.prepare(
-                self._tensors, is_gated=False, batch_invariant=self._placement.batch_invariant
-            )
-            self._ungated = prepared.matmul
 
     def open_for_loading(self) -> None:
         """Make ``weights`` valid again. Its tensors have the current values.
@@ -188,18 +187,19 @@ class Linear(Layer):
         A matmul that reads these tensors directly is kept. Otherwise ``finish_loading`` prepares a new one.
         """
         assert not self._is_open, "the layer is open for loading already"
+        assert self._prepared is not None
         self._is_open = True
-        prepared, self._tensors = self._tensors, self._format.restore(self._tensors)
+        self._tensors = self._prepared.restore()
         if self._order is not None:
             self._reorder(self._order.argsort())
-        if any(self._tensors.get(name) is not tensor for name, tensor in prepared.items()):
-            self._matmul = None
+        if not self._prepared.is_in_place:
+            self._prepared = self._matmul = None
 
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
         """[T, D] -> [T, O], or [T, O / 2] if the layer is gated. ``rows``: by adapter; None without adapters."""
         if rows is not None and self._adapters is not None:
-            assert self._ungated is not None, "finish_loading was not called"
-            return self._adapters.add(self._ungated, x, rows)
+            assert self._prepared is not None, "finish_loading was not called"
+            return self._adapters.add(self._prepared.matmul, x, rows)
         assert self._matmul is not None, "finish_loading was not called"
         return self._matmul(x)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+import torch
 
-    import torch
+from aioengine.kernels.activation import activate_and_mul
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import Tensor
 
     from aioengine.kernels.linear import Matmul
@@ -21,45 +24,69 @@ Axis = Literal["inputs", "outputs"]
 
 
 class Prepared(NamedTuple):
-    """A layer after loading: its matmul, and the tensors that the matmul reads."""
+    """A layer after loading.
+
+    Attributes:
+        matmul: [T, D] -> [T, O].
+        restore: returns tensors in the form of ``LinearFormat.empty`` with the current values, to load some or all
+            again.
+        gated: for a gated layer, [T, D] -> silu(first half of the outputs) * (second half), [T, O / 2].
+        is_in_place: ``restore`` returns the tensors that ``matmul`` reads, so loading changes its results, and their
+            addresses in CUDA graphs stay valid. Otherwise the layer must be prepared again.
+    """
 
     matmul: Matmul
-    tensors: Tensors
+    restore: Callable[[], Tensors]
+    gated: Matmul | None = None
+    is_in_place: bool = False
+
+
+class LinearSpec(NamedTuple):
+    """A linear layer, which may fuse several layers of the checkpoint, such as query, key and value.
+
+    Attributes:
+        in_features: D.
+        sizes: the output sizes of the fused layers. O is the sum.
+        dtype: of the activations.
+        is_gated: the layer needs ``Prepared.gated``.
+        batch_invariant: on a GPU, the result for a row must not depend on the number of rows.
+    """
+
+    in_features: int
+    sizes: tuple[int, ...]
+    has_bias: bool
+    dtype: torch.dtype
+    device: torch.device
+    is_gated: bool = False
+    batch_invariant: bool = False
+
+    def empty_bias(self) -> Tensors:
+        """Return the uninitialized bias [O] as the entry of its name; {} without a bias."""
+        return {"bias": torch.empty(sum(self.sizes), dtype=self.dtype, device=self.device)} if self.has_bias else {}
+
+    def prepared(self, matmul: Matmul, restore: Callable[[], Tensors]) -> Prepared:
+        """Return a layer without a fused kernel for its gates."""
+        return Prepared(matmul, restore, (lambda x: activate_and_mul(matmul(x), "silu")) if self.is_gated else None)
 
 
 class LinearFormat(Protocol):
-    """The tensors of a linear layer, their preparation after loading, and the matmul.
+    """The tensors of a linear layer, their preparation after loading, and the matmul. One object serves all layers."""
 
-    One object serves all layers. A layer may fuse several layers of the checkpoint, such as query, key and
-    value: ``sizes`` are their output sizes, and O is the sum.
-    """
-
-    def empty(
-        self, in_features: int, sizes: Sequence[int], *, has_bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> Tensors:
-        """Allocate the tensors to load into, uninitialized. ``dtype``: of the activations."""
+    def empty(self, layer: LinearSpec) -> Tensors:
+        """Allocate the tensors to load into, uninitialized."""
         ...
 
-    def split(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        """Split ``tensor`` [O, ...], called ``name``, into a view for each fused layer of the checkpoint."""
+    def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
+        """Split ``tensor`` [...], called ``name``, into a view for each fused layer of the checkpoint."""
         ...
 
-    def dim_of(self, name: str, axis: Axis) -> int | None:
-        """Return the dimension of the tensor ``name`` that belongs to ``axis``. None: the tensor has none."""
-        ...
+    def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:
+        """Return the dimension of the tensor ``name`` that belongs to ``axis``, and the inputs or outputs per entry.
 
-    def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
-        """Make the matmul [T, D] -> [T, O] from loaded tensors. Tensors that it does not read are dropped.
-
-        ``is_gated``: the first half of the outputs are gates; the result is silu(gates) * (second half), [T, O / 2].
-        ``batch_invariant``: on a GPU, the result for a row must not depend on the number of rows.
+        None: the tensor has no such dimension.
         """
         ...
 
-    def restore(self, tensors: Tensors) -> Tensors:
-        """Convert ``Prepared.tensors`` back to the form of ``empty``, so that some or all can be loaded again.
-
-        If ``prepare`` kept the loaded tensors unchanged, return the same tensors. Loading then overwrites them in
-        place, so their addresses in CUDA graphs stay valid.
-        """
+    def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
+        """Make the matmul from loaded tensors, and keep only the tensors that it reads."""
         ...

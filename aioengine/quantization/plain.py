@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.kernels import gated_linear, linear
-from aioengine.quantization._base import Prepared, Tensors
+from aioengine.quantization._base import LinearSpec, Prepared, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,32 +20,29 @@ if TYPE_CHECKING:
 class PlainFormat:
     """Implements ``LinearFormat``. On a CPU the weight is packed for oneDNN, and the unpacked one is dropped."""
 
-    def empty(
-        self, in_features: int, sizes: Sequence[int], *, has_bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> Tensors:
-        out_features = sum(sizes)
-        tensors = {"weight": torch.empty(out_features, in_features, dtype=dtype, device=device)}
-        if has_bias:
-            tensors["bias"] = torch.empty(out_features, dtype=dtype, device=device)
-        return tensors
+    def empty(self, layer: LinearSpec) -> Tensors:
+        shape = sum(layer.sizes), layer.in_features
+        return {"weight": torch.empty(shape, dtype=layer.dtype, device=layer.device), **layer.empty_bias()}
 
-    def split(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Views [size, ...] of weight [O, D] or bias [O]."""
-        return tensor.split(list(sizes))
+        return tensor.split(layer.sizes)
 
-    def dim_of(self, name: str, axis: Axis) -> int | None:
+    def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:
         if axis == "outputs":
-            return 0
-        return 1 if name == "weight" else None
+            return 0, 1
+        return (1, 1) if name == "weight" else None
 
-    def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
+    def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
         bias = tensors.get("bias")
         weight = linear.pack(tensors["weight"], has_bias=bias is not None)
-        prepare = gated_linear.prepare if is_gated else linear.prepare
-        return Prepared(prepare(weight, bias, batch_invariant=batch_invariant), {**tensors, "weight": weight})
-
-    def restore(self, tensors: Tensors) -> Tensors:
-        return {**tensors, "weight": linear.unpack(tensors["weight"])}
+        matmul = linear.prepare(weight, bias, batch_invariant=layer.batch_invariant)
+        gated = None
+        if layer.is_gated:
+            gated = gated_linear.prepare(matmul, weight, bias, batch_invariant=layer.batch_invariant)
+        is_in_place = not linear.packs(layer.dtype, layer.device)
+        others = {} if bias is None else {"bias": bias}
+        return Prepared(matmul, lambda: {"weight": linear.unpack(weight), **others}, gated, is_in_place=is_in_place)
 
 
 PLAIN = PlainFormat()

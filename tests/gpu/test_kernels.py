@@ -129,7 +129,7 @@ def test_matrix_with_few_vectors(size: int, num_outputs: int, has_bias: bool) ->
 )
 def test_gated_product(size: int, num_outputs: int, dtype: torch.dtype) -> None:
     weight = random(2 * num_outputs, size, dtype=dtype) * 0.1
-    matmul = gated_linear.prepare(weight, None)
+    matmul = gated_linear.prepare(linear.prepare(weight, None), weight, None)
     for num_rows in (1, 2, 16, 17, 33, 64, 65, 80, 81, 96, 97, 128, 129):
         x = random(num_rows, size, dtype=dtype)
         expected = in_torch(activate_and_mul, functional.linear(x.double(), weight.double()), "silu")

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from aioengine.families._block_config import Activation
-from aioengine.kernels import activation, gated_linear
+from aioengine.kernels import activation, gated_linear, linear
 from tests.compute.interpreted import run_interpreted
 
 PROGRAM = """
@@ -69,7 +69,7 @@ def test_matmul_matches_the_reference(has_bias: bool) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(24, 16), torch.randn(5, 16)
     bias = torch.randn(24) if has_bias else None
-    matmul = gated_linear.prepare(weight.clone(), bias)
+    matmul = gated_linear.prepare(linear.prepare(weight.clone(), bias), weight.clone(), bias)
     torch.testing.assert_close(matmul(x), activation.activate_and_mul(functional.linear(x, weight, bias), "silu"))
 
 

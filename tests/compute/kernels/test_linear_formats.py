@@ -17,14 +17,12 @@ from aioengine.families._block_config import LinearShape, TensorSpec, TensorSpec
 from aioengine.families._experts import ExpertsConfig, SharedConfig
 from aioengine.families._tensors import adaptable_layers, checkpoint_tensors, expert_tensors, plain_tensors
 from aioengine.families.llama import LlamaFamily
-from aioengine.kernels.activation import activate_and_mul
-from aioengine.kernels.linear import Matmul
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.linear import Linear, Stored
 from aioengine.layers.placement import Placement, Shard, Units, rank_ranges
 from aioengine.model_files.checkpoint import check_entries, read_headers
 from aioengine.models._base import Model, ModelOptions
-from aioengine.quantization._base import Axis, LinearFormat, Prepared, Tensors
+from aioengine.quantization._base import Axis, LinearFormat, LinearSpec, Prepared, Tensors
 from aioengine.quantization.plain import PLAIN, plain
 from aioengine.runner import weights
 from aioengine.runner.weight_reading import read_all
@@ -41,58 +39,47 @@ IS_LINEAR = ("proj.weight", "lm_head.weight")
 class Int8Format:
     """Weight [O, D] in int8 with a scale [O] per output, dequantized in each call."""
 
-    def empty(
-        self, in_features: int, sizes: Sequence[int], *, has_bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> Tensors:
-        tensors = {
-            "weight": torch.empty(sum(sizes), in_features, dtype=torch.int8, device=device),
-            "weight_scale": torch.empty(sum(sizes), dtype=torch.float32, device=device),
-        }
-        return tensors | ({"bias": torch.empty(sum(sizes), dtype=dtype, device=device)} if has_bias else {})
+    def empty(self, layer: LinearSpec) -> Tensors:
+        num_outputs = sum(layer.sizes)
+        weight = torch.empty(num_outputs, layer.in_features, dtype=torch.int8, device=layer.device)
+        scale = torch.empty(num_outputs, dtype=torch.float32, device=layer.device)
+        return {"weight": weight, "weight_scale": scale, **layer.empty_bias()}
 
-    def split(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        return tensor.split(list(sizes))
+    def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
+        return tensor.split(layer.sizes)
 
-    def dim_of(self, name: str, axis: Axis) -> int | None:
+    def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:
         return PLAIN.dim_of(name, axis)
 
-    def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
+    def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
         def matmul(x: Tensor) -> Tensor:
             weight = tensors["weight"].to(x.dtype) * tensors["weight_scale"].to(x.dtype).unsqueeze(1)
             return functional.linear(x, weight, tensors.get("bias"))
 
-        return Prepared(gated(matmul) if is_gated else matmul, tensors)
-
-    def restore(self, tensors: Tensors) -> Tensors:
-        return tensors
+        return layer.prepared(matmul, lambda: tensors)._replace(is_in_place=True)
 
 
 class TransposedFormat:
     """Weight [D, O], split along its last dimension. The matmul reads a copy multiplied by 2."""
 
-    def empty(
-        self, in_features: int, sizes: Sequence[int], *, has_bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> Tensors:
-        tensors = {"weight": torch.empty(in_features, sum(sizes), dtype=dtype, device=device)}
-        return tensors | ({"bias": torch.empty(sum(sizes), dtype=dtype, device=device)} if has_bias else {})
+    def empty(self, layer: LinearSpec) -> Tensors:
+        shape = layer.in_features, sum(layer.sizes)
+        return {"weight": torch.empty(shape, dtype=layer.dtype, device=layer.device), **layer.empty_bias()}
 
-    def split(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        return tensor.split(list(sizes), dim=-1)
+    def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
+        return tensor.split(layer.sizes, dim=-1)
 
-    def dim_of(self, name: str, axis: Axis) -> int | None:
-        dim = PLAIN.dim_of(name, axis)
-        return 1 - dim if name == "weight" and dim is not None else dim
+    def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:
+        place = PLAIN.dim_of(name, axis)
+        return (1 - place[0], 1) if name == "weight" and place is not None else place
 
-    def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
+    def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
         doubled, bias = tensors["weight"] * 2, tensors.get("bias")
 
         def matmul(x: Tensor) -> Tensor:
             return x @ doubled * 0.5 if bias is None else x @ doubled * 0.5 + bias
 
-        return Prepared(gated(matmul) if is_gated else matmul, {**tensors, "weight": doubled})
-
-    def restore(self, tensors: Tensors) -> Tensors:
-        return {**tensors, "weight": tensors["weight"] / 2}
+        return layer.prepared(matmul, lambda: {**tensors, "weight": doubled / 2})
 
 
 def int8_tensors(linear: LinearShape) -> TensorSpecs:
@@ -101,10 +88,6 @@ def int8_tensors(linear: LinearShape) -> TensorSpecs:
     if linear.name != "lm_head":
         specs |= {"weight": specs["weight"]._replace(dtype="I8"), "weight_scale": TensorSpec((linear.outputs,))}
     return specs
-
-
-def gated(matmul: Matmul) -> Matmul:
-    return lambda x: activate_and_mul(matmul(x), "silu")
 
 
 def quantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -266,13 +249,13 @@ def test_reopened_layer_keeps_matmul_and_tensors() -> None:
     """CUDA graphs contain their addresses."""
     int8 = Int8Format()
     layer = Linear(16, {"a": 8}, Placement(dtype=torch.float32, device=CPU, format_of=lambda name: int8))
-    layer.weights()
+    weight = layer.weights()["a.weight"].tensor
     layer.finish_loading()
-    matmul, weight = layer._matmul, layer._tensors["weight"]
+    matmul = layer._matmul
     layer.open_for_loading()
+    assert layer.weights()["a.weight"].tensor.data_ptr() == weight.data_ptr()
     layer.finish_loading()
     assert layer._matmul is matmul
-    assert layer._tensors["weight"] is weight
 
 
 @pytest.mark.parametrize("linear_format", [PLAIN, TransposedFormat()])
