@@ -104,12 +104,12 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
     num_threads = torch.get_num_threads()
     if not packs(weight.dtype, weight.device):
         counts = independent_rows(out_features, in_features, weight.dtype, num_threads)
-        return _in_pieces(_plain(weight, bias), tuple(counts) or (1,))
+        return in_pieces(_plain(weight, bias), tuple(counts) or (1,))
     packing = choose_packing(out_features, in_features, weight.dtype, num_threads, has_bias=bias is not None)
     if packing.dtype == weight.dtype:
-        return _in_pieces(_packed(weight, bias, packing.for_rows), packing.counts)
+        return in_pieces(_packed(weight, bias, packing.for_rows), packing.counts)
     wide_bias = None if bias is None else bias.to(packing.dtype)
-    wide = _in_pieces(_packed(unpack(weight).to(packing.dtype), wide_bias, packing.for_rows), packing.counts)
+    wide = in_pieces(_packed(unpack(weight).to(packing.dtype), wide_bias, packing.for_rows), packing.counts)
     return lambda x: wide(x.to(packing.dtype)).to(x.dtype)
 
 
@@ -318,7 +318,7 @@ def _invariant(weight: Tensor, bias: Tensor | None) -> Matmul:
     return lambda x: invariant_matmul(x.contiguous(), weight, bias)
 
 
-def _in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
+def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
     """Wrap ``matmul`` so that it only sees the row counts in ``counts`` (ascending): pads or splits the rows."""
     most = counts[-1]
     sizes = [_first_piece(num_rows, counts) for num_rows in range(most + 1)]

@@ -105,7 +105,7 @@ def test_rows_are_padded_or_split_to_usable_row_counts() -> None:
         seen.append(x.shape[0])
         return x * 2
 
-    in_pieces = linear._in_pieces(matmul, (4, 8, 32, 96))
+    in_pieces = linear.in_pieces(matmul, (4, 8, 32, 96))
     for num_rows, expected in {
         1: [4], 5: [8], 8: [8], 9: [32], 33: [32, 4], 60: [32, 32], 70: [96], 96: [96], 97: [96, 4],
         250: [96, 96, 32, 32],
@@ -195,7 +195,7 @@ def test_rows_are_multiplied_one_by_one_if_no_row_counts_agree(monkeypatch: pyte
     rows = linear.independent_rows.__wrapped__(48, 100, torch.float32, 1)
     assert not rows
     weight, x = torch.eye(4), torch.randn(5, 4)
-    assert torch.equal(linear._in_pieces(prepare(weight), tuple(rows) or (1,))(x), x)
+    assert torch.equal(linear.in_pieces(prepare(weight), tuple(rows) or (1,))(x), x)
 
 
 def test_rows_beyond_the_tried_counts_are_split() -> None:
@@ -205,7 +205,7 @@ def test_rows_beyond_the_tried_counts_are_split() -> None:
         seen.append(x.shape[0])
         return x * 2
 
-    in_rows = linear._in_pieces(matmul, tuple(range(3, 65)))
+    in_rows = linear.in_pieces(matmul, tuple(range(3, 65)))
     for num_rows, expected in {1: [3], 3: [3], 64: [64], 65: [64, 3], 140: [64, 64, 12]}.items():
         seen.clear()
         x = torch.arange(num_rows, dtype=torch.float32).unsqueeze(1)

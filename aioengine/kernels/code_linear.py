@@ -1,0 +1,184 @@
+"""Matmul with weights of 4 or 8 bits per number (``Codes``): x [T, D] -> [T, O].
+
+On a CPU, torch's kernels multiply 4-bit codes in groups of 32, 64, 128 or 256 inputs, and int8 numbers with a scale per
+output. Both give a row the same bits for every T. Fp8 weights are converted to the dtype of x once, and other weights
+for each product.
+
+On a GPU, up to 64 rows use our own kernel, which reads the weight at the rate of memory. For more rows the weight is
+dequantized first. An fp8 weight with a scale per output is then multiplied by fp8 inputs, which have a scale per row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from aioengine.kernels import linear
+from aioengine.kernels.codes import Codes
+from aioengine.kernels.triton import launcher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from aioengine.kernels.linear import Matmul
+
+GROUP_SIZES: Final = (256, 128, 64, 32)
+"""Group sizes of torch's kernel for 4-bit codes on a CPU."""
+FP8: Final = torch.float8_e4m3fn
+MAX_FP8: Final = 448.0
+
+
+class PreparedCodes(NamedTuple):
+    """A product [T, D] -> [T, O], and a function that returns its codes."""
+
+    matmul: Matmul
+    restore: Callable[[], Codes]
+
+
+def reference(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
+    """Compute x [T, D], codes [O, D], bias [O] -> [T, O] in torch."""
+    return functional.linear(x, codes.dequantized(x.dtype), bias)
+
+
+def prepare(codes: Codes, bias: Tensor | None, dtype: torch.dtype, *, batch_invariant: bool = False) -> PreparedCodes:
+    """Prepare the product with codes [O, D] and bias [O]. dtype: of the inputs.
+
+    batch_invariant: on a GPU, the result for a row must not depend on the number of rows.
+    """
+    if launcher.serves(codes.packed):
+        return PreparedCodes(_OnDevice(codes, bias, batch_invariant=batch_invariant), lambda: codes)
+    if codes.packed.device.type != "cpu":
+        return PreparedCodes(lambda x: reference(x, codes, bias), lambda: codes)
+    if codes.packed.dtype == FP8:
+        return _wide(codes, bias, dtype)
+    prepared = _of_bytes(codes, dtype) or _of_nibbles(codes, dtype)
+    if prepared is None:
+        return PreparedCodes(_Dequantizing(codes, bias, dtype), lambda: codes)
+    matmul = prepared.matmul
+    return prepared if bias is None else prepared._replace(matmul=lambda x: matmul(x) + bias)
+
+
+def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> PreparedCodes:
+    """Convert an fp8 weight [O, D] to the dtype of the inputs. bias: [O]."""
+    scales = codes.scales
+    weight = linear.pack(codes.dequantized(dtype), has_bias=bias is not None)
+
+    def restore() -> Codes:
+        return Codes((linear.unpack(weight).float() / codes.expanded(scales)).to(FP8), scales)
+
+    return PreparedCodes(linear.prepare(weight, bias), restore)
+
+
+def _of_bytes(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
+    """Use torch's kernel for int8 with a scale per output, on a CPU; None: it cannot compute the product."""
+    values, zeros, codes_scales = codes.packed, codes.zeros, codes.scales
+    scale = codes_scales[:, 0].to(dtype)
+    if codes.bits != 8 or codes.scales.shape[1] > 1 or codes.order is not None:
+        return None
+    if zeros is not None:
+        if not (zeros == 128).all():
+            return None
+        values = (values ^ 128).view(torch.int8)
+
+    def matmul(x: Tensor) -> Tensor:
+        """[T, D] -> [T, O]."""
+        return torch.ops.aten._weight_int8pack_mm(x, values, scale)
+
+    return PreparedCodes(
+        matmul,
+        lambda: Codes(values if zeros is None else values.view(torch.uint8) ^ 128, codes_scales, zeros),
+    )
+
+
+def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
+    """Use torch's kernel for 4 bits on a CPU; None: it cannot compute the product."""
+    outputs, inputs = codes.shape
+    size = next((size for size in GROUP_SIZES if codes.group % size == 0), None)
+    if codes.bits != 4 or size is None or outputs % 16 or codes.zeros is None:
+        return None
+    middle, order, scales, zeros = 8, codes.order, codes.scales, codes.zeros
+    offsets = (middle - zeros.float()) * scales
+    parameters = torch.stack((scales, offsets), -1).repeat_interleave(codes.group // size, 1)
+    parameters = parameters.transpose(0, 1).contiguous().to(dtype)  # [D / size, O, 2]
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.unpacked().int(), 1)
+
+    def matmul(x: Tensor) -> Tensor:
+        """[T, D] -> [T, O]."""
+        x = x if order is None else x[:, order]
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, size, parameters)
+
+    def restore() -> Codes:
+        """Multiply with a scale of 1 and the identity, because torch has no function that unpacks."""
+        ones = torch.tensor([1.0, middle]).expand(*parameters.shape).contiguous()
+        values = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(inputs), packed, size, ones)
+        return Codes.of(values.t().round().to(torch.uint8), scales, zeros, 4, order)
+
+    return PreparedCodes(matmul, restore)
+
+
+class _Dequantizing:
+    """Dequantizes the weight [O, D] for each product, on a CPU."""
+
+    def __init__(self, codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> None:
+        """bias: [O]. dtype: of the inputs."""
+        self._codes = codes
+        self._dtype = dtype
+        self._weight = torch.empty(0, dtype=dtype)
+        counts = linear.independent_rows(*codes.shape, dtype, torch.get_num_threads())
+        self._matmul = linear.in_pieces(lambda x: functional.linear(x, self._weight, bias), tuple(counts) or (1,))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, O]."""
+        self._weight = self._codes.dequantized(self._dtype)
+        try:
+            return self._matmul(x)
+        finally:
+            self._weight = torch.empty(0, dtype=self._dtype)
+
+
+class _OnDevice:
+    """The product with codes [O, D] and bias [O] on a GPU."""
+
+    def __init__(self, codes: Codes, bias: Tensor | None, *, batch_invariant: bool) -> None:
+        """bias: [O]."""
+        from aioengine.kernels.triton import code_linear
+
+        self._kernels = code_linear
+        self._codes = codes
+        self._bias = bias
+        self._batch_invariant = batch_invariant
+        num_tiles = code_linear.num_tiles(codes.shape[0])
+        self._num_done = torch.zeros(num_tiles, dtype=torch.int32, device=codes.packed.device)
+        self._programs = code_linear.shape_of_programs(*codes.shape, codes.group)
+        self._is_fp8 = codes.packed.dtype == FP8 and codes.scales.shape[1] == 1 and codes.shape[1] % 16 == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, O]."""
+        codes, bias, programs = self._codes, self._bias, self._programs
+        if codes.order is not None:
+            x = x[:, codes.order]
+        x = x.contiguous()
+        if not self._batch_invariant:
+            if x.shape[0] <= self._kernels.MAX_ROWS and programs is not None:
+                return self._kernels.matmul(x, codes, bias, programs=programs, num_done=self._num_done)
+            if self._is_fp8 and x.dtype == torch.bfloat16:
+                return fp8_matmul(x, codes, bias)
+        weight = self._kernels.dequantize(codes, x.dtype)
+        return (
+            linear.prepare(weight, bias, batch_invariant=True)(x)
+            if self._batch_invariant
+            else functional.linear(x, weight, bias)
+        )
+
+
+def fp8_matmul(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
+    """Multiply x [T, D] bf16, quantized to fp8 with a scale per row, with fp8 numbers [O, D] -> [T, O]."""
+    scales = x.abs().amax(1, keepdim=True).float().clamp_min_(1e-12) / MAX_FP8
+    numbers = (x / scales).to(FP8)
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        numbers, codes.packed.t(), scale_a=scales, scale_b=codes.scales.t(), bias=bias, out_dtype=x.dtype
+    )
