@@ -243,6 +243,9 @@ _ROWS: Final = {
     "load_format": Argument(
         _words("auto", "safetensors", "gguf", "dummy"), "auto, safetensors, gguf or dummy (random weights)"
     ),
+    "quantization": Argument(
+        _text, "how the weights are stored; refused if config.json says something else", "what config.json says"
+    ),
     "dtype": Argument(_dtype, "auto, bfloat16, float16 or float32"),
     "context_length": Argument(whole_from(1), "maximum tokens of prompt and output", "the model's"),
     "model_impl": Argument(

@@ -87,6 +87,7 @@ class EngineArguments(TypedDict, total=False):
     revision: str | None
     download_dir: str | PurePath | None
     load_format: str | None
+    quantization: str | None
     dtype: str | Dtype | None
     context_length: int | None
     model_impl: str | None

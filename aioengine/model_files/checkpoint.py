@@ -14,10 +14,11 @@ from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.families._block_config import DTYPE_BYTES, FLOAT_BYTES
-from aioengine.families._tensors import checkpoint_tensors, is_ignored
+from aioengine.families._tensors import checkpoint_tensors, is_ignored, plain_tensors
 from aioengine.model_files import folder_files
 from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.model_files.gguf_model import tensors_of
+from aioengine.model_files.quantization import UNUSED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sized
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from aioengine.families._block_config import TensorSpec
     from aioengine.families._config import TransformerConfig
+    from aioengine.model_files.quantization import Quantization
 
     Renamed = tuple[tuple[str, str], ...]
 
@@ -83,7 +85,7 @@ class _TensorHeader(Struct):
     data_offsets: tuple[_Size, _Size]
 
 
-def check_folder(folder: Path, config: TransformerConfig) -> None:
+def check_folder(folder: Path, config: TransformerConfig, quantization: Quantization | None = None) -> None:
     """Check that the folder has all tensors of a model, and no others except ignored ones.
 
     Raises:
@@ -91,10 +93,9 @@ def check_folder(folder: Path, config: TransformerConfig) -> None:
     """
     entries = read_headers(folder, config.prefix, config.renamed)
     check_num_layers(entries, config.num_layers, folder)  # first: a wrong config.json may describe millions of tensors
-    specs = checkpoint_tensors(config)
-    check_entries(
-        [entry for entry in entries if entry.name in specs or not is_ignored(config, entry.name)], specs, folder
-    )
+    specs = checkpoint_tensors(config, plain_tensors if quantization is None else quantization.tensors_of)
+    unused = {entry.name for entry in entries if is_ignored(config, entry.name) or entry.name.endswith(UNUSED)}
+    check_entries([entry for entry in entries if entry.name in specs or entry.name not in unused], specs, folder)
 
 
 def check_num_layers(entries: Sized, num_layers: int, folder: Path) -> None:
@@ -118,7 +119,7 @@ def check_entries(entries: list[Entry], specs: Mapping[str, TensorSpec], folder:
         spec, shown = specs.get(entry.name), checks.name(entry.name)
         floats = BLOCKS if folder_files.is_gguf(entry.path) else FLOAT_BYTES
         allowed = [spec.dtype] if spec is not None and spec.dtype else list(floats)
-        if spec is not None and spec.shape != entry.shape:
+        if spec is not None and _without_ones(spec.shape) != _without_ones(entry.shape):
             problems.append(f"{shown} has shape {list(entry.shape)}, and the model expects {list(spec.shape)}")
         elif entry.dtype not in allowed:
             problems.append(f"{shown} is of type {checks.name(entry.dtype)}; what works: {', '.join(allowed)}")
@@ -126,6 +127,11 @@ def check_entries(entries: list[Entry], specs: Mapping[str, TensorSpec], folder:
         more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
         first = "; ".join(problems[:_MAX_PROBLEMS])
         raise ValueError(f"the weights in {folder} do not match config.json: {first}{more}")
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Dimensions of size 1 do not matter: scales are stored as [], [1] or [O, 1]."""
+    return tuple(size for size in shape if size != 1)
 
 
 def read_headers(folder: Path, prefix: str, renamed: Renamed = ()) -> list[Entry]:

@@ -29,12 +29,14 @@ from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
 from aioengine.model_files.hub import download, weight_shapes
+from aioengine.model_files.quantization import quantization_method, split_config
 from aioengine.settings.config import OWN, TRANSFORMERS, PoolingSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from aioengine.families._config import TransformerConfig
+    from aioengine.model_files.quantization import Quantization
     from aioengine.settings.config import ModelConfig
 
     ReadConfig = Callable[[Mapping[str, object]], TransformerConfig]
@@ -44,8 +46,6 @@ DEMO_MODEL: Final = Path(__file__).parents[1] / "demo"
 _DTYPES: Final = ("bfloat16", "float16", "float32")
 _WIDER: Final = ("float64", "double", "float", "auto")
 _logger = logging.getLogger(__name__)
-_READ_QUANTIZED: Final = {("gpt_oss", "mxfp4")}
-"""Supported pairs of model type and quantization method."""
 _CONVERTED: Final = (
     "the experts in %s have 4 bits (MXFP4); they are converted to the model's dtype when they are loaded"
 )
@@ -213,10 +213,6 @@ def _nearest_parent(folder: Path) -> str:
 # ---------------------------------------------------------------- reading the facts
 
 
-class _Quantization(Struct, frozen=True):
-    quant_method: str = "unknown method"
-
-
 class _TextFacts(Struct, frozen=True):
     """The fields of ``text_config`` that no family reads."""
 
@@ -230,7 +226,6 @@ class _ConfigFacts(_TextFacts, frozen=True):
 
     architectures: list[str] | None = None
     model_type: str | None = None
-    quantization_config: _Quantization | None = None
     text_config: _TextFacts = _TextFacts()
 
 
@@ -262,7 +257,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
                 wanted.tokenizer_path, download_dir=wanted.download_dir, progress=progress, argument="tokenizer_path"
             )
         )
-    config, model, pooling, implementation = _read_config(folder, wanted)
+    config, model, pooling, implementation, quantization = _read_config(folder, wanted)
     generation_file = folder / "generation_config.json"
     generation = folder_files.read_json(generation_file, _GenerationConfig) or _GenerationConfig()
     missing = None if configs_only else checkpoint.missing_weights(folder)
@@ -272,7 +267,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
     if implementation == OWN:
         layers = adaptable_layers(model) if isinstance(model, DecoderConfig) else {}
         if is_loaded:
-            checkpoint.check_folder(folder, model)
+            checkpoint.check_folder(folder, model, quantization)
             if isinstance(model, DecoderConfig) and model.experts is not None and model.experts.stored == "mxfp4":
                 logs.log(_logger, logging.INFO, _CONVERTED, folder)
     else:  # transformers checks the tensors when it loads them
@@ -363,8 +358,10 @@ def family_config(wanted: ModelConfig) -> TransformerConfig:
     return _read_config(Path(wanted.path or DEMO_MODEL), wanted)[1]
 
 
-def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_ConfigFacts, TransformerConfig, PoolingSettings, str]:
-    """Read config.json and the pooling. Also return the implementation.
+def _read_config(
+    folder: Path, wanted: ModelConfig
+) -> tuple[_ConfigFacts, TransformerConfig, PoolingSettings, str, Quantization | None]:
+    """Read config.json and the pooling. Also return the implementation and the quantization.
 
     Raises ValueError, which names the field, if a value is missing or not implemented.
     """
@@ -373,6 +370,8 @@ def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_ConfigFacts, Trans
     if raw is None:
         raise ValueError(f"{str(folder)!r} is no model folder: {_reason_without_config(folder)}")
     try:
+        method = quantization_method(raw)
+        raw, quantization = split_config(raw)
         config = msgspec.convert({name: value for name, value in raw.items() if value is not None}, _ConfigFacts)
         implementation = _implementation(config, wanted.implementation)
         read: ReadConfig = read_fallback_config
@@ -387,9 +386,27 @@ def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_ConfigFacts, Trans
             num_tower_parameters(raw, model.hidden_size)  # checks the sizes of the tower
         if model.task is Task.GENERATE and not model.is_causal:
             not_implemented("is_causal", False, "true, or is_embedding=True: its tokens attend to the whole text")
-        return config, model, read_pooling(folder, model, raw), implementation
+        if wanted.quantization not in (None, method):
+            raise ValueError(f"quantization={wanted.quantization!r}, but it says {method}; leave it out")
+        if quantization is not None:
+            _check_quantization(quantization, model, implementation)
+        return config, model, read_pooling(folder, model, raw), implementation, quantization
     except ValueError as error:
         raise ValueError(f"{folder_files.shown_path(file)}: {error}") from error
+
+
+def _check_quantization(quantization: Quantization, model: TransformerConfig, implementation: str) -> None:
+    """Raise ValueError if the model has parts for which quantized weights are not implemented."""
+    refused = ""
+    if implementation == TRANSFORMERS:
+        refused = "models in transformers' code"
+    elif isinstance(model, DecoderConfig):
+        if model.experts is not None and quantization.scheme_of(f"{model.names.block(0)}experts.0.up_proj"):
+            refused = "experts"
+        elif model.is_transposed or model.attention.latent is not None:
+            refused = "this kind of model"
+    if refused:
+        not_implemented("quantization_config.quant_method", quantization.method, f"null for {refused}")
 
 
 def _reason_without_config(folder: Path) -> str:
@@ -415,10 +432,6 @@ def _implementation(config: _ConfigFacts, wanted: str) -> str:
             f"own code may compute it; what works: {', '.join(known)}"
         )
     implementation = (OWN if is_known else TRANSFORMERS) if wanted == "auto" else wanted
-    if config.quantization_config is not None:
-        method = config.quantization_config.quant_method
-        if implementation == TRANSFORMERS or (config.model_type, method) not in _READ_QUANTIZED:
-            raise ValueError(f"quantized weights ({method:.80}) are not implemented; give the original model")
     return implementation
 
 

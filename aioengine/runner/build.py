@@ -21,9 +21,11 @@ from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
 from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
+from aioengine.model_files.quantization import split_config
 from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import AdaptableModel, ModelOptions
 from aioengine.protocol.messages import Progress
+from aioengine.quantization.stored import formats
 from aioengine.runner import weights
 from aioengine.runner.device_memory import DeviceMemory, fit_pool, kv_cache_of
 from aioengine.runner.kv_pool import KVPool
@@ -204,6 +206,9 @@ def _model(settings: Settings, options: ModelOptions) -> Model:
         raise ValueError(f"{folder} has no config.json, which a model folder must have")
     if settings.model.task == Task.EMBED:
         config = as_embedder(config)
+    config, quantization = split_config(config)
+    if quantization is not None:
+        options = dataclasses.replace(options, format_of=formats(quantization))
     return models.build(config, options)
 
 

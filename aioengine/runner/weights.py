@@ -14,6 +14,7 @@ import torch
 
 from aioengine.families._block_config import FLOAT_BYTES, TensorSpec
 from aioengine.model_files.checkpoint import check_entries, check_unchanged, file_states, read_headers
+from aioengine.model_files.quantization import UNUSED
 from aioengine.runner.tensor_files import DTYPES
 from aioengine.runner.weight_reading import read_all
 
@@ -53,7 +54,7 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
         entries = [
             entry
             for entry in read_headers(folder, model.prefix, model.renamed)
-            if entry.name in targets or not model.is_ignored(entry.name)
+            if entry.name in targets or not (model.is_ignored(entry.name) or entry.name.endswith(UNUSED))
         ]
         specs = {
             name: TensorSpec(target.shape, _EXACT_TYPES.get(target.tensor.dtype, ""))

@@ -35,6 +35,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     revision: str | None = None
     download_dir: str | None = None
     load_format: str = "auto"
+    quantization: str | None = None
     dtype: str = "auto"
     context_length: int | None = None
     trust_remote_code: bool = False

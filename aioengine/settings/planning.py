@@ -18,9 +18,11 @@ from msgspec.structs import replace
 from aioengine import plugins
 from aioengine.api import checks
 from aioengine.api.args import engine_config
+from aioengine.families._tensors import plain_tensors
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
 from aioengine.model_files import checkpoint, folder_files, model_folder
+from aioengine.model_files.quantization import split_config
 from aioengine.settings import machine
 from aioengine.settings.config import OWN, padded_rank
 from aioengine.settings.memory_model import (
@@ -254,7 +256,9 @@ def _weights(family: TransformerConfig, facts: ModelFacts, itemsize: int) -> tup
     """
     if facts.implementation == OWN:
         raw = folder_files.read_object(Path(facts.path) / "config.json")
-        return num_parameters(family, raw), weights_bytes(family, itemsize, raw)
+        _, quantization = split_config(raw)
+        tensors = plain_tensors if quantization is None else quantization.tensors_of
+        return num_parameters(family, raw), weights_bytes(family, itemsize, raw, tensors)
     if not facts.weights.num_parameters:
         raise ValueError(
             f"transformers' code would compute this model, if it knows the type {checks.shown(facts.model_type)}. The "

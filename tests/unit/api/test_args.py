@@ -19,6 +19,7 @@ from aioengine.settings.config import EngineConfig
 
 DOCUMENTED = """
     model_path tokenizer_path device dtype context_length trust_remote_code model_impl load_format random_seed
+    quantization
     max_running_requests max_queued_requests max_queued_tokens max_total_tokens mem_fraction_static page_size
     chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule disable_cuda_graph
     tenant_weights max_queued_bytes max_logprob_bytes slow_reader slow_reader_timeout
@@ -221,7 +222,6 @@ def test_the_model_may_be_set_only_once() -> None:
     ("name", "value", "feature"),
     [
         ("tp_size", 2, "tensor parallelism"),
-        ("quantization", "fp8", "quantized weights"),
         ("speculative_algorithm", "EAGLE", "speculative"),
         ("speculative_model", "draft", "speculative decoding"),
         ("enable_sleep_mode", True, "releasing memory"),
@@ -234,7 +234,7 @@ def test_features_to_come_are_refused_and_not_ignored(name: str, value: object, 
 
 
 def test_features_to_come_may_be_turned_off() -> None:
-    off = {"tp_size": 1, "quantization": None, "lora_paths": None}
+    off = {"tp_size": 1, "kv_cache_dtype": "auto", "lora_paths": None}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine_config(None, off) == EngineConfig()

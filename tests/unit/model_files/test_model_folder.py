@@ -128,7 +128,7 @@ def test_both_spellings_of_the_dtype_are_read(tmp_path: Path, key: str, word: st
     [
         ({"model_type": None}, 'model_type is missing.*"model_type": "llama"'),
         ({"architectures": None}, "architectures is missing"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \(awq\)"),
+        ({"quantization_config": {"quant_method": "quark"}}, "quant_method 'quark' is not implemented"),
         ({"vocab_size": None}, "vocab_size"),
         ({"hidden_size": 0}, "hidden_size 0 is not implemented"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers"),

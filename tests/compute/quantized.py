@@ -1,0 +1,198 @@
+"""Quantized checkpoints for tests, written from the descriptions of their formats, without code of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+FP8 = torch.float8_e4m3fn
+
+
+class Quantized(NamedTuple):
+    """The tensors of a layer by the last part of their names, and the weight [O, D] that they stand for."""
+
+    tensors: dict[str, Tensor]
+    weight: Tensor
+
+
+class Method(NamedTuple):
+    """``config``: the ``quantization_config``. ``quantize``: converts a weight [O, D]."""
+
+    config: dict[str, Any]
+    quantize: Callable[[Tensor], Quantized]
+
+
+def words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Pack codes [X, N * 32 / bits] -> [X, N] int32. order: the code at each place of a word; by default in order."""
+    per_word = 32 // bits
+    packed: list[list[int]] = []
+    for row in codes.tolist():
+        packed.append([])
+        for start in range(0, len(row), per_word):
+            chosen = [row[start + place] for place in order or range(per_word)]
+            word = sum(code << bits * place for place, code in enumerate(chosen))
+            packed[-1].append(word - 2**32 if word >= 2**31 else word)
+    return torch.tensor(packed, dtype=torch.int32)
+
+
+class Groups(NamedTuple):
+    """codes [O, D], scales and zeros [O, G]. groups: the group of each input [D]."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    groups: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        return (self.codes - self.zeros[:, self.groups]) * self.scales[:, self.groups]
+
+
+def in_groups(weight: Tensor, bits: int, size: int, *, symmetric: bool = False, shuffle: bool = False) -> Groups:
+    """Round a weight [O, D] to codes with a scale and a zero point per ``size`` inputs."""
+    num_inputs = weight.shape[1]
+    groups = torch.arange(num_inputs) // size
+    if shuffle:
+        groups = groups[torch.randperm(num_inputs, generator=torch.Generator().manual_seed(1))]
+    most, num_groups = 2**bits - 1, num_inputs // size
+    low = torch.stack([weight[:, groups == group].amin(1) for group in range(num_groups)], 1)
+    high = torch.stack([weight[:, groups == group].amax(1) for group in range(num_groups)], 1)
+    if symmetric:
+        scales = torch.maximum(low.abs(), high.abs()) / (most // 2)
+        zeros = torch.full_like(scales, (most + 1) // 2)
+    else:
+        scales = (high.clamp_min(0) - low.clamp_max(0)) / most
+        zeros = (-low.clamp_max(0) / scales).round().clamp(1, most)
+    scales = scales.half().float()
+    codes = (weight / scales[:, groups] + zeros[:, groups]).round().clamp(0, most)
+    return Groups(codes.int(), scales, zeros.int(), groups)
+
+
+def awq(weight: Tensor) -> Quantized:
+    parts = in_groups(weight, 4, 32)
+    tensors = {
+        "qweight": words(parts.codes.T, 4, AWQ_ORDER),
+        "qzeros": words(parts.zeros.T, 4, AWQ_ORDER),
+        "scales": parts.scales.T.contiguous().half(),
+    }
+    return Quantized(tensors, parts.weight)
+
+
+def gptq(weight: Tensor, *, bits: int, shuffle: bool, shift: int) -> Quantized:
+    parts = in_groups(weight, bits, 32, shuffle=shuffle)
+    tensors = {
+        "qweight": words(parts.codes.T.T, bits).T.contiguous(),
+        "qzeros": words(parts.zeros.T - shift, bits),
+        "scales": parts.scales.T.contiguous().half(),
+        "g_idx": parts.groups.int(),
+    }
+    return Quantized(tensors, parts.weight)
+
+
+def packed(weight: Tensor, *, bits: int, symmetric: bool, shuffle: bool = False) -> Quantized:
+    """The format "pack-quantized" of compressed-tensors."""
+    parts = in_groups(weight, bits, 32, symmetric=symmetric, shuffle=shuffle)
+    tensors = {
+        "weight_packed": words(parts.codes, bits),
+        "weight_scale": parts.scales.bfloat16(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = words(parts.zeros.T, bits).T.contiguous()
+    if shuffle:
+        tensors["weight_g_idx"] = parts.groups.int()
+    return Quantized(tensors, parts._replace(scales=tensors["weight_scale"].float()).weight)
+
+
+def fp8(weight: Tensor, scales: Tensor, name: str = "weight_scale") -> Quantized:
+    """scales: broadcast to [O, D] after blocks of 128 x 128 are expanded."""
+    wide = scales
+    if name == "weight_scale_inv":
+        wide = scales.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)[:, : weight.shape[1]]
+    values = (weight / wide).to(FP8)
+    return Quantized({"weight": values, name: scales}, values.float() * wide)
+
+
+def fp8_per_tensor(weight: Tensor, **others: Tensor) -> Quantized:
+    quantized = fp8(weight, weight.abs().amax() / 448)
+    return quantized._replace(tensors=quantized.tensors | others)
+
+
+def fp8_per_channel(weight: Tensor) -> Quantized:
+    return fp8(weight, weight.abs().amax(1, keepdim=True) / 448)
+
+
+def fp8_in_blocks(weight: Tensor) -> Quantized:
+    rows, columns = (-(-size // 128) for size in weight.shape)
+    scales = torch.empty(rows, columns)
+    for row in range(rows):
+        for column in range(columns):
+            block = weight[128 * row : 128 * row + 128, 128 * column : 128 * column + 128]
+            scales[row, column] = block.abs().amax() / 448
+    return fp8(weight, scales, "weight_scale_inv")
+
+
+def int8_per_channel(weight: Tensor) -> Quantized:
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scales).round().to(torch.int8)
+    return Quantized({"weight": codes, "weight_scale": scales}, codes * scales)
+
+
+def compressed(weights: Mapping[str, object], inputs: Mapping[str, object] | None = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["re:.*lm_head"]}
+
+
+def _gptq_config(bits: int, **others: object) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False, **others}
+
+
+_IN_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+_TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True}
+METHODS: dict[str, Method] = {
+    "awq": Method({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq),
+    "gptq": Method(_gptq_config(4, desc_act=False), lambda w: gptq(w, bits=4, shuffle=False, shift=1)),
+    "gptq-order": Method(_gptq_config(4, desc_act=True), lambda w: gptq(w, bits=4, shuffle=True, shift=1)),
+    "gptq-8": Method(_gptq_config(8, desc_act=True), lambda w: gptq(w, bits=8, shuffle=True, shift=1)),
+    "gptq-v2": Method(_gptq_config(4, checkpoint_format="gptq_v2"), lambda w: gptq(w, bits=4, shuffle=False, shift=0)),
+    "packed": Method(compressed(_IN_GROUPS), lambda w: packed(w, bits=4, symmetric=True)),
+    "packed-zeros": Method(compressed(_IN_GROUPS | {"symmetric": False}), lambda w: packed(w, bits=4, symmetric=False)),
+    "packed-order": Method(
+        compressed(_IN_GROUPS | {"actorder": "group"}), lambda w: packed(w, bits=4, symmetric=True, shuffle=True)
+    ),
+    "packed-8": Method(compressed(_IN_GROUPS | {"num_bits": 8}), lambda w: packed(w, bits=8, symmetric=True)),
+    "fp8": Method({"quant_method": "fp8", "activation_scheme": "dynamic"}, fp8_per_tensor),
+    "fp8-static": Method(
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        lambda w: fp8_per_tensor(w, input_scale=torch.tensor([0.05])),
+    ),
+    "fp8-blocks": Method(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, fp8_in_blocks
+    ),
+    "modelopt": Method(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+        lambda w: fp8_per_tensor(w, input_scale=torch.tensor(0.05)),
+    ),
+    "fbgemm_fp8": Method({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8_per_channel),
+    "channels": Method(compressed({"num_bits": 8, "type": "float", "strategy": "channel"}, _TOKENS), fp8_per_channel),
+    "w8a8": Method(compressed({"num_bits": 8, "type": "int", "strategy": "channel"}, _TOKENS), int8_per_channel),
+}
+
+
+def quantize_checkpoint(tensors: Mapping[str, Tensor], method: Method) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Quantize the layers with "proj" in their names. Return the checkpoint, and the plain one that it stands for."""
+    quantized: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("proj.weight"):
+            quantized[name] = plain[name] = tensor
+            continue
+        layer = method.quantize(tensor.float())
+        prefix = name.removesuffix("weight")
+        quantized |= {f"{prefix}{part}": value.contiguous() for part, value in layer.tensors.items()}
+        plain[name] = layer.weight
+    return quantized, plain

@@ -1,0 +1,110 @@
+"""The schemes of layers, as read from ``quantization_config``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aioengine.families._block_config import LinearShape, TensorSpec
+from aioengine.model_files.quantization import Scheme, read_quantization, split_config
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+def group(targets: list[str], **weights: object) -> dict[str, Any]:
+    return {"targets": targets, "weights": {"num_bits": 8, "type": "float", "strategy": "channel", **weights}}
+
+
+def test_layers_that_config_skips_are_not_quantized() -> None:
+    quantization = read_quantization(FP8 | {"modules_to_not_convert": ["model.layers.1", "o_proj", "visual"]})
+    for name in ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.0.self_attn.o_proj", "model.visual.blocks.0.q"):
+        assert quantization.scheme_of(name) is None, name
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.10.mlp.up_proj", "model.layers.0.mlp.no_proj"):
+        assert quantization.scheme_of(name) == Scheme(layout="fp8", group=-1), name
+
+
+def test_head_is_quantized_if_gptq_says_so() -> None:
+    assert read_quantization(GPTQ).scheme_of("lm_head") is None
+    assert read_quantization(GPTQ | {"lm_head": True}).scheme_of("lm_head") is not None
+
+
+def test_globs_of_modelopt_skip_layers() -> None:
+    config = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head", "model.layers.0*"]}
+    quantization = read_quantization(config)
+    assert quantization.scheme_of("model.layers.0.mlp.up_proj") is None
+    assert quantization.scheme_of("model.layers.1.mlp.up_proj") is not None
+
+
+def test_groups_of_compressed_tensors_have_their_own_schemes() -> None:
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {
+            "a": group(["re:.*down_proj"], num_bits=4, type="int", strategy="group", group_size=64),
+            "b": group(["Linear"]),
+        },
+        "ignore": ["lm_head", "re:.*self_attn.*"],
+    }
+    quantization = read_quantization(config)
+    assert quantization.scheme_of("model.layers.0.mlp.down_proj") == Scheme(layout="packed", bits=4, group=64)
+    assert quantization.scheme_of("model.layers.0.mlp.up_proj") == Scheme(layout="fp8")
+    assert quantization.scheme_of("model.layers.0.self_attn.q_proj") is None
+    assert quantization.scheme_of("lm_head") is None
+
+
+def test_tensors_of_a_layer_are_described() -> None:
+    linear = LinearShape("model.layers.0.mlp.up_proj", 96, 256, has_bias=True)
+    assert read_quantization(AWQ).tensors_of(linear) == {
+        "qweight": TensorSpec((256, 12), "I32", per_element=8),
+        "qzeros": TensorSpec((2, 12), "I32", per_element=0),
+        "scales": TensorSpec((2, 96), "", per_element=0),
+        "bias": TensorSpec((96,)),
+    }
+    blocks = read_quantization(FP8 | {"weight_block_size": [128, 128]}).tensors_of(linear)
+    assert blocks["weight"] == TensorSpec((96, 256), "F8_E4M3")
+    assert blocks["weight_scale_inv"] == TensorSpec((1, 2), "", per_element=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "quark"}, "quant_method 'quark' is not implemented; what works: fp8"),
+        (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size \(64, 64\) .*works: \[128, 128\]"),
+        (AWQ | {"version": "gemv"}, "version 'gemv' .*works: version gemm"),
+        (GPTQ | {"bits": 3}, "bits 3 is not implemented; what works: 4, 8"),
+        (GPTQ | {"dynamic": {"-:x": {}}}, "dynamic .*works: null"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' .*works: FP8"),
+        ({"bits": 4}, "quant_method"),
+    ],
+)
+def test_formats_that_are_not_implemented_are_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_quantization(config)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"num_bits": 3}, "num_bits 3 .*works: 4, 8"),
+        ({"strategy": "tensor_group"}, "strategy 'tensor_group' .*works: tensor"),
+        ({"num_bits": 4}, "8 bits without groups"),
+        ({"type": "int", "num_bits": 4, "strategy": "tensor"}, "strategy 'tensor' .*works: channel, group"),
+    ],
+)
+def test_groups_that_are_not_implemented_are_refused_by_name(weights: dict[str, Any], message: str) -> None:
+    config = {"quant_method": "compressed-tensors", "config_groups": {"a": group(["Linear"], **weights)}}
+    with pytest.raises(ValueError, match=message):
+        read_quantization(config)
+
+
+def test_config_is_split_from_its_quantization() -> None:
+    raw = {"model_type": "llama", "quantization_config": FP8}
+    rest, quantization = split_config(raw)
+    assert rest == {"model_type": "llama"}
+    assert quantization is not None
+    assert quantization.method == "fp8"
+    assert split_config(rest) == (rest, None)
+    gpt_oss = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    assert split_config(gpt_oss) == (gpt_oss, None)  # its family reads it
