@@ -19,14 +19,11 @@ from aioengine.runner.transfer import host_copy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.request_row import RequestRow, SampledRows
-    from aioengine.runner.transfer import Upload
-
-    Ints = npt.NDArray[np.int64]
+    from aioengine.runner.transfer import Ints, Upload
 
 
 class _StateRun(NamedTuple):

@@ -26,15 +26,12 @@ from aioengine.settings.memory_model import CPU_FEATURE_BYTES, GPU_FEATURE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.models._base import Model, ModelInputs
     from aioengine.protocol.messages import Media
-    from aioengine.runner.transfer import Upload
+    from aioengine.runner.transfer import Ints, Upload
     from aioengine.scheduler.plan import NewRow, Row
-
-    Ints = npt.NDArray[np.int64]
 
 
 class Span(NamedTuple):

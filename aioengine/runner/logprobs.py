@@ -24,16 +24,14 @@ from aioengine.settings.memory_model import SAMPLED_ROWS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
     from aioengine.runner.sampling.device_sampler import DeviceSampler
     from aioengine.runner.sampling.sampler import Sampler
-    from aioengine.runner.transfer import Upload
+    from aioengine.runner.transfer import Ints, Upload
 
-    Ints = npt.NDArray[np.int64]
 
 CPU_ROWS = 32
 """Positions computed at once on a CPU."""

@@ -209,6 +209,7 @@ class SlowReaders:
         self._timer = None
 
     def _look(self) -> None:
+        config = self._config
         positions: dict[Call, tuple[ReadPosition, int]] = {}
         for call in list(self._calls.opened):
             position = call.read_position
@@ -217,16 +218,12 @@ class SlowReaders:
             before, num_looks = self._positions.get(call, (None, 0))
             num_looks = num_looks + 1 if before == position else 0
             positions[call] = position, num_looks
-            if num_looks == NUM_LOOKS:
-                self._act(call, position)
+            if num_looks != NUM_LOOKS:
+                continue
+            if config.slow_reader == "pause":
+                self._calls.suspend(call, position)
+            else:
+                why = f"its reader has read nothing for slow_reader_timeout={config.slow_reader_timeout_s:g} seconds"
+                self._calls.end([call], FinishCode.ABORT, why)
         self._positions = positions
         self.watch()
-
-    def _act(self, call: Call, position: ReadPosition) -> None:
-        if self._config.slow_reader == "pause":
-            self._calls.suspend(call, position)
-        else:
-            message = (
-                f"its reader has read nothing for slow_reader_timeout={self._config.slow_reader_timeout_s:g} seconds"
-            )
-            self._calls.end([call], FinishCode.ABORT, message)

@@ -47,9 +47,6 @@ MESSAGES_IN_SLICE: Final = 64
 
 CHAT_ARGUMENTS: Final = ("chat_template", VARIABLES, "enable_thinking", "tools")
 MAX_TOOLS: Final = 1024
-MAX_NODES: Final = 4096
-MANY_CHARACTERS: Final = 1024 * 1024
-"""The assumed size of nested data with more than ``MAX_NODES`` parts."""
 
 _THINKING: Final = "enable_thinking"
 
@@ -442,7 +439,8 @@ def template_options(options: Mapping[str, object]) -> TemplateOptions:
     if _THINKING in variables:
         checks.switch(_THINKING, variables[_THINKING])
     tools = _tools(given["tools"]) if "tools" in given else None
-    return TemplateOptions(_source(given.get("chat_template")), tools, variables, _size([tools, variables]))
+    num_characters = checks.json_size([tools, variables], MAX_CHARACTERS_AT_CALL)
+    return TemplateOptions(_source(given.get("chat_template")), tools, variables, num_characters)
 
 
 def _source(value: object) -> str | os.PathLike[str] | None:
@@ -462,20 +460,3 @@ def _tools(value: object) -> list[dict[str, object]]:
             raise checks.wrong_type(f"tools[{place}]", "a dict in JSON schema form", tool)
         found.append(dict(cast("Mapping[str, object]", tool)))
     return found
-
-
-def _size(value: object) -> int:
-    """Return the approximate characters of nested data; ``MANY_CHARACTERS`` if it has more than ``MAX_NODES`` parts."""
-    waiting, num_characters = [value], 0
-    for _ in range(MAX_NODES):
-        if not waiting:
-            return num_characters
-        each = waiting.pop()
-        if isinstance(each, Mapping):
-            given = cast("Mapping[object, object]", each)
-            waiting += [*given, *given.values()]
-        elif isinstance(each, list | tuple):
-            waiting += cast("Sequence[object]", each)
-        else:
-            num_characters += str.__len__(each) if isinstance(each, str) else 1
-    return MANY_CHARACTERS

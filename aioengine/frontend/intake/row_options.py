@@ -16,7 +16,6 @@ from aioengine.errors import RequestTooLargeError
 from aioengine.protocol.packed_logprobs import LogprobRules
 
 Value = TypeVar("Value")
-Checked = TypeVar("Checked", covariant=True)
 
 ROWS_IN_PIECE: Final = 512
 """Rows of a batch that are checked at once, by the call or by a thread."""
@@ -161,12 +160,8 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
     return None if is_off else found
 
 
-class _Check(Protocol[Checked]):
-    def __call__(self, name: str, value: object, /) -> Checked: ...
-
-
 def _option(
-    name: str, options: Mapping[str, object], check: _Check[Value], rows: Rows, *, default: Value
+    name: str, options: Mapping[str, object], check: Callable[[str, object], Value], rows: Rows, *, default: Value
 ) -> PerPrompt[Value]:
     def check_entry(value: object) -> Value:
         return default if value is None else check(name, value)

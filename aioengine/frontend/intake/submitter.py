@@ -179,12 +179,19 @@ class Submitter:
             raise
 
     def _num_with_logprobs(self, call: Call, limit: int) -> int:
-        """Return how many more rows with logprobs may start now, at most ``limit``."""
+        """Return how many more rows with logprobs may start now, at most ``limit``.
+
+        The length of a prompt is not known yet, so each row counts an upper bound for the memory of its logprobs.
+        """
         request = call.request
         num_free_bytes, num_rows = self._limits.free_logprob_bytes, 0
         prompt = call.num_started // request.num_samples
         while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt < request.num_known:
-            num_free_bytes -= request.num_samples * self.checks.logprob_bytes_bound(request, prompt)
+            if (rules := request.logprobs_of(prompt)) is not None:
+                num_positions, num_output = self._model.context_length, request.params_of(prompt).max_new_tokens
+                if rules.start < 0 and num_output is not None:
+                    num_positions = max(1, min(num_output, num_positions))
+                num_free_bytes -= request.num_samples * rules.position_bytes * num_positions
             if num_free_bytes < 0:
                 break
             num_rows += request.num_samples

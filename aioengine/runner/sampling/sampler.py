@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.request_row import SampledRows
     from aioengine.runner.rows import RowTable
+    from aioengine.runner.transfer import Ints
 
-    Ints = npt.NDArray[np.int64]
 
 FAILED = -1
 """The token id of a row with invalid logits."""
