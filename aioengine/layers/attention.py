@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.kernels.rotate_and_write import KVTarget, rotate_and_write
-from aioengine.kernels.rotate_heads import rotate_heads
-from aioengine.kernels.sigmoid_and_mul import sigmoid_and_mul
+from aioengine.kernels.activation import sigmoid_and_mul
+from aioengine.kernels.heads import rotate_heads
 from aioengine.layers.heads import HeadNorms, pair_order, qkv_order
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, Stored
@@ -88,12 +87,7 @@ class SelfAttention(Layer):
             heads.clamp_(-self._clip, self._clip)
         if self._head_norms is not None and self._norms is None:
             self._head_norms.apply(heads)
-        target = attention.target(layer)
-        if isinstance(target, KVTarget):
-            q, k, v = rotate_and_write(heads, self._num_heads, tables, self._norms, target=target)
-        else:
-            q, k, v = rotate_heads(heads, self._num_heads, tables, self._norms)
-            target(k, v)
+        q, k, v = rotate_heads(heads, self._num_heads, tables, self._norms, attention.target(layer))
         attended = attention.attend(q, k, v, layer)
         if self._gates_size:
             attended = sigmoid_and_mul(projected[:, : self._gates_size], attended)

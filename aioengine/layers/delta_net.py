@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.kernels.causal_conv import causal_conv
-from aioengine.kernels.delta_gates import DeltaGates
 from aioengine.kernels.gated_delta import gated_delta
-from aioengine.kernels.gated_rms_norm import gated_rms_norm
+from aioengine.kernels.norms import gated_rms_norm
+from aioengine.kernels.state_types import DeltaGates
 from aioengine.layers.linear import Linear, Stored
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target

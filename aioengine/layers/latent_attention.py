@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.kernels import head_linear
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.latent_heads import latent_heads, rotated_queries
-from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.layers.heads import pair_order
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, Stored

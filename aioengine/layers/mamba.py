@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.kernels.activation import silu_and_mul
 from aioengine.kernels.causal_conv import causal_conv
-from aioengine.kernels.silu_and_mul import silu_and_mul
-from aioengine.kernels.space_weights import SpaceWeights
 from aioengine.kernels.state_space import state_space
+from aioengine.kernels.state_types import SpaceWeights
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from aioengine.kernels.state_rows import BLOCK_TOKENS, StateRows
+from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
 
 if TYPE_CHECKING:
     import numpy.typing as npt

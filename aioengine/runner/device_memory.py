@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, WriteKV
+    from aioengine.attention._base import AttentionShape
+    from aioengine.kernels.kv_target import WriteKV
     from aioengine.models._base import Model
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.settings.config import SchedulerSettings, Settings

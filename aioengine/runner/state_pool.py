@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from aioengine.kernels.state_rows import BLOCK_TOKENS, StateRows
+from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
 from aioengine.layers.states import StepStates, token_blocks
 
 if TYPE_CHECKING:

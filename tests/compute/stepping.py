@@ -11,8 +11,8 @@ from aioengine.attention import _mixed
 from aioengine.attention._base import ForwardBatch, StepAttention, kv_pool_shape
 from aioengine.attention.fused import FusedAttention, serves
 from aioengine.attention.torch import TorchAttention
-from aioengine.kernels.rotate_and_write import KVTarget
-from aioengine.kernels.state_rows import StateRows
+from aioengine.kernels.kv_target import KVTarget
+from aioengine.kernels.state_types import StateRows
 from aioengine.layers.states import StepStates
 from aioengine.models._base import Model, ModelInputs, ModelOptions, StatefulModel
 from aioengine.runner.inputs import model_inputs

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.attention._base import keys_and_values, split_heads
-from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.runner.graphs.ladder import piece_ladder
 from aioengine.runner.graphs.padded_inputs import PaddedAdapters, PaddedInputs
