@@ -252,7 +252,7 @@ class DetokenizerService:
         """Handle the end of a request from the scheduler: emit the rest of its text. The rest may contain a stop."""
         if end.uid in self._matching.waiting:
             if end.code in _WITH_ALL_TEXT:
-                self._matching.add_end(end)
+                self._matching.add(self._open[end.uid], end)
                 return
             self._matching.drop(end.uid)
         request = self._open.pop(end.uid, None)

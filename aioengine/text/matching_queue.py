@@ -70,15 +70,10 @@ class MatchingQueue:
         """Whether a token of this request has to wait."""
         return request.uid in self.waiting or self.is_exhausted or request.is_slow
 
-    def add(self, request: OpenText, token: Token) -> None:
-        """Queue a token after the other tokens of its request."""
-        if request.uid not in self.waiting:
-            self.waiting[request.uid] = request, deque()
-        self.waiting[request.uid][1].append(token)
-
-    def add_end(self, end: End) -> None:
-        """Queue the end of a request after its tokens."""
-        self.waiting[end.uid][1].append(end)
+    def add(self, request: OpenText, entry: Token | End) -> None:
+        """Queue a token or the end of a request after its other tokens."""
+        _, entries = self.waiting.setdefault(request.uid, (request, deque()))
+        entries.append(entry)
 
     def drop(self, uid: int) -> bool:
         """Remove the entries of a request. Return whether its end was one of them."""
