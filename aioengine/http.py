@@ -47,9 +47,9 @@ async def until_disconnect(request: ASGIRequest, generation: Generation[Result])
     An aborted generation returns its output so far with the finish reason ``abort`` (``async_encode`` and
     ``async_rerank`` raise ``RequestError``). The handler then ends as usual, and the web server discards its response.
 
-    Read the body of ``request`` before the call, otherwise it is lost, as are messages of a websocket during the call.
-    FastAPI reads the body for the parameters of a handler. Frameworks that cancel the handler of a disconnected client
-    need no such function; aiohttp does so with ``handler_cancellation=True``.
+    Read the body of ``request`` before the call, because this function discards it. It also discards messages that a
+    websocket receives during the call. FastAPI reads the body for the parameters of a handler. Frameworks that cancel
+    the handler of a disconnected client need no such function; aiohttp does so with ``handler_cancellation=True``.
     """
     watcher = asyncio.create_task(_abort_at_disconnect(request.receive, generation))
     try:
@@ -61,7 +61,7 @@ async def until_disconnect(request: ASGIRequest, generation: Generation[Result])
 async def _abort_at_disconnect(
     receive: Callable[[], Awaitable[Mapping[str, object]]], generation: Generation[object]
 ) -> None:
-    # Starlette's request.is_disconnected() would not do: it is always False behind an @app.middleware("http").
+    # Starlette's request.is_disconnected() does not work: behind an @app.middleware("http") it is always False.
     while (await receive())["type"] not in ("http.disconnect", "websocket.disconnect"):
         pass
     generation.abort()

@@ -15,7 +15,7 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import fields, replace
 
 from aioengine.api import checks
-from aioengine.api.checks import number_from, whole_from, whole_or_minus_one
+from aioengine.api.checks import number_from, whole_from
 from aioengine.api.foreign_names import ALIASES, IGNORED, MISSING_ARGUMENTS, our_way
 from aioengine.api.parameter_table import ARGUMENTS_OF_CALLS
 from aioengine.api.params import is_sampling_parameter
@@ -102,6 +102,13 @@ def _template(name: str, value: object) -> str:
     return text
 
 
+def _chunk_size(name: str, value: object) -> int:
+    size = checks.whole(name, value, -1)
+    if size == 0:
+        raise checks.wrong_value(name, "-1 (prompts are never split) or an integer of at least 1", value)
+    return size
+
+
 def _words(*words: str, **meanings: str) -> checks.Check:
     choices = {word: word for word in words} | meanings
     return lambda name, value: checks.choice(name, value, choices)
@@ -116,7 +123,7 @@ def _weights(name: str, value: object) -> dict[str, float]:
     allowed = 'a dict of tenant to number, or "tenant=number,..."'
     if isinstance(value, str):
         entries = [entry.rpartition("=") for entry in value.split(",") if entry]
-        if not all(tenant and _is_number(weight) for tenant, _, weight in entries):
+        if not all(tenant and weight.replace(".", "", 1).isdecimal() for tenant, _, weight in entries):
             raise checks.wrong_value(name, allowed, value)
         value = {tenant: float(weight) for tenant, _, weight in entries}
     if not isinstance(value, Mapping):
@@ -128,20 +135,24 @@ def _weights(name: str, value: object) -> dict[str, float]:
     return weights
 
 
+def _names(name: str, value: object, max_items: int, *, allowed: str) -> list[str]:
+    """Check a list of names. The command line has commas between them."""
+    entries = checks.items(name, _split(value), max_items, allowed=allowed)
+    return [checks.text(f"{name} entries", entry, max_bytes=MAX_NAME_BYTES) for entry in entries]
+
+
 def _classes(name: str, value: object) -> tuple[str, ...]:
     """Check names of classes. The form on the command line is "a:A,b:B"."""
-    entries = checks.items(
-        name, _split(value), MAX_PROCESSORS, allowed='a list of names such as "package.module:Class"'
-    )
+    entries = _names(name, value, MAX_PROCESSORS, allowed='a list of names such as "package.module:Class"')
     for entry in entries:
-        module, _, class_name = checks.text(f"{name} entries", entry, max_bytes=MAX_NAME_BYTES).partition(":")
+        module, _, class_name = entry.partition(":")
         if not (class_name.isidentifier() and all(map(str.isidentifier, module.split(".")))):
             raise checks.wrong_value(f"{name} entries", 'names such as "package.module:Class"', entry)
         if module == "__main__":
             raise ValueError(
                 f"{name} has {entry!r}: other processes cannot import __main__; put the class into a module"
             )
-    return tuple(cast("list[str]", entries))
+    return tuple(entries)
 
 
 def _adapters(name: str, value: object) -> tuple[GivenAdapter, ...]:
@@ -187,15 +198,10 @@ def _adapter(name: str, entry: object) -> GivenAdapter:
 def _modules(name: str, value: object) -> tuple[str, ...]:
     """Check names of modules; (): all. The command line has commas between."""
     allowed = 'a list of names such as "q_proj", or "all"'
-    entries = checks.items(name, _split(value), MAX_MODULES, allowed=allowed)
-    names = [checks.text(f"{name} entries", entry, max_bytes=MAX_NAME_BYTES) for entry in entries]
+    names = _names(name, value, MAX_MODULES, allowed=allowed)
     if not names:
         raise checks.wrong_value(name, allowed, value)
     return () if ALL_MODULES.intersection(names) else tuple(dict.fromkeys(names))
-
-
-def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdecimal()
 
 
 _dtype_words = _words(
@@ -329,7 +335,7 @@ _ROWS: Final = {
         place="scheduler.max_running",
     ),
     "chunked_prefill_size": Argument(
-        whole_or_minus_one("prompts are never split"),
+        _chunk_size,
         "maximum tokens per step; -1: prompts are never split",
         f"{GPU_LIMITS[0]} on a GPU, {CPU_LIMITS[0]} on a CPU",
         place="scheduler.chunk_tokens",

@@ -148,18 +148,6 @@ def whole_from(low: int, high: int = MAX_COUNT) -> Check:
     return lambda name, value: whole(name, value, low, high)
 
 
-def whole_or_minus_one(meaning: str) -> Check:
-    """Return a check for an integer of at least 1, or -1. meaning: of -1, for the error."""
-
-    def check(name: str, value: object) -> object:
-        integer = whole(name, value, -1)
-        if integer == 0:
-            raise wrong_value(name, f"-1 ({meaning}) or an integer of at least 1", value)
-        return integer
-
-    return check
-
-
 def number_from(low: float, high: float, *, above: bool = False) -> Check:
     """Return a check for a number from ``low`` (or above it) to ``high``."""
     return lambda name, value: number(name, value, low, high, above=above)

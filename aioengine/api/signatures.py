@@ -1,7 +1,7 @@
-"""The types of the constructors, of ``generate`` and of ``chat``, written once for both engines.
+"""The signatures of the constructors and of the calls, for both engines.
 
-One prompt has one type of result, a list of prompts another, a stream a third: the parameters of ``Generate`` and
-``Chat``. The methods are plain functions; these types are for type checkers.
+The calls are protocols for type checkers; the methods are plain functions. The parameters of a protocol are the types
+of its results: for one prompt, for a batch, for a batch whose rows may be exceptions, and for a stream.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class EngineArguments(TypedDict, total=False):
     seed: int | None
 
 
-_ROWS = [f"    {name}: {of.description}" for name, of in ARGUMENTS.items() if name != "model_path"]
+_ROWS = [f"    {name}: {argument.description}" for name, argument in ARGUMENTS.items() if name != "model_path"]
 EngineArguments.__doc__ = "\n".join((EngineArguments.__doc__ or "", "", *_ROWS))
 
 Method = TypeVar("Method", bound=Callable[..., object])
@@ -174,8 +174,8 @@ def engine_arguments(method: Method) -> Method:
 
 
 def own_arguments(method: Method) -> Method:
-    """Make a keyword that a method does not take a TypeError that names the nearest one, as in ``generate``."""
-    known = {name: each for name, each in signature(method).parameters.items() if name != "self"}
+    """Make a method raise a TypeError for an unknown keyword that names the nearest known one, as ``generate`` does."""
+    known = {name: parameter for name, parameter in signature(method).parameters.items() if name != "self"}
 
     def call(*arguments: object, **options: object) -> object:
         unknown = {name: value for name, value in options.items() if name not in known}

@@ -11,7 +11,6 @@ from functools import wraps
 from inspect import getdoc, signature
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from aioengine.api import signatures
 from aioengine.api.engine import AsyncEngine, EngineFace
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.frontend import callers, info
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
     from aioengine.api.stream import Generation
     from aioengine.frontend.calls.reader import Reader
     from aioengine.frontend.frontend import Frontend
-    from aioengine.frontend.info import Health, ModelInfo
+    from aioengine.frontend.info import Health
     from aioengine.frontend.intake.score import ScoreResult
-    from aioengine.frontend.loaded_adapters import AdapterResult
     from aioengine.frontend.running import Blueprint
 
 
@@ -110,11 +108,12 @@ Result = TypeVar("Result")
 
 
 def _on_loop(
-    method: Callable[Concatenate[AsyncEngine, Options], Coroutine[object, None, Result]],
+    method: Callable[Concatenate[AsyncEngine, Options], Coroutine[object, None, Result]], returned: str = ""
 ) -> Callable[Concatenate[Engine, Options], Result]:
     """Return the synchronous form of a coroutine method: run it on the engine's loop, and wait for its result.
 
-    Of ``self``, the method uses only ``_running()``, which both engines have.
+    Of ``self``, the method uses only ``_running()``, which both engines have. returned: the type of the result for
+    ``help``, if the method is not declared with ``async``.
     """
 
     @wraps(method)
@@ -123,7 +122,7 @@ def _on_loop(
         result: Result = self._portal.call(method(self, *arguments, **options))
         return result
 
-    return _described(call, method)
+    return _described(call, method, returned)
 
 
 def _waiting(method: Callable[..., object]) -> Any:
@@ -133,12 +132,12 @@ def _waiting(method: Callable[..., object]) -> Any:
     def call(self: Any, /, *arguments: object, **options: object) -> object:
         return self._wait(method(self, *arguments, **options))
 
-    returned = "Answer | BatchOutput | ChunkIterator"
-    call.__dict__["__signature__"] = signature(method).replace(return_annotation=returned)
-    return _described(call, method)
+    return _described(call, method, "Answer | BatchOutput | ChunkIterator")
 
 
-def _described(call: Method, method: Callable[..., object]) -> Method:
+def _described(call: Method, method: Callable[..., object], returned: str) -> Method:
+    if returned:
+        call.__dict__["__signature__"] = signature(method).replace(return_annotation=returned)
     call.__name__ = method.__name__.removeprefix("async_")
     call.__qualname__ = f"Engine.{call.__name__}"
     call.__doc__ = f"Call ``AsyncEngine.{method.__name__}`` and wait for the result.\n\n{getdoc(method)}"
@@ -232,20 +231,8 @@ class Engine(EngineFace):
 
     # ------------------------------------------------------------ sessions
 
-    @signatures.own_arguments
-    def open_session(
-        self,
-        capacity_of_str_len: int = 0,
-        session_id: str | None = None,
-        streaming: bool = False,
-        timeout: float | None = None,
-    ) -> str:
-        """Open a session and return its id, as ``AsyncEngine.open_session``."""
-        return self._running().sessions.open(capacity_of_str_len, session_id, streaming, timeout)
-
-    def close_session(self, session_id: str) -> None:
-        """Close a session, as ``AsyncEngine.close_session``."""
-        self._running().sessions.close(session_id)
+    open_session = _on_loop(AsyncEngine.open_session, "str")
+    close_session = _on_loop(AsyncEngine.close_session)
 
     # ------------------------------------------------------------ control
 
@@ -263,6 +250,7 @@ class Engine(EngineFace):
     flush_cache = _on_loop(AsyncEngine.flush_cache)
     load_lora_adapter = _on_loop(AsyncEngine.load_lora_adapter)
     unload_lora_adapter = _on_loop(AsyncEngine.unload_lora_adapter)
+    list_lora_adapters = _on_loop(AsyncEngine.list_lora_adapters)
     pause_generation = _on_loop(AsyncEngine.pause_generation)
     continue_generation = _on_loop(AsyncEngine.continue_generation)
     freeze_gc = _on_loop(AsyncEngine.freeze_gc)
@@ -270,10 +258,7 @@ class Engine(EngineFace):
     stop_profile = _on_loop(AsyncEngine.stop_profile)
     drain = _on_loop(AsyncEngine.drain)
     get_server_info = _on_loop(AsyncEngine.get_server_info)
-
-    def list_lora_adapters(self) -> AdapterResult:
-        """Return the loaded adapters, as ``AsyncEngine.list_lora_adapters``."""
-        return self._running().adapters.list()
+    get_model_info = _on_loop(AsyncEngine.get_model_info)
 
     # ------------------------------------------------------------ state
 
@@ -285,11 +270,6 @@ class Engine(EngineFace):
     def get_all_child_pids(self) -> list[int]:
         """Return the process ids of the engine's live processes."""
         return info.child_pids(self._frontend.parts.processes.processes(), self._frontend.images)
-
-    def get_model_info(self) -> ModelInfo:
-        """Return facts about the served model."""
-        frontend = self._running()
-        return info.model_info(frontend.parts.settings, frontend.weight_version)
 
 
 class _EngineLoop:

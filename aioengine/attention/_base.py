@@ -6,20 +6,21 @@ size, V value size, O output size, L layers, N pages of the pool, G groups of ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from aioengine.settings.page_groups import layer_groups
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import numpy.typing as npt
     import torch
     from torch import Tensor
 
-    from aioengine.kernels.rotate_and_write import KVTarget
-    from aioengine.kernels.rotate_heads import Heads
+    from aioengine.kernels.heads import Heads
+    from aioengine.kernels.kv_target import KVTarget, WriteKV
 
     Ints = npt.NDArray[np.int32]
 
@@ -197,10 +198,6 @@ def split_heads(heads: Tensor, shape: AttentionShape) -> Heads:
     num_kv_heads = (shape.num_input_heads - shape.num_heads) // num_sides
     q, k, *v = heads.split((shape.num_heads, *(num_kv_heads,) * num_sides), dim=1)
     return q, k, v[0] if v else k[..., : shape.stored_value_size]
-
-
-WriteKV = Callable[["Tensor", "Tensor"], None]
-"""Writes rotated k and v of the step's tokens, [T, K, E] each, to their slots."""
 
 
 class StepAttention(Protocol):

@@ -5,14 +5,16 @@ R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from aioengine.attention._base import ForwardBatch, split_heads
+from aioengine.attention._base import AttentionShape, ForwardBatch, keys_and_values, split_heads
 from aioengine.attention._gpu_splits import COLUMNS, max_splits, plan_splits
-from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.attention import PagedRows
 from aioengine.kernels.triton.decode import DecodeRows, decode
 from aioengine.kernels.triton.heads import flatten_pages
@@ -22,10 +24,45 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend, AttentionShape, DecodeBuffers
+    from aioengine.attention._base import AttentionBackend, DecodeBuffers
 
     Ints = npt.NDArray[np.int32]
-    Pool = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayers:
+    """The layers of a backend.
+
+    Attributes:
+        pool: for each layer, keys [N, K, S, E] and values [N, K, S, V].
+        rules: for each layer.
+    """
+
+    shape: AttentionShape
+    pool: list[tuple[Tensor, Tensor]]
+    rules: list[ScoreRules]
+
+    @property
+    def page_size(self) -> int:
+        return self.pool[0][0].shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool[0][0].device
+
+    def decode(
+        self, q: Tensor, rows: DecodeRows, layer: int, *, out: Tensor, other: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """Attend with q [R, H, E] to the pool of a layer into ``out`` [R, H, E]. other: see ``decode``."""
+        scale, rules = self.shape.scale, self.rules[layer]
+        decode(q, self.pool[layer], rows, scale=scale, out=out, other=other, rules=rules)
+
+
+def attention_layers(shape: AttentionShape, kv_pool: Tensor) -> AttentionLayers:
+    """Return the layers of the pool [L, 1 or 2, N, K, S, E]."""
+    window, sinks = shape.common_window, shape.sinks or (None,) * shape.num_layers
+    rules = [ScoreRules(window, shape.soft_cap, layer_sinks) for layer_sinks in sinks]
+    return AttentionLayers(shape, keys_and_values(kv_pool, shape), rules)
 
 
 def pinned(column: Ints) -> Tensor:
@@ -78,9 +115,10 @@ def flat_pages(page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     return on_device, indices
 
 
-def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor, num_rows: int, count: int) -> None:
-    """Attend for rows of ``count`` tokens on page 0, to compile the kernels. keys: [N, K, S, E] of one layer."""
-    num_pages, num_tokens = -(-count // keys.shape[2]), num_rows * count
+def run_once(attention: AttentionBackend, layers: AttentionLayers, num_rows: int, count: int) -> None:
+    """Attend for rows of ``count`` tokens on page 0, to compile the kernels."""
+    shape, keys = layers.shape, layers.pool[0][0]
+    num_pages, num_tokens = -(-count // layers.page_size), num_rows * count
     batch = ForwardBatch(
         slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=keys.device),  # never written
         page_table=torch.zeros(num_rows, num_pages, dtype=torch.int32, device=keys.device),
@@ -91,12 +129,6 @@ def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor, n
     attention.attend(*split_heads(keys.new_zeros(num_tokens, shape.num_input_heads, shape.query_size), shape), 0)
 
 
-def layer_rules(shape: AttentionShape) -> list[ScoreRules]:
-    """Return the score rules of each layer."""
-    window, sinks = shape.common_window, shape.sinks or (None,) * shape.num_layers
-    return [ScoreRules(window, shape.soft_cap, layer_sinks) for layer_sinks in sinks]
-
-
 def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, page_ids: Tensor) -> DecodeRows:
     """Prepare R rows of a step: kv_lengths [R] on the host, page_starts [R + 1] and page_ids on the device."""
     num_rows, device = len(kv_lengths), page_ids.device
@@ -105,36 +137,35 @@ def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, pa
     return DecodeRows(page_starts, page_ids, splits.to(device, non_blocking=True), num_done)
 
 
-class PagedStep(Protocol):
-    """A prepared step, for kernels that read the lengths of the rows on the device."""
+@dataclass(frozen=True, slots=True)
+class PagedStep(ABC):
+    """A prepared step, for kernels that read the lengths of the rows on the device. slots: [T], KV slots of tokens."""
 
-    @property
-    def slots(self) -> Tensor:
-        """[T], KV slots of the tokens."""
-        ...
+    layers: AttentionLayers
+    slots: Tensor
+    rows: PagedRows
 
-    @property
-    def rows(self) -> PagedRows: ...
+    @abstractmethod
     def attend(self, q: Tensor, layer: int, *, out: Tensor) -> None:
         """Attend with q [T, H, E] to the pool of a layer into ``out`` [T, H, V]."""
-        ...
 
 
 class PagedAttention:
     """Attention of a prepared step. Implements ``FixedDecode`` without plans, and a part of ``CapturableAttention``."""
 
-    def __init__(self, shape: AttentionShape, pool: Pool, step: PagedStep | None = None) -> None:
-        """pool: keys [N, K, S, E] and values [N, K, S, V] of each layer. step: None: ``prepare`` sets it."""
-        self._shape = shape
-        self._pool = pool
-        self._step = step
-        self._device = pool[0][0].device
-        self._page_size = pool[0][0].shape[2]
+    def __init__(self, layers: AttentionLayers, step: PagedStep | None = None) -> None:
+        """step: None: ``prepare`` sets it."""
+        self._layers = layers
+        self._prepared = step
+
+    @property
+    def _step(self) -> PagedStep:
+        assert self._prepared is not None, "prepare was not called"
+        return self._prepared
 
     def plan_first(self, kv_lengths: Ints) -> None:
         """Fill the buffers for rows of ``kv_lengths`` [R] positions, all on page 0."""
-        assert self._step is not None, "prepare was not called"
-        rows, (starts, last_lengths) = self._step.rows, page_columns(kv_lengths, self._page_size)
+        rows, (starts, last_lengths) = self._step.rows, page_columns(kv_lengths, self._layers.page_size)
         rows.page_starts.copy_(starts)
         rows.last_lengths.copy_(last_lengths)
         rows.page_ids[: int(starts[-1])].zero_()
@@ -143,33 +174,28 @@ class PagedAttention:
         """Do nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
 
     def target(self, layer: int) -> KVTarget:
-        assert self._step is not None, "prepare was not called"
-        return KVTarget(self._step.slots, *self._pool[layer])
+        return KVTarget(self._step.slots, *self._layers.pool[layer])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E] -> [T, H * V]; k and v are read in the pool."""
-        out = q.new_empty(*q.shape[:2], self._shape.output_size)
-        self.attend_into(q, k, v, layer, out=out)
+        out = q.new_empty(*q.shape[:2], self._layers.shape.output_size)
+        self._step.attend(q, layer, out=out)
         return out.flatten(1)
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
         """q [T, H, E] -> out [T, H, V]; k and v are read in the pool."""
-        assert self._step is not None, "prepare was not called"
         self._step.attend(q, layer, out=out)
 
 
 class FixedDecodeRows:
-    """Implements ``FixedDecode`` with our decode kernel. pool: keys and values [N, K, S, E] of each layer."""
+    """Implements ``FixedDecode`` with our decode kernel."""
 
-    def __init__(self, shape: AttentionShape, pool: Pool, num_rows: int, buffers: DecodeBuffers) -> None:
-        self._shape = shape
-        self._pool = pool
-        self._window = shape.common_window
-        self._rules = layer_rules(shape)
+    def __init__(self, layers: AttentionLayers, num_rows: int, buffers: DecodeBuffers) -> None:
+        self._layers = layers
         self._slots = buffers.slot_mapping
+        shape, device = layers.shape, layers.device
         num_entries = max_splits(num_rows, shape.num_kv_heads)
-        device = buffers.starts.device
-        self.rows = DecodeRows(
+        self._rows = DecodeRows(
             buffers.starts,
             buffers.page_ids,
             torch.full((COLUMNS, num_entries), -1, dtype=torch.int32, device=device),
@@ -180,26 +206,25 @@ class FixedDecodeRows:
 
     def plan_first(self, kv_lengths: Ints) -> None:
         """Plan the capture, for rows of ``kv_lengths`` [R] positions, all on page 0."""
-        starts, last_lengths = page_columns(kv_lengths, self._pool[0][0].shape[2])
-        self.rows.page_starts.copy_(starts)
-        self.rows.page_ids[: int(starts[-1])].zero_()
+        starts, last_lengths = page_columns(kv_lengths, self._layers.page_size)
+        self._rows.page_starts.copy_(starts)
+        self._rows.page_ids[: int(starts[-1])].zero_()
         self.plan(starts, last_lengths)
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
         """Plan a step, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R], int32."""
-        page_size = self._pool[0][0].shape[2]
         page_starts = starts.numpy()
-        lengths = (page_starts[1:] - page_starts[:-1] - 1) * page_size + last_lengths.numpy()
+        lengths = (page_starts[1:] - page_starts[:-1] - 1) * self._layers.page_size + last_lengths.numpy()
         self._copied.synchronize()  # do not overwrite the previous plan while it is being copied
-        self._splits.numpy()[:] = plan_splits(lengths, self._splits.shape[1], self._window)
-        self.rows.splits.copy_(self._splits, non_blocking=True)
+        self._splits.numpy()[:] = plan_splits(lengths, self._splits.shape[1], self._layers.shape.common_window)
+        self._rows.splits.copy_(self._splits, non_blocking=True)
         self._copied.record()
 
     def target(self, layer: int) -> KVTarget:
-        return KVTarget(self._slots, *self._pool[layer])
+        return KVTarget(self._slots, *self._layers.pool[layer])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [R, H, E], k and v [R, K, E] -> [R, H * E]."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decode(q, self._pool[layer], self.rows, scale=self._shape.scale, out=out, rules=self._rules[layer])
+        self._layers.decode(q, self._rows, layer, out=out)
         return out.view(q.shape[0], -1)

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from aioengine.attention._base import AttentionBackend, CapturableAttention, keys_and_values
+from aioengine.attention.torch import BLOCK, attend_block
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,12 +32,8 @@ if TYPE_CHECKING:
         DecodeBuffers,
         FixedDecode,
         ForwardBatch,
-        WriteKV,
     )
-    from aioengine.kernels.rotate_and_write import KVTarget
-
-BLOCK = 8
-"""Number of tokens that ``_attend_in_blocks`` computes at a time."""
+    from aioengine.kernels.kv_target import KVTarget, WriteKV
 
 
 class _ImageKV(NamedTuple):
@@ -123,29 +120,16 @@ class ImageAttention(Generic[Inner]):
     def _attend_in_blocks(self, image: BidirectionalImage, q: Tensor, kv: _ImageKV, *, out: Tensor) -> None:
         """Compute an image with batch-invariant operations: q [T, H, E] -> out [T, H, E]."""
         keys, values = kv.keys.float(), kv.values.float()
-        for start in range(image.start // BLOCK * BLOCK, image.stop, BLOCK):
-            low, high = max(image.start, start), min(image.stop, start + BLOCK)
+        for begin in range(image.start // BLOCK * BLOCK, image.stop, BLOCK):
+            skipped, hidden = 0, None
+            if kv.window is not None:
+                skipped = max(begin - kv.window + 1 - kv.first, 0)
+                positions = torch.arange(kv.first + skipped, image.stop, device=q.device)
+                hidden = positions <= torch.arange(begin, begin + BLOCK, device=q.device).unsqueeze(1) - kv.window
+            low, high = max(image.start, begin), min(image.stop, begin + BLOCK)
             tokens = slice(image.first + low - image.start, image.first + high - image.start)
-            queries = q.new_zeros(BLOCK, *q.shape[1:], dtype=torch.float32)
-            queries[low - start : high - start] = q[tokens].float()
-            attended = self._attend_block(queries, start, kv._replace(keys=keys, values=values))
-            out[tokens] = attended[low - start : high - start].to(out.dtype)
-
-    def _attend_block(self, queries: Tensor, start: int, kv: _ImageKV) -> Tensor:
-        """Compute the block of tokens from position ``start`` on: queries [BLOCK, H, E] -> [BLOCK, H, E]."""
-        shape, keys = self._shape, kv.keys
-        skipped = 0 if kv.window is None else max(start - kv.window + 1 - kv.first, 0)
-        grouped = (queries * shape.scale).unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)  # [K, G, BLOCK, E]
-        scores = torch.bmm(grouped.flatten(1, 2), keys[:, skipped:].transpose(1, 2)).view(*grouped.shape[:3], -1)
-        if shape.soft_cap is not None:
-            scores = scores.div_(shape.soft_cap).tanh_().mul_(shape.soft_cap)
-        if kv.window is not None:
-            tokens = torch.arange(start, start + BLOCK, device=keys.device).unsqueeze(1)
-            positions = torch.arange(kv.first + skipped, kv.first + keys.shape[1], device=keys.device)
-            scores = scores.masked_fill_(positions <= tokens - kv.window, float("-inf"))
-        weights = torch.softmax(scores, -1).flatten(1, 2)
-        attended = torch.bmm(weights, kv.values[:, skipped:]).view(grouped.shape)
-        return attended.permute(2, 0, 1, 3).flatten(1, 2)
+            inside, visible = slice(low - begin, high - begin), (keys[:, skipped:], values[:, skipped:])
+            out[tokens] = attend_block(q[tokens], inside, *visible, hidden=hidden, shape=self._shape)
 
 
 class CapturableImageAttention(ImageAttention[CapturableAttention]):

@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import keys_and_values
-from aioengine.attention._gpu_rows import PagedAttention, num_decode_rows, paged_rows, pinned, run_once, tiles_of
+from aioengine.attention._gpu_rows import (
+    PagedAttention,
+    PagedStep,
+    num_decode_rows,
+    paged_rows,
+    pinned,
+    run_once,
+    tiles_of,
+)
 from aioengine.kernels import head_linear
 from aioengine.kernels.triton import attention, expanded_attention, latent_decode
 from aioengine.kernels.triton.attention import PagedRows
@@ -77,11 +84,10 @@ def first_expanded(query_lengths: Ints, kv_lengths: Ints, page_size: int, most: 
 
 
 @dataclass(frozen=True, slots=True)
-class _LatentStep:
-    """Implements ``PagedStep``: first rows of one token, then other rows in the absorbed form, then expanded rows.
+class _LatentStep(PagedStep):
+    """A prepared step: first rows of one token, then other rows in the absorbed form, then expanded rows.
 
     Attributes:
-        pool: for each layer, keys [B, 1, S, E] and values [B, 1, S, V].
         num_decode: number of rows of one token. parts: how these rows are divided.
         num_absorbed: number of tokens in the absorbed form.
         absorbed_tiles: [X, 2] int32, tiles of the other absorbed rows, as for ``kernels.triton.attention.attend``.
@@ -90,10 +96,6 @@ class _LatentStep:
         heads_at_once: number of heads that are expanded at once.
     """
 
-    shape: AttentionShape
-    pool: list[tuple[Tensor, Tensor]]
-    slots: Tensor
-    rows: PagedRows
     num_decode: int
     parts: Parts
     num_absorbed: int
@@ -104,7 +106,8 @@ class _LatentStep:
 
     def attend(self, q: Tensor, layer: int, *, out: Tensor) -> None:
         """Attend with q [T, H, N + P] to the pool of a layer into ``out`` [T, H, O]."""
-        keys, expansion, count = self.pool[layer][0], self.shape.expansions[layer], self.num_absorbed
+        keys, expansion = self.layers.pool[layer][0], self.layers.shape.expansions[layer]
+        count = self.num_absorbed
         if count:
             self._attend_absorbed(q[:count], keys, expansion, out=out[:count])
         if self.expanded_tiles is not None:
@@ -112,7 +115,7 @@ class _LatentStep:
 
     def _attend_absorbed(self, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor) -> None:
         """Attend in the absorbed form: q [T, H, N + P], expansion [H, N + O, V] -> out [T, H, O]."""
-        shape = self.shape
+        shape = self.layers.shape
         (num_tokens, num_heads, _), num_decode = q.shape, self.num_decode
         plain, rotated = q[..., : shape.plain_size], q[..., shape.plain_size :]
         attended = q.new_empty(num_tokens, num_heads, expansion.shape[2])
@@ -132,34 +135,30 @@ class _LatentStep:
         self, q: Tensor, keys: Tensor, expansion: Tensor, tiles: ExpandedTiles, *, out: Tensor
     ) -> None:
         """Attend in the expanded form, some heads at a time: q [T, H, N + P] -> out [T, H, O]."""
-        num_heads, size, value_size = expansion.shape
+        (num_heads, size, value_size), scale = expansion.shape, self.layers.shape.scale
         pages = keys.flatten(1).index_select(0, self.rows.page_ids[self.first_page :])
         latents, rotated = pages.view(-1, keys.shape[3]).tensor_split((value_size,), dim=1)
         for first in range(0, num_heads, self.heads_at_once):
             heads = slice(first, first + self.heads_at_once)
             expanded = torch.mm(latents, expansion[heads].flatten(0, 1).t()).view(len(latents), -1, size)
             kv = ExpandedKV(expanded, rotated, keys.shape[2], self.first_page)
-            expanded_attention.attend(q[:, heads], kv, self.rows, tiles, scale=self.shape.scale, out=out[:, heads])
+            expanded_attention.attend(q[:, heads], kv, self.rows, tiles, scale=scale, out=out[:, heads])
 
 
 class AdaptiveLatentAttention(PagedAttention):
     """Implements ``CapturableAttention`` for shapes with ``expansions``, in 16 bits."""
 
-    def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
-        """kv_pool: [L, 1, B, 1, S, E]."""
-        super().__init__(shape, keys_and_values(kv_pool, shape))
-
     def prepare(self, batch: ForwardBatch) -> None:
-        shape, keys = self._shape, self._pool[0][0]
+        layers, shape, page_size = self._layers, self._layers.shape, self._layers.page_size
+        itemsize = layers.pool[0][0].itemsize
         kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
-        rows, page_starts = paged_rows(batch, query_lengths, kv_lengths, self._page_size)
+        rows, page_starts = paged_rows(batch, query_lengths, kv_lengths, page_size)
         num_decode = num_decode_rows(query_lengths)
-        most = MAX_COPY_BYTES // (shape.head_size * keys.itemsize)
-        expanded = max(first_expanded(query_lengths, kv_lengths, self._page_size, most), num_decode)
+        most = MAX_COPY_BYTES // (shape.head_size * itemsize)
+        expanded = max(first_expanded(query_lengths, kv_lengths, page_size, most), num_decode)
         step = _LatentStep(
-            shape=shape,
-            pool=self._pool,
+            layers=layers,
             slots=batch.slot_mapping,
             rows=rows,
             num_decode=num_decode,
@@ -169,11 +168,11 @@ class AdaptiveLatentAttention(PagedAttention):
         if expanded > num_decode:
             absorbed_lengths = query_lengths[:expanded].copy()
             absorbed_lengths[:num_decode] = 0
-            tokens_of_tile = attention.head_group(shape.num_heads, self._pool[0]).tokens
+            tokens_of_tile = attention.head_group(shape.num_heads, layers.pool[0]).tokens
             step = replace(step, absorbed_tiles=self._upload(tiles_of(absorbed_lengths, tokens_of_tile)))
         if expanded < len(query_lengths):
             first_page, last_page = int(page_starts[expanded]), int(page_starts[-1])
-            head_bytes = (last_page - first_page) * self._page_size * shape.expansions[0].shape[1] * keys.itemsize
+            head_bytes = (last_page - first_page) * page_size * shape.expansions[0].shape[1] * itemsize
             heads_at_once = min(max(MAX_EXPANDED_BYTES // head_bytes, 1), shape.num_heads)
             lengths = query_lengths.copy()
             lengths[:expanded] = 0
@@ -181,30 +180,29 @@ class AdaptiveLatentAttention(PagedAttention):
             starts = self._upload(tiles_of(lengths, tile.rows)[::-1].copy())  # slowest tiles first
             tiles = ExpandedTiles(starts, tile)
             step = replace(step, expanded_tiles=tiles, first_page=first_page, heads_at_once=heads_at_once)
-        self._step = step
+        self._prepared = step
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> PagedAttention:
         """Return attention for decode steps of ``num_rows`` rows."""
-        numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=self._device)
+        layers = self._layers
+        numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=layers.device)
         step = _LatentStep(
-            shape=self._shape,
-            pool=self._pool,
+            layers=layers,
             slots=buffers.slot_mapping,
             rows=PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids),
             num_decode=num_rows,
-            parts=plan_parts(self._shape, num_rows, buffers.max_pages * self._page_size),
+            parts=plan_parts(layers.shape, num_rows, buffers.max_pages * layers.page_size),
             num_absorbed=num_rows,
         )
-        return PagedAttention(self._shape, self._pool, step)
+        return PagedAttention(layers, step)
 
     def warm_up(self) -> None:
         """Compile the kernels of all forms: rows of one token, and one row of few and of many tokens."""
-        shape, keys = self._shape, self._pool[0][0]
         small, large = (tile.rows for tile in (expanded_attention.SMALL, expanded_attention.LARGE))
-        enough = large * -(-expanded_attention.ENOUGH_PROGRAMS // shape.num_heads)
+        enough = large * -(-expanded_attention.ENOUGH_PROGRAMS // self._layers.shape.num_heads)
         for num_rows, count in (*((1 << power, 1) for power in range(9)), (1, 2), (1, small), (1, enough)):
-            run_once(self, shape, keys, num_rows, count)
+            run_once(self, self._layers, num_rows, count)
 
     def _upload(self, column: Ints) -> Tensor:
         """Copy a column [X] to the device."""
-        return pinned(column).to(self._device, non_blocking=True)
+        return pinned(column).to(self._layers.device, non_blocking=True)

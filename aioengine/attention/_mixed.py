@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch, WriteKV
-    from aioengine.kernels.rotate_and_write import KVTarget
+    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
+    from aioengine.kernels.kv_target import KVTarget, WriteKV
 
     Ints = npt.NDArray[np.int32]
 

@@ -6,8 +6,8 @@ layer, with our kernel 148), and their plan costs more host time. All other rows
 
 At the start ``_flashinfer_ready`` checks that FlashInfer has kernels for the model's dtype and sizes, and compiles
 them. Learned sinks are applied to their results (``kernels/triton/merge.py``). FlashInfer writes plans to pinned memory
-and copies them to the device. A plan must not be overwritten during the copy (``Shared.copied``). ``_flashinfer``
-also implements cascade attention: pages that many rows share are read once for all of them.
+and copies them to the device. A plan must not be overwritten during the copy (``FlashInferLayers.copied``).
+``_flashinfer`` also implements cascade attention: pages that many rows share are read once for all of them.
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._flashinfer import FixedFlashInferCascade, PrefillRows, Shared, cascade_limits
+from aioengine.attention._flashinfer import FixedFlashInferCascade, FlashInferLayers, PrefillRows
 from aioengine.attention._gpu_rows import (
     FixedDecodeRows,
     decode_rows,
@@ -28,8 +28,7 @@ from aioengine.attention._gpu_rows import (
     page_columns,
     run_once,
 )
-from aioengine.kernels.rotate_and_write import KVTarget
-from aioengine.kernels.triton.decode import decode
+from aioengine.kernels.kv_target import KVTarget
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -46,8 +45,8 @@ class FlashInferAttention:
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 2, N, K, S, E]."""
-        self._shared = Shared.make(shape, kv_pool)
-        self._prefill = PrefillRows(self._shared)
+        self._layers = FlashInferLayers.of(shape, kv_pool)
+        self._prefill = PrefillRows(self._layers)
         self._decode: DecodeRows | None = None
         self._slot_mapping = torch.empty(0, dtype=torch.int64, device=kv_pool.device)
         self._num_decode = 0
@@ -60,16 +59,16 @@ class FlashInferAttention:
         self._num_decode = num_decode
         self._decode = None
         if num_decode:
-            starts, _ = page_columns(kv_lengths[:num_decode], self._shared.page_size)
+            starts, _ = page_columns(kv_lengths[:num_decode], self._layers.page_size)
             pages = flat_pages(batch.page_table[:num_decode], starts)
-            self._decode = decode_rows(self._shared.shape, kv_lengths[:num_decode], *pages)
+            self._decode = decode_rows(self._layers.shape, kv_lengths[:num_decode], *pages)
         if num_decode < len(query_lengths):
             host_pages = None if batch.host_pages is None else batch.host_pages[num_decode:]
             lengths = query_lengths[num_decode:], kv_lengths[num_decode:]
             self._prefill.plan(batch.page_table[num_decode:], *lengths, host_pages)
 
     def target(self, layer: int) -> KVTarget:
-        return KVTarget(self._slot_mapping, *self._shared.pool[layer])
+        return KVTarget(self._slot_mapping, *self._layers.pool[layer])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
@@ -79,23 +78,22 @@ class FlashInferAttention:
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
         """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
-        shared, split = self._shared, self._num_decode
+        split = self._num_decode
         if self._decode is not None:
-            pool, scale, rules = shared.pool[layer], shared.shape.scale, shared.rules[layer]
-            decode(q[:split], pool, self._decode, scale=scale, out=out[:split], rules=rules)
+            self._layers.decode(q[:split], self._decode, layer, out=out[:split])
         if split < q.shape[0]:
             self._prefill.attend(q[split:], (k[split:], v[split:]), layer, out[split:])
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecodeRows:
         """Return attention for decode steps of ``num_rows`` rows."""
-        return FixedDecodeRows(self._shared.shape, self._shared.pool, num_rows, buffers)
+        return FixedDecodeRows(self._layers, num_rows, buffers)
 
     def warm_up(self) -> None:
         """Plan and run each kind of step once, to compile kernels."""
         for count in (1, 2):
-            run_once(self, self._shared.shape, self._shared.pool[0][0], 1, count)
-        if self._shared.can_share:
-            self._prefill.prefix.warm_up()
+            run_once(self, self._layers, 1, count)
+        if self._layers.shape.common_window is None:
+            self._prefill.warm_up()
 
 
 class CascadeFlashInferAttention(FlashInferAttention):
@@ -103,11 +101,11 @@ class CascadeFlashInferAttention(FlashInferAttention):
 
     @property
     def cascade_limits(self) -> CascadeLimits:
-        return cascade_limits(self._shared)
+        return self._layers.cascade_limits
 
     def fixed_cascade(self, num_rows: int, buffers: DecodeBuffers) -> FixedFlashInferCascade:
         """Return attention for decode steps of ``num_rows`` rows with groups that share first pages."""
-        return FixedFlashInferCascade(self._shared, num_rows, buffers)
+        return FixedFlashInferCascade(self._layers, num_rows, buffers)
 
 
 def build(shape: AttentionShape, kv_pool: Tensor) -> FlashInferAttention:

@@ -26,8 +26,9 @@ from aioengine.attention._cpu import BLOCK_TOKENS, CHUNK, MASKED, Paging, first_
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, ForwardBatch, WriteKV
+    from aioengine.attention._base import AttentionShape, ForwardBatch
     from aioengine.attention._cpu import DecodeUnits, WorkUnits
+    from aioengine.kernels.kv_target import WriteKV
 
 UNIT_BYTES = 8 << 20
 """Size of keys and values per call; they fit the caches."""

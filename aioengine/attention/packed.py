@@ -17,7 +17,8 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, ForwardBatch, WriteKV
+    from aioengine.attention._base import AttentionShape, ForwardBatch
+    from aioengine.kernels.kv_target import WriteKV
 
 
 class _Rows(NamedTuple):

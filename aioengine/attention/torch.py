@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -22,7 +22,8 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, ForwardBatch, WriteKV
+    from aioengine.attention._base import AttentionShape, ForwardBatch
+    from aioengine.kernels.kv_target import WriteKV
 
 BLOCK = 8
 
@@ -49,12 +50,42 @@ class _Row:
     pairs: Tensor
 
 
-class _VisibleKV(NamedTuple):
-    """Keys and values [K, C, E] of C positions starting at ``first``."""
+def attend_block(
+    q: Tensor,
+    inside: slice,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    hidden: Tensor | None,
+    shape: AttentionShape,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend with tokens of a block in fp32. The other tokens of the block are replaced by zeros.
 
-    first: int
-    keys: Tensor
-    values: Tensor
+    Args:
+        q: [M, H, E].
+        inside: the places of these tokens in the block.
+        keys, values: fp32 [K, C, E] and [K, C, V].
+        hidden: [BLOCK, C], the positions to which each token of the block does not attend; None: it attends to all.
+        sinks: [H], see ``AttentionShape``.
+
+    Returns:
+        [M, H, V].
+    """
+    queries = q.new_zeros(BLOCK, *q.shape[1:], dtype=torch.float32)
+    queries[inside] = q.float() * shape.scale
+    grouped = queries.unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)  # [K, G, BLOCK, E]
+    scores = torch.bmm(grouped.flatten(1, 2), keys.transpose(1, 2)).view(*grouped.shape[:3], -1)
+    if shape.soft_cap is not None:
+        scores = scores.div_(shape.soft_cap).tanh_().mul_(shape.soft_cap)
+    if hidden is not None:
+        scores = scores.masked_fill_(hidden, float("-inf"))
+    if sinks is not None:
+        sinks = sinks.float().view(*grouped.shape[:2], 1, 1).expand(-1, -1, BLOCK, 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = torch.softmax(scores, -1)[..., : keys.shape[1]]
+    attended = torch.bmm(weights.flatten(1, 2), values).view(*grouped.shape[:3], -1)
+    return attended[:, :, inside].permute(2, 0, 1, 3).flatten(1, 2)
 
 
 class TorchAttention:
@@ -103,46 +134,24 @@ class TorchAttention:
     def _attended(self, q: Tensor, layer: int) -> Tensor:
         """Attend with q [T, H, E] to the pool of a layer -> [T, H, E]; [T, H, V] with latent attention."""
         out = q.new_empty(*q.shape[:2], self._shape.stored_value_size)
+        sinks = self._shape.sinks[layer] if self._shape.sinks else None
         for row in self._rows:
             sides = self._pool[layer].flatten(1, 2)[:, row.pairs].flatten(2, 3).float()  # [1 or 2, K, P * S, E]
             keys, values = sides[0], sides[-1][..., : self._shape.stored_value_size]
             window = self._shape.window(layer, row.stop)
             for begin in range(row.start // BLOCK * BLOCK, row.stop, BLOCK):
                 first = 0 if window is None else max(begin - window + 1, 0) // BLOCK * BLOCK
-                kv = _VisibleKV(first, keys[:, first : begin + BLOCK], values[:, first : begin + BLOCK])
-                self._attend_block(row, begin, q, layer, kv=kv, out=out)
+                visible = slice(first, begin + BLOCK)
+                tokens = torch.arange(begin, begin + BLOCK, device=q.device).unsqueeze(1)
+                positions = torch.arange(first, begin + BLOCK, device=q.device)
+                hidden = positions > tokens
+                if window is not None:
+                    hidden |= positions <= tokens - window
+                low, high = max(begin, row.start), min(begin + BLOCK, row.stop)
+                own = slice(row.first_token + low - row.start, row.first_token + high - row.start)
+                inside, kv = slice(low - begin, high - begin), (keys[:, visible], values[:, visible])
+                out[own] = attend_block(q[own], inside, *kv, hidden=hidden, shape=self._shape, sinks=sinks)
         return out
-
-    def _attend_block(self, row: _Row, begin: int, q: Tensor, layer: int, *, kv: _VisibleKV, out: Tensor) -> None:
-        """Attend for the tokens of a row in the block at position ``begin``: q [T, H, E] -> out."""
-        num_kv_heads, num_positions, head_size = kv.keys.shape
-        first, last = max(begin, row.start), min(begin + BLOCK, row.stop)
-        inside = slice(first - begin, last - begin)
-        tokens = slice(row.first_token + first - row.start, row.first_token + last - row.start)
-        queries = q.new_zeros(num_kv_heads, q.shape[1] // num_kv_heads, BLOCK, head_size, dtype=torch.float32)
-        grouped = q[tokens].unflatten(1, queries.shape[:2]).permute(1, 2, 0, 3)
-        queries[:, :, inside] = grouped.float() * self._shape.scale
-        scores = torch.bmm(queries.flatten(1, 2), kv.keys.transpose(1, 2)).view(*queries.shape[:3], num_positions)
-        weights = self._softmax(scores, begin, kv.first, layer)
-        attended = torch.bmm(weights.flatten(1, 2), kv.values).view(*queries.shape[:3], -1)
-        out[tokens] = attended[:, :, inside].permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
-
-    def _softmax(self, scores: Tensor, begin: int, first: int, layer: int) -> Tensor:
-        """Scores [K, G, BLOCK, C] of tokens starting at ``begin`` and positions starting at ``first`` -> weights."""
-        shape, (num_kv_heads, group, num_tokens, num_positions) = self._shape, scores.shape
-        if shape.soft_cap is not None:
-            scores = scores.div_(shape.soft_cap).tanh_().mul_(shape.soft_cap)
-        tokens = torch.arange(begin, begin + num_tokens, device=scores.device).unsqueeze(1)
-        positions = torch.arange(first, first + num_positions, device=scores.device)
-        hidden = positions > tokens
-        window = shape.window(layer, begin + num_tokens)
-        if window is not None:
-            hidden |= positions <= tokens - window
-        scores = scores.masked_fill_(hidden, float("-inf"))
-        if not shape.sinks:
-            return torch.softmax(scores, -1)
-        sinks = shape.sinks[layer].float().view(num_kv_heads, group, 1, 1).expand(-1, -1, num_tokens, 1)
-        return torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :num_positions]
 
 
 PLUGIN = TorchAttention

@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import keys_and_values
-from aioengine.attention._gpu_rows import PagedAttention, layer_rules, paged_rows, pinned, run_once, tiles_of
+from aioengine.attention._gpu_rows import (
+    AttentionLayers,
+    PagedAttention,
+    PagedStep,
+    attention_layers,
+    paged_rows,
+    pinned,
+    run_once,
+    tiles_of,
+)
 from aioengine.attention._latent import AdaptiveLatentAttention
 from aioengine.kernels.triton import attention as kernels
 from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, SplitPlan, head_group, num_splits
@@ -26,8 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
-    from aioengine.kernels.triton.attention import HeadGroup
-    from aioengine.kernels.triton.scores import ScoreRules
 
 ENOUGH_PROGRAMS = 256
 """Number of programs that keeps a GPU busy. With fewer (row, kv head) pairs, several programs compute each pair."""
@@ -41,54 +47,35 @@ MAX_SPLITS_BYTES = 256 << 20
 """Limit of the results of splits before they are merged."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """Data shared by all steps.
-
-    Attributes:
-        pool: for each layer, keys [N, K, S, E] and values [N, K, S, V].
-        rules: for each layer.
-    """
-
-    shape: AttentionShape
-    pool: list[tuple[Tensor, Tensor]]
-    rules: list[ScoreRules]
-
-    @property
-    def group(self) -> HeadGroup:
-        return head_group(self.shape.num_heads, self.pool[0])
-
-    def num_programs(self, num_rows: int, max_splits: int) -> int:
-        """Return the number of programs for the splits of a decode row and kv head; 1: one after the other."""
-        pairs = num_rows * -(-self.shape.num_heads // self.group.heads)
-        num_bytes = 4 * num_rows * max_splits * self.shape.num_heads * (self.shape.output_size + 2)
-        is_long = max_splits > EVEN_SPLITS.value and pairs < MANY_PROGRAMS
-        wanted = max(-(-ENOUGH_PROGRAMS // pairs), LONG_ROW_PROGRAMS if is_long else 1)
-        if wanted == 1 or num_bytes > MAX_SPLITS_BYTES:
-            return 1
-        return max(min(max_splits, wanted), 2)  # at least 2: 1 selects other kernels
+def num_programs(layers: AttentionLayers, num_rows: int, max_splits: int) -> int:
+    """Return the number of programs for the splits of a decode row and kv head; 1: one after the other."""
+    shape = layers.shape
+    pairs = num_rows * -(-shape.num_heads // head_group(shape.num_heads, layers.pool[0]).heads)
+    num_bytes = 4 * num_rows * max_splits * shape.num_heads * (shape.output_size + 2)
+    is_long = max_splits > EVEN_SPLITS.value and pairs < MANY_PROGRAMS
+    wanted = max(-(-ENOUGH_PROGRAMS // pairs), LONG_ROW_PROGRAMS if is_long else 1)
+    if wanted == 1 or num_bytes > MAX_SPLITS_BYTES:
+        return 1
+    return max(min(max_splits, wanted), 2)  # at least 2: 1 selects other kernels
 
 
 @dataclass(frozen=True, slots=True)
-class _TritonStep:
-    """Implements ``PagedStep``.
+class _TritonStep(PagedStep):
+    """A prepared step.
 
     Attributes:
         tiles: [X, 2] int32, as in ``kernels.triton.attention.attend``.
         max_splits: number of splits of the longest row.
-        num_programs: ``_Shared.num_programs`` if each row has one token, else 1. 1 selects the kernel over ``tiles``.
+        num_programs: see ``num_programs``; 1 if a row has several tokens. 1 selects the kernel over ``tiles``.
     """
 
-    shared: _Shared
-    slots: Tensor
-    rows: PagedRows
     tiles: Tensor
     max_splits: int
     num_programs: int
 
     def attend(self, q: Tensor, layer: int, *, out: Tensor) -> None:
         """Attend with q [T, H, E] to the pool of a layer -> out [T, H, V]."""
-        shape, pool, rules = self.shared.shape, self.shared.pool[layer], self.shared.rules[layer]
+        shape, pool, rules = self.layers.shape, self.layers.pool[layer], self.layers.rules[layer]
         if self.num_programs == 1:
             in_splits = shape.batch_invariant or shape.value_size is None
             kernels.attend(q, pool, self.rows, self.tiles, scale=shape.scale, out=out, rules=rules, in_splits=in_splits)
@@ -100,41 +87,37 @@ class _TritonStep:
 class TritonAttention(PagedAttention):
     """Implements ``CapturableAttention``."""
 
-    def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
-        """kv_pool: [L, 1 or 2, N, K, S, E]."""
-        super().__init__(shape, keys_and_values(kv_pool, shape))
-        self._shared = _Shared(shape, self._pool, layer_rules(shape))
-
     def prepare(self, batch: ForwardBatch) -> None:
-        shared = self._shared
+        layers = self._layers
         kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
-        rows, _ = paged_rows(batch, query_lengths, kv_lengths, self._page_size)
+        rows, _ = paged_rows(batch, query_lengths, kv_lengths, layers.page_size)
         max_splits = num_splits(int(kv_lengths.max()))
-        is_decode = int(query_lengths.max()) == 1
-        num_programs = shared.num_programs(len(kv_lengths), max_splits) if is_decode else 1
-        tiles = pinned(tiles_of(query_lengths, shared.group.tokens)).to(self._device, non_blocking=True)
-        self._step = _TritonStep(shared, batch.slot_mapping, rows, tiles, max_splits, num_programs)
+        programs = num_programs(layers, len(kv_lengths), max_splits) if int(query_lengths.max()) == 1 else 1
+        group = head_group(layers.shape.num_heads, layers.pool[0])
+        tiles = pinned(tiles_of(query_lengths, group.tokens)).to(layers.device, non_blocking=True)
+        self._prepared = _TritonStep(layers, batch.slot_mapping, rows, tiles, max_splits, programs)
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> PagedAttention:
         """Return attention for decode steps of ``num_rows`` rows."""
-        numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=self._device)
+        layers = self._layers
+        numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=layers.device)
         tiles = torch.stack((numbers[:-1], torch.zeros_like(numbers[:-1])), dim=1)
         rows = PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
-        max_splits = num_splits(buffers.max_pages * self._page_size)
-        num_programs = self._shared.num_programs(num_rows, max_splits)
-        step = _TritonStep(self._shared, buffers.slot_mapping, rows, tiles, max_splits, num_programs)
-        return PagedAttention(self._shape, self._pool, step)
+        max_splits = num_splits(buffers.max_pages * layers.page_size)
+        programs = num_programs(layers, num_rows, max_splits)
+        return PagedAttention(layers, _TritonStep(layers, buffers.slot_mapping, rows, tiles, max_splits, programs))
 
     def warm_up(self) -> None:
         """Compile the kernels of steps without a CUDA graph: prefill chunks and decode rows."""
         for count in (1, 2):
-            run_once(self, self._shape, self._pool[0][0], 1, count)
+            run_once(self, self._layers, 1, count)
 
 
 def build(shape: AttentionShape, kv_pool: Tensor) -> TritonAttention | AdaptiveLatentAttention:
     """Return the backend for this model. kv_pool: [L, 1 or 2, N, K, S, E]."""
-    return AdaptiveLatentAttention(shape, kv_pool) if shape.expansions else TritonAttention(shape, kv_pool)
+    layers = attention_layers(shape, kv_pool)
+    return AdaptiveLatentAttention(layers) if shape.expansions else TritonAttention(layers)
 
 
 PLUGIN = build

@@ -21,7 +21,7 @@ from aioengine.families._block_config import (
     TensorNames,
 )
 from aioengine.families._experts import ExpertsConfig
-from aioengine.families._fields import check_sizes, decode_config, file_names, not_implemented
+from aioengine.families._fields import ConfigType, check_sizes, decode_config, file_names, not_implemented
 from aioengine.families._rope_config import RopeConfig, read_rope
 
 _MAX_LABELS: Final = 2**20
@@ -118,6 +118,8 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
             not_implemented("hidden_act", self.mlp.activation, "silu in a model with experts, delta nets or Mamba")
         if self.tied and self.head_bias and self.task is Task.GENERATE:
             not_implemented("tie_word_embeddings", True, "false in a model whose head has a bias")
+        if self.experts is not None:
+            self.experts.check()
         attention = self.attention
         is_plain = attention.latent is None and attention.soft_cap is None and not attention.has_sinks
         if not self.is_causal and not (is_plain and self.stateful is None and not any(self.windows)):
@@ -171,53 +173,13 @@ def as_embedder(raw: Mapping[str, object]) -> dict[str, object]:
     return {**raw, "architectures": ["Model"]}
 
 
-class Labels(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of config.json with the number of classes."""
-
-    id2label: dict[int | str, object] | None = None
-    num_labels: int | None = None
-
-    @property
-    def num_scores(self) -> int:
-        """The number of labels in ``id2label``, or else ``num_labels``, or else 2.
-
-        Raises ValueError if it is out of range.
-        """
-        num_labels = 2 if self.num_labels is None else self.num_labels
-        num_scores = num_labels if self.id2label is None else len(self.id2label)
-        if not 1 <= num_scores <= _MAX_LABELS:
-            not_implemented("num_labels", num_scores, f"1 to {_MAX_LABELS}")
-        return num_scores
-
-
-class DecoderFamily(Labels, frozen=True, kw_only=True):
-    """The fields of config.json that all families of decoders share.
-
-    A family adds its own fields and extends ``decoder``. Fields that do not change results are left out. Raises
-    ValueError for a value that is not implemented.
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of config.json with the task and the number of classes.
 
     Attributes:
-        tasks: suffix of the name in ``architectures`` -> task.
-        default_partial: default of ``partial_rotary_factor``; None if the family always rotates whole heads.
-        default_theta: default of ``rope_theta``.
-        norm, block, attention, mlp, names, prefix: see ``DecoderConfig``. The activation of ``mlp`` and biases that
-            are fields (``attention_bias``, ``qkv_bias`` and ``mlp_bias``) come from the file.
-        has_one_window: all layers have the sliding window, or none has.
-        unread: fields that this family ignores.
-        limits: field -> smallest and largest value, see ``check_sizes``.
+        tasks: suffix of the name in ``architectures`` -> task. The first match applies.
     """
 
-    default_partial: ClassVar[float | None] = None
-    default_theta: ClassVar[float] = 10_000.0
-    has_one_window: ClassVar[bool] = False
-    unread: ClassVar[tuple[str, ...]] = ()
-    limits: ClassVar[Mapping[str, tuple[int, int]]] = {}
-    norm: ClassVar[NormConfig] = NormConfig()
-    block: ClassVar[BlockConfig] = BlockConfig()
-    attention: ClassVar[AttentionConfig] = AttentionConfig()
-    mlp: ClassVar[MlpConfig] = MlpConfig()
-    names: ClassVar[TensorNames] = TensorNames()
-    prefix: ClassVar[str] = "model."
     tasks: ClassVar[Mapping[str, Task]] = {
         "ForCausalLM": Task.GENERATE,
         "ForSequenceClassification": Task.CLASSIFY,
@@ -225,11 +187,99 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
     }
 
     architectures: list[str] | None = None
+    id2label: dict[int | str, object] | None = None
+    num_labels: int | None = None
+
+    @property
+    def task(self) -> Task:
+        """The task of the first architecture, or the first of ``tasks`` without one.
+
+        Raises ValueError if the architecture is not implemented.
+        """
+        if not self.architectures:
+            return next(iter(self.tasks.values()))
+        task = next((task for end, task in self.tasks.items() if self.architectures[0].endswith(end)), None)
+        if task is None:
+            not_implemented("architectures", self.architectures, ", ".join(f"...{end}" for end in self.tasks))
+        return task
+
+    @property
+    def num_scores(self) -> int:
+        """The scores of a classifier: the number of labels in ``id2label``, or else ``num_labels``, or else 2.
+
+        0 for other tasks. Raises ValueError if it is out of range.
+        """
+        if self.task is not Task.CLASSIFY:
+            return 0
+        num_labels = 2 if self.num_labels is None else self.num_labels
+        num_scores = num_labels if self.id2label is None else len(self.id2label)
+        if not 1 <= num_scores <= _MAX_LABELS:
+            not_implemented("num_labels", num_scores, f"1 to {_MAX_LABELS}")
+        return num_scores
+
+
+class TextFamily(Family, frozen=True, kw_only=True):
+    """The fields of config.json that decoders and encoders share."""
+
     vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
+    max_position_embeddings: int
+
+    def config(self, config_type: type[ConfigType], **values: object) -> ConfigType:
+        """Return a config of ``values``, and of the attributes of the family that have the name of a field."""
+        names = config_type.__struct_fields__
+        attributes = {name: getattr(self, name) for name in names if hasattr(type(self), name)}
+        attributes |= {"num_layers": self.num_hidden_layers, "num_heads": self.num_attention_heads}
+        return config_type(**{**attributes, "num_labels": self.num_scores, **values})
+
+    def check_length(self, field: str, values: Sequence[object] | None) -> None:
+        """Raise ValueError if the list in a field does not have one entry per layer."""
+        if values is not None and len(values) != self.num_hidden_layers:
+            not_implemented(field, f"of length {len(values)}", f"one entry per layer ({self.num_hidden_layers})")
+
+
+class DecoderFamily(TextFamily, frozen=True, kw_only=True):
+    """The fields of config.json that all families of decoders share.
+
+    A family adds its own fields. Fields that do not change results are left out. It describes the model with class
+    variables, properties and fields that have the names of fields of ``DecoderConfig``. Raises ValueError for a value
+    that is not implemented.
+
+    Attributes:
+        default_partial: default of ``partial_rotary_factor``; None if the family always rotates whole heads.
+        default_theta: default of ``rope_theta``.
+        attention, mlp: without biases and activation, which come from ``hidden_act`` and the next attributes.
+        attention_bias, qkv_bias, output_bias, mlp_bias: the linear layers that have biases.
+        experts: without sizes, see ``ExpertsConfig.sized``.
+        sliding_window, use_sliding_window: the sliding window in tokens, and whether layers have it.
+        sliding_window_pattern: without ``layer_types``, every n-th layer has full attention; 0 for none.
+        has_one_window: all layers have the sliding window, or none has.
+        unread: fields that this family ignores.
+        limits: field -> smallest and largest value, see ``check_sizes``.
+    """
+
+    default_partial: ClassVar[float | None] = None
+    default_theta: ClassVar[float] = 10_000.0
+    norm: ClassVar[NormConfig] = NormConfig()
+    block: ClassVar[BlockConfig] = BlockConfig()
+    attention: ClassVar[AttentionConfig] = AttentionConfig()
+    mlp: ClassVar[MlpConfig] = MlpConfig()
+    attention_bias: ClassVar[bool | None] = False
+    qkv_bias: ClassVar[bool] = False
+    output_bias: ClassVar[bool] = False
+    mlp_bias: ClassVar[bool] = False
+    experts: ClassVar[ExpertsConfig | None] = None
+    sliding_window: ClassVar[int | None] = None
+    use_sliding_window: ClassVar[bool] = True
+    sliding_window_pattern: ClassVar[int] = 0
+    has_one_window: ClassVar[bool] = False
+    rope_size: ClassVar[int] = 0
+    unread: ClassVar[tuple[str, ...]] = ()
+    limits: ClassVar[Mapping[str, tuple[int, int]]] = {}
+
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
@@ -259,9 +309,7 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
             not_implemented("head_dim", self.head_size, "an even number")
         if self.window is not None and self.window < 1:
             not_implemented("sliding_window", self.window, "at least 1, or null")
-        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            length = f"of length {len(self.layer_types)}"
-            not_implemented("layer_types", length, f"one entry per layer ({self.num_hidden_layers})")
+        self.check_length("layer_types", self.layer_types)
         if self.has_one_window and self.window is not None and "full_attention" in (self.layer_types or ()):
             not_implemented("layer_types", self.layer_types, "only sliding_attention if sliding_window is set")
         if self.window is None and "sliding_attention" in (self.layer_types or ()):
@@ -281,24 +329,21 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
-    def rotated_size(self) -> int:
-        """The size of the part of a head that the rotary embedding is checked for."""
-        return self.head_size
-
-    @property
     def window(self) -> int | None:
         """The sliding window in tokens; None if no layer has one."""
-        return None
+        return self.sliding_window if self.use_sliding_window else None
 
     def has_window(self, layer: int) -> bool:
         """Return whether a layer has the sliding window by default, without ``layer_types``."""
-        return True
+        return not self.sliding_window_pattern or (layer + 1) % self.sliding_window_pattern != 0
 
     @property
     def layer_kinds(self) -> Sequence[str]:
         """``layer_types``, or its default."""
-        layers = range(self.num_hidden_layers)
-        return self.layer_types or ["sliding_attention" if self.has_window(i) else "full_attention" for i in layers]
+        if self.layer_types is not None:
+            return self.layer_types
+        have_window = [self.has_one_window or self.has_window(layer) for layer in range(self.num_hidden_layers)]
+        return ["sliding_attention" if has_window else "full_attention" for has_window in have_window]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -306,15 +351,6 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
         if self.window is None:
             return ()
         return tuple(self.window if kind == "sliding_attention" else None for kind in self.layer_kinds)
-
-    @property
-    def task(self) -> Task:
-        return task_of(self.architectures, self.tasks)
-
-    @property
-    def experts(self) -> ExpertsConfig | None:
-        """The experts of the layers that have no MLP; None if all layers have an MLP."""
-        return None
 
     @property
     def rotation(self) -> Mapping[str, object]:
@@ -331,66 +367,24 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
             original=self.original_max_position_embeddings,
         )
 
+    def sized_experts(self) -> ExpertsConfig | None:
+        """Return ``experts`` with the sizes in the file; None without experts."""
+        return None if self.experts is None else self.experts.sized(msgspec.structs.asdict(self))
+
     def decoder(self) -> DecoderConfig:
-        """Return a decoder of these sizes. Families replace parts that depend on further fields.
+        """Return the decoder. Families replace parts that depend on further fields.
 
         Raises ValueError if the rotary embedding does not fit the head size.
         """
-        rope, attention = self.rope, self.attention
-        rope.check_head(self.rotated_size)
-        all_biases = getattr(self, "attention_bias", False)
-        return DecoderConfig(
-            task=self.task,
-            num_labels=self.num_scores if self.task is Task.CLASSIFY else 0,
-            is_causal=self.is_causal,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_hidden_layers,
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
+        rope = self.rope
+        rope.check_head(self.rope_size or self.head_size)
+        qkv_bias, output_bias = self.attention_bias or self.qkv_bias, self.attention_bias or self.output_bias
+        return self.config(
+            DecoderConfig,
+            rope=rope,
             epsilon=self.rms_norm_eps,
             tied=self.tie_word_embeddings,
-            max_position_embeddings=self.max_position_embeddings,
-            rope=rope,
-            windows=self.windows,
-            norm=self.norm,
-            block=self.block,
-            attention=replace(
-                attention,
-                qkv_bias=all_biases or getattr(self, "qkv_bias", attention.qkv_bias),
-                output_bias=all_biases or attention.output_bias,
-            ),
-            mlp=replace(
-                self.mlp,
-                activation=ACTIVATIONS[self.hidden_act],
-                has_bias=getattr(self, "mlp_bias", self.mlp.has_bias),
-            ),
-            experts=self.experts,
-            names=self.names,
-            prefix=self.prefix,
+            attention=replace(self.attention, qkv_bias=qkv_bias, output_bias=output_bias),
+            mlp=replace(self.mlp, activation=ACTIVATIONS[self.hidden_act], has_bias=self.mlp_bias),
+            experts=self.sized_experts(),
         )
-
-
-class WindowFamily(DecoderFamily, frozen=True, kw_only=True):
-    """A family of decoders with a sliding window in some or all layers."""
-
-    sliding_window: int | None = 4096
-
-    @property
-    def window(self) -> int | None:
-        return self.sliding_window
-
-
-def task_of(architectures: list[str] | None, tasks: Mapping[str, Task]) -> Task:
-    """Return the task of the first architecture, or the first of ``tasks`` without one.
-
-    Raises ValueError if the architecture is not implemented.
-    """
-    if not architectures:
-        return next(iter(tasks.values()))
-    task = next((task for end, task in tasks.items() if architectures[0].endswith(end)), None)
-    if task is None:
-        not_implemented("architectures", architectures, ", ".join(f"...{end}" for end in tasks))
-    return task

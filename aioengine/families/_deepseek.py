@@ -7,7 +7,6 @@ from typing import Literal
 from msgspec import field
 from msgspec.structs import replace
 
-from aioengine.families._config import DecoderConfig
 from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig
 from aioengine.families._fields import not_implemented
 from aioengine.families._latent import LatentFamily
@@ -22,6 +21,7 @@ class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
             last layer and are not used. The first field takes precedence.
     """
 
+    experts = ExpertsConfig(router=RouterConfig(in_fp32=True))
     limits = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "num_shared_experts"), (0, 2**14))
 
     first_k_dense_replace: int = 0
@@ -49,35 +49,21 @@ class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
         return frozenset(range(min(self.first_k_dense_replace, self.num_hidden_layers)))
 
     @property
-    def router(self) -> RouterConfig:
-        num_groups, top_groups = self.groups
-        return RouterConfig(
-            in_fp32=True,
-            is_normalized=bool(self.norm_topk_prob),
-            scale=self.routed_scaling_factor,
-            num_groups=num_groups,
-            top_groups=top_groups,
-        )
+    def ignored(self) -> tuple[str, ...]:
+        """The layers for multi-token prediction."""
+        num_extra = self.num_mtp_layers if self.num_nextn_predict_layers is None else self.num_nextn_predict_layers
+        return tuple(f"model.layers.{self.num_hidden_layers + extra}." for extra in range(num_extra))
 
-    @property
-    def experts(self) -> ExpertsConfig:
-        shared: SharedConfig | None = None
-        if self.num_shared_experts:
-            inner_size = self.moe_intermediate_size * self.num_shared_experts
-            shared = SharedConfig(inner_size=inner_size, name="shared_experts")
-        return ExpertsConfig(
-            num_experts=self.num_experts,
-            top_k=self.experts_per_token,
-            inner_size=self.moe_intermediate_size,
-            router=self.router,
-            shared=shared,
+    def sized_experts(self) -> ExpertsConfig:
+        experts, (num_groups, top_groups) = super().sized_experts(), self.groups
+        assert experts is not None, "this family has experts"
+        scale, shared_size = self.routed_scaling_factor, self.moe_intermediate_size * (self.num_shared_experts or 0)
+        return replace(
+            experts,
+            router=replace(experts.router, scale=scale, num_groups=num_groups, top_groups=top_groups),
+            shared=SharedConfig(inner_size=shared_size, name="shared_experts") if shared_size else None,
             dense_layers=self.dense_layers,
         )
-
-    def decoder(self) -> DecoderConfig:
-        num_extra = self.num_mtp_layers if self.num_nextn_predict_layers is None else self.num_nextn_predict_layers
-        extra_layers = range(self.num_hidden_layers, self.num_hidden_layers + num_extra)
-        return replace(super().decoder(), ignored=tuple(f"model.layers.{layer}." for layer in extra_layers))
 
 
 class DeepseekV2Family(DeepseekFamily, frozen=True, kw_only=True):
@@ -104,6 +90,8 @@ class DeepseekV2Family(DeepseekFamily, frozen=True, kw_only=True):
 class DeepseekV3Family(DeepseekFamily, frozen=True, kw_only=True):
     """DeepSeek-V3, R1, Moonlight: score and bias select experts, from the groups with the best sum of two experts."""
 
+    experts = ExpertsConfig(router=RouterConfig(in_fp32=True, has_choice_bias=True, scoring="sigmoid", group_top=2))
+
     num_key_value_heads: int | None = 128
     max_position_embeddings: int = 4096
     first_k_dense_replace: int = 3
@@ -118,10 +106,6 @@ class DeepseekV3Family(DeepseekFamily, frozen=True, kw_only=True):
     scoring_func: Literal["sigmoid"] = "sigmoid"
     topk_method: Literal["noaux_tc"] = "noaux_tc"
     num_mtp_layers: int = 1
-
-    @property
-    def router(self) -> RouterConfig:
-        return replace(super().router, has_choice_bias=True, scoring="sigmoid", group_top=2)
 
 
 class Glm4MoeLiteFamily(DeepseekV3Family, frozen=True, kw_only=True):
@@ -144,9 +128,7 @@ class Glm4MoeLiteFamily(DeepseekV3Family, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mlp_layer_types is not None and len(self.mlp_layer_types) != self.num_hidden_layers:
-            length = f"of length {len(self.mlp_layer_types)}"
-            not_implemented("mlp_layer_types", length, f"one entry per layer ({self.num_hidden_layers})")
+        self.check_length("mlp_layer_types", self.mlp_layer_types)
 
     @property
     def dense_layers(self) -> frozenset[int]:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from msgspec import Struct, field
 
 from aioengine.families._block_config import LinearShape
-from aioengine.families._config import Labels, Task, TransformerConfig, task_of
+from aioengine.families._config import Task, TextFamily, TransformerConfig
 from aioengine.families._fields import check_sizes, decode_config, not_implemented
 from aioengine.families._rope_config import RopeConfig
 
@@ -70,10 +70,12 @@ class EncoderConfig(TransformerConfig, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()
 
 
-class EncoderFamily(Labels, frozen=True, kw_only=True):
+class EncoderFamily(TextFamily, frozen=True, kw_only=True):
     """The fields of config.json that all families of encoders share.
 
-    Fields that do not change results are left out. Raises ValueError for a value that is not implemented.
+    A family adds its own fields. Fields that do not change results are left out. It describes the model with class
+    variables, properties and fields that have the names of fields of ``EncoderConfig``. Raises ValueError for a value
+    that is not implemented.
     """
 
     tasks: ClassVar[Mapping[str, Task]] = {
@@ -82,13 +84,6 @@ class EncoderFamily(Labels, frozen=True, kw_only=True):
         "ForSequenceClassification": Task.CLASSIFY,
     }
 
-    architectures: list[str] | None = None
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int
     epsilon: float
 
     def __post_init__(self) -> None:
@@ -101,28 +96,18 @@ class EncoderFamily(Labels, frozen=True, kw_only=True):
     @classmethod
     def read(cls, config: Mapping[str, object]) -> EncoderConfig:
         """Read config.json. Raises ValueError for a value that is not implemented."""
-        return decode_config(config, cls).encoder()
+        family = decode_config(config, cls)
+        return family.config(EncoderConfig, max_position_embeddings=family.num_positions)
 
-    def encoder(self) -> EncoderConfig:
-        """Return an encoder of these sizes, without tensor names. Families add the rest."""
-        return EncoderConfig(
-            task=self.task,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_hidden_layers,
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.num_attention_heads,
-            head_size=self.head_size,
-            epsilon=self.epsilon,
-            max_position_embeddings=self.max_position_embeddings,
-            num_labels=self.num_scores if self.task is Task.CLASSIFY else 0,
-        )
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_attention_heads
 
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def task(self) -> Task:
-        return task_of(self.architectures, self.tasks)
+    def num_positions(self) -> int:
+        """The trained context length."""
+        return self.max_position_embeddings

@@ -5,14 +5,15 @@ D hidden size, I inner size of an expert, E experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from aioengine.families._fields import not_implemented
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Mapping
 
 MXFP4_BLOCK = 32
 """MXFP4 values per scale, stored in 16 bytes."""
@@ -49,13 +50,13 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True):
         gate: name of the layer that computes a factor per token; "" if there is none.
     """
 
-    inner_size: int
+    inner_size: int = 0
     name: str = "shared_expert"
     gate: str = ""
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The experts of a block. Raises ValueError if the router cannot choose ``top_k`` experts.
+    """The experts of a block. A family sets it without sizes, see ``sized``.
 
     Attributes:
         top_k: number of experts per token.
@@ -70,9 +71,9 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
         dense_layers: indices of layers with an MLP instead of experts.
     """
 
-    num_experts: int
-    top_k: int
-    inner_size: int
+    num_experts: int = 0
+    top_k: int = 0
+    inner_size: int = 0
     router: RouterConfig = RouterConfig()
     stored: Literal["separate", "packed", "interleaved", "mxfp4"] = "separate"
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
@@ -81,7 +82,27 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared: SharedConfig | None = None
     dense_layers: frozenset[int] = frozenset()
 
-    def __post_init__(self) -> None:
+    def sized(self, fields: Mapping[str, Any]) -> ExpertsConfig:
+        """Add the sizes of config.json. ``fields``: of the family."""
+        sparse_step, mlp_only = fields.get("decoder_sparse_step", 1), fields.get("mlp_only_layers") or ()
+        if sparse_step < 1:
+            not_implemented("decoder_sparse_step", sparse_step, "at least 1")
+        layers = range(fields["num_hidden_layers"])
+        router, shared = self.router, self.shared
+        if shared is not None and "shared_expert_intermediate_size" in fields:
+            shared = replace(shared, inner_size=fields["shared_expert_intermediate_size"])
+        return replace(
+            self,
+            num_experts=fields["num_experts"],
+            top_k=fields["experts_per_token"],
+            inner_size=fields.get("moe_intermediate_size", fields["intermediate_size"]),
+            router=replace(router, is_normalized=bool(fields.get("norm_topk_prob", router.is_normalized))),
+            shared=shared,
+            dense_layers=frozenset(layer for layer in layers if layer in mlp_only or (layer + 1) % sparse_step),
+        )
+
+    def check(self) -> None:
+        """Raise ValueError if the router cannot choose ``top_k`` experts."""
         num_experts, num_groups, top_groups = self.num_experts, self.router.num_groups, self.router.top_groups
         if not 1 <= self.top_k <= num_experts:
             not_implemented("num_experts_per_tok", self.top_k, f"1 to {num_experts}, the number of experts")
@@ -97,13 +118,3 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 CHOICE_BIAS = "e_score_correction_bias"
 """Name of the bias for the selection of experts, within the router."""
-
-
-def dense_layers(num_layers: int, sparse_step: int, mlp_only: Collection[int]) -> frozenset[int]:
-    """Return the layers without experts: all but every ``sparse_step``-th layer, and the layers of ``mlp_only``.
-
-    Raises ValueError if ``sparse_step`` is not positive.
-    """
-    if sparse_step < 1:
-        not_implemented("decoder_sparse_step", sparse_step, "at least 1")
-    return frozenset(layer for layer in range(num_layers) if layer in mlp_only or (layer + 1) % sparse_step)

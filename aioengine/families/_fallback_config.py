@@ -5,17 +5,15 @@ transformers reads the rest of config.json itself, in the scheduler process.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Mapping
+from typing import ClassVar, Final, cast
 
 import msgspec
 
 from aioengine import plugins
-from aioengine.families._config import DecoderFamily, Labels, Task, TransformerConfig, task_of
+from aioengine.families._config import Family, Task, TransformerConfig
 from aioengine.families._fields import check_sizes, not_implemented
 from aioengine.families._rope_config import RopeConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _NAMES: Final = {
     "vocab_size": ("vocab_size", "padded_vocab_size", "n_vocab"),
@@ -36,9 +34,6 @@ _NAMES: Final = {
 }
 """The usual name of a size -> all of its names."""
 
-
-_TASKS: Final = {"LMHeadModel": Task.GENERATE, **DecoderFamily.tasks}
-"""Suffix of the architecture's name -> task. The first match applies."""
 
 _NO_LINEAR: Final = frozenset(
     (
@@ -74,8 +69,8 @@ class _ConfigSizes(msgspec.Struct, frozen=True, kw_only=True):
         check_sizes(self)
 
 
-class _Labels(Labels, frozen=True, kw_only=True):
-    architectures: list[str] | None = None
+class _Labels(Family, frozen=True, kw_only=True):
+    tasks: ClassVar[Mapping[str, Task]] = {"LMHeadModel": Task.GENERATE, **Family.tasks}
 
 
 def read_fallback_config(raw: Mapping[str, object]) -> TransformerConfig:
@@ -106,11 +101,10 @@ def read_fallback_config(raw: Mapping[str, object]) -> TransformerConfig:
                 f"parts. Models with images that work without model_impl: {', '.join(plugins.names('media/tokens'))}"
             ) from None
         raise ValueError(f"{where}, as model_impl='transformers' reads it: {error}") from error
-    task = task_of(labels.architectures, _TASKS)
     heads = sizes.num_attention_heads
     return TransformerConfig(
-        task=task,
-        num_labels=labels.num_scores if task is Task.CLASSIFY else 0,
+        task=labels.task,
+        num_labels=labels.num_scores,
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         intermediate_size=4 * sizes.hidden_size,

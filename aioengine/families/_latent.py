@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from msgspec import field
 from msgspec.structs import replace
 
-from aioengine.families._block_config import LatentConfig
+from aioengine.families._block_config import AttentionConfig, LatentConfig
 from aioengine.families._config import DecoderConfig, DecoderFamily
 from aioengine.families._fields import check_factor, not_implemented
 from aioengine.families._rope_config import RopeConfig
@@ -25,9 +26,9 @@ class LatentFamily(DecoderFamily, frozen=True, kw_only=True):
     rope_interleave: bool = True
 
     def __post_init__(self) -> None:
-        for field, size in (("kv_lora_rank", self.kv_lora_rank), ("qk_rope_head_dim", self.qk_rope_head_dim)):
+        for name, size in (("kv_lora_rank", self.kv_lora_rank), ("qk_rope_head_dim", self.qk_rope_head_dim)):
             if size % 2:
-                not_implemented(field, size, "an even number")
+                not_implemented(name, size, "an even number")
         super().__post_init__()
         num_heads, rotated = self.num_attention_heads, self.qk_rope_head_dim
         if self.head_dim not in (None, rotated):
@@ -48,14 +49,13 @@ class LatentFamily(DecoderFamily, frozen=True, kw_only=True):
         return self.hidden_size // self.num_attention_heads if self.v_head_dim is None else self.v_head_dim
 
     @property
-    def rotated_size(self) -> int:
+    def rope_size(self) -> int:
         return self.qk_rope_head_dim
 
-    def decoder(self) -> DecoderConfig:
-        decoder = super().decoder()
-        attention = replace(
-            decoder.attention,
-            scale=self._scale(decoder.rope),
+    @property
+    def attention(self) -> AttentionConfig:
+        return AttentionConfig(
+            scale=self._scale(self.rope),
             is_interleaved=self.rope_interleave,
             latent=LatentConfig(
                 rank=self.kv_lora_rank,
@@ -65,7 +65,9 @@ class LatentFamily(DecoderFamily, frozen=True, kw_only=True):
                 value_size=self.value_size,
             ),
         )
-        return replace(decoder, num_kv_heads=1, rope_size=self.qk_rope_head_dim, attention=attention)
+
+    def decoder(self) -> DecoderConfig:
+        return replace(super().decoder(), num_kv_heads=1)
 
     def _scale(self, rope: RopeConfig) -> float:
         """Return the factor of the attention scores: 1 / sqrt(query head size), times the square of YaRN's mscale."""
@@ -98,7 +100,7 @@ class MiniCpm3Family(LatentFamily, frozen=True, kw_only=True):
     qk_nope_head_dim: int = 64
     qk_rope_head_dim: int = 32
     v_head_dim: int | None = None
-    scale_emb: float = 12.0
+    embedding_scale: float = field(default=12.0, name="scale_emb")
     scale_depth: float | None = 1.4
     dim_model_base: int | None = 256
 
@@ -114,12 +116,10 @@ class MiniCpm3Family(LatentFamily, frozen=True, kw_only=True):
         We instead divide the inputs of the first block by ``depth``, so the whole residual stream is divided by it. The
         norms cancel this constant, because their epsilon is divided by its square.
         """
-        decoder = super().decoder()
         depth = 1.0 if self.scale_depth is None else self.scale_depth / math.sqrt(self.num_hidden_layers)
         return replace(
-            decoder,
-            epsilon=decoder.epsilon / depth**2,
-            embedding_scale=self.scale_emb,
+            super().decoder(),
+            epsilon=self.rms_norm_eps / depth**2,
             stream_scale=1 / depth,
             logits_scale=1.0 if self.dim_model_base is None else self.dim_model_base / self.hidden_size,
         )

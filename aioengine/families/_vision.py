@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Final
 import msgspec
 
 from aioengine import plugins
-from aioengine.families._config import DecoderConfig, DecoderFamily, Task, task_of
+from aioengine.families._config import DecoderConfig, DecoderFamily, Family, Task
 from aioengine.families._fields import decode_config, not_implemented
 
 ImageToken = Annotated[int, msgspec.Meta(ge=0)]
@@ -62,7 +62,7 @@ class Tower(msgspec.Struct, frozen=True):
     deepstack_visual_indexes: list[int] | None = None
 
 
-class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
+class VisionFamily(Family, frozen=True, kw_only=True):
     """The fields of config.json that all families with images share.
 
     Raises ValueError for a value that is not implemented.
@@ -82,8 +82,7 @@ class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
     renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
     tasks: ClassVar[Mapping[str, Task]] = {"ForConditionalGeneration": Task.GENERATE, "Model": Task.EMBED}
 
-    architectures: list[str] | None = None
-    text_config: dict[str, object] = {}
+    text_config: dict[str, object] = msgspec.field(default_factory=dict[str, object])
     vision_config: Tower = Tower()
     image_token_id: ImageToken | None = None
     tie_word_embeddings: bool | None = None
@@ -107,10 +106,9 @@ class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
         model_type = self.text_config.get("model_type", self.text_types[0])
         if not isinstance(model_type, str) or model_type not in self.text_types:
             not_implemented("text_config.model_type", model_type, ", ".join(self.text_types))
-        is_embedder = task_of(self.architectures, self.tasks) is Task.EMBED
         defaults = {**TEXT_DEFAULTS.get(model_type, {}), **self.text_defaults}
         fields = {**defaults, **self.text_config, "model_type": model_type}
-        fields["architectures"] = ["Model"] if is_embedder else None
+        fields["architectures"] = ["Model"] if self.task is Task.EMBED else None
         if self.tie_word_embeddings:
             fields["tie_word_embeddings"] = True
         family: type[DecoderFamily] = plugins.load("families", self.text_family or model_type)

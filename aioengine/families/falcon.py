@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-import msgspec
-from msgspec.structs import replace
+from msgspec import field
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, MlpConfig, NormConfig, TensorNames
 from aioengine.families._config import DecoderConfig, DecoderFamily
@@ -20,17 +19,17 @@ class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
     attention = AttentionConfig(qkv=("query_key_value",), is_grouped=True, output="dense")
     mlp = MlpConfig(first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False)
 
-    hidden_act: str = msgspec.field(default="gelu", name="activation")
-    rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_epsilon")
-    num_key_value_heads: int | None = msgspec.field(default=None, name="num_kv_heads")
-    intermediate_size: int = msgspec.field(name="ffn_hidden_size")
+    hidden_act: str = field(default="gelu", name="activation")
+    rms_norm_eps: float = field(default=1e-5, name="layer_norm_epsilon")
+    num_key_value_heads: int | None = field(default=None, name="num_kv_heads")
+    intermediate_size: int = field(name="ffn_hidden_size")
     tie_word_embeddings: bool = True
     alibi: Literal[False] | None = False
-    attention_bias: bool | None = msgspec.field(default=False, name="bias")
+    attention_bias: bool | None = field(default=False, name="bias")
     multi_query: bool | None = True
-    is_parallel: bool | None = msgspec.field(default=True, name="parallel_attn")
+    is_parallel: bool | None = field(default=True, name="parallel_attn")
     new_decoder_architecture: bool | None = False
-    num_norms: Literal[1, 2] | None = msgspec.field(default=None, name="num_ln_in_parallel_attn")
+    num_norms: Literal[1, 2] | None = field(default=None, name="num_ln_in_parallel_attn")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,8 +54,9 @@ class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
     def mlp_bias(self) -> bool:
         return bool(self.attention_bias)
 
-    def _block(self) -> BlockConfig:
-        """Return the norms: one or two in a parallel block, otherwise one each before attention and MLP."""
+    @property
+    def block(self) -> BlockConfig:
+        """One or two norms in a parallel block, otherwise one each before attention and MLP."""
         if not self.is_parallel:
             return BlockConfig(attention="self_attention.")
         if self.new_decoder_architecture and self.num_norms != 1:
@@ -64,9 +64,6 @@ class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
                 attention="self_attention.", attention_norm="ln_attn", mlp_norm="ln_mlp", is_parallel=True
             )
         return BlockConfig(attention="self_attention.", mlp_norm="", is_parallel=True)
-
-    def decoder(self) -> DecoderConfig:
-        return replace(super().decoder(), block=self._block())
 
 
 PLUGIN = FalconFamily

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-import msgspec
-from msgspec.structs import replace
+from msgspec import field
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, MlpConfig, NormConfig, TensorNames
-from aioengine.families._config import DecoderConfig, DecoderFamily
+from aioengine.families._config import DecoderFamily
 from aioengine.families._rope_config import RopeConfig, read_rope
-
-PARTS: Final = "embed_in", "layers", "final_layer_norm"
-"""Names in checkpoints of models without a head."""
 
 
 class GptNeoxFamily(DecoderFamily, frozen=True, kw_only=True):
@@ -20,12 +14,21 @@ class GptNeoxFamily(DecoderFamily, frozen=True, kw_only=True):
     unread = ("num_key_value_heads",)
     names = TensorNames(embedding="gpt_neox.embed_in", layers="gpt_neox.layers", norm="gpt_neox.final_layer_norm")
     prefix = "gpt_neox."
+    renamed = (
+        ("embed_out.", "lm_head."),
+        # models without a head
+        ("embed_in.", "gpt_neox.embed_in."),
+        ("layers.", "gpt_neox.layers."),
+        ("final_layer_norm.", "gpt_neox.final_layer_norm."),
+    )
+    buffers = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
     norm = NormConfig(kind="layer", has_bias=True)
     attention = AttentionConfig(qkv=("query_key_value",), is_grouped=True, output="dense")
-    mlp = MlpConfig(first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False, has_bias=True)
+    mlp = MlpConfig(first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False)
+    mlp_bias = True
 
     hidden_act: str = "gelu"
-    rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
+    rms_norm_eps: float = field(default=1e-5, name="layer_norm_eps")
     rotary_pct: float | None = None
     rotary_emb_base: float | None = None
     use_parallel_residual: bool = True
@@ -40,13 +43,9 @@ class GptNeoxFamily(DecoderFamily, frozen=True, kw_only=True):
             original=self.original_max_position_embeddings,
         )
 
-    def decoder(self) -> DecoderConfig:
-        return replace(
-            super().decoder(),
-            renamed=(("embed_out.", "lm_head."), *((f"{name}.", f"gpt_neox.{name}.") for name in PARTS)),
-            block=BlockConfig(attention="attention.", is_parallel=self.use_parallel_residual),
-            buffers=("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
-        )
+    @property
+    def block(self) -> BlockConfig:
+        return BlockConfig(attention="attention.", is_parallel=self.use_parallel_residual)
 
 
 PLUGIN = GptNeoxFamily

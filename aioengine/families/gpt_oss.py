@@ -9,7 +9,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, NormConfig
-from aioengine.families._config import DecoderConfig, WindowFamily
+from aioengine.families._config import DecoderConfig, DecoderFamily
 from aioengine.families._experts import MXFP4_BLOCK, ExpertsConfig, RouterConfig
 from aioengine.families._fields import not_implemented
 
@@ -23,10 +23,16 @@ _ROTATION: Final = {
 }
 
 
-class GptOssFamily(WindowFamily, frozen=True, kw_only=True):
+class GptOssFamily(DecoderFamily, frozen=True, kw_only=True):
     default_theta = 150_000.0
     norm = NormConfig(scales_in_fp32=True)
     attention = AttentionConfig(has_sinks=True)
+    sliding_window_pattern = 2
+    experts = ExpertsConfig(
+        router=RouterConfig(name="router", has_bias=True),
+        stored="interleaved",
+        names=("experts.gate_up_proj", "experts.down_proj"),
+    )
 
     num_key_value_heads: int | None = 8
     head_dim: int | None = 64
@@ -34,7 +40,7 @@ class GptOssFamily(WindowFamily, frozen=True, kw_only=True):
     max_position_embeddings: int = 131_072
     attention_bias: bool = True
     sliding_window: int | None = 128
-    num_local_experts: int = 128
+    num_experts: int = field(default=128, name="num_local_experts")
     experts_per_token: int = field(default=4, name="num_experts_per_tok")
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
@@ -54,28 +60,17 @@ class GptOssFamily(WindowFamily, frozen=True, kw_only=True):
         for name, size in (("hidden_size", decoder.hidden_size), ("intermediate_size", decoder.intermediate_size)):
             if size % MXFP4_BLOCK:
                 not_implemented(name, size, f"a multiple of {MXFP4_BLOCK} in MXFP4")
-        assert decoder.experts is not None, "decoder() sets it"
+        assert decoder.experts is not None, "this family has experts"
         return replace(decoder, experts=replace(decoder.experts, stored="mxfp4"))
-
-    def has_window(self, layer: int) -> bool:
-        return layer % 2 == 0
 
     @property
     def rotation(self) -> Mapping[str, object]:
         return super().rotation or _ROTATION
 
-    @property
-    def experts(self) -> ExpertsConfig:
-        return ExpertsConfig(
-            num_experts=self.num_local_experts,
-            top_k=self.experts_per_token,
-            inner_size=self.intermediate_size,
-            router=RouterConfig(name="router", has_bias=True),
-            stored="interleaved",
-            names=("experts.gate_up_proj", "experts.down_proj"),
-            limit=self.swiglu_limit,
-            alpha=self.swiglu_alpha,
-        )
+    def sized_experts(self) -> ExpertsConfig:
+        experts = super().sized_experts()
+        assert experts is not None, "this family has experts"
+        return replace(experts, limit=self.swiglu_limit, alpha=self.swiglu_alpha)
 
 
 def _is_quantized(config: Mapping[str, object]) -> bool:

@@ -8,10 +8,11 @@ from typing import ClassVar, Final, Literal
 from msgspec import field
 from msgspec.structs import replace
 
-from aioengine.families._block_config import BlockConfig, MambaConfig, MlpConfig
+from aioengine.families._block_config import AttentionConfig, BlockConfig, MambaConfig, MlpConfig
 from aioengine.families._config import DecoderConfig
 from aioengine.families._experts import ExpertsConfig, RouterConfig
 from aioengine.families._fields import check_factor, not_implemented
+from aioengine.families._rope_config import RopeConfig
 from aioengine.families.llama import LlamaFamily
 
 _NO_LIMIT: Final = float("inf")
@@ -34,34 +35,30 @@ class GraniteFamily(LlamaFamily, frozen=True, kw_only=True):
         We scale the residual stream by 1 / ``residual_multiplier``, so attention and MLP outputs need no factor. The
         norms cancel the factor.
         """
-        decoder = super().decoder()
         return replace(
-            decoder,
-            epsilon=decoder.epsilon / self.residual_multiplier**2,
-            attention=replace(decoder.attention, scale=self.attention_multiplier),
+            super().decoder(),
+            epsilon=self.rms_norm_eps / self.residual_multiplier**2,
             stream_scale=self.embedding_multiplier / self.residual_multiplier,
             logits_scale=1 / self.logits_scaling,
         )
+
+    @property
+    def attention(self) -> AttentionConfig:
+        return AttentionConfig(scale=self.attention_multiplier)
 
 
 class GraniteMoeFamily(GraniteFamily, frozen=True, kw_only=True):
     """GraniteMoE: Granite with experts in all layers."""
 
     block = BlockConfig(mlp="block_sparse_moe.")
+    experts = ExpertsConfig(
+        router=RouterConfig(name="router.layer"),
+        stored="packed",
+        names=("input_linear.weight", "output_linear.weight"),
+    )
 
-    num_local_experts: int = 8
+    num_experts: int = field(default=8, name="num_local_experts")
     experts_per_token: int = field(default=2, name="num_experts_per_tok")
-
-    @property
-    def experts(self) -> ExpertsConfig:
-        return ExpertsConfig(
-            num_experts=self.num_local_experts,
-            top_k=self.experts_per_token,
-            inner_size=self.intermediate_size,
-            router=RouterConfig(name="router.layer"),
-            stored="packed",
-            names=("input_linear.weight", "output_linear.weight"),
-        )
 
 
 class GraniteMoeHybridFamily(GraniteFamily, frozen=True, kw_only=True):
@@ -143,16 +140,18 @@ class GraniteMoeHybridFamily(GraniteFamily, frozen=True, kw_only=True):
             epsilon=self.rms_norm_eps,
         )
 
+    @property
+    def keeps_states(self) -> bool:
+        return bool(self.mamba_layers)
+
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig | None, ...]:
+        return () if self.position_embedding_type == "rope" else (None,) * self.num_hidden_layers
+
     def decoder(self) -> DecoderConfig:
         decoder = super().decoder()
-        return replace(
-            decoder,
-            intermediate_size=self.shared_intermediate_size,
-            mlp=replace(decoder.mlp, has_bias=False),
-            layer_ropes=() if self.position_embedding_type == "rope" else (None,) * self.num_hidden_layers,
-            mamba=self.mamba,
-            keeps_states=bool(self.mamba_layers),
-        )
+        mlp = replace(decoder.mlp, has_bias=False)
+        return replace(decoder, intermediate_size=self.shared_intermediate_size, mlp=mlp)
 
 
 PLUGIN = GraniteFamily

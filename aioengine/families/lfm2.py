@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import msgspec
+from msgspec import field
 from msgspec.structs import replace
 
 from aioengine.families._block_config import (
@@ -22,6 +22,7 @@ from aioengine.families._fields import check_factor, not_implemented
 
 class Lfm2Family(DecoderFamily, frozen=True, kw_only=True):
     default_theta = 1e6
+    keeps_states = True
     limits: ClassVar[Mapping[str, tuple[int, int]]] = {"conv_width": (2, 64), "block_multiple_of": (1, 2**24)}
     names = TensorNames(norm="model.embedding_norm")
     block = BlockConfig(mlp="feed_forward.", attention_norm="operator_norm", mlp_norm="ffn_norm")
@@ -30,14 +31,14 @@ class Lfm2Family(DecoderFamily, frozen=True, kw_only=True):
 
     intermediate_size: int = 12_288
     num_key_value_heads: int | None = 8
-    rms_norm_eps: float = msgspec.field(default=1e-5, name="norm_eps")
+    rms_norm_eps: float = field(default=1e-5, name="norm_eps")
     max_position_embeddings: int = 128_000
     tie_word_embeddings: bool = True
     tie_embedding: bool | None = None
     layer_types: list[Literal["full_attention", "conv"]] | None = None
-    attention_layers: list[int] | None = msgspec.field(default=None, name="full_attn_idxs")
+    attention_layers: list[int] | None = field(default=None, name="full_attn_idxs")
     conv_bias: bool = False
-    conv_width: int = msgspec.field(default=3, name="conv_L_cache")
+    conv_width: int = field(default=3, name="conv_L_cache")
     block_ff_dim: int | None = None
     block_auto_adjust_ff_dim: bool = True
     block_ffn_dim_multiplier: float | None = 1.0
@@ -71,15 +72,13 @@ class Lfm2Family(DecoderFamily, frozen=True, kw_only=True):
             return size
         return -(-int(self.block_ffn_dim_multiplier * size) // self.block_multiple_of) * self.block_multiple_of
 
+    @property
+    def short_conv(self) -> ShortConvConfig:
+        return ShortConvConfig(layers=self.conv_layers, width=self.conv_width, has_bias=self.conv_bias)
+
     def decoder(self) -> DecoderConfig:
-        decoder = super().decoder()
-        return replace(
-            decoder,
-            intermediate_size=self.inner_size,
-            tied=decoder.tied if self.tie_embedding is None else self.tie_embedding,
-            short_conv=ShortConvConfig(layers=self.conv_layers, width=self.conv_width, has_bias=self.conv_bias),
-            keeps_states=True,
-        )
+        tied = self.tie_word_embeddings if self.tie_embedding is None else self.tie_embedding
+        return replace(super().decoder(), intermediate_size=self.inner_size, tied=tied)
 
 
 PLUGIN = Lfm2Family

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from msgspec import Meta, field
-from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, MlpConfig
-from aioengine.families._config import DecoderConfig, DecoderFamily
-from aioengine.families._fields import not_implemented
+from aioengine.families._config import DecoderFamily
+from aioengine.families._rope_config import RopeConfig
 
 
 class LlamaFamily(DecoderFamily, frozen=True, kw_only=True):
@@ -17,18 +16,15 @@ class LlamaFamily(DecoderFamily, frozen=True, kw_only=True):
     mlp_bias: bool = False
 
 
-class SeedOssFamily(LlamaFamily, frozen=True, kw_only=True):
+class SeedOssFamily(DecoderFamily, frozen=True, kw_only=True):
     """Seed-OSS: Llama with biases on queries, keys and values."""
 
     num_key_value_heads: int | None = 8
     head_dim: int | None = 128
     max_position_embeddings: int = 524_288
-    attention_bias: bool = True
-    attention_out_bias: bool = False
-
-    def decoder(self) -> DecoderConfig:
-        decoder = super().decoder()
-        return replace(decoder, attention=replace(decoder.attention, output_bias=self.attention_out_bias))
+    qkv_bias: bool = field(default=True, name="attention_bias")
+    output_bias: bool = field(default=False, name="attention_out_bias")
+    mlp_bias: bool = False
 
 
 class Ernie45Family(DecoderFamily, frozen=True, kw_only=True):
@@ -84,14 +80,7 @@ class SmolLM3Family(LlamaFamily, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.rotated) < self.num_hidden_layers:
-            not_implemented(
-                "no_rope_layers", f"of length {len(self.rotated)}", f"one entry per layer ({self.num_hidden_layers})"
-            )
-
-    @property
-    def window(self) -> int | None:
-        return self.sliding_window if self.use_sliding_window else None
+        self.check_length("no_rope_layers", self.rotated)
 
     def has_window(self, layer: int) -> bool:
         return not self.rotated[layer]
@@ -103,9 +92,10 @@ class SmolLM3Family(LlamaFamily, frozen=True, kw_only=True):
             return [bool(value) for value in self.no_rope_layers[: self.num_hidden_layers]]
         return [(layer + 1) % self.no_rope_layer_interval != 0 for layer in range(self.num_hidden_layers)]
 
-    def decoder(self) -> DecoderConfig:
-        decoder = super().decoder()
-        return replace(decoder, layer_ropes=tuple(decoder.rope if is_rotated else None for is_rotated in self.rotated))
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig | None, ...]:
+        rope = self.rope
+        return tuple(rope if is_rotated else None for is_rotated in self.rotated)
 
 
 PLUGIN = LlamaFamily

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, HeadNorm, NormConfig
 from aioengine.families._config import DecoderConfig, DecoderFamily
-from aioengine.families._experts import ExpertsConfig, RouterConfig
-from aioengine.families._fields import not_implemented
+from aioengine.families._experts import ExpertsConfig
 from aioengine.families._rope_config import RopeConfig, read_layer_rope
 
 POST_NORMS: Final = BlockConfig(
@@ -29,9 +28,12 @@ class OlmoFamily(DecoderFamily, frozen=True, kw_only=True):
     attention_bias: bool = False
     clip_qkv: Annotated[float, Meta(gt=0)] | None = None
 
+    @property
+    def attention(self) -> AttentionConfig:
+        return AttentionConfig(clip=self.clip_qkv)
+
     def decoder(self) -> DecoderConfig:
-        decoder = super().decoder()
-        return replace(decoder, epsilon=1e-5, attention=replace(decoder.attention, clip=self.clip_qkv))
+        return replace(super().decoder(), epsilon=1e-5)
 
 
 class Olmo2Family(DecoderFamily, frozen=True, kw_only=True):
@@ -48,55 +50,38 @@ class Olmo2Family(DecoderFamily, frozen=True, kw_only=True):
 class Olmo3Family(Olmo2Family, frozen=True, kw_only=True):
     """OLMo 3: OLMo 2 with sliding windows in three of four layers, and a separate RoPE in these."""
 
+    default_theta = 5e5
+    sliding_window_pattern = 4
+
     sliding_window: int | None = 4096
     rope_parameters: Mapping[str, Mapping[str, object] | None] | None = None
 
     @property
-    def window(self) -> int | None:
-        return self.sliding_window
-
-    def has_window(self, layer: int) -> bool:
-        return (layer + 1) % 4 != 0
-
-    @property
     def rope(self) -> RopeConfig:
         """The rotary embedding of full-attention layers. Only these have a scaling."""
-        parameters = self.rope_parameters or {}
-        return read_layer_rope(parameters.get("full_attention"), self.rope_scaling, self.rope_theta or 5e5)
+        parameters = (self.rope_parameters or {}).get("full_attention")
+        return read_layer_rope(parameters, self.rope_scaling, self.rope_theta or self.default_theta)
 
-    def decoder(self) -> DecoderConfig:
-        decoder = super().decoder()
-        window_rope = read_layer_rope((self.rope_parameters or {}).get("sliding_attention"), None, 5e5)
-        is_full = [kind == "full_attention" for kind in self.layer_kinds]
-        return replace(decoder, layer_ropes=tuple(decoder.rope if full else window_rope for full in is_full))
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig | None, ...]:
+        parameters = (self.rope_parameters or {}).get("sliding_attention")
+        rope, window_rope = self.rope, read_layer_rope(parameters, None, self.default_theta)
+        return tuple(rope if kind == "full_attention" else window_rope for kind in self.layer_kinds)
 
 
 class OlmoeFamily(DecoderFamily, frozen=True, kw_only=True):
     """OLMoE: norms over all query heads and all key heads, and experts in all layers."""
 
     attention = AttentionConfig(head_norm=HeadNorm(extent="all_heads"))
+    experts = ExpertsConfig()
 
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 4096
     attention_bias: bool = False
-    clip_qkv: float | None = None
+    clip_qkv: None = None
     num_experts: int = 64
     experts_per_token: int = field(default=8, name="num_experts_per_tok")
     norm_topk_prob: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.clip_qkv is not None:
-            not_implemented("clip_qkv", self.clip_qkv, "null")
-
-    @property
-    def experts(self) -> ExpertsConfig:
-        return ExpertsConfig(
-            num_experts=self.num_experts,
-            top_k=self.experts_per_token,
-            inner_size=self.intermediate_size,
-            router=RouterConfig(is_normalized=self.norm_topk_prob),
-        )
 
 
 PLUGIN = OlmoFamily

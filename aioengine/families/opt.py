@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
+from msgspec import field
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, MlpConfig, NormConfig, TensorNames
@@ -26,14 +26,14 @@ class OptFamily(DecoderFamily, frozen=True, kw_only=True):
     attention = AttentionConfig(output="out_proj")
     mlp = MlpConfig(first=("fc1",), second="fc2", is_gated=False)
 
-    intermediate_size: int = msgspec.field(name="ffn_dim")
-    hidden_act: str = msgspec.field(default="relu", name="activation_function")
+    intermediate_size: int = field(name="ffn_dim")
+    hidden_act: str = field(default="relu", name="activation_function")
     tie_word_embeddings: bool = True
     do_layer_norm_before: bool = True
     word_embed_proj_dim: int | None = None
-    attention_bias: bool = msgspec.field(default=True, name="enable_bias")
-    layer_norm_elementwise_affine: bool = True
-    without_last_norm: Literal[False] = msgspec.field(default=False, name="_remove_final_layer_norm")
+    attention_bias: bool = field(default=True, name="enable_bias")
+    has_norm_weights: bool = field(default=True, name="layer_norm_elementwise_affine")
+    without_last_norm: Literal[False] = field(default=False, name="_remove_final_layer_norm")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,10 +46,12 @@ class OptFamily(DecoderFamily, frozen=True, kw_only=True):
     def mlp_bias(self) -> bool:
         return self.attention_bias
 
+    @property
+    def norm(self) -> NormConfig:
+        return NormConfig(kind="layer", has_weight=self.has_norm_weights, has_bias=self.has_norm_weights)
+
     def decoder(self) -> DecoderConfig:
-        decoder, has_weight = super().decoder(), self.layer_norm_elementwise_affine
-        norm = NormConfig(kind="layer", has_weight=has_weight, has_bias=has_weight)
-        return replace(decoder, epsilon=1e-5, norm=norm, layer_ropes=(None,) * decoder.num_layers)
+        return replace(super().decoder(), epsilon=1e-5, layer_ropes=(None,) * self.num_hidden_layers)
 
 
 PLUGIN = OptFamily

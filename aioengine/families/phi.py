@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
-import msgspec
-from msgspec.structs import replace
+from msgspec import Meta, field
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, HeadNorm, MlpConfig, NormConfig, TensorNames
-from aioengine.families._config import DecoderConfig, DecoderFamily, WindowFamily
+from aioengine.families._config import DecoderFamily
 from aioengine.families._fields import not_implemented
 
 
@@ -20,20 +19,22 @@ class PhiFamily(DecoderFamily, frozen=True, kw_only=True):
     names = TensorNames(norm="model.final_layernorm")
     norm = NormConfig(kind="layer", has_bias=True)
     block = BlockConfig(is_parallel=True, mlp_norm="")
-    attention = AttentionConfig(output="dense", qkv_bias=True, output_bias=True)
-    mlp = MlpConfig(first=("fc1",), second="fc2", is_gated=False, has_bias=True)
+    attention_bias = True
+    mlp = MlpConfig(first=("fc1",), second="fc2", is_gated=False)
+    mlp_bias = True
+    head_bias = True
 
     hidden_act: str = "gelu_new"
-    rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
+    rms_norm_eps: float = field(default=1e-5, name="layer_norm_eps")
     qk_layernorm: bool = False
 
-    def decoder(self) -> DecoderConfig:
+    @property
+    def attention(self) -> AttentionConfig:
         head_norm = HeadNorm(names=("q_layernorm", "k_layernorm"), norm=self.norm) if self.qk_layernorm else None
-        attention = replace(self.attention, head_norm=head_norm)
-        return replace(super().decoder(), attention=attention, head_bias=True)
+        return AttentionConfig(output="dense", head_norm=head_norm)
 
 
-class Phi3Family(WindowFamily, frozen=True, kw_only=True):
+class Phi3Family(DecoderFamily, frozen=True, kw_only=True):
     """Phi-3, Phi-3.5 and Phi-4: Llama with fused projections, and LongRoPE for long contexts."""
 
     default_partial = 1.0
@@ -43,7 +44,7 @@ class Phi3Family(WindowFamily, frozen=True, kw_only=True):
 
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 4096
-    original_max_position_embeddings: Annotated[int, msgspec.Meta(ge=1)] = 4096
+    original_max_position_embeddings: Annotated[int, Meta(ge=1)] = 4096
     sliding_window: int | None = None
 
     @property

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from msgspec import field
 
-from aioengine.families._block_config import AttentionConfig
-from aioengine.families._config import WindowFamily
-from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig, dense_layers
+from aioengine.families._config import DecoderFamily
+from aioengine.families._experts import ExpertsConfig, SharedConfig
 
 
-class Qwen2Family(WindowFamily, frozen=True, kw_only=True):
-    attention = AttentionConfig(qkv_bias=True)
+class Qwen2Family(DecoderFamily, frozen=True, kw_only=True):
+    qkv_bias = True
 
     num_key_value_heads: int | None = 32
     max_position_embeddings: int = 32_768
+    sliding_window: int | None = 4096
     use_sliding_window: bool = False
     max_window_layers: int = 28
-
-    @property
-    def window(self) -> int | None:
-        return self.sliding_window if self.use_sliding_window else None
 
     def has_window(self, layer: int) -> bool:
         return layer >= self.max_window_layers
@@ -27,6 +23,8 @@ class Qwen2Family(WindowFamily, frozen=True, kw_only=True):
 
 class Qwen2MoeFamily(Qwen2Family, frozen=True, kw_only=True):
     """Qwen2-MoE: Qwen2 with experts in some or all layers, and a shared expert."""
+
+    experts = ExpertsConfig(shared=SharedConfig(gate="shared_expert_gate"))
 
     num_key_value_heads: int | None = 16
     qkv_bias: bool = True
@@ -40,17 +38,6 @@ class Qwen2MoeFamily(Qwen2Family, frozen=True, kw_only=True):
 
     def has_window(self, layer: int) -> bool:
         return layer % 2 == 0 and layer < self.max_window_layers
-
-    @property
-    def experts(self) -> ExpertsConfig:
-        return ExpertsConfig(
-            num_experts=self.num_experts,
-            top_k=self.experts_per_token,
-            inner_size=self.moe_intermediate_size,
-            router=RouterConfig(is_normalized=self.norm_topk_prob),
-            shared=SharedConfig(inner_size=self.shared_expert_intermediate_size, gate="shared_expert_gate"),
-            dense_layers=dense_layers(self.num_hidden_layers, self.decoder_sparse_step, self.mlp_only_layers or ()),
-        )
 
 
 PLUGIN = Qwen2Family

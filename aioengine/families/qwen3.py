@@ -8,12 +8,13 @@ from msgspec import field
 
 from aioengine.families._block_config import AttentionConfig, HeadNorm
 from aioengine.families._config import DecoderConfig
-from aioengine.families._experts import ExpertsConfig, RouterConfig, dense_layers
+from aioengine.families._experts import ExpertsConfig
 from aioengine.families.qwen2 import Qwen2Family
 
 
 class Qwen3Family(Qwen2Family, frozen=True, kw_only=True):
     attention = AttentionConfig(head_norm=HeadNorm())
+    qkv_bias = False
 
     head_dim: int | None = 128
     attention_bias: bool = False
@@ -23,6 +24,7 @@ class Qwen3MoeFamily(Qwen3Family, frozen=True, kw_only=True):
     """Qwen3-MoE: Qwen3 with experts, and a sliding window in all layers or in none."""
 
     has_one_window = True
+    experts = ExpertsConfig()
 
     num_key_value_heads: int | None = 4
     head_dim: int | None = None
@@ -40,19 +42,6 @@ class Qwen3MoeFamily(Qwen3Family, frozen=True, kw_only=True):
         if num_experts is None:
             num_experts = config.get("num_local_experts", 128)
         return super().read({**config, "num_experts": num_experts})
-
-    def has_window(self, layer: int) -> bool:
-        return True
-
-    @property
-    def experts(self) -> ExpertsConfig:
-        return ExpertsConfig(
-            num_experts=self.num_experts,
-            top_k=self.experts_per_token,
-            inner_size=self.moe_intermediate_size,
-            router=RouterConfig(is_normalized=self.norm_topk_prob),
-            dense_layers=dense_layers(self.num_hidden_layers, self.decoder_sparse_step, self.mlp_only_layers or ()),
-        )
 
 
 PLUGIN = Qwen3Family

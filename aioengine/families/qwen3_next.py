@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import ClassVar, Final, Literal
 
 from msgspec import field
-from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, DeltaNetConfig, HeadNorm, NormConfig
-from aioengine.families._config import DecoderConfig, DecoderFamily
-from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig, dense_layers
+from aioengine.families._config import DecoderFamily
+from aioengine.families._experts import ExpertsConfig, SharedConfig
 from aioengine.families._fields import not_implemented
 
 _MAX_HEAD: Final = 128
@@ -27,6 +26,8 @@ class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
     """
 
     default_partial = 0.25
+    keeps_states = True
+    ignored = ("mtp.",)
     is_grouped: ClassVar[bool] = True
     limits: ClassVar[Mapping[str, tuple[int, int]]] = {
         "full_attention_interval": (1, 2**14),
@@ -65,20 +66,16 @@ class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
             return frozenset(layer for layer in range(self.num_hidden_layers) if (layer + 1) % interval)
         return frozenset(layer for layer, kind in enumerate(self.layer_types) if kind == "linear_attention")
 
-    def decoder(self) -> DecoderConfig:
-        return replace(
-            super().decoder(),
-            delta_net=DeltaNetConfig(
-                layers=self.linear_layers,
-                num_value_heads=self.linear_num_value_heads,
-                num_key_heads=self.linear_num_key_heads,
-                value_size=self.linear_value_head_dim,
-                key_size=self.linear_key_head_dim,
-                width=self.linear_conv_kernel_dim,
-                is_grouped=self.is_grouped,
-            ),
-            keeps_states=True,
-            ignored=("mtp.",),
+    @property
+    def delta_net(self) -> DeltaNetConfig:
+        return DeltaNetConfig(
+            layers=self.linear_layers,
+            num_value_heads=self.linear_num_value_heads,
+            num_key_heads=self.linear_num_key_heads,
+            value_size=self.linear_value_head_dim,
+            key_size=self.linear_key_head_dim,
+            width=self.linear_conv_kernel_dim,
+            is_grouped=self.is_grouped,
         )
 
 
@@ -86,6 +83,7 @@ class Qwen3NextFamily(DeltaNetFamily, frozen=True, kw_only=True):
     """Qwen3-Next. If ``num_experts`` is 0, all layers have an MLP."""
 
     limits: ClassVar[Mapping[str, tuple[int, int]]] = {**DeltaNetFamily.limits, "num_experts": (0, 2**14)}
+    experts = ExpertsConfig(shared=SharedConfig(gate="shared_expert_gate"))
 
     num_key_value_heads: int | None = 2
     decoder_sparse_step: int = 1
@@ -96,18 +94,8 @@ class Qwen3NextFamily(DeltaNetFamily, frozen=True, kw_only=True):
     experts_per_token: int = field(default=10, name="num_experts_per_tok")
     norm_topk_prob: bool = True
 
-    @property
-    def experts(self) -> ExpertsConfig | None:
-        if not self.num_experts:
-            return None
-        return ExpertsConfig(
-            num_experts=self.num_experts,
-            top_k=self.experts_per_token,
-            inner_size=self.moe_intermediate_size,
-            router=RouterConfig(is_normalized=self.norm_topk_prob),
-            shared=SharedConfig(inner_size=self.shared_expert_intermediate_size, gate="shared_expert_gate"),
-            dense_layers=dense_layers(self.num_hidden_layers, self.decoder_sparse_step, self.mlp_only_layers or ()),
-        )
+    def sized_experts(self) -> ExpertsConfig | None:
+        return super().sized_experts() if self.num_experts else None
 
 
 PLUGIN = Qwen3NextFamily

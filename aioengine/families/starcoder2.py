@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from aioengine.families._block_config import MlpConfig, NormConfig
-from aioengine.families._config import WindowFamily
+from aioengine.families._config import DecoderFamily
 
 
-class Starcoder2Family(WindowFamily, frozen=True, kw_only=True):
+class Starcoder2Family(DecoderFamily, frozen=True, kw_only=True):
     has_one_window = True
     norm = NormConfig(kind="layer", has_bias=True)
     mlp = MlpConfig(first=("c_fc",), second="c_proj", is_gated=False)

@@ -189,13 +189,13 @@ def _prefix(value: object) -> str:
     return f"{prefix}-" if prefix else ""
 
 
-def _activities(given: Sequence[str] | None) -> list[str]:
-    if given is None:
+def _activities(value: Sequence[str] | None) -> list[str]:
+    if value is None:
         return ["CPU", "GPU"]
-    if isinstance(given, str):
-        given = [given]
-    words = checks.items("activities", given, MAX_ACTIVITIES, allowed="a list of strings")
+    if isinstance(value, str):
+        value = [value]
+    words = checks.items("activities", value, MAX_ACTIVITIES, allowed="a list of strings")
     kinds = [checks.text("activities entries", word).upper() for word in words]
     if not kinds or not set(kinds) <= set(ACTIVITIES):
-        raise checks.wrong_value("activities", f"some of {', '.join(ACTIVITIES)}", given)
+        raise checks.wrong_value("activities", f"some of {', '.join(ACTIVITIES)}", value)
     return kinds

@@ -122,7 +122,7 @@ class EngineRun:
         if self._end is None:
             if self._start is not None:
                 self._start.cancel()
-            # (Cancelled with all tasks of the loop, it may not even start.)
+            # If the program cancels all tasks of the loop before this task starts, ``on_failure`` ends the processes.
             self._end = EngineTask(self._stop(), name="aioengine-shutdown", on_failure=lambda _: self.kill_now())
         return True
 
@@ -158,7 +158,7 @@ class EngineRun:
 
 
 _running: weakref.WeakSet[EngineRun] = weakref.WeakSet()
-"""Those that have been started. The engine alone keeps a run alive, and kills it when it is itself collected."""
+"""Started runs. Only its engine keeps a run alive, and kills it when the engine is garbage-collected."""
 
 
 @atexit.register
@@ -168,7 +168,7 @@ def _kill_running() -> None:
 
 
 def _is_cancelled() -> bool:
-    """Whether the running task itself is cancelled, and not only the object that it awaits."""
+    """Return whether the running task itself is cancelled, not only the object that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -240,8 +240,8 @@ class Frontend:
         """Return the engine's settings, and the scheduler's state."""
         reply = await self.controls.ask("server_info")
         parts = self.parts
-        found = cast("dict[str, object] | list[dict[str, object]]", json.loads(reply.data) if reply.data else {})
-        replicas = found if isinstance(found, list) else [found]
+        states = cast("dict[str, object] | list[dict[str, object]]", json.loads(reply.data) if reply.data else {})
+        replicas = states if isinstance(states, list) else [states]
         return {
             "status": "ready" if self.failure is None else self.state,
             **info.settings_info(parts.settings, parts.facts, parts.max_total_tokens),

@@ -25,6 +25,7 @@ Value = TypeVar("Value")
 JOIN_TIMEOUT_S = 5.0
 _SLICE_S = 0.5
 _FOR_THE_LOOP = 8
+_CANCELLED = "the call was cancelled, as all tasks of the engine's event loop were"
 
 
 class _Outcome:
@@ -186,7 +187,7 @@ class Portal:
     def _pass_on(self, outcome: _Outcome, task: asyncio.Task[object]) -> None:
         """Give the outcome of a task to the thread that waits for it."""
         del self._tasks[outcome]
-        error = _cancelled() if task.cancelled() else task.exception()
+        error = task.exception() if not task.cancelled() else RequestError("control", _CANCELLED)
         if self._calls.pop(outcome, None) is None:
             return  # it was refused
         outcome.set(None if error is not None else task.result(), error)
@@ -205,7 +206,3 @@ class Portal:
     def _refuse_all(self) -> None:
         for outcome in list(self._calls):
             self._refuse(outcome)
-
-
-def _cancelled() -> RequestError:
-    return RequestError("control", "the call was cancelled, as all tasks of the engine's event loop were")

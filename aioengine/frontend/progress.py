@@ -23,14 +23,14 @@ _BYTES = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{re
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether ``stream`` is a terminal. Programs may replace it by any object, also a closed one."""
+    """Return whether ``stream`` is a terminal. Programs may replace it by any object, also by a closed file."""
     with contextlib.suppress(Exception):
         return stream is not None and stream.isatty()
     return False
 
 
 def _is_notebook(stream: TextIO | None) -> bool:
-    """Whether ``stream`` writes to a cell of a notebook, which also shows bars."""
+    """Return whether ``stream`` writes to a cell of a notebook. Notebooks show bars, too."""
     return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
@@ -58,7 +58,10 @@ class NotebookLine:
 
 
 def is_wanted(is_shown: bool | None) -> bool:
-    """Whether bars are drawn; None: where stderr is a terminal or a notebook. Never where it cannot be written to."""
+    """Return whether to draw bars. They need a stderr that can be written to.
+
+    is_shown: the wish of the user; None: yes if stderr is a terminal or a notebook.
+    """
     if not (is_terminal(sys.stderr) or _is_notebook(sys.stderr) if is_shown is None else is_shown):
         return False
     with contextlib.suppress(Exception):
@@ -68,7 +71,7 @@ def is_wanted(is_shown: bool | None) -> bool:
 
 
 class ProgressBars:
-    """One bar for each label, until its work is done; in a notebook one for all. ``is_shown`` as for ``is_wanted``."""
+    """One bar for each label until its work is done. In a notebook, all share a line. is_shown: see ``is_wanted``."""
 
     def __init__(self, is_shown: bool | None) -> None:
         self.is_shown = is_wanted(is_shown)
@@ -76,7 +79,7 @@ class ProgressBars:
         self._notebook_line: NotebookLine | None = None
 
     def show(self, progress: Progress) -> None:
-        """Draw how far the work is."""
+        """Draw the progress of one label."""
         if not self.is_shown:
             return
         try:
@@ -114,7 +117,7 @@ class ProgressBars:
 
 
 def _bar(progress: Progress, notebook_line: NotebookLine | None) -> tqdm[NoReturn]:
-    """A bar on stderr or in a notebook. Bytes are shown in MB and MB/s; without a unit there is only the label."""
+    """Return a bar on stderr or in a notebook. It shows bytes in MB and MB/s; without a unit, only the label."""
     from tqdm import tqdm  # slow to import, and most engines never draw a bar
 
     class Bar(tqdm):  # type: ignore[misc]  # it has no types

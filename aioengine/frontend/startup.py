@@ -203,12 +203,6 @@ def _loaded(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, int | None]:
     return tokenizer, longest_token(tokenizer.decoding_facts())
 
 
-def _retrieve(work: asyncio.Future[tuple[Tokenizer, int | None]]) -> None:
-    """Retrieve the error of a task that was not awaited because the start failed earlier."""
-    if not work.cancelled():
-        work.exception()
-
-
 async def start_frontend(prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
     """Start an engine on the running loop. If the start fails or is cancelled, no process is left running.
 
@@ -236,7 +230,8 @@ async def start_frontend(prepare: Callable[[], Blueprint], progress: bool | None
         load = blueprint.load_tokenizer
         loading = None if load is None else asyncio.wrap_future(thread.submit(partial(_loaded, load)))
         if loading is not None:
-            loading.add_done_callback(_retrieve)
+            # asyncio logs an error that nobody retrieves, and a failed start does not wait for the tokenizer
+            loading.add_done_callback(lambda work: work.cancelled() or work.exception())
         patience = asyncio.get_running_loop().call_later(_QUIET_S, bars.show, _ANNOUNCEMENT)
         try:
             facts = await processes.start()

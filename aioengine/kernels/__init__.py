@@ -1,1 +1,1 @@
-"""Operations, one per file: a reference, faster implementations, and the condition for each of them."""
+"""Operations in torch. On a GPU they call the kernels in ``kernels.triton``; the torch code is their reference."""

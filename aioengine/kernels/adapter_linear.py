@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.kernels import silu_and_mul
+from aioengine.kernels.activation import silu_and_mul
 from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT
 from aioengine.kernels.triton import launcher
 
@@ -28,12 +28,7 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
 
         is_one_part = len(weights.sizes) == 1  # the checkpoint fuses gate and up
         y = adapter_linear.add(matmul, x, weights, tiles, is_gated=is_gated and not is_one_part)
-        return silu_and_mul.silu_and_mul(y) if is_gated and is_one_part else y
-    return reference(matmul, x, weights, tiles, is_gated=is_gated)
-
-
-def reference(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles, *, is_gated: bool) -> Tensor:
-    """Compute ``add`` in torch: x [T, I] -> [T, O], or [T, O / 2]."""
+        return silu_and_mul(y) if is_gated and is_one_part else y
     y = matmul(x)
     for rows, slot in zip(tiles.order, tiles.slots.tolist(), strict=True):
         if slot < 1:
@@ -48,4 +43,4 @@ def reference(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: Adapter
             b = elements[first_b * UNIT :][: num_outputs * rank].view(num_outputs, rank)
             y[chosen, first_output : first_output + num_outputs] += x[chosen] @ a.T @ b.T
             first_output += num_outputs
-    return silu_and_mul.reference(y) if is_gated else y
+    return silu_and_mul(y) if is_gated else y

@@ -9,44 +9,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.kernels.activation import silu
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.state_rows import StateRows
-
-
-def reference(
-    x: Tensor, weight: Tensor, state: Tensor, rows: StateRows, *, bias: Tensor | None = None, activates: bool = True
-) -> Tensor:
-    """Compute ``causal_conv`` in torch: x [T, C], weight [C, W], state [N, W - 1, C], bias [C] -> [T, C].
-
-    Adds the products one by one in fp32, so that the result of a token does not depend on the chunk that contains it.
-    """
-    width = weight.shape[1]
-    filters = weight.float().unbind(1)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for slot, start, first, end in rows.on_host():
-        past = state[slot] if start else torch.zeros_like(state[slot])
-        seen = torch.cat((past, x[first:end]))
-        wide = seen.float()
-        total = wide[: end - first] * filters[0]
-        for tap in range(1, width):
-            total.addcmul_(wide[tap : tap + end - first], filters[tap])
-        if bias is not None:
-            total.add_(bias)
-        if activates:
-            total.div_(torch.neg(total).exp_().add_(1.0))  # torch's silu is not batch-invariant: see silu_and_mul
-        out[first:end] = total
-        state[slot] = seen[len(seen) - width + 1 :]
-    return out
+    from aioengine.kernels.state_types import StateRows
 
 
 def causal_conv(
     x: Tensor, weight: Tensor, state: Tensor, rows: StateRows, *, bias: Tensor | None = None, activates: bool = True
 ) -> Tensor:
     """Convolve the channels and store the last W - 1 inputs of each row.
+
+    The products are added one by one in fp32, so that the result of a token does not depend on the chunk that contains
+    it.
 
     Args:
         x: [T, C], any row stride.
@@ -62,4 +40,18 @@ def causal_conv(
         from aioengine.kernels.triton import causal_conv as kernels
 
         return kernels.causal_conv(x, weight, state, rows, bias=bias, activates=activates)
-    return reference(x, weight, state, rows, bias=bias, activates=activates)
+    width = weight.shape[1]
+    filters = weight.float().unbind(1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for slot, start, first, end in rows.on_host():
+        past = state[slot] if start else torch.zeros_like(state[slot])
+        seen = torch.cat((past, x[first:end]))
+        wide = seen.float()
+        total = wide[: end - first] * filters[0]
+        for tap in range(1, width):
+            total.addcmul_(wide[tap : tap + end - first], filters[tap])
+        if bias is not None:
+            total.add_(bias)
+        out[first:end] = silu(total) if activates else total
+        state[slot] = seen[len(seen) - width + 1 :]
+    return out

@@ -16,15 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def reference(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor) -> None:
-    """Do the same as ``clean_pages`` in torch: pool [L, 2, N, K, S, E], token_ids [M], rows [X, 3], page_ids [Y]."""
-    for index, first, count in rows.tolist():
-        if token_ids[index] < 0:
-            pages = page_ids[first : first + count].long()
-            for layer in pool:  # layer by layer, to limit the size of the copy
-                layer[:, pages] = layer[:, pages].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
 def clean_pages(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor) -> None:
     """Set NaN and inf to 0 in the pages of the rows with a negative token id.
 
@@ -34,9 +25,13 @@ def clean_pages(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor)
         rows: [X, 3] int32. Columns: index in ``token_ids``, start of the row's pages in ``page_ids``, number of pages.
         page_ids: [Y] int32.
     """
-    if not launcher.serves(pool):
-        reference(pool, token_ids, rows, page_ids)
-        return
-    from aioengine.kernels.triton.clean_pages import clean
+    if launcher.serves(pool):
+        from aioengine.kernels.triton.clean_pages import clean
 
-    clean(pool, token_ids, rows, page_ids)
+        clean(pool, token_ids, rows, page_ids)
+        return
+    for index, first, count in rows.tolist():
+        if token_ids[index] < 0:
+            pages = page_ids[first : first + count].long()
+            for layer in pool:  # layer by layer, to limit the size of the copy
+                layer[:, pages] = layer[:, pages].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

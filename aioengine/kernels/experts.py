@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from aioengine.kernels import linear, silu_and_mul
+from aioengine.kernels import linear
+from aioengine.kernels.activation import sigmoid, silu_and_mul
 from aioengine.kernels.expert_types import ExpertWeights
-from aioengine.kernels.sigmoid import sigmoid
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Experts(Protocol):
 def activate(gate_up: Tensor, gate: GateFunction) -> Tensor:
     """Apply the gate function: [..., 2 I], gates first -> [..., I]."""
     if not gate.limit:
-        return silu_and_mul.reference(gate_up)
+        return silu_and_mul(gate_up)
     gates, ups = gate_up.chunk(2, dim=-1)
     gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
     return (ups + 1) * (gates * sigmoid(gates * gate.alpha))
@@ -55,18 +55,6 @@ def add_shared(total: Tensor, shared: SharedOutputs | None) -> Tensor:
     if shared is None:
         return total
     return total + (shared.values if shared.gates is None else sigmoid(shared.gates) * shared.values)
-
-
-def reference(x: Tensor, chosen: ChosenExperts, weights: ExpertWeights, shared: SharedOutputs | None = None) -> Tensor:
-    """Compute ``Experts`` in torch: x [T, D] -> [T, D]. Copies the weight of an expert for each token that uses it."""
-    indices = chosen.experts.long()
-    gate_up = torch.einsum("td,tkid->tki", x, weights.gate_up[indices])
-    if weights.gate_up_bias is not None:
-        gate_up = gate_up + weights.gate_up_bias[indices]
-    parts = torch.einsum("tki,tkdi->tkd", activate(gate_up, weights.gate), weights.down[indices])
-    if weights.down_bias is not None:
-        parts = parts + weights.down_bias[indices]
-    return add_shared((parts * chosen.weights.unsqueeze(-1)).sum(1).to(x.dtype), shared)
 
 
 def prepare(weights: ExpertWeights, *, batch_invariant: bool = False) -> Experts:
@@ -136,8 +124,7 @@ class GroupedExperts:
         gate = self._packed[-1]
         for expert, pairs in zip(used.tolist(), order.split(counts.tolist()), strict=True):
             gate_up = self._gate_up[expert](x.index_select(0, pairs // top_k))
-            inner = activate(gate_up, gate) if gate.limit else silu_and_mul.silu_and_mul(gate_up)
-            parts.index_copy_(0, pairs, self._down[expert](inner))
+            parts.index_copy_(0, pairs, self._down[expert](activate(gate_up, gate)))
         weighted = parts.view(num_tokens, top_k, -1) * chosen.weights.to(x.dtype).unsqueeze(-1)
         total = weighted[:, 0]
         for index in range(1, top_k):

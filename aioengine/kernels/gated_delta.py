@@ -14,23 +14,38 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.kernels.activation import sigmoid, softplus
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.delta_gates import DeltaGates
-    from aioengine.kernels.state_rows import StateRows
+    from aioengine.kernels.state_types import DeltaGates, StateRows
 
 EPSILON = 1e-6  # of the norm of q and k
 
 
-def reference(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows) -> Tensor:
-    """Compute ``gated_delta`` in torch: channels [T, C], state [N, H, K, V] -> [T, H, V].
+def gated_delta(
+    channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows, *, in_blocks: bool = False
+) -> Tensor:
+    """Compute the output of each head, and update the state.
 
-    Computes token after token with operations on tensors of the same shape, so that the result of a token depends
-    neither on the chunk that contains it nor on other rows.
+    On a CPU, it computes token after token with operations on tensors of the same shape, so that the result of a token
+    depends neither on the chunk that contains it nor on other rows.
+
+    Args:
+        channels: [T, C], q of all key heads, then k, then v of all value heads.
+        state: [N, H, K, V] fp32, changed in place.
+        in_blocks: on a GPU, long rows may be computed in blocks of tokens with tf32 products. The result of a token
+            then depends on the chunks of its prompt.
+
+    Returns:
+        [T, H, V] in the dtype of ``channels``.
     """
+    if launcher.serves(channels):
+        from aioengine.kernels.triton import gated_delta as kernels
+
+        return kernels.gated_delta(channels, gates, state, rows, in_blocks=in_blocks)
     num_heads, key_size, value_size = state.shape[1:]
     num_key_heads = (channels.shape[1] - num_heads * value_size) // (2 * key_size)
     keys_size = num_key_heads * key_size
@@ -42,8 +57,9 @@ def reference(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRow
     q = (q * key_size**-0.5).unsqueeze(-1)
     k = k.unsqueeze(-1)
     v = wide[:, 2 * keys_size :].unflatten(1, (num_heads, value_size))
-    decays, betas = gates.values()
-    decays, betas = decays[:, :, None, None], betas.unsqueeze(-1)
+    steps = softplus(gates.steps.float() + gates.bias)
+    decays = steps.mul_(gates.log_rate.exp()).neg_().exp_()[:, :, None, None]
+    betas = sigmoid(gates.scores).float().unsqueeze(-1)
     out = torch.zeros(v.shape, dtype=channels.dtype, device=channels.device)
     products = torch.empty_like(state[0])
     for slot, start, first, end in rows.on_host():
@@ -62,24 +78,3 @@ def reference(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRow
 def _unit(x: Tensor) -> Tensor:
     """Normalize x [..., K] to length 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
-
-
-def gated_delta(
-    channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows, *, in_blocks: bool = False
-) -> Tensor:
-    """Compute the output of each head, and update the state.
-
-    Args:
-        channels: [T, C], q of all key heads, then k, then v of all value heads.
-        state: [N, H, K, V] fp32, changed in place.
-        in_blocks: on a GPU, long rows may be computed in blocks of tokens with tf32 products. The result of a token
-            then depends on the chunks of its prompt.
-
-    Returns:
-        [T, H, V] in the dtype of ``channels``.
-    """
-    if launcher.serves(channels):
-        from aioengine.kernels.triton import gated_delta as kernels
-
-        return kernels.gated_delta(channels, gates, state, rows, in_blocks=in_blocks)
-    return reference(channels, gates, state, rows)

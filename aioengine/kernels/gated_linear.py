@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.kernels import linear, silu_and_mul
+from aioengine.kernels import linear
+from aioengine.kernels.activation import silu_and_mul
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
@@ -19,18 +20,13 @@ if TYPE_CHECKING:
     from aioengine.kernels.linear import Matmul
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x [T, I], weight [2 O, I], bias [2 O] -> [T, O] in torch."""
-    return silu_and_mul.reference(linear.reference(x, weight, bias))
-
-
 def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Matmul:
     """Return a callable [T, I] -> [T, O] for weight [2 O, I] and bias [2 O]; see ``linear.prepare``."""
     matmul = linear.prepare(weight, bias, batch_invariant=batch_invariant)
 
     def separate(x: Tensor) -> Tensor:
         """[T, I] -> [T, O] in two kernels."""
-        return silu_and_mul.silu_and_mul(matmul(x))
+        return silu_and_mul(matmul(x))
 
     if batch_invariant or bias is not None or not _can_fuse(weight):
         return separate

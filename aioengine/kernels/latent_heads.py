@@ -10,26 +10,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.kernels.rms_norm import rms_norm
-from aioengine.kernels.rope import rope
+from aioengine.kernels.heads import rope
+from aioengine.kernels.norms import rms_norm
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.rotate_and_write import KVTarget
-    from aioengine.kernels.rotate_heads import Tables
+    from aioengine.kernels.heads import Tables
+    from aioengine.kernels.kv_target import KVTarget
 
     Norm = tuple[Tensor, Tensor]
-
-
-def reference(q: Tensor, latents: Tensor, heads: Tensor, *, norm: Norm, tables: Tables) -> None:
-    """Compute ``latent_heads`` in torch, without pages: q [T, H, N + P], latents [T, V + P], heads [T, H + 1, E]."""
-    weight, epsilon = norm
-    size, rotated_size = weight.shape[0], latents.shape[1] - weight.shape[0]
-    heads[:, :-1, size:] = rope(q[..., q.shape[2] - rotated_size :], *tables)
-    heads[:, -1, :size] = rms_norm(latents[:, :size], weight, epsilon)
-    heads[:, -1:, size:] = rope(latents[:, None, size:], *tables)
 
 
 def rotated_queries(q: Tensor, latents: Tensor, *, norm: Norm, tables: Tables, target: KVTarget) -> Tensor:
@@ -41,14 +32,13 @@ def rotated_queries(q: Tensor, latents: Tensor, *, norm: Norm, tables: Tables, t
     if launcher.serves(q):
         from aioengine.kernels.triton.latent_heads import rotate
 
-        rotate(q, latents, out, norm=norm, tables=tables, target=(target.slots, target.keys))
+        rotate(q, latents, out, norm=norm, tables=tables, target=target)
         return out
     heads = q.new_empty(q.shape[0], q.shape[1] + 1, latents.shape[1])
-    reference(q, latents, heads, norm=norm, tables=tables)
+    latent_heads(q, latents, heads, norm=norm, tables=tables, target=target)
     size, latent_size = q.shape[2] - latents.shape[1] + norm[0].shape[0], norm[0].shape[0]
     out[..., :size] = q[..., :size]
     out[..., size:] = heads[:, :-1, latent_size:]
-    _write(heads[:, -1:], target)
     return out
 
 
@@ -62,20 +52,17 @@ def latent_heads(
         latents: [T, V + P], any row stride.
         norm: weight [V] and epsilon [] fp32 of the norm of latent vectors.
         tables: cos and sin [T, 1, P], as for ``rope``.
-        target: slots [T] of the keys [B, 1, S, E] to which the keys are written too; None: no such tensor.
+        target: the keys are written there too; None: no such tensor.
     """
     if launcher.serves(q):
         from aioengine.kernels.triton.latent_heads import rotate
 
-        pages = None if target is None else (target.slots, target.keys)
-        rotate(q, latents, heads, norm=norm, tables=tables, target=pages)
+        rotate(q, latents, heads, norm=norm, tables=tables, target=target)
         return
-    reference(q, latents, heads, norm=norm, tables=tables)
+    weight, epsilon = norm
+    size, rotated_size = weight.shape[0], latents.shape[1] - weight.shape[0]
+    heads[:, :-1, size:] = rope(q[..., q.shape[2] - rotated_size :], *tables)
+    heads[:, -1, :size] = rms_norm(latents[:, :size], weight, epsilon)
+    heads[:, -1:, size:] = rope(latents[:, None, size:], *tables)
     if target is not None:
-        _write(heads[:, -1:], target)
-
-
-def _write(keys: Tensor, target: KVTarget) -> None:
-    """Write keys [T, 1, E] to their slots."""
-    slots, page_size = target.slots.long(), target.keys.shape[2]
-    target.keys[slots // page_size, :, slots % page_size] = keys
+        target.write(heads[:, -1:], heads[:, -1:, :size])

@@ -70,11 +70,6 @@ class Matmul(Protocol):
         ...
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x [T, I], weight [O, I], bias [O] -> [T, O] in torch."""
-    return functional.linear(x, weight, bias)
-
-
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether oneDNN's packed weights are used: on a CPU, for the dtypes that oneDNN supports."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():

@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate q [1, H, T, E] and k [1, K, T, E] by cos and sin [1, T, E]."""
-    return _rotated(q, cos[:, None], sin[:, None]), _rotated(k, cos[:, None], sin[:, None])
-
-
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [1, H, T, E], cos and sin [1, 1, T, E] -> [1, H, T, E]."""
     low, high = x.chunk(2, dim=-1)
@@ -34,9 +29,12 @@ def takes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``reference`` if ``takes`` is true. In memory the results are [T, H, E] and [T, K, E]."""
+    """Rotate q [1, H, T, E] and k [1, K, T, E] by cos and sin [1, T, E]. On a GPU ``takes`` must be true.
+
+    In memory, the results on a GPU are [T, H, E] and [T, K, E].
+    """
     if not launcher.serves(q):
-        return reference(q, k, cos, sin)
+        return _rotated(q, cos[:, None], sin[:, None]), _rotated(k, cos[:, None], sin[:, None])
     from aioengine.kernels.triton import heads
 
     tokens_first = [x[0].transpose(0, 1) for x in (q, k)]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.kernels.activation import sigmoid
 from aioengine.kernels.expert_types import ChosenExperts
-from aioengine.kernels.sigmoid import sigmoid
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
@@ -23,8 +23,15 @@ _SMALLEST = 1e-20
 """Added to the sum in the normalization of weights, to avoid a division by 0."""
 
 
-def reference(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExperts:
-    """Compute ``route`` in torch: logits [T, E] and bias [E] -> [T, K]."""
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExperts:
+    """Choose the experts of each token from logits [T, E].
+
+    bias: [E], added to the scores for the choice of experts but not for their weights; None: no bias.
+    """
+    if launcher.serves(logits):
+        from aioengine.kernels.triton.routing import route as route_on_device
+
+        return route_on_device(logits, bias, routing)
     wide = logits.float()
     scores = wide.softmax(-1) if routing.scoring == "softmax" else sigmoid(wide)
     chosen_by = scores if bias is None else scores + bias.float()
@@ -44,15 +51,3 @@ def reference(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenEx
 def _best(scores: Tensor, count: int) -> Tensor:
     """Return the indices [T, count] of the largest scores [T, N]. Ties go to the lower index."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-
-
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExperts:
-    """Choose the experts of each token from logits [T, E].
-
-    bias: [E], added to the scores for the choice of experts but not for their weights; None: no bias.
-    """
-    if not launcher.serves(logits):
-        return reference(logits, bias, routing)
-    from aioengine.kernels.triton.routing import route as route_on_device
-
-    return route_on_device(logits, bias, routing)

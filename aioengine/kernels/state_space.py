@@ -10,53 +10,17 @@ N slots.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.kernels.activation import softplus
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.space_weights import SpaceWeights
-    from aioengine.kernels.state_rows import StateRows
-
-_LINEAR_FROM: Final = 20.0
-"""For larger x, softplus(x) is computed as x."""
-
-
-def reference(channels: Tensor, steps: Tensor, weights: SpaceWeights, state: Tensor, *, rows: StateRows) -> Tensor:
-    """Compute ``state_space`` in torch: channels [T, C], steps [T, H], state [N, H, K, V] -> [T, H, V].
-
-    Computes token after token, as ``gated_delta.reference``, so that results depend neither on chunks nor on other
-    rows.
-    """
-    num_heads, key_size, value_size = state.shape[1:]
-    num_groups = (channels.shape[1] - num_heads * value_size) // (2 * key_size)
-    wide = channels.float()
-    x, keys = wide[:, : num_heads * value_size], wide[:, num_heads * value_size :]
-    x = x.unflatten(1, (num_heads, value_size))
-    b, c = (
-        part.unflatten(1, (num_groups, key_size)).repeat_interleave(num_heads // num_groups, dim=1).unsqueeze(-1)
-        for part in keys.chunk(2, dim=1)
-    )
-    times = steps.float() + weights.bias
-    # exp and log1p, because torch's softplus is not batch-invariant (see silu_and_mul)
-    times = torch.where(times > _LINEAR_FROM, times, times.exp().log1p_()).clamp_(*weights.limits)
-    decays = (times * weights.log_rate.exp()).neg_().exp_()[:, :, None, None]
-    inputs = (x * times.unsqueeze(-1)).unsqueeze(2)
-    out = torch.zeros(x.shape, dtype=channels.dtype, device=channels.device)
-    skipped = x * weights.skip.unsqueeze(-1)
-    products = torch.empty_like(state[0])
-    for slot, start, first, end in rows.on_host():
-        matrix = state[slot]
-        if not start:
-            matrix.zero_()
-        for token in range(first, end):
-            matrix.mul_(decays[token]).addcmul_(b[token], inputs[token])
-            out[token] = torch.mul(matrix, c[token], out=products).sum(1).add_(skipped[token])
-    return out
+    from aioengine.kernels.state_types import SpaceWeights, StateRows
 
 
 def state_space(
@@ -71,10 +35,32 @@ def state_space(
         in_blocks: as in ``gated_delta``.
 
     Returns:
-        [T, H, V] in the dtype of ``channels``.
+        [T, H, V] in the dtype of ``channels``. It depends neither on chunks nor on other rows, unless ``in_blocks``.
     """
     if launcher.serves(channels):
         from aioengine.kernels.triton import state_space as kernels
 
         return kernels.state_space(channels, steps, weights, state, rows=rows, in_blocks=in_blocks)
-    return reference(channels, steps, weights, state, rows=rows)
+    num_heads, key_size, value_size = state.shape[1:]
+    num_groups = (channels.shape[1] - num_heads * value_size) // (2 * key_size)
+    wide = channels.float()
+    x, keys = wide[:, : num_heads * value_size], wide[:, num_heads * value_size :]
+    x = x.unflatten(1, (num_heads, value_size))
+    b, c = (
+        part.unflatten(1, (num_groups, key_size)).repeat_interleave(num_heads // num_groups, dim=1).unsqueeze(-1)
+        for part in keys.chunk(2, dim=1)
+    )
+    times = softplus(steps.float() + weights.bias).clamp_(*weights.limits)
+    decays = (times * weights.log_rate.exp()).neg_().exp_()[:, :, None, None]
+    inputs = (x * times.unsqueeze(-1)).unsqueeze(2)
+    out = torch.zeros(x.shape, dtype=channels.dtype, device=channels.device)
+    skipped = x * weights.skip.unsqueeze(-1)
+    products = torch.empty_like(state[0])
+    for slot, start, first, end in rows.on_host():
+        matrix = state[slot]
+        if not start:
+            matrix.zero_()
+        for token in range(first, end):
+            matrix.mul_(decays[token]).addcmul_(b[token], inputs[token])
+            out[token] = torch.mul(matrix, c[token], out=products).sum(1).add_(skipped[token])
+    return out

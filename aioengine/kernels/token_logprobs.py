@@ -49,16 +49,6 @@ def _ranked(values: Tensor, ids: Tensor, count: int) -> Tensor:
     return _LOW_WORD - (keys.topk(count, dim=-1).values & _LOW_WORD)
 
 
-def reference(logits: Tensor, token_ids: Tensor, num_top: int, requested: Tensor | None) -> Tensor:
-    """Compute ``measure`` in torch: logits [N, V], token_ids [N], requested [N, M] -> [N, W]."""
-    ids = token_ids[:, None]
-    if num_top:
-        ids = torch.cat([ids, top_tokens(logits, num_top)], dim=-1)
-    wanted = ids if requested is None else torch.cat([ids, requested], dim=-1)
-    values = torch.log_softmax(logits, -1, dtype=torch.float32).gather(-1, wanted)
-    return torch.cat([values.view(torch.int32), ids.to(torch.int32)], dim=-1)
-
-
 def measure(logits: Tensor, token_ids: Tensor, num_top: int, requested: Tensor | None) -> Tensor:
     """Return the logprobs of each position in the layout of ``protocol.packed_logprobs``.
 
@@ -72,7 +62,12 @@ def measure(logits: Tensor, token_ids: Tensor, num_top: int, requested: Tensor |
         [N, W] int32; logprobs are fp32 numbers viewed as int32.
     """
     if not launcher.serves(logits):
-        return reference(logits, token_ids, num_top, requested)
+        ids = token_ids[:, None]
+        if num_top:
+            ids = torch.cat([ids, top_tokens(logits, num_top)], dim=-1)
+        wanted = ids if requested is None else torch.cat([ids, requested], dim=-1)
+        values = torch.log_softmax(logits, -1, dtype=torch.float32).gather(-1, wanted)
+        return torch.cat([values.view(torch.int32), ids.to(torch.int32)], dim=-1)
     from aioengine.kernels.triton import token_logprobs
 
     if num_top <= token_logprobs.MANY:

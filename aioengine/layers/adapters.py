@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from aioengine.kernels import adapter_linear, linear, silu_and_mul
+from aioengine.kernels import adapter_linear, linear
+from aioengine.kernels.activation import silu_and_mul
 from aioengine.kernels.adapter_slots import AdapterTiles
 
 if TYPE_CHECKING:
@@ -130,4 +131,4 @@ class HostAdapters:
         for slot, chosen in rows.groups:
             if (matrices := self.slots[slot]) is not None:
                 matrices.add(y, x, chosen)
-        return silu_and_mul.silu_and_mul(y) if self._is_gated else y
+        return silu_and_mul(y) if self._is_gated else y

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.kernels.causal_conv import causal_conv
-from aioengine.kernels.delta_gates import DeltaGates
 from aioengine.kernels.gated_delta import gated_delta
-from aioengine.kernels.gated_rms_norm import gated_rms_norm
+from aioengine.kernels.norms import gated_rms_norm
+from aioengine.kernels.state_types import DeltaGates
 from aioengine.layers.linear import Linear, Stored
+from aioengine.layers.mixer import Mixer
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target
-from aioengine.layers.state_layer import StateLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._block_config import DeltaNetConfig
+    from aioengine.layers.mixer import BlockStep
     from aioengine.layers.placement import Placement
-    from aioengine.layers.states import StepStates
 
 
-class GatedDeltaNet(StateLayer):
+class GatedDeltaNet(Mixer):
     """[T, D] -> [T, D], or [S, D] for selected tokens.
 
     One matmul computes queries, keys, values, output gates, and the scores and steps of ``DeltaGates``. Some
@@ -53,15 +53,15 @@ class GatedDeltaNet(StateLayer):
             "dt_bias": Target(self._bias),
         }
 
-    def mix(self, projected: Tensor, states: StepStates, layer: int) -> tuple[Tensor, Tensor]:
-        """projected [T, O] -> heads [T, H, V] and output gates [T, O]; see ``StateLayer``."""
-        inputs, matrices = states.layer(layer)
+    def mix(self, projected: Tensor, step: BlockStep, layer: int) -> tuple[Tensor, Tensor]:
+        """projected [T, O] -> heads [T, H, V] and output gates [T, O]; see ``Mixer``."""
+        (inputs, matrices), rows = step.state(layer)
         mixed, output_gates, scores, steps = projected.split(self._sizes, dim=1)
-        channels = causal_conv(mixed, self._filter, inputs, states.rows)
+        channels = causal_conv(mixed, self._filter, inputs, rows)
         gates = DeltaGates(steps=steps, scores=scores, log_rate=self._log_rate, bias=self._bias)
-        return gated_delta(channels, gates, matrices, states.rows, in_blocks=self._in_blocks), output_gates
+        return gated_delta(channels, gates, matrices, rows, in_blocks=self._in_blocks), output_gates
 
-    def gate(self, mixed: Tensor, gates: Tensor) -> Tensor:
+    def finish(self, mixed: Tensor, gates: Tensor) -> Tensor:
         """mixed [S, H, V] and gates [S, O] -> [S, O]."""
         return gated_rms_norm(mixed, gates, self._norm.weight, self._norm.epsilon)
 

@@ -6,7 +6,7 @@ output with the value part, so keys and values are never materialized. If ``Atte
 matrices, the attention backend chooses the form and multiplies with them itself.
 
 Shape letters: T tokens, S selected tokens, D hidden size, H heads, N and P sizes of the parts of a query head without
-and with rotary embedding, V latent size, E = V + P key size, O value size of a head.
+and with rotary embedding, V latent size, E = V + P key size, O value size of a head, Q outputs of the first matmul.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.kernels import head_linear
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.latent_heads import latent_heads, rotated_queries
-from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.layers.heads import pair_order
-from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, Stored
+from aioengine.layers.mixer import Mixer
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape, StepAttention
     from aioengine.families._block_config import AttentionConfig, LatentConfig
     from aioengine.kernels.head_linear import HeadMatmul
-    from aioengine.layers.adapters import AdapterRows
+    from aioengine.layers.mixer import BlockStep
     from aioengine.layers.placement import Placement
 
 EPSILON = 1e-6
 """Epsilon of the norms of latent vectors. The one in config.json applies to other norms only."""
 
 
-class LatentAttention(Layer):
+class LatentAttention(Mixer):
     """[T, D] -> [T, D], or [S, D] for selected tokens. Writes latent vectors to the KV cache."""
 
     def __init__(
@@ -48,9 +48,16 @@ class LatentAttention(Layer):
         *,
         config: AttentionConfig,
         latent: LatentConfig,
+        rope: int,
         expansion: Tensor | None = None,
     ) -> None:
-        """Allocate the weights. ``expansion``: entry of ``shape.expansions``, [H, N + O, V]; None if it is empty."""
+        """Allocate the weights.
+
+        Args:
+            rope: index of the rotary embedding in ``BlockStep.tables``.
+            expansion: entry of ``shape.expansions``, [H, N + O, V]; None if it is empty.
+        """
+        self._rope = rope
         self._sizes = latent
         self._num_heads = num_heads = shape.num_heads
         query_size = num_heads * (latent.plain_size + latent.rotated_size)
@@ -58,7 +65,7 @@ class LatentAttention(Layer):
         query = {"q_proj": query_size} if latent.query_rank is None else {"q_a_proj": latent.query_rank}
         first = self._first_size = next(iter(query.values()))
         first_order = queries if latent.query_rank is None else torch.arange(first, device=placement.device)
-        self._inputs = Linear(
+        self._input = Linear(
             hidden_size,
             {**query, "kv_a_proj_with_mqa": shape.head_size},
             placement,
@@ -81,7 +88,7 @@ class LatentAttention(Layer):
         output = {config.output: hidden_size}
         self._output = Linear(num_heads * latent.value_size, output, placement, bias=config.output_bias)
         self.parts = (
-            ("", self._inputs),
+            ("", self._input),
             ("q_a_layernorm.", self._query_norm),
             ("", self._query),
             ("kv_a_layernorm.", self._latent_norm),
@@ -98,35 +105,21 @@ class LatentAttention(Layer):
         self._to_latent = head_linear.prepare(for_keys, batch_invariant=invariant)
         self._from_latent = head_linear.prepare(for_values.transpose(1, 2), batch_invariant=invariant)
 
-    def __call__(
-        self,
-        x: Tensor,
-        tables: tuple[Tensor, Tensor],
-        attention: StepAttention,
-        layer: int,
-        *,
-        outputs: Tensor | None = None,
-        adapters: AdapterRows | None = None,
-    ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``. Arguments: see ``SelfAttention``."""
+    def mix(self, projected: Tensor, step: BlockStep, layer: int) -> tuple[Tensor]:
+        """projected [T, Q] -> attention output [T, H * V], or [T, H * O] if the backend chooses the form."""
         assert self._to_latent is not None, "finish_loading was not called"
-        assert self._from_latent is not None, "finish_loading was not called"
-        rows = None if adapters is None else adapters.tokens
-        q, latents = self._inputs(x, rows).tensor_split((self._first_size,), dim=1)
+        tables, attention = step.tables[self._rope], step.attention
+        q, latents = projected.tensor_split((self._first_size,), dim=1)
         if self._query is not None and self._query_norm is not None:
-            q = self._query(self._query_norm(q), rows)
+            q = self._query(self._query_norm(q), None if step.adapters is None else step.adapters.tokens)
         q = q.unflatten(1, (self._num_heads, -1))
         if self._has_forms:
-            attended = self._attended(q, latents, tables, attention, layer=layer)
-            if outputs is not None:
-                attended = attended.index_select(0, outputs)
-                rows = None if adapters is None else adapters.outputs
-            return self._output(attended, rows)
+            return (self._attended(q, latents, tables, attention, layer=layer),)
         target = attention.target(layer)
         direct = target if isinstance(target, KVTarget) else None
         heads = None if direct is None else direct.heads
         if heads is None:
-            heads = x.new_empty(x.shape[0], self._num_heads + 1, latents.shape[1])
+            heads = q.new_empty(len(q), self._num_heads + 1, latents.shape[1])
         norm = self._latent_norm.weight, self._latent_norm.epsilon
         latent_heads(q, latents, heads, norm=norm, tables=tables, target=direct)
         self._to_latent(q[..., : self._sizes.plain_size], heads[:, :-1, : self._sizes.rank])
@@ -134,13 +127,16 @@ class LatentAttention(Layer):
         v = k[..., : self._sizes.rank]
         if not isinstance(target, KVTarget):
             target(k, v)
-        attended = attention.attend(q, k, v, layer)
-        if outputs is not None:
-            attended = attended.index_select(0, outputs)
-            rows = None if adapters is None else adapters.outputs
-        values = attended.new_empty(attended.shape[0], self._num_heads, self._sizes.value_size)
-        self._from_latent(attended.unflatten(1, (self._num_heads, -1)), values)
-        return self._output(values.flatten(1), rows)
+        return (attention.attend(q, k, v, layer),)
+
+    def finish(self, mixed: Tensor) -> Tensor:
+        """Mixed [S, H * V] or [S, H * O] -> [S, H * O]."""
+        if self._has_forms:
+            return mixed
+        assert self._from_latent is not None, "finish_loading was not called"
+        values = mixed.new_empty(len(mixed), self._num_heads, self._sizes.value_size)
+        self._from_latent(mixed.unflatten(1, (self._num_heads, -1)), values)
+        return values.flatten(1)
 
     def _attended(
         self, q: Tensor, latents: Tensor, tables: tuple[Tensor, Tensor], attention: StepAttention, *, layer: int

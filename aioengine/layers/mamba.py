@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.kernels.activation import silu_and_mul
 from aioengine.kernels.causal_conv import causal_conv
-from aioengine.kernels.silu_and_mul import silu_and_mul
-from aioengine.kernels.space_weights import SpaceWeights
 from aioengine.kernels.state_space import state_space
+from aioengine.kernels.state_types import SpaceWeights
 from aioengine.layers.linear import Linear
+from aioengine.layers.mixer import Mixer
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target
-from aioengine.layers.state_layer import StateLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._block_config import MambaConfig
+    from aioengine.layers.mixer import BlockStep
     from aioengine.layers.placement import Placement
-    from aioengine.layers.states import StepStates
 
 
-class Mamba(StateLayer):
+class Mamba(Mixer):
     """[T, D] -> [T, D], or [S, D] for selected tokens."""
 
     def __init__(self, hidden_size: int, config: MambaConfig, placement: Placement) -> None:
@@ -52,14 +52,14 @@ class Mamba(StateLayer):
         }
         return targets if self._bias is None else {**targets, "conv1d.bias": Target(self._bias)}
 
-    def mix(self, projected: Tensor, states: StepStates, layer: int) -> tuple[Tensor, Tensor]:
-        """projected [T, P] -> heads [T, O] and gates [T, O]; see ``StateLayer``."""
+    def mix(self, projected: Tensor, step: BlockStep, layer: int) -> tuple[Tensor, Tensor]:
+        """projected [T, P] -> heads [T, O] and gates [T, O]; see ``Mixer``."""
         gates, mixed, steps = projected.split(self._sizes, dim=1)
-        inputs, matrices = states.layer(layer)
-        channels = causal_conv(mixed, self._filter, inputs, states.rows, bias=self._bias)
-        heads = state_space(channels, steps, self._weights, matrices, rows=states.rows, in_blocks=self._in_blocks)
+        (inputs, matrices), rows = step.state(layer)
+        channels = causal_conv(mixed, self._filter, inputs, rows, bias=self._bias)
+        heads = state_space(channels, steps, self._weights, matrices, rows=rows, in_blocks=self._in_blocks)
         return heads.flatten(1), gates
 
-    def gate(self, mixed: Tensor, gates: Tensor) -> Tensor:
+    def finish(self, mixed: Tensor, gates: Tensor) -> Tensor:
         """mixed and gates [S, O] -> [S, O]."""
         return self._norm(silu_and_mul(torch.cat((gates, mixed), dim=1)))

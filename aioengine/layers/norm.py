@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from aioengine.kernels.add_layer_norm import add_layer_norm
-from aioengine.kernels.add_rms_norm import add_rms_norm
-from aioengine.kernels.norm_and_add import norm_and_add
-from aioengine.kernels.rms_norm import rms_norm
+from aioengine.kernels.norms import add_layer_norm, add_rms_norm, norm_and_add, rms_norm
 from aioengine.layers.layer import Layer
 from aioengine.layers.placement import Target
 

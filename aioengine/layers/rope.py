@@ -186,7 +186,7 @@ class RotaryEmbedding:
             self._table = table.to(device)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos and sin [T, 1, E] in the form of ``kernels.rope``. Called once per step.
+        """positions [T] -> cos and sin [T, 1, E] in the form of ``kernels.heads.rope``. Called once per step.
 
         Positions may be [3, T] if the config has an ``mrope_section``.
         """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from aioengine.kernels.state_rows import BLOCK_TOKENS, StateRows
+from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -73,10 +73,6 @@ class StepStates:
 
     pool: tuple[Tensor, ...]
     rows: StateRows
-
-    def layer(self, index: int) -> list[Tensor]:
-        """Return the tensors [N, ...] of a layer."""
-        return [tensor[index] for tensor in self.pool]
 
 
 def token_blocks(counts: Ints) -> npt.NDArray[np.int32]:

@@ -46,7 +46,7 @@ class _LimitedFile:
     def read(self, size: int = -1) -> bytes:
         self._num_left -= 1
         if self._num_left < 0:
-            raise ValueError("it has more parts than its length explains")
+            raise ValueError("it has too many parts for its length")
         return self._file.read(size)
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -79,7 +79,7 @@ def open_picture(file: BinaryIO, max_pixels: int) -> Image.Image:
     except Exception as error:  # decoders raise any exception for a broken header
         raise ValueError(f"its header cannot be read: {type(error).__name__}: {error}") from error
     if any(tile[0] == "ppm_plain" for tile in image.tile):  # slow to read if it has comments
-        raise ValueError("it is a PPM whose pixels are text; those of bytes are read")
+        raise ValueError("it is a PPM with pixels as text; only binary PPM files are accepted")
     check_pixels(image, max_pixels)
     return image
 

@@ -263,7 +263,7 @@ class AdapterSlots:
         return self.load_queue.rank(waiter) < self._first
 
     def _drain(self, claims: list[tuple[Rank, Key]]) -> None:
-        """Mark one slot for each claim as draining: slots that drain already, then those with the fewest requests."""
+        """Mark one slot for each claim as draining: slots that drain already, then slots with few requests."""
         self._first = claims[0][0] if claims else None
         slots: list[_Slot] = []
         for slot in self._slots:
@@ -291,7 +291,7 @@ class AdapterSlots:
         return released
 
     def _free_slot(self, rank: Rank) -> _Slot | None:
-        """Return a slot for an adapter of this rank: no running requests, and no released ones with a lower rank."""
+        """Return a slot without running requests, and without released requests of a lower rank than ``rank``."""
         free = [
             slot
             for slot in self._slots

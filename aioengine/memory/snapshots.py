@@ -153,7 +153,10 @@ class Snapshots:
         is_rolling = position not in request.stop_positions
         while is_rolling and len(request.rolling) >= NUM_ROLLING:
             self.drop(request.rolling.popleft())
-        snapshot_id = self._allocate()
+        if not self._free and self._ids:  # evict the least recently used snapshot; pinned ones come last
+            oldest = next(iter(self._ids))
+            self.drop(next((node for node in self._ids if not node.num_pins), oldest))
+        snapshot_id = self._free.pop() if self._free else NO_SNAPSHOT
         if snapshot_id != NO_SNAPSHOT:
             request.copies.append(_Copy(position, snapshot_id, is_rolling))
         return snapshot_id
@@ -210,10 +213,3 @@ class Snapshots:
     def _forget_producer(self, node: Node, request: RequestSnapshots) -> None:
         if self._producers.get(node) is request:
             del self._producers[node]
-
-    def _allocate(self) -> int:
-        """Return a free snapshot id, evicting the least recently used snapshot if needed; pinned ones come last."""
-        if not self._free and self._ids:
-            oldest = next(iter(self._ids))
-            self.drop(next((node for node in self._ids if not node.num_pins), oldest))
-        return self._free.pop() if self._free else NO_SNAPSHOT

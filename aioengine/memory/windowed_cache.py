@@ -47,11 +47,6 @@ class WindowedAllocation(Allocation, eq=False):
     def num_owned(self) -> int:
         return sum(node is None and page != RELEASED for node, page in zip(self.nodes, self.pages, strict=True))
 
-    @property
-    def num_held(self) -> int:
-        """Pages that the request uses, its own and shared ones."""
-        return len(self.pages) - self.pages.count(RELEASED)
-
 
 class _PageTree(RadixTree):
     """A tree with nodes for token ids (a lock only keeps them in the tree) and, below them, nodes for pages."""
@@ -121,7 +116,10 @@ class WindowedCache(PrefixCache):
     def num_promised(self, allocation: Allocation, num_tokens: int) -> int:
         """Return the pages that a running request still needs for its known tokens."""
         assert isinstance(allocation, WindowedAllocation)
-        return max(self.pages_for(num_tokens) - allocation.num_held, 0) if allocation.capacity < num_tokens else 0
+        if allocation.capacity >= num_tokens:
+            return 0
+        num_held = len(allocation.pages) - allocation.pages.count(RELEASED)
+        return max(self.pages_for(num_tokens) - num_held, 0)
 
     # ------------------------------------------------------------ do
 
@@ -201,7 +199,8 @@ class WindowedCache(PrefixCache):
         seen = dict.fromkeys(
             page for _, page in self._seen(allocation.path[: self._num_valid(allocation.path[: allocation.num_ready])])
         )
-        unseen = [page for page in pinned if page not in seen and self._has_window(page)]
+        windows = dict(zip(self._page_keys, self._groups.windows, strict=True))
+        unseen = [page for page in pinned if page not in seen and windows[page.key] is not None]
         new = [page for page in seen if page not in pinned]
         self._tree.pin(new)
         self._tree.unpin(unseen)
@@ -210,9 +209,6 @@ class WindowedCache(PrefixCache):
             del pinned[page]
 
     # ------------------------------------------------------------ inside
-
-    def _has_window(self, page: Node) -> bool:
-        return self._groups.windows[self._page_keys.index(page.key)] is not None
 
     def _seen(self, path: list[Node]) -> Iterator[tuple[int, Node]]:
         """Yield (index in the page table, page) of a valid prefix for pages that the next token attends to."""

@@ -1,6 +1,6 @@
 """Models by the ``model_type`` of config.json.
 
-The family of a model type reads config.json. The class follows from the result: ``DecoderModel``, ``HybridDecoder`` or
+The family of a model type reads config.json. The class follows from the result: ``DecoderModel`` or
 ``EncoderModel``. A model that needs more has a file here, named after its model type.
 """
 
@@ -12,7 +12,6 @@ from aioengine import plugins
 from aioengine.families._encoders import EncoderConfig
 from aioengine.models._decoder import DecoderModel
 from aioengine.models._encoder import EncoderModel
-from aioengine.models._hybrid import HybridDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,8 +51,7 @@ def build(config: Mapping[str, object], options: ModelOptions) -> Model:
     model_config: DecoderConfig | EncoderConfig = plugins.load("families", name).read(config)
     if isinstance(model_config, EncoderConfig):
         return EncoderModel(model_config, options)
-    decoder_class = DecoderModel if model_config.stateful is None else HybridDecoder
-    return decoder_class(model_config, options)
+    return DecoderModel(model_config, options)
 
 
 def fallback(folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> TransformersFolder:

@@ -63,7 +63,7 @@ class InputSpec:
         position_axes: 1 for positions [T], 3 for [3, T].
         rows: it reads the row of each token.
         token_types: it reads token types, which tell the two texts of a pair apart.
-        states: it reads the recurrent states; it is a ``StatefulModel``.
+        states: it reads the recurrent states, see ``Model.state_shape``.
         short_length: with LongRoPE, positions of long requests (``NewRow.is_long``) start at this number; else 0.
     """
 
@@ -111,6 +111,9 @@ class Model(Protocol):
         num_active: parameters that one token uses, including embeddings: only the selected experts.
         prefix: of the tensor names that a checkpoint without a head may omit.
         renamed: see ``TransformerConfig``.
+        state_shape: recurrent states per request, in addition to keys and values or instead of them; None if there are
+            none. A state includes all tokens computed so far, so each step of a request must start where the previous
+            one ended.
     """
 
     task: Task
@@ -122,6 +125,7 @@ class Model(Protocol):
     hidden_size: int
     prefix: str
     renamed: tuple[tuple[str, str], ...]
+    state_shape: StateShape | None
 
     def weights(self) -> dict[str, Target]:
         """Map tensor names in the checkpoint to targets, often views of fused tensors.
@@ -167,17 +171,6 @@ class Model(Protocol):
         A classifier maps pooled hidden states to one score per class. A model without a head returns its input.
         """
         ...
-
-
-@runtime_checkable
-class StatefulModel(Protocol):
-    """A model with recurrent states per request, in addition to keys and values or instead of them.
-
-    ``input_spec.states`` is set. A state includes all tokens computed so far, so each step of a request must start
-    where the previous one ended.
-    """
-
-    state_shape: StateShape
 
 
 @runtime_checkable

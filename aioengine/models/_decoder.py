@@ -16,12 +16,14 @@ from aioengine.families._tensors import block_tensors, is_ignored
 from aioengine.layers.embedding import EmbeddingTable
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, adaptable_linears
+from aioengine.layers.mixer import BlockStep
 from aioengine.layers.norm import add_to_stream, make_norm
 from aioengine.layers.placement import Placement, Target
 from aioengine.layers.rope import RotaryEmbedding
-from aioengine.models._base import InputSpec
-from aioengine.models._decoder_block import Block, BlockStep
-from aioengine.settings.memory_model import active_parameters
+from aioengine.layers.states import StateShape, StateTensor
+from aioengine.models._base import InputSpec, ModelInputs
+from aioengine.models._decoder_block import Block
+from aioengine.settings.memory_model import active_parameters, state_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,10 +32,8 @@ if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig
     from aioengine.families._rope_config import RopeConfig
     from aioengine.kernels.linear import Matmul
-    from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.norm import Norm
-    from aioengine.layers.states import StepStates
-    from aioengine.models._base import ModelInputs, ModelOptions
+    from aioengine.models._base import ModelOptions
 
 
 def effective_windows(windows: tuple[int | None, ...], max_positions: int) -> tuple[int | None, ...]:
@@ -67,7 +67,9 @@ class DecoderModel(Layer):
         )
         self.task = config.task
         is_longer = options.max_positions > config.short_length
-        self.input_spec = InputSpec(short_length=config.short_length if is_longer else 0)
+        short_length = config.short_length if is_longer else 0
+        self.state_shape = None if config.stateful is None else _state_shape(config, options.dtype)
+        self.input_spec = InputSpec(short_length=short_length, states=self.state_shape is not None)
         self.dtype = options.dtype
         self.num_active = active_parameters(config)
         self.vocab_size = config.vocab_size
@@ -131,7 +133,7 @@ class DecoderModel(Layer):
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """Return [T, D], or [S, D] with ``inputs.outputs``. See ``Model.forward``."""
-        step = self._step(inputs.positions, attention, inputs.adapters, inputs.states)
+        step = self._step(inputs, attention)
         if inputs.embeddings is not None:
             x = inputs.embeddings.clone()  # blocks change it in place
         else:
@@ -152,19 +154,16 @@ class DecoderModel(Layer):
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
         weight = self._embedding.weight
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=weight.device)
-        step = self._step(positions, attention)
+        step = self._step(ModelInputs(positions=positions), attention)
         for layer in self._block_kinds:
             self._blocks[layer](weight.new_zeros(num_tokens, self.hidden_size), None, step, outputs=None)
 
-    def _step(
-        self,
-        positions: Tensor,
-        attention: StepAttention,
-        adapters: AdapterRows | None = None,
-        states: StepStates | None = None,
-    ) -> BlockStep:
-        """Return the arguments of the blocks. ``positions``: [T] or [3, T]."""
-        return BlockStep([rope.tables(positions) for rope in self._ropes], attention, adapters, states)
+    def _step(self, inputs: ModelInputs, attention: StepAttention) -> BlockStep:
+        """Return the arguments of the blocks. Without states in the inputs, use states that are dropped."""
+        positions, states = inputs.positions, inputs.states
+        if states is None and self.state_shape is not None:
+            states = self.state_shape.one_row(len(positions), positions.device)
+        return BlockStep([rope.tables(positions) for rope in self._ropes], attention, inputs.adapters, states)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> logits [S, V], or scores of a classifier. Without a head, return ``hidden``."""
@@ -176,6 +175,12 @@ class DecoderModel(Layer):
             return logits
         logits, cap = _scaled(logits, self._config.logits_scale), self._config.logits_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _state_shape(config: DecoderConfig, dtype: torch.dtype) -> StateShape:
+    tensors = (StateTensor(spec.shape, torch.float32 if spec.in_fp32 else dtype) for spec in state_specs(config))
+    num_layers = sum(config.keeps_state(layer) for layer in range(config.num_layers))
+    return StateShape(num_layers, tuple(tensors))
 
 
 def _first_of_each_kind(config: DecoderConfig) -> list[int]:

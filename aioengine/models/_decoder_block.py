@@ -5,7 +5,6 @@ Shape letters: T tokens, S output tokens, D hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aioengine.layers.attention import SelfAttention
@@ -17,25 +16,25 @@ from aioengine.layers.mamba import Mamba
 from aioengine.layers.mlp import MLP
 from aioengine.layers.norm import add_to_stream, make_norm
 from aioengine.layers.short_conv import ShortConv
-from aioengine.layers.state_layer import StateLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, StepAttention
+    from aioengine.attention._base import AttentionShape
     from aioengine.families._config import DecoderConfig
-    from aioengine.layers.adapters import AdapterRows, Grouping
+    from aioengine.layers.adapters import Grouping
+    from aioengine.layers.mixer import BlockStep, Mixer
     from aioengine.layers.norm import Norm
     from aioengine.layers.placement import Placement
-    from aioengine.layers.states import StepStates
-
-    Tables = tuple[Tensor, Tensor]
 
 
 def make_attention(
-    config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement
-) -> SelfAttention | LatentAttention | StateLayer:
-    """Build the attention of a layer, or the layer that replaces it. Add new kinds of attention here."""
+    config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement, *, rope: int
+) -> Mixer:
+    """Build the attention of a layer, or the layer that replaces it. Add new kinds of attention here.
+
+    ``rope``: index of the rotary embedding in ``BlockStep.tables``.
+    """
     if config.attention.latent is not None:
         return LatentAttention(
             config.hidden_size,
@@ -43,6 +42,7 @@ def make_attention(
             placement,
             config=config.attention,
             latent=config.attention.latent,
+            rope=rope,
             expansion=shape.expansions[layer] if shape.expansions else None,
         )
     if config.keeps_state(layer):
@@ -52,14 +52,15 @@ def make_attention(
             return Mamba(config.hidden_size, config.mamba, placement)
         assert config.delta_net is not None, "no layer keeps a state"
         return GatedDeltaNet(config.hidden_size, config.delta_net, config.epsilon, placement)
-    rope = config.rope_of(layer)
+    rotation = config.rope_of(layer)
     return SelfAttention(
         config.hidden_size,
         shape,
         placement,
         config=config.attention,
+        rope=rope,
         epsilon=config.epsilon,
-        rotary_size=config.head_size if rope is None else rope.rotary_size(config.head_size),
+        rotary_size=config.head_size if rotation is None else rotation.rotary_size(config.head_size),
         is_transposed=config.is_transposed,
     )
 
@@ -75,21 +76,6 @@ def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> MLP | S
         config=config.mlp,
         is_transposed=config.is_transposed,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class BlockStep:
-    """The arguments of all blocks in a step.
-
-    Attributes:
-        tables: the tables of each rotary embedding of the model.
-        states: None for a model without recurrent states.
-    """
-
-    tables: list[Tables]
-    attention: StepAttention
-    adapters: AdapterRows | None = None
-    states: StepStates | None = None
 
 
 class Block(Layer):
@@ -114,10 +100,10 @@ class Block(Layer):
         previous_norm: Norm | None,
     ) -> None:
         self._config = block = config.block
-        self._layer, self._rope = config.layers_like(layer).index(layer), rope
+        self._layer = config.layers_like(layer).index(layer)
         norms = {name: make_norm(config.norm, config.hidden_size, config.epsilon, placement) for name in block.norms}
         self._attention_norm = norms.get(block.attention_norm)
-        self._attention = make_attention(config, layer, shape, placement)
+        self._attention = make_attention(config, layer, shape, placement, rope=rope)
         self._attention_output_norm = norms.get(block.attention_output_norm)
         self._mlp_norm = norms.get(block.mlp_norm)
         self._mlp = make_mlp(config, layer, placement)
@@ -150,8 +136,8 @@ class Block(Layer):
             normed = add_to_stream(delta, x, self._previous_norm, self._attention_norm)
         else:
             normed = x if self._attention_norm is None else self._attention_norm(x)
+        attended = self._attention(normed, step, self._layer, outputs=outputs)
         adapters = step.adapters
-        attended = self._attended(normed, step, outputs=outputs)
         rows = None if adapters is None else adapters.tokens
         if outputs is not None:
             x = x.index_select(0, outputs)
@@ -159,14 +145,6 @@ class Block(Layer):
         if self._config.is_parallel:
             return x, self._parallel(x, normed, attended, rows, outputs=outputs)
         return x, self._mlp(add_to_stream(attended, x, self._attention_output_norm, self._mlp_norm), rows)
-
-    def _attended(self, normed: Tensor, step: BlockStep, *, outputs: Tensor | None) -> Tensor:
-        """normed [T, D] -> attention output [T, D], or [S, D] with ``outputs``."""
-        if isinstance(self._attention, StateLayer):
-            assert step.states is not None, "a model with recurrent states needs them in each step"
-            return self._attention(normed, step.states, self._layer, outputs=outputs, adapters=step.adapters)
-        tables = step.tables[self._rope]
-        return self._attention(normed, tables, step.attention, self._layer, outputs=outputs, adapters=step.adapters)
 
     def _parallel(
         self, x: Tensor, normed: Tensor, attended: Tensor, rows: Grouping | None, *, outputs: Tensor | None

@@ -12,8 +12,8 @@ import torch
 
 from aioengine.attention._base import AttentionShape
 from aioengine.families._tensors import is_ignored
-from aioengine.kernels.gelu import gelu
-from aioengine.kernels.rotate_heads import as_parts, rotate_heads
+from aioengine.kernels.activation import gelu
+from aioengine.kernels.heads import as_parts, rotate_heads
 from aioengine.layers.embedding import EmbeddingTable
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aioengine.attention._base import StepAttention
     from aioengine.families._encoders import EncoderConfig, Gelu, HeadConfig
     from aioengine.layers.placement import Placement
+    from aioengine.layers.states import StateShape
     from aioengine.models._base import ModelOptions
 
     Tables = tuple[Tensor, Tensor]
@@ -89,7 +90,7 @@ class EncoderBlock(Layer):
         if step.tables is None:
             q, k, v = as_parts(heads, self._num_heads)
         else:
-            q, k, v = rotate_heads(heads, self._num_heads, step.tables[self._is_local], None)
+            q, k, v = rotate_heads(heads, self._num_heads, step.tables[self._is_local])
         return step.attention.attend(q, k, v, self._layer)
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -121,6 +122,8 @@ class ClassifierHead(Layer):
 
 class EncoderModel(Layer):
     """Implements ``models._base.Model``."""
+
+    state_shape: StateShape | None = None
 
     def __init__(self, config: EncoderConfig, options: ModelOptions) -> None:
         self._config = config

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import StepAttention
     from aioengine.layers.linear import Linear
+    from aioengine.layers.states import StateShape
     from aioengine.models._base import ModelOptions
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ _CLASSES = {
 
 class TransformersModel:
     """Implements ``models._base.Model``."""
+
+    state_shape: StateShape | None = None
 
     def __init__(self, model: PreTrainedModel, task: Task, options: ModelOptions, folder: Path | None = None) -> None:
         """Wrap a model of ``build_module``.

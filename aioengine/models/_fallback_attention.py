@@ -18,14 +18,15 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from aioengine.attention._base import AttentionShape
-from aioengine.kernels.write_heads import write_heads
+from aioengine.kernels.heads import write_heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from aioengine.attention._base import StepAttention, WriteKV
+    from aioengine.attention._base import StepAttention
+    from aioengine.kernels.kv_target import WriteKV
     from aioengine.layers.adapters import AdapterRows, Grouping
 
 TRYING: Final = "aioengine_trying"
@@ -206,7 +207,7 @@ class _Layer:
             q = q * self._factor
         if self._padding:
             v = functional.pad(v, (0, self._padding))
-        q, k, v = write_heads(q, k, v, target=step.attention.target(self._index))
+        q, k, v = write_heads(q, k, v, step.attention.target(self._index))
         attended = step.attention.attend(q, k, v, self._index).view(1, *q.shape)
         step.is_past_attention = self._is_last
         return attended[..., : self._value_size] if self._padding else attended

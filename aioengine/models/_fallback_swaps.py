@@ -23,8 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from aioengine.families._block_config import Activation
-from aioengine.kernels.activation import activate_and_mul, reference_and_mul
-from aioengine.kernels.rotate_qk import reference as rotated
+from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.rotate_qk import rotate_qk, takes
 from aioengine.layers.embedding import EmbeddingTable
 from aioengine.layers.layer import Layer
@@ -340,7 +339,7 @@ def gated_activation(module: nn.Module, names: tuple[str, ...]) -> Activation | 
     expected = _result(trial, x)
     inner = functional.linear(x, gate_up)
     for activation in cast("tuple[Activation, ...]", get_args(Activation)):
-        if _agree(expected, functional.linear(reference_and_mul(inner, activation), down)):
+        if _agree(expected, functional.linear(activate_and_mul(inner.clone(), activation), down)):
             return activation
     return None
 
@@ -390,6 +389,6 @@ def _rotates_halves(function: Callable[..., object]) -> bool:
     for dtype in (torch.float32, torch.bfloat16):
         q, k, cos, sin = (_random(*shape, dtype=dtype) for shape in ((1, 6, 5, 8), (1, 2, 5, 8), (1, 5, 8), (1, 5, 8)))
         actual = _result(function, q, k, cos, sin + 0.5)
-        if not isinstance(actual, tuple) or not all(map(_agree, actual, rotated(q, k, cos, sin + 0.5))):
+        if not isinstance(actual, tuple) or not all(map(_agree, actual, rotate_qk(q, k, cos, sin + 0.5))):
             return False
     return True

@@ -19,11 +19,9 @@ from torch.nn import functional
 
 from aioengine.attention._base import AttentionShape, ForwardBatch, kv_pool_shape
 from aioengine.attention.packed import PackedAttention
-from aioengine.kernels.add_layer_norm import add_layer_norm
-from aioengine.kernels.add_rms_norm import add_rms_norm
-from aioengine.kernels.rms_norm import rms_norm
-from aioengine.kernels.rotate_heads import rotate_heads
-from aioengine.kernels.silu_and_mul import silu_and_mul
+from aioengine.kernels.activation import silu_and_mul
+from aioengine.kernels.heads import rotate_heads
+from aioengine.kernels.norms import add_layer_norm, add_rms_norm, rms_norm
 from aioengine.models._image_decoder import to_device
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ class _Layout:
     """The data of a grid that the layers read.
 
     Attributes:
-        tables: cos and sin [N, 1, E] in the form of ``kernels.rope``.
+        tables: cos and sin [N, 1, E] in the form of ``kernels.heads.rope``.
         frames, windows: attention within frames, and within windows.
         order: [M] the tokens ordered by window; None without windows. inverse: [M] the inverse permutation.
         corners: indices [N, 4] and weights [N, 4] to interpolate learned positions; None without learned positions.
@@ -142,7 +140,7 @@ class QwenTower:
         for index, block in enumerate(self._visual.blocks):
             attention = layout.windows if sizes.window and index not in sizes.full_layers else layout.frames
             heads = block.attn.qkv(self._norm(block.norm1, x, delta)).view(len(x), -1, sizes.head_size)
-            q, k, v = rotate_heads(heads, sizes.num_heads, layout.tables, None)
+            q, k, v = rotate_heads(heads, sizes.num_heads, layout.tables)
             delta = block.attn.proj(attention.attend(q, k, v, 0))
             delta = self._mlps[index](self._norm(block.norm2, x, delta))
             if index in sizes.deepstack:

@@ -31,7 +31,7 @@ def main() -> None:
     name_process("aioengine:media")
     die_with_parent(orders.parent_pid)
     limit_threads(1)
-    pictures.limit_pixels(orders.max_pixels)
+    pictures.limit_pixels(orders.limits.max_image_pixels)
     processor, device_resize = load_processor(orders)
     Image.init()  # load the decoders before the first image
     channel = socket.socket(fileno=orders.socket_fd)

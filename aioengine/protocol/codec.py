@@ -150,7 +150,7 @@ class FrameDecoder:
             return
         now = self._clock()
         if now - self._missing_since.setdefault(sender, now) > MISSING_S:
-            raise LostFrameError(f"frame {expected} of a sender has not come, but later ones have")
+            raise LostFrameError(f"frame {expected} of a sender is missing, but later frames have arrived")
 
 
 @cache

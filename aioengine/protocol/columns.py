@@ -26,11 +26,12 @@ HIDDEN_STATES: Final = "hidden_states"
 
 PROMPT_STATES: Final = "prompt_states"
 """``Extra.kind`` of hidden states [positions, D] fp32 of the prompt without its last position, in blocks
-(``state_extras``). ``Extra.index`` is the first position of the block.
+(``block_extras``). ``Extra.index`` is the first position of the block.
 """
 
-STATE_BLOCK_BYTES: Final = 64 * 1024
-"""Maximum bytes of a block. A block has at least one position, even if that is larger."""
+BLOCK_BYTES: Final = 64 * 1024
+"""Maximum bytes of a block. A block has at least one position, even if that is larger. Reading 64 KiB of logprobs takes
+some milliseconds."""
 
 
 class Extra(Struct, frozen=True, array_like=True, gc=False):
@@ -93,12 +94,12 @@ class TokenColumns(Struct, array_like=True, gc=False):
         return kept
 
 
-def state_extras(uid: int, data: bytes, position_bytes: int) -> list[Extra]:
-    """Return the hidden states of a prompt as extras of ``PROMPT_STATES``.
+def block_extras(uid: int, kind: str, data: bytes, position_bytes: int) -> list[Extra]:
+    """Return the packed values of the positions of a prompt as extras with a limited number of positions.
 
-    data: the packed states of all positions except the last one. position_bytes: size of the state of one position.
+    position_bytes: size of the values of one position.
     """
-    num_positions = max(1, STATE_BLOCK_BYTES // position_bytes)  # in a block
+    num_positions = max(1, BLOCK_BYTES // position_bytes)  # in a block
     starts = range(0, len(data), num_positions * position_bytes)
     blocks = (data[start : start + num_positions * position_bytes] for start in starts)
-    return [Extra(uid, number * num_positions, PROMPT_STATES, block) for number, block in enumerate(blocks)]
+    return [Extra(uid, number * num_positions, kind, block) for number, block in enumerate(blocks)]

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from aioengine.media.tokens._base import ImageShape
+from aioengine.settings.config import MediaConfig
 
 NUM_FETCHES: Final = 16
 """Downloads at a time, in addition to the images that are prepared."""
@@ -24,8 +25,9 @@ class MediaOrders(Struct, frozen=True, kw_only=True):
     """The settings of a media process.
 
     processor: the image processor of transformers, "module:class". settings: its fields. options: of its calls.
-    num_workers: images that are prepared at a time. max_pixels: limit for one image, and for all that are decoded at a
-    time. leaves_resizing: pictures are resized on the device if that gives the same bits.
+    limits: ``max_image_pixels`` limits one image, and all that are decoded at a time.
+    num_workers: images that are prepared at a time.
+    leaves_resizing: pictures are resized on the device if that gives the same bits.
     """
 
     parent_pid: int
@@ -33,10 +35,7 @@ class MediaOrders(Struct, frozen=True, kw_only=True):
     processor: str
     settings: dict[str, object]
     options: dict[str, bool]
-    max_bytes: int
-    max_pixels: int
-    timeout_s: float
-    allows_private: bool
+    limits: MediaConfig
     num_workers: int
     leaves_resizing: bool = False
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, SupportsIndex, cast
 
 from msgspec import Struct, msgpack
 
-from aioengine.protocol.columns import Extra
+from aioengine.protocol.columns import BLOCK_BYTES, Extra
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +29,7 @@ OUTPUT_LOGPROBS: Final = "logprobs"
 """``Extra.kind`` of an output token."""
 
 PROMPT_LOGPROBS: Final = "prompt_logprobs"
-"""``Extra.kind`` of the prompt from ``LogprobRules.start`` on, in blocks (``prompt_extras``). ``Extra.index`` counts
+"""``Extra.kind`` of the prompt from ``LogprobRules.start`` on, in blocks (``block_extras``). ``Extra.index`` counts
 positions from there. Position 0 of the prompt has an id, but no logprobs.
 """
 
@@ -37,9 +37,6 @@ NEXT_LOGPROBS: Final = "next_logprobs"
 """``Extra.kind`` of the position after the prompt of a SCORE request. It has no token, so ignore its first logprob and
 id.
 """
-
-BLOCK_BYTES: Final = 64 * 1024
-"""Maximum bytes of logprobs in one extra (at least one position). Reading them takes some milliseconds."""
 
 Entry = tuple[float | None, int, str | None]
 """Logprob, token id, text."""
@@ -243,7 +240,6 @@ class LogprobReader:
         self.rules = rules
         self.num_entries = 0
         self._is_deep = rules.is_deep
-        self._is_special = rules.is_deep or rules.with_text
         self._num_values = rules.num_values
         self._format = Format(f"<{rules.num_values}f{1 + rules.num_top}i")
         self._num_positions = rules.num_prompt_positions(num_prompt)
@@ -254,7 +250,8 @@ class LogprobReader:
 
     def read(self, extra: Extra) -> None:
         """Read an extra. It replaces earlier entries of the same positions."""
-        if extra.kind == OUTPUT_LOGPROBS and extra.index - self._first == len(self._output[0]) and not self._is_special:
+        is_plain = not (self._is_deep or self.rules.with_text)
+        if is_plain and extra.kind == OUTPUT_LOGPROBS and extra.index - self._first == len(self._output[0]):
             self._read_next(extra.data)
             return
         data, count, is_prompt = extra.data, 1, extra.kind == PROMPT_LOGPROBS
@@ -329,13 +326,6 @@ def _named(side: str, lists: _Lists, rules: LogprobRules) -> dict[str, object]:
     if rules.token_ids:
         named[asked] = Positions(lists[2]) if rules.is_deep else lists[2]
     return named
-
-
-def prompt_extras(uid: int, data: bytes, rules: LogprobRules) -> list[Extra]:
-    """Return packed logprobs of a prompt as extras with a limited number of positions."""
-    count, size = rules.positions_in_block, rules.positions_in_block * rules.position_bytes
-    blocks = (data[start : start + size] for start in range(0, len(data), size))
-    return [Extra(uid, place * count, PROMPT_LOGPROBS, block) for place, block in enumerate(blocks)]
 
 
 def with_texts(extra: Extra, rules: LogprobRules, text_of: Callable[[int], str]) -> Extra:

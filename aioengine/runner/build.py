@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 
@@ -22,23 +22,16 @@ from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
 from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.model_files.vocabulary import sampled_vocab_size
-from aioengine.models._base import AdaptableModel, ModelOptions, StatefulModel
+from aioengine.models._base import AdaptableModel, ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.runner import weights
-from aioengine.runner.device_memory import (
-    MAX_IMAGE_TOKENS,
-    DeviceMemory,
-    LargestStep,
-    PoolBudget,
-    fit_pool,
-    kv_cache_of,
-)
+from aioengine.runner.device_memory import DeviceMemory, fit_pool, kv_cache_of
 from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.lora.pool import AdapterPool, slots_bytes
 from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
-from aioengine.runner.warmup import longest_graph, warm_up_device
+from aioengine.runner.warmup import warm_up_device
 from aioengine.settings.config import TRANSFORMERS
 from aioengine.settings.memory_model import PoolDemand
 
@@ -86,10 +79,16 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     advice = "End other processes on the GPU, or use a smaller model or a larger GPU"
     if dtype == torch.float32:
         advice += "; dtype='bfloat16' needs half"
-    with memory.take("the weights", advice=advice, need=_weights_bytes(settings, dtype)), torch.no_grad():
-        model = _model(settings, dtype, device)
+    options = ModelOptions(
+        dtype=dtype,
+        device=device,
+        max_positions=settings.model.context_length,
+        batch_invariant=settings.runner.batch_invariant,
+    )
+    with memory.take("the weights", advice=advice, need=_weights_bytes(settings, options)), torch.no_grad():
+        model = _model(settings, options)
         if device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
-            _compile_sampling(model, vocab_size, logprobs_mode=settings.runner.logprobs_mode, device=device)
+            _compile_sampling(model, vocab_size, settings.runner.logprobs_mode)
         times.end("device")
         shape = model.attention_shape
         choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
@@ -103,9 +102,9 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         )
     times.end("weights")
     adapters = _take_adapters(model, settings, memory, dtype)
-    state_bytes = model.state_shape.num_bytes if isinstance(model, StatefulModel) else 0
+    state_bytes = 0 if model.state_shape is None else model.state_shape.num_bytes
     demand = PoolDemand.of(settings, kv_cache_of(shape), itemsize=kv_dtype.itemsize, state_bytes=state_bytes)
-    pool = fit_pool(demand, _pool_budget(model, settings, memory, adapters))
+    pool = fit_pool(demand, memory.pool_budget(model, settings, adapters))
     if state_bytes:
         graph_rows = min(settings.runner.cuda_graph_max_rows, pool.num_rows)
         scheduler = replace(settings.scheduler, max_running=pool.num_rows)
@@ -118,22 +117,18 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         kv_pool = KVPool(shape, num_pages=pool.num_pages, page_size=page_size, dtype=kv_dtype, device=device)
         attention = choice.build(shape, kv_pool.tensors)
         states = None
-        if isinstance(model, StatefulModel):
+        if model.state_shape is not None:
             states = StatePool(
                 model.state_shape, max_rows=pool.num_rows, device=device, num_snapshots=pool.num_snapshots
             )
     times.end("kv_pool")
     parts = DeviceParts(
+        settings=settings,
         model=model,
         attention=attention,
         kv_pool=kv_pool,
         vocab_size=vocab_size,
-        context_length=settings.model.context_length,
-        max_rows=settings.scheduler.max_running,
         device=device,
-        logprobs_mode=settings.runner.logprobs_mode,
-        logits_processors=settings.runner.logits_processors,
-        pooling=settings.model.pooling.kind,
         adapters=adapters,
         states=states,
     )
@@ -158,22 +153,9 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
-            warm_up_device(runner, parts, settings, report=report, times=times)
+            warm_up_device(runner, parts, report=report, times=times)
     runner.facts |= memory.facts() | times.facts()
     return runner
-
-
-def _pool_budget(model: Model, settings: Settings, memory: DeviceMemory, adapters: AdapterPool | None) -> PoolBudget:
-    """Return the memory that the largest step leaves for pages and states."""
-    limits = settings.scheduler
-    image_tokens = min(settings.model.context_length, MAX_IMAGE_TOKENS)
-    num_captured = longest_graph(settings, model.num_active)
-    largest = LargestStep(limits.max_step_tokens, limits.max_running, num_captured, image_tokens)
-    with_adapters = None
-    if adapters is not None:
-        with_adapters = adapters.rows(np.ones(largest.num_tokens, dtype=np.int32), None)
-    fraction = settings.memory.mem_fraction_static if settings.memory.num_pages is None else None
-    return memory.pool_budget(model, largest, fraction=fraction, adapters=with_adapters)
 
 
 def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype: torch.dtype) -> AdapterPool | None:
@@ -201,11 +183,11 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _compile_sampling(model: Model, vocab_size: int, *, logprobs_mode: str, device: torch.device) -> None:
+def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str) -> None:
     """Compile the sampling kernels, which take the longest, while FlashInfer is imported and weights are read."""
     from aioengine.runner.sampling import device_sampler  # imports Triton
 
-    width = model.vocab_size
+    width, device = model.vocab_size, torch.device("cuda")
     vocab_size = min(vocab_size, width)
     device_sampler.compile_kernels(vocab_size=vocab_size, num_embeddings=width, dtype=model.dtype, device=device)
     token_logprobs.compile_kernels(width, model.dtype, device)
@@ -213,33 +195,24 @@ def _compile_sampling(model: Model, vocab_size: int, *, logprobs_mode: str, devi
         token_logprobs.compile_kernels(vocab_size, torch.float32, device)
 
 
-def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Model:
+def _model(settings: Settings, options: ModelOptions) -> Model:
     if settings.model.implementation == TRANSFORMERS:
-        return _fallback(settings).load(_options(settings, dtype, device))
+        return _fallback(settings).load(options)
     folder = Path(settings.model.path)
     config = folder_files.read_json(folder / "config.json", dict[str, object])
     if config is None:
         raise ValueError(f"{folder} has no config.json, which a model folder must have")
     if settings.model.task == Task.EMBED:
         config = as_embedder(config)
-    return models.build(config, _options(settings, dtype, device))
+    return models.build(config, options)
 
 
-def _weights_bytes(settings: Settings, dtype: torch.dtype) -> int:
+def _weights_bytes(settings: Settings, options: ModelOptions) -> int:
     """Return the bytes of the parameters without loading them."""
-    meta = torch.device("meta")
+    options = dataclasses.replace(options, device=torch.device("meta"))
     if settings.model.implementation == TRANSFORMERS:
-        return _fallback(settings).num_bytes(_options(settings, dtype, meta))
-    return sum(target.tensor.nbytes for target in _model(settings, dtype, meta).weights().values())
-
-
-def _options(settings: Settings, dtype: torch.dtype, device: torch.device) -> ModelOptions:
-    return ModelOptions(
-        dtype=dtype,
-        device=device,
-        max_positions=settings.model.context_length,
-        batch_invariant=settings.runner.batch_invariant,
-    )
+        return _fallback(settings).num_bytes(options)
+    return sum(target.tensor.nbytes for target in _model(settings, options).weights().values())
 
 
 def _fallback(settings: Settings) -> TransformersFolder:
@@ -278,14 +251,12 @@ def choose_attention(
     """Choose the backend that works for queries of ``dtype`` and a KV cache of ``kv_dtype``.
 
     Raises:
-        ValueError: the backend is unknown, or does not work and there is no fallback.
+        ValueError: the backend does not work and there is no fallback.
         CompilationTimeoutError: its kernels did not compile in time.
     """
-    name, backends = settings.attention_backend, plugins.names("attention")
+    name = settings.attention_backend
     if not shape.is_causal:
         return AttentionChoice("packed")
-    if name not in backends:
-        raise ValueError(f"attention_backend {name!r} is not known; what works: {', '.join(backends)}")
     if name == "fused" and (kv_dtype != dtype or not fused.serves(shape, dtype, device)):
         return AttentionChoice("torch")
     if kv_dtype != dtype and name != "torch":

@@ -69,30 +69,31 @@ class CustomProcessors:
         return bool(sampling.custom_processor)
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
-        """Change ``rows`` of logits [S, W]. All rows with the same processor are processed in one call."""
-        for name, group in groupby(sorted(rows, key=_name_of), _name_of):
+        """Change ``rows`` of logits [S, W]. All rows with the same processor are processed in one
+        call; if this fails, one by one."""
+        for _, group in groupby(sorted(rows, key=_name_of), _name_of):
             group_rows = list(group)
-            indices = upload(np.array([row.index for row in group_rows], dtype=np.int64))
-            scores = logits[:, : self._vocab_size]
-            try:
-                scores[indices] = self._result(name, scores[indices], group_rows, LIMIT_S)
-            except (Exception, OutOfTimeError) as error:
-                if len(group_rows) == 1:
-                    self._fail(logits, group_rows[0], error)
-                else:
-                    self._apply_one_by_one(logits, group_rows)
-
-    def _apply_one_by_one(self, logits: Tensor, rows: list[LogitsRow]) -> None:
-        """Change ``rows`` of logits [S, W] with one call per row, because a call with all rows failed."""
-        limit_s = LIMIT_S
-        for row in rows:
-            scores = logits[row.index : row.index + 1, : self._vocab_size]
-            try:
-                scores.copy_(self._result(_name_of(row), scores.clone(), [row], limit_s))
-            except (Exception, OutOfTimeError) as error:
-                self._fail(logits, row, error)
+            error = self._call(logits, group_rows, upload, LIMIT_S)
+            if error is None:
+                continue
+            limit_s = LIMIT_S
+            for row in group_rows:
+                if len(group_rows) > 1:
+                    error = self._call(logits, [row], upload, limit_s)
                 if isinstance(error, OutOfTimeError):
                     limit_s = max(limit_s / 2, LEAST_LIMIT_S)
+                if error is not None:
+                    self._fail(logits, row, error)
+
+    def _call(self, logits: Tensor, rows: list[LogitsRow], upload: Upload, limit_s: float) -> BaseException | None:
+        """Change ``rows`` of logits [S, W] with one call of their processor. Return its error."""
+        indices = upload(np.array([row.index for row in rows], dtype=np.int64))
+        scores = logits[:, : self._vocab_size]
+        try:
+            scores[indices] = self._result(_name_of(rows[0]), scores[indices], rows, limit_s)
+        except (Exception, OutOfTimeError) as error:
+            return error
+        return None
 
     def _result(self, name: str, logits: Tensor, rows: list[LogitsRow], limit_s: float) -> Tensor:
         """Call the processor with logits [rows, V], and return its result [rows, V].

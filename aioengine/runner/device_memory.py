@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from torch.nn import functional
 
 from aioengine.api import checks
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.models._base import VisionModel
+from aioengine.runner.graphs.ladder import longest_graph
 from aioengine.runner.inputs import model_inputs
 from aioengine.settings.machine import free_host_memory
 from aioengine.settings.memory_model import (
@@ -32,9 +35,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, WriteKV
-    from aioengine.layers.adapters import AdapterRows
+    from aioengine.attention._base import AttentionShape
+    from aioengine.kernels.kv_target import WriteKV
     from aioengine.models._base import Model
+    from aioengine.runner.lora.pool import AdapterPool
+    from aioengine.settings.config import SchedulerSettings, Settings
     from aioengine.settings.memory_model import PoolDemand, PoolFit
 
 MAX_IMAGE_TOKENS = 16_384
@@ -47,22 +52,6 @@ _WARMUP_IMAGES = 1, 4
 """Tokens of images run before a measurement: kernels have specializations for multiples of 16 patches."""
 
 _SMI_TIMEOUT_S = 10.0
-
-
-class LargestStep(NamedTuple):
-    """Upper limits of a step.
-
-    Attributes:
-        num_tokens: tokens of a step.
-        num_rows: rows of a step that sample.
-        num_captured: tokens of the largest step with prompts that has CUDA graphs; 0: there are no such graphs.
-        image_tokens: tokens of the largest image in a prompt.
-    """
-
-    num_tokens: int
-    num_rows: int
-    num_captured: int
-    image_tokens: int = MAX_IMAGE_TOKENS
 
 
 class DeviceMemory:
@@ -96,15 +85,13 @@ class DeviceMemory:
         torch.cuda.synchronize(self.device)
         self.taken[purpose] = torch.cuda.memory_reserved(self.device) - before
 
-    def pool_budget(
-        self, model: Model, largest: LargestStep, *, fraction: float | None, adapters: AdapterRows | None = None
-    ) -> PoolBudget:
-        """Return the memory for the KV pool after the weights are loaded.
+    def pool_budget(self, model: Model, settings: Settings, adapters: AdapterPool | None) -> PoolBudget:
+        """Return the memory for the KV pool and states, after the weights and the adapter slots are allocated.
 
-        Args:
-            fraction: the engine's share of all memory; None: all free memory, for a pool of a requested size.
-            adapters: the rows of a step of ``largest.num_tokens`` tokens with an adapter; None: there are no adapters.
+        It is a share of all memory, or all free memory for a pool of a requested size.
         """
+        limits = settings.scheduler
+        fraction = settings.memory.mem_fraction_static if settings.memory.num_pages is None else None
         limit = "" if fraction is None else f"mem_fraction_static={fraction:g}"
         if self.device.type == "cpu":
             free = free_host_memory()
@@ -112,13 +99,15 @@ class DeviceMemory:
             return PoolBudget(int(free * (1.0 if fraction is None else fraction)), explanation)
         advice = "Lower chunked_prefill_size or max_running_requests"
         with self.take("a step of the largest size", advice=advice):
-            peak = peak_memory(model, self.device, largest, adapters)
+            peak = peak_memory(model, self.device, limits, adapters)
         steps = with_margin(peak)
-        reserved = reserved_bytes(peak, max_running=largest.num_rows, vocab_size=model.vocab_size)
-        reserved += captured_bytes(model, largest, steps)
+        reserved = reserved_bytes(peak, max_running=limits.max_running, vocab_size=model.vocab_size)
+        num_captured = longest_graph(settings, model.num_active)
+        reserved += captured_bytes(model, num_captured) + steps * num_captured // limits.max_step_tokens
         if isinstance(model, VisionModel):  # the vision tower runs before the step, in the same memory
             with self.take("the largest image", advice="Lower context_length, which limits the images of a prompt"):
-                peak, feature_bytes = image_memory(model, self.device, largest.image_tokens)
+                image_tokens = min(settings.model.context_length, MAX_IMAGE_TOKENS)
+                peak, feature_bytes = image_memory(model, self.device, image_tokens)
             reserved += max(with_margin(peak) - steps, 0) + feature_bytes + GPU_FEATURE_BYTES
         left, total = torch.cuda.mem_get_info(self.device)
         explanation = self.describe()
@@ -166,27 +155,21 @@ class NoAttention:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E] -> [T, H * V]."""
-        out = q.new_zeros(*q.shape[:2], self._output_size)
-        size = min(q.shape[2], self._output_size)
-        out[..., :size] = q[..., :size]
-        return out.flatten(1)
+        return functional.pad(q, (0, self._output_size - q.shape[2])).flatten(1)
 
 
-def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
-    """Return the memory of the graphs of steps with prompts: the intermediate tensors of the largest step, which all
-    graphs share, and the buffers of q, k, v, attention output and input embeddings.
-
-    step_bytes: peak memory of a step of ``largest.num_tokens`` tokens without graphs.
+def captured_bytes(model: Model, num_tokens: int) -> int:
+    """Return the memory of the buffers of q, k, v, attention output and input embeddings that all graphs of steps with
+    prompts share. They also share the intermediate tensors of the largest step, of ``num_tokens`` tokens.
     """
     shape = model.attention_shape
     token_size = shape.num_input_heads * shape.query_size
     token_size += shape.num_heads * shape.output_size + (model.hidden_size if model.input_spec.embeddings else 0)
-    buffers = largest.num_captured * token_size * model.dtype.itemsize
-    return buffers + step_bytes * largest.num_captured // largest.num_tokens
+    return num_tokens * token_size * model.dtype.itemsize
 
 
 @torch.inference_mode()
-def peak_memory(model: Model, device: torch.device, largest: LargestStep, adapters: AdapterRows | None = None) -> int:
+def peak_memory(model: Model, device: torch.device, limits: SchedulerSettings, adapters: AdapterPool | None) -> int:
     """Measure the bytes of the largest step beside weights and pool, with the fp32 logits of ``SAMPLED_ROWS`` rows,
     without the token counts of penalties.
 
@@ -198,11 +181,12 @@ def peak_memory(model: Model, device: torch.device, largest: LargestStep, adapte
         for num_rows in _WARMUP_ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
             model.compute_logits(model.forward(model_inputs(model, ids, ids), attention))
-    ids = torch.zeros(largest.num_tokens, dtype=torch.int64, device=device)
+    rows = None if adapters is None else adapters.rows(np.ones(limits.max_step_tokens, dtype=np.int32), None)
+    ids = torch.zeros(limits.max_step_tokens, dtype=torch.int64, device=device)
 
     def run() -> None:
-        hidden = model.forward(model_inputs(model, ids, ids, adapters=adapters), attention)
-        logits = model.compute_logits(hidden[: max(largest.num_rows, SAMPLED_ROWS)])
+        hidden = model.forward(model_inputs(model, ids, ids, adapters=rows), attention)
+        logits = model.compute_logits(hidden[: max(limits.max_running, SAMPLED_ROWS)])
         logits[:SAMPLED_ROWS].to(torch.float32, copy=True)
 
     return ids.nbytes + _peak_of(device, run)

@@ -10,6 +10,7 @@ K-quants and Q8_0.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -38,33 +39,24 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    """[N, 18] -> [N, 32]: an fp16 scale, then 4-bit integers; 8 is subtracted."""
-    values = _nibbles(blocks[:, None, 2:]).flatten(1).to(torch.int8) - 8
-    return _half(blocks, 0) * values
-
-
-def _q4_1(blocks: Tensor) -> Tensor:
-    """[N, 20] -> [N, 32]: an fp16 scale and an fp16 minimum, then 4-bit integers."""
-    return _half(blocks, 0) * _nibbles(blocks[:, None, 4:]).flatten(1) + _half(blocks, 2)
-
-
 def _fifth_bits(packed: Tensor) -> Tensor:
     """Unpack the fifth bits of 32 integers: bytes [N, 4] -> [N, 32], each 0 or 16."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed[:, :, None] >> shifts) & 1).flatten(1) << 4
 
 
-def _q5_0(blocks: Tensor) -> Tensor:
-    """[N, 22] -> [N, 32]: an fp16 scale, fifth bits, then lower bits; 16 is subtracted."""
-    values = (_nibbles(blocks[:, None, 6:]).flatten(1) | _fifth_bits(blocks[:, 2:6])).to(torch.int8) - 16
-    return _half(blocks, 0) * values
+def _q4_or_q5(blocks: Tensor, *, bits: int, has_minimum: bool) -> Tensor:
+    """[N, bytes] -> [N, 32]: an fp16 scale, an fp16 minimum, fifth bits [N, 4], then lower bits [N, 16].
 
-
-def _q5_1(blocks: Tensor) -> Tensor:
-    """[N, 24] -> [N, 32]: an fp16 scale and an fp16 minimum, fifth bits, then lower bits."""
-    values = _nibbles(blocks[:, None, 8:]).flatten(1) | _fifth_bits(blocks[:, 4:8])
-    return _half(blocks, 0) * values + _half(blocks, 2)
+    Q4 has no fifth bits. Without a minimum, half of the range of the integers is subtracted.
+    """
+    first = 4 if has_minimum else 2
+    integers = _nibbles(blocks[:, None, -16:]).flatten(1)
+    if bits == 5:
+        integers |= _fifth_bits(blocks[:, first : first + 4])
+    if has_minimum:
+        return _half(blocks, 0) * integers + _half(blocks, 2)
+    return _half(blocks, 0) * (integers.to(torch.int8) - (1 << (bits - 1)))
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
@@ -114,10 +106,10 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 _DEQUANTIZE: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
+    "Q4_0": partial(_q4_or_q5, bits=4, has_minimum=False),
+    "Q4_1": partial(_q4_or_q5, bits=4, has_minimum=True),
+    "Q5_0": partial(_q4_or_q5, bits=5, has_minimum=False),
+    "Q5_1": partial(_q4_or_q5, bits=5, has_minimum=True),
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,

@@ -13,20 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aioengine.protocol.columns import HIDDEN_STATES, Extra, state_extras
+from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES, Extra, block_extras
 from aioengine.runner.transfer import host_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.request_row import RequestRow, SampledRows
-    from aioengine.runner.transfer import Upload
-
-    Ints = npt.NDArray[np.int64]
+    from aioengine.runner.transfer import Ints, Upload
 
 
 class _StateRun(NamedTuple):
@@ -64,7 +61,7 @@ class StepHiddenStates:
         for request, end, data in _data_of(self.sampled):
             if request.prompt_states is not None:  # the first token: its state is the last of the prompt
                 states = b"".join(request.prompt_states)
-                extras += state_extras(request.uid, states[: -len(data)], len(data))
+                extras += block_extras(request.uid, PROMPT_STATES, states[: -len(data)], len(data))
                 request.prompt_states = None
             extras.append(Extra(request.uid, end - request.num_prompt, HIDDEN_STATES, data))
         return extras

@@ -26,15 +26,12 @@ from aioengine.settings.memory_model import CPU_FEATURE_BYTES, GPU_FEATURE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.models._base import Model, ModelInputs
     from aioengine.protocol.messages import Media
-    from aioengine.runner.transfer import Upload
+    from aioengine.runner.transfer import Ints, Upload
     from aioengine.scheduler.plan import NewRow, Row
-
-    Ints = npt.NDArray[np.int64]
 
 
 class Span(NamedTuple):
@@ -93,7 +90,14 @@ class Images:
             ValueError: the prompt has a wrong number of placeholders for an image.
         """
         prompt = np.array(opened.token_ids[: opened.num_prompt], dtype=np.int64)
-        images = [_FeatureTokens(media, self._placeholders(media, prompt)) for media in opened.media]
+        images: list[_FeatureTokens] = []
+        for media in opened.media:
+            own = prompt[media.start : media.start + media.num_tokens]
+            indices = np.flatnonzero(own == self._model.image_token_id) + media.start
+            if len(indices) != media.num_features:
+                message = f"an image of {media.num_features} features has {len(indices)} placeholders in the prompt"
+                raise ValueError(message)
+            images.append(_FeatureTokens(media, indices))
         positions: Ints | None = None
         if self._axes > 1:
             positions = grid_positions(opened.num_prompt, opened.media)
@@ -167,14 +171,6 @@ class Images:
                     assert stop <= end, "the scheduler must not split images of this model"
                     images.append(BidirectionalImage(row, first + max(begin - start, 0), max(begin, start), stop))
         return images
-
-    def _placeholders(self, media: Media, prompt: Ints) -> Ints:
-        """Return the indices [N] of an image's placeholders in the prompt [X]."""
-        own = prompt[media.start : media.start + media.num_tokens]
-        indices = np.flatnonzero(own == self._model.image_token_id) + media.start
-        if len(indices) != media.num_features:
-            raise ValueError(f"an image of {media.num_features} features has {len(indices)} placeholders in the prompt")
-        return indices
 
     def _features(self, media: Media) -> Tensor:
         """Return the features [N, (1 + K) * D] of an image, from the cache or computed.

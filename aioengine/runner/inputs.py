@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from aioengine.runner.request_row import RequestRow
     from aioengine.runner.rows import RowTable
     from aioengine.runner.state_pool import StatePool
+    from aioengine.runner.transfer import Ints
     from aioengine.scheduler.plan import NewRow, Row
-
-    Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,11 @@ class StepRows:
     samples: npt.NDArray[np.bool_]
     num_known: Ints
     known_ids: Ints
+
+    def unknown_tokens(self) -> tuple[Ints, Ints]:
+        """Return the rows [X] whose last token only the device has, and the index [X] of this token in the step."""
+        rows = np.flatnonzero(self.num_known < self.counts)
+        return rows, self.token_ends[rows] - 1
 
     def shifted(self, positions: Ints, short_length: int, row_of_token: Ints | slice) -> Ints:
         """Return positions [T], with ``short_length`` added to those of long requests; see ``InputSpec``."""
@@ -251,29 +255,20 @@ class InputBuilder:
 
     def _with_embeds(self, model: Model, rows: StepRows, inputs: ModelInputs) -> ModelInputs:
         """If rows compute prompts given as embeddings, return inputs with embeddings [T, D] instead of token ids."""
-        indices: list[Ints] = []
-        parts: list[npt.NDArray[np.float32]] = []
+        embeddings = inputs.embeddings
         for i, request in enumerate(rows.requests):
             if request.embeds is None:
                 continue
-            start, end, first = int(rows.starts[i]), int(rows.starts[i] + rows.counts[i]), rows.token_ends[i]
-            part = request.embeds[start:end]
-            first -= end - start
-            indices.append(np.arange(first, first + len(part)))
-            parts.append(part)
+            if embeddings is None:
+                assert inputs.token_ids is not None, "neither token ids nor embeddings"
+                embeddings = model.embed(inputs.token_ids)
+            end, first = int(rows.starts[i] + rows.counts[i]), int(rows.token_ends[i] - rows.counts[i])
+            part = request.embeds[int(rows.starts[i]) : end]
+            embeddings[first : first + len(part)] = self.table.upload(part.copy())
             if end >= request.num_prompt:
                 request.embeds = None
                 self.table.num_with_embeds -= 1
-        if not indices:
-            return inputs
-        upload = self.table.upload
-        embeddings = inputs.embeddings
-        if embeddings is None:
-            assert inputs.token_ids is not None, "neither token ids nor embeddings"
-            embeddings = model.embed(inputs.token_ids)
-        user_embeds = upload(np.concatenate(parts)).to(model.dtype)
-        embeddings = embeddings.index_copy(0, upload(np.concatenate(indices)), user_embeds)
-        return replace(inputs, token_ids=None, embeddings=embeddings)
+        return inputs if embeddings is inputs.embeddings else replace(inputs, token_ids=None, embeddings=embeddings)
 
     def _token_ids(self, rows: StepRows, num_tokens: int) -> Tensor:
         """Return the token ids [T] int64 on the device: known ids of the plan, and last tokens from the device."""
@@ -283,13 +278,10 @@ class InputBuilder:
         last_tokens = self.table.last_tokens
         if not rows.known_ids.size:  # only decode rows: the device has their tokens
             return last_tokens.index_select(0, upload(rows.row_indices))
-        held = np.flatnonzero(rows.num_known < rows.counts)  # rows whose last token only the device has
-        held_ids = last_tokens.index_select(0, upload(rows.row_indices[held]))
-        held_indices = rows.token_ends[held] - 1
-        is_known = np.ones(num_tokens, dtype=np.bool_)
-        is_known[held_indices] = False
+        unknown_rows, unknown = rows.unknown_tokens()
+        unknown_ids = last_tokens.index_select(0, upload(rows.row_indices[unknown_rows]))
         ids = np.zeros(num_tokens, dtype=np.int64)
-        ids[is_known] = rows.known_ids
+        ids[np.delete(np.arange(num_tokens), unknown)] = rows.known_ids
         token_ids = upload(ids)
-        token_ids[upload(held_indices)] = held_ids
+        token_ids[upload(unknown)] = unknown_ids
         return token_ids

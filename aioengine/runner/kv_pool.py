@@ -70,16 +70,12 @@ class KVPool:
             self.tensors = [self._owned[0][: len(layers)] for layers in self._groups]
 
     @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._owned)
-
-    @property
     def facts(self) -> dict[str, str | int | float | bool]:
         """The size of the pool, and the windows of groups with separate page tables, as in ``page_windows``."""
         facts: dict[str, str | int | float | bool] = {
             "num_pages": self.num_pages,
             "page_size": self.page_size,
-            "kv_pool_bytes": self.num_bytes,
+            "kv_pool_bytes": sum(tensor.nbytes for tensor in self._owned),
         }
         if self.groups is not None:
             facts["page_windows"] = " ".join(str(window or 0) for window in self.groups.windows)

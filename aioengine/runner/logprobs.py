@@ -16,24 +16,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aioengine.kernels.token_logprobs import measure
-from aioengine.protocol.columns import NO_TOKEN, Extra
-from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
+from aioengine.protocol.columns import NO_TOKEN, Extra, block_extras
+from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS
 from aioengine.runner.transfer import host_copy
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
     from aioengine.runner.sampling.device_sampler import DeviceSampler
     from aioengine.runner.sampling.sampler import Sampler
-    from aioengine.runner.transfer import Upload
+    from aioengine.runner.transfer import Ints, Upload
 
-    Ints = npt.NDArray[np.int64]
 
 CPU_ROWS = 32
 """Positions computed at once on a CPU."""
@@ -142,7 +140,7 @@ class StepLogprobs:
                     extras.append(Extra(own.uid, index, OUTPUT_LOGPROBS, data))
         for own in self.ended:
             if own.parts:
-                extras += prompt_extras(own.uid, b"".join(own.parts), own.rules)
+                extras += block_extras(own.uid, PROMPT_LOGPROBS, b"".join(own.parts), own.rules.position_bytes)
                 own.parts.clear()
         return extras, invalid
 

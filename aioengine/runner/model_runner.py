@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from aioengine.runner.sampling.device_sampler import DeviceSampler
     from aioengine.runner.state_pool import StatePool
     from aioengine.scheduler.plan import Row, StepPlan
+    from aioengine.settings.config import Settings
 
     Facts = dict[str, str | int | float | bool]
 
@@ -60,26 +61,21 @@ _NOT_FINITE = "the model produced non-finite values (NaN or inf) for this reques
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceParts:
-    """The parts of a runner after the weights are loaded.
+    """The settings, and the parts of a runner after the weights are loaded.
 
     Attributes:
-        pooling: see ``PoolingSettings.kind``.
         adapters: None: LoRA is not enabled.
         states: None: the model has no states.
     """
 
+    settings: Settings
     model: Model
     attention: AttentionBackend
     kv_pool: KVPool
     vocab_size: int
-    context_length: int
-    max_rows: int
     device: torch.device
-    logprobs_mode: str = "raw"
-    logits_processors: tuple[str, ...] = ()
-    pooling: str = "last"
-    adapters: AdapterPool | None = None
-    states: StatePool | None = None
+    adapters: AdapterPool | None
+    states: StatePool | None
 
 
 class ModelRunner:
@@ -98,33 +94,35 @@ class ModelRunner:
         self.controls: dict[str, Callable[[Control], Reply]] = {}
         self._model = parts.model
         self._attention = parts.attention
-        pool = self._kv_pool = parts.kv_pool
+        settings, pool = parts.settings, parts.kv_pool
+        self._kv_pool = pool
+        max_rows = settings.scheduler.max_running
         num_embeddings = parts.model.vocab_size
         vocab_size = self._vocab_size = min(parts.vocab_size, num_embeddings)
-        self._custom = CustomProcessors(parts.logits_processors, vocab_size=vocab_size)
+        self._custom = CustomProcessors(settings.runner.logits_processors, vocab_size=vocab_size)
         processors = logits_processors.in_order([self._custom])
         # Pages of the longest request. Steps in flight never compute positions after the context length. With layer
         # groups, a request frees pages, so over time it may have more pages than the pool.
-        num_pages = -(-parts.context_length // pool.page_size)
+        num_pages = -(-settings.model.context_length // pool.page_size)
         if pool.groups is None:
             num_pages = min(num_pages, pool.num_pages)
         self._table = RowTable(
-            page_tables=PageTables(max_rows=parts.max_rows, max_row_pages=num_pages, groups=pool.groups),
+            page_tables=PageTables(max_rows=max_rows, max_row_pages=num_pages, groups=pool.groups),
             num_embeddings=num_embeddings,
             device=parts.device,
             processors=processors,
-            max_rows=parts.max_rows,
-            images=images_of(parts.model, max_rows=parts.max_rows, device=parts.device),
+            max_rows=max_rows,
+            images=images_of(parts.model, max_rows=max_rows, device=parts.device),
             adapters=parts.adapters,
         )
         self._inputs = InputBuilder(self._table, parts.states, page_size=pool.page_size, num_embeddings=num_embeddings)
         self._sampler = _sampler_class(parts.device)(
             vocab_size=vocab_size, num_embeddings=num_embeddings, table=self._table, processors=processors
         )
-        processor = self._sampler if parts.logprobs_mode == "processed" else None
+        processor = self._sampler if settings.runner.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processor)
         self._states = HiddenStates(self._table.upload)
-        self._pooler = Pooler(parts.model, parts.pooling, self._table.upload)
+        self._pooler = Pooler(parts.model, settings.model.pooling.kind, self._table.upload)
         self._graphs: DecodeGraphs | None = None
         self.prompt_graphs: PieceGraphs | EncoderGraphs | None = None
         self._failed = FailedRows(self._table, parts.kv_pool)
@@ -392,14 +390,15 @@ def _sampler_class(device: torch.device) -> type[Sampler | DeviceSampler]:
 
 def _failure_reason(request: RequestRow | None) -> str:
     """Return why no token could be sampled for a request. None: it was closed."""
-    if request is not None and request.sampling.custom_processor:
-        return _NOT_FINITE + f"; or custom_logit_processor {request.sampling.custom_processor!r} returned them"
-    if request is None or not (request.sampling.allowed_token_ids or request.sampling.bad_token_ids):
+    if request is None:
         return _NOT_FINITE
     sampling = request.sampling
-    names = [
-        *(["allowed_token_ids"] if sampling.allowed_token_ids else []),
-        *(["bad_words"] if sampling.bad_token_ids else []),
-        *([sampling.grammar.parameter] if sampling.grammar is not None else []),
-    ]
+    if sampling.custom_processor:
+        return _NOT_FINITE + f"; or custom_logit_processor {sampling.custom_processor!r} returned them"
+    lists = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_token_ids}
+    names = [name for name, ids in lists.items() if ids]
+    if not names:
+        return _NOT_FINITE
+    if sampling.grammar is not None:
+        names.append(sampling.grammar.parameter)
     return f"no token is allowed by {' and '.join(names)}{' together' * (len(names) > 1)}; or {_NOT_FINITE}"

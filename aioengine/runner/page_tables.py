@@ -14,9 +14,8 @@ from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from aioengine.runner.transfer import Ints
     from aioengine.settings.page_groups import PageGroups
-
-    Ints = npt.NDArray[np.int64]
 
 
 class PageTables:

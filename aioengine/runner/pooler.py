@@ -13,16 +13,13 @@ from aioengine.runner.transfer import Readback
 from aioengine.scheduler.plan import VECTOR
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.models._base import Model
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.request_row import RequestRow
-    from aioengine.runner.transfer import Upload
+    from aioengine.runner.transfer import Ints, Upload
     from aioengine.scheduler.plan import StepPlan
-
-    Ints = npt.NDArray[np.int64]
 
 
 MEAN = "mean"

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.runner.row_constraint import OpenConstraint, RowConstraint
     from aioengine.runner.token_lists import TokenLists
+    from aioengine.runner.transfer import Ints
 
-    Ints = npt.NDArray[np.int64]
 
 _NONE = torch.zeros(0)
 

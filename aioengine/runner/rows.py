@@ -21,7 +21,6 @@ from aioengine.runner.token_lists import token_lists
 from aioengine.runner.transfer import upload_to
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
     from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.runner.page_tables import PageTables
+    from aioengine.runner.transfer import Ints
     from aioengine.scheduler.plan import NewRow
 
-    Ints = npt.NDArray[np.int64]
 
 RECENT_TOKENS: Final = 512
 """Recent tokens kept for a request with bad words. Also the maximum length of a bad word in tokens."""

@@ -6,18 +6,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from aioengine.kernels.state_rows import BLOCK_TOKENS, StateRows
+from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
 from aioengine.layers.states import StepStates, token_blocks
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.layers.states import StateShape
-    from aioengine.runner.transfer import Upload
-
-    Ints = npt.NDArray[np.int64]
+    from aioengine.runner.transfer import Ints, Upload
 
 
 _NO_TOKENS: Final = 1 << 30

@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,13 +23,12 @@ from aioengine.families._config import Task
 from aioengine.protocol.messages import Progress, Sampling
 from aioengine.runner.device_memory import NoAttention
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
-from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_piece
+from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_graph
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.pooler import MEAN
 from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan
 from aioengine.settings.config import TRANSFORMERS
-from aioengine.settings.resolve import PACKED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     from aioengine.models._base import Model
     from aioengine.runner.model_runner import DeviceParts, ModelRunner
     from aioengine.runner.timing import StartTimes
-    from aioengine.settings.config import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +60,6 @@ _MIXED = (
 )
 
 
-def longest_graph(settings: Settings, num_active: int) -> int:
-    """Return the tokens of the largest step with prompts that has CUDA graphs; 0: none. num_active: as in ``Model``."""
-    if not settings.runner.cuda_graph_max_rows:
-        return 0
-    is_encoder = settings.runner.attention_backend == PACKED
-    return longest_piece(num_active, settings.scheduler.max_step_tokens, is_encoder=is_encoder)
-
-
 def token_counts(largest: int, longest_graph: int) -> range:
     """Return token counts without CUDA graphs, from ``largest`` down in steps of ``TOKENS_APART``."""
     return range(min(largest, MAX_SEEN_TOKENS), longest_graph, -TOKENS_APART)
@@ -86,37 +75,36 @@ def load_kernels(model: Model, counts: Iterable[int]) -> None:
 
 
 def warm_up_device(
-    runner: ModelRunner,
-    parts: DeviceParts,
-    settings: Settings,
-    *,
-    report: Callable[[Progress], None],
-    times: StartTimes,
+    runner: ModelRunner, parts: DeviceParts, *, report: Callable[[Progress], None], times: StartTimes
 ) -> None:
     """Capture CUDA graphs where the attention backend supports it, and run all warm-up steps."""
+    settings = parts.settings
     if isinstance(parts.attention, CapturableAttention):
         parts.attention.warm_up()
-    if settings.runner.cuda_graph_max_rows and _can_capture(parts, settings):
-        _capture(runner, parts, settings, report)
+    if settings.runner.cuda_graph_max_rows:
+        is_foreign = settings.model.implementation == TRANSFORMERS
+        if is_foreign and (reason := why_it_waits(parts.model, parts.device)):
+            logger.info(
+                "steps run without CUDA graphs: transformers' code for this model waits for the device (%s)", reason
+            )
+        else:
+            _capture(runner, parts, report)
     times.end("graphs")
     limits = settings.scheduler
     longest = longest_graph(settings, parts.model.num_active) if runner.prompt_graphs else 0
     load_kernels(parts.model, token_counts(limits.max_step_tokens, longest))
     groups = parts.kv_pool.groups
     num_groups = 1 if groups is None else groups.num_groups
-    pages = parts.kv_pool.num_pages // num_groups
-    samples = parts.model.task is Task.GENERATE
-    bounds = WarmupLimits(limits.max_running, limits.chunk_tokens, parts.context_length, pages, samples, num_groups)
+    bounds = WarmupLimits(
+        limits.max_running,
+        limits.chunk_tokens,
+        settings.model.context_length,
+        parts.kv_pool.num_pages // num_groups,
+        parts.model.task is Task.GENERATE,
+        num_groups,
+    )
     run_warmup_steps(runner, bounds, report)
     times.end("warmup")
-
-
-def _can_capture(parts: DeviceParts, settings: Settings) -> bool:
-    """Return whether steps can be CUDA graphs. A model of transformers may wait for the device; if so, log it."""
-    if settings.model.implementation != TRANSFORMERS or not (reason := why_it_waits(parts.model, parts.device)):
-        return True
-    logger.info("steps run without CUDA graphs: transformers' code for this model waits for the device (%s)", reason)
-    return False
 
 
 @torch.inference_mode()
@@ -141,45 +129,39 @@ def why_it_waits(model: Model, device: torch.device) -> str:
     return ""
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection during a capture. It may free graphs and events of a discarded runner in the same
-    process, and these CUDA calls make a running capture invalid.
-    """
+@torch.inference_mode()
+def _capture(runner: ModelRunner, parts: DeviceParts, report: Callable[[Progress], None]) -> None:
+    # Garbage collection may free graphs and events of a discarded runner in the same process. These CUDA calls would
+    # make a running capture invalid.
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        yield
+        if isinstance(parts.attention, CapturableAttention) and parts.model.task is Task.GENERATE:
+            max_rows = parts.settings.runner.cuda_graph_max_rows
+            runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
+        graphs = _prompt_graphs(parts)
+        if graphs is not None:
+            longest = longest_graph(parts.settings, parts.model.num_active)
+            graphs.capture(
+                longest, lambda done, total: report(Progress("capturing CUDA graphs of prompts", done, total))
+            )
+            runner.prompt_graphs = graphs
     finally:
         if was_enabled:
             gc.enable()
 
 
-@torch.inference_mode()
-def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report: Callable[[Progress], None]) -> None:
-    max_rows = settings.runner.cuda_graph_max_rows
-    with _no_garbage_collection():
-        if isinstance(parts.attention, CapturableAttention) and parts.model.task is Task.GENERATE:
-            runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
-        graphs = _prompt_graphs(parts)
-        if graphs is not None:
-            longest = longest_graph(settings, parts.model.num_active)
-            graphs.capture(
-                longest, lambda done, total: report(Progress("capturing CUDA graphs of prompts", done, total))
-            )
-            runner.prompt_graphs = graphs
-
-
 def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
     """Return graphs for steps with prompts, not captured yet; None: the attention backend does not support them."""
-    attention, max_rows = parts.attention, parts.max_rows
+    attention, max_rows = parts.attention, parts.settings.scheduler.max_running
     if isinstance(attention, CapturableAttention):
         tiles = None if parts.adapters is None else parts.adapters.tiles
         layers = parts.kv_pool.layers
         return PieceGraphs(parts.model, attention, layers, max_rows=max_rows, adapters=tiles, states=parts.states)
     if isinstance(attention, FullGraphAttention) and attention.has_kernel:
-        is_mean, max_length = parts.pooling == MEAN, parts.context_length
+        is_mean = parts.settings.model.pooling.kind == MEAN
+        max_length = parts.settings.model.context_length
         return EncoderGraphs(parts.model, attention, max_rows=max_rows, max_length=max_length, returns_all=is_mean)
     return None
 
@@ -208,22 +190,26 @@ def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable
     sizes = [size for size in SIZES if size <= max_rows]
     total = len(sizes) + 1
     report(Progress("warming up", 0, total))
-    outputs = TOKENS if limits.samples else VECTOR
-    for num_done, size in enumerate(sizes, 1):
-        plans = [*_many_rows(size, page_size, limits.num_groups)] if limits.samples else []
-        if size < limits.context_length and -(-(size + 1) // page_size) <= limits.num_pages:
-            plans += _one_prompt(size, page_size, outputs, num_groups=limits.num_groups)
+
+    def run(plans: Iterable[StepPlan]) -> None:
         for plan in plans:
             if plan.num_tokens <= limits.max_tokens:
                 runner.collect(runner.launch(plan))
+
+    for num_done, size in enumerate(sizes, 1):
+        if limits.samples:
+            run(_many_rows(size, page_size, limits.num_groups))
+        if size < limits.context_length and -(-(size + 1) // page_size) <= limits.num_pages:
+            run(_prompts(1, size, page_size, limits))
         report(Progress("warming up", num_done, total))
     for size in ADAPTER_SIZES if runner.adapters is not None else ():
         if size <= min(limits.max_tokens, limits.context_length - 1, limits.num_pages * page_size - 1):
-            # an empty slot has no effect
-            for plan in _one_prompt(size, page_size, outputs, adapter_slot=1, num_groups=limits.num_groups):
-                runner.collect(runner.launch(plan))
-    for plan in _full_step(limits, page_size, outputs):
-        runner.collect(runner.launch(plan))
+            run(_prompts(1, size, page_size, limits, adapter_slot=1))  # an empty slot has no effect
+    # the maximum number of rows, and about the maximum number of tokens
+    num_rows = min(limits.max_rows, limits.max_tokens // 2, limits.num_pages)
+    if num_rows:
+        size = min(limits.max_tokens // num_rows, limits.context_length - 1, limits.num_pages // num_rows * page_size)
+        run(_prompts(num_rows, size, page_size, limits))
     report(Progress("warming up", total, total))
 
 
@@ -247,22 +233,13 @@ def _many_rows(size: int, page_size: int, num_groups: int) -> Iterator[StepPlan]
         yield StepPlan([], closed=uids)
 
 
-def _one_prompt(
-    size: int, page_size: int, outputs: int, *, adapter_slot: int = 0, num_groups: int = 1
+def _prompts(
+    num_rows: int, size: int, page_size: int, limits: WarmupLimits, *, adapter_slot: int = 0
 ) -> Iterator[StepPlan]:
-    ids, pages = [_TOKEN] * size, [*range(-(-(size + 1) // page_size) * num_groups)]
-    yield StepPlan([Row(0, 0, size, outputs, ids)], [NewRow(0, _PLAIN[0], size, ids, pages, adapter_slot=adapter_slot)])
-    yield StepPlan([], closed=[0])
-
-
-def _full_step(limits: WarmupLimits, page_size: int, outputs: int) -> Iterator[StepPlan]:
-    """Yield a step with the maximum number of rows, and about the maximum number of tokens."""
-    num_rows = min(limits.max_rows, limits.max_tokens // 2, limits.num_pages)
-    if not num_rows:
-        return
-    size = min(limits.max_tokens // num_rows, limits.context_length - 1, limits.num_pages // num_rows * page_size)
+    """Yield a step with prompts of ``size`` tokens."""
     ids, num_pages = [_TOKEN] * size, -(-size // page_size) * limits.num_groups
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in range(num_rows)]
-    opened = [NewRow(uid, _PLAIN[0], size, ids, pages[uid]) for uid in range(num_rows)]
+    opened = [NewRow(uid, _PLAIN[0], size, ids, pages[uid], adapter_slot=adapter_slot) for uid in range(num_rows)]
+    outputs = TOKENS if limits.samples else VECTOR
     yield StepPlan([Row(uid, 0, size, outputs, ids) for uid in range(num_rows)], opened)
     yield StepPlan([], closed=list(range(num_rows)))

@@ -74,7 +74,9 @@ class _FilePart:
         dtype = DTYPES.get(entry.dtype)
         values = (dequantized(content, entry.dtype) if dtype is None else content.view(dtype)).view(self.shape)
         if self.head_size:
-            values = _deinterleave(values, self.head_size)
+            # rows [R] or [R, C] with interleaved halves of heads -> first half, then second half of each head
+            halves = values.view(-1, self.head_size // 2, 2, *values.shape[1:])
+            values = halves.transpose(1, 2).reshape(values.shape)
         return values[self.index]
 
 
@@ -171,11 +173,6 @@ def _as_rows(tensor: Tensor, row_size: int) -> Tensor | None:
         return tensor.detach().view(-1, row_size)
     except RuntimeError:
         return None
-
-
-def _deinterleave(rows: Tensor, head_size: int) -> Tensor:
-    """Reorder rows [R] or [R, C] with interleaved halves of heads: first half, then second half of each head."""
-    return rows.view(-1, head_size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _load_to_cpu(piece: _FilePart, file: BinaryIO) -> float:

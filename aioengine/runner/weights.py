@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     Report = Callable[[int, int], None]
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-
 _EXACT_TYPES = {dtype: name for name, dtype in DTYPES.items() if name not in FLOAT_BYTES}
 """dtypes that require the same dtype in the file -> their names in files."""
 _DUMMY_BLOCK = 1_048_573  # a prime, so that rows of a matrix differ
@@ -42,8 +40,6 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
         ValueError: no usable files, files that change while they are read, or tensors that are missing, unexpected, not
             finite, or have a wrong shape or a quantized dtype. The message names them.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ValueError(f"load_format {load_format!r} is not known; what works: {', '.join(LOAD_FORMATS)}")
     num_bytes = _fill(model, folder, load_format=load_format, seed=seed, report=report)
     model.finish_loading()  # this function has no references to parameters, so converted parameters are freed
     return num_bytes

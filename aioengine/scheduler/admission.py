@@ -1,10 +1,10 @@
 """Admission: the token budget of a step, the admission of waiting requests, and the forecast of missed deadlines.
 
-A step computes up to ``chunk_tokens``. Decode rows come first, all of them in every step. A decode row reads its whole
-context, so it may count as more than one token; otherwise steps with many decode rows would become too long. Prompts
-share the rest in order: a prompt that can be finished takes all it needs, any other prompt takes half of what is left,
-and the remainder goes to them in the same order. So a long prompt advances in every step, a short prompt behind it does
-not wait for its end, and the budget is used up.
+A step computes up to ``chunk_tokens``. Decode rows come first, all of them in every step. A decode row reads its
+entire context, so it may count as more than one token; otherwise steps with many decode rows would become too long.
+Prompts share the rest in order: a prompt that can be finished takes all its tokens, any other prompt takes half of the
+remaining budget, and the remainder is divided in the same order. So a long prompt advances in every step, a short
+prompt behind it does not wait for its end, and the budget is used up.
 
 Running requests are ordered by ``rank``: higher priority first, then older first. If pages run out, the last one is
 preempted, so the first one always finishes. The computed pages of a preempted request stay in the prefix cache until
@@ -86,7 +86,7 @@ class Admission:
         return match
 
     def waits(self, request: Request) -> bool:
-        """Return whether another request is still computing the prefix (or snapshot) for which this one waits."""
+        """Return whether another request is still computing the prefix (or snapshot) for which the request waits."""
         node, snapshots = request.waits_for, self._cache.snapshots
         if node is None:
             return False

@@ -54,7 +54,8 @@ class NewRow(Struct, array_like=True, gc=False):
 
     token_ids: all known tokens, prompt then output: for penalties, and to count output tokens.
     pages: its page table. The first pages may be a prefix hit, which its first row skips.
-    kind: the last row of a POOL request has VECTOR, that of a SCORE request DISTRIBUTION; neither has TOKENS.
+    kind: the last row of a POOL request has VECTOR, the last row of a SCORE request has DISTRIBUTION. Neither kind has
+        a row with TOKENS.
     logprobs: the logprobs that it still needs. They are returned as extras: for each output token with the token, for
         the prompt with the first output token (or with DISTRIBUTION). The first row then starts at or before
         ``logprobs.start - 1``.

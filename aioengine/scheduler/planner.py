@@ -202,7 +202,9 @@ class Planner:
         return count
 
     def _place_prompts(self, flight: Flight, prompts: list[Request], now: float) -> None:
-        """Divide the rest of the budget among prompts: the first running one, shorter running ones, then new ones."""
+        """Divide the rest of the budget among prompts: the first running prompt, then short running prompts, then
+        new prompts.
+        """
         num_placed = flight.num_prompt_tokens + self._settings.decode_cost * len(flight.requests)
         budget = TokenBudget(self._settings.chunk_tokens, num_placed)
         prompts[1:] = sorted(prompts[1:], key=lambda request: request.num_missing)

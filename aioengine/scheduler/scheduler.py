@@ -130,8 +130,10 @@ class Scheduler:
                     self.requests.end(request, ended)
                 elif len(known) >= request.max_tokens:
                     self._restart_long(request)
-        if result.complete:
-            self._end_complete(flight, result)
+        if result.complete:  # their grammars allow no further token
+            for row, request, allocation in zip(plan.rows, flight.requests, flight.allocations, strict=True):
+                if row.uid in result.complete and request.allocation is allocation:
+                    self.requests.end(request, End(row.uid, FinishCode.STOP))
         tokens = result.tokens.limited(limits) if limits else result.tokens
         self._events.totals.num_steps += 1
         self._events.totals.output_tokens += len(tokens.token_ids)
@@ -196,12 +198,6 @@ class Scheduler:
         request.max_tokens = request.most_tokens
         self.requests.release([request.uid])
 
-    def _end_complete(self, flight: Flight, result: StepResult) -> None:
-        """End the requests whose grammar allows no further token, unless their rows are late."""
-        for row, request, allocation in zip(flight.plan.rows, flight.requests, flight.allocations, strict=True):
-            if row.uid in result.complete and request.allocation is allocation:
-                self.requests.end(request, End(row.uid, FinishCode.STOP))
-
     def fail(self, plan: StepPlan, message: str) -> None:
         """End the requests of the oldest or newest plan in flight, which has no result. Other requests continue.
 
@@ -247,6 +243,9 @@ def _by_row(flight: Flight, result: StepResult) -> tuple[list[int], dict[int, li
     A row has an entry by uid if it has its planned output: no or several tokens, a vector, or a distribution. A row
     with drafts, or with rejected drafts before it, has an entry even if it has one token.
     """
+    if result.tokens.counts is None and not (flight.num_drafts or flight.rejected or result.failed):
+        tokens = iter(result.tokens.token_ids)
+        return [next(tokens) if row.outputs else -1 for row in flight.plan.rows], {}
     others: dict[int, list[int]] = {}
     single: list[int] = []
     with_extra = {extra.uid for extra in result.tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}

@@ -198,7 +198,7 @@ class PoolFit(NamedTuple):
 
 
 class PoolDemand(Struct, frozen=True, kw_only=True):
-    """What an engine stores in the pool.
+    """The sizes that an engine needs in the pool.
 
     Attributes:
         num_tokens: the requested size of the KV pool in tokens; None: as many as fit and can be used.

@@ -49,7 +49,7 @@ class Handshake:
             were = "process was" if len(self._waiting_for) == 1 else "processes were"
             text = f"the {roles} {were} not ready within {timeout_s:g} seconds"
             if self._progress:
-                text += "; it had come to " + ", ".join(self._progress.values())
+                text += "; the last progress was " + ", ".join(self._progress.values())
             raise EngineStartupError(text + "; a first start gets more time with startup_timeout") from None
         if self._error is not None:
             raise self._error
@@ -78,10 +78,10 @@ class Handshake:
     def child_ended(self, child: RunningChild) -> None:
         """Record the exit of a child. The wait fails after a delay, unless the child's own report arrives first."""
         code, log_lines = child.exit_code, child.log_lines()
-        hint = " (perhaps for want of memory)" if code == -signal.SIGKILL else ""
+        hint = " (perhaps because memory was short)" if code == -signal.SIGKILL else ""
         text = f"the {child.role} process (pid {child.pid}) {describe_exit(code)}{hint} while it started"
         if not log_lines:
-            text += "; it wrote nothing that says why"
+            text += "; its log is empty"
         text = "\n".join([text, *(f"  {child.role}: {line}" for line in log_lines)])
         asyncio.get_running_loop().call_later(_LAST_MESSAGE_S, self.fail, text)
 

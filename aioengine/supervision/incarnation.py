@@ -88,16 +88,13 @@ class Heartbeats:
     def watch(self, roles: Iterable[Role], on_stall: OnStall) -> None:
         """Call ``on_stall`` once with the role and an error, when a child with one of these roles has stalled."""
         self._num_silent = dict.fromkeys(roles, 0)
-        self._wait(on_stall)
+        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick, on_stall)
 
     def stop(self) -> None:
         """Stop watching."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _wait(self, on_stall: OnStall) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick, on_stall)
 
     def _tick(self, on_stall: OnStall) -> None:
         self._timer = None
@@ -111,7 +108,7 @@ class Heartbeats:
                 )
                 on_stall(role, EngineStalledError(text))
                 return
-        self._wait(on_stall)
+        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick, on_stall)
 
 
 MEND_TIMEOUT_S: Final = 20.0

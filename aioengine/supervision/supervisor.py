@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from aioengine import plugins
 from aioengine.api import checks
-from aioengine.errors import EngineClosedError, EngineError
+from aioengine.errors import EngineError
 from aioengine.logs import log, warn
 from aioengine.protocol.messages import SCHEDULER, Progress, Reply, Stats, TextChunks, ToFrontend, Totals
 from aioengine.protocol.orders import ROLES
@@ -104,7 +104,6 @@ class Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         self.num_restarts = 0
         self._owner_pid = os.getpid()
-        self._is_started = False
         self._is_ended = False  # True after a failure, stop or kill
 
     async def start(self) -> dict[str, object]:
@@ -116,7 +115,6 @@ class Supervisor:
         """
         began_at = time.monotonic()
         facts = await self._incarnation.start(self._events.on_progress)
-        self._is_started = True
         took_s = time.monotonic() - began_at
         self._startup_timeout_s = min(self._startup_timeout_s, max(_MIN_PATIENCE_S, _PATIENCE * took_s))
         # Replacements allocate a KV pool of the same size, because the frontend checks calls against this size.
@@ -127,15 +125,9 @@ class Supervisor:
         return facts
 
     def send(self, messages: Sequence[ToScheduler]) -> None:
-        """Send messages to the scheduler, or keep them for the next scheduler. Does nothing after the end.
-
-        Raises:
-            EngineClosedError: before the start.
-        """
+        """Send messages to the scheduler, or keep them for the next scheduler. Does nothing after the end."""
         if self._is_ended:
             return
-        if not self._is_started:
-            raise EngineClosedError("the engine's processes are not started yet")
         if due := self.ledger.record(messages, time.monotonic()):
             self._incarnation.send(due)
         else:

@@ -20,15 +20,24 @@ import msgspec
 from msgspec import Struct
 
 from aioengine.model_files import adapter_folder
-from aioengine.protocol.columns import HIDDEN_STATES, NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns, state_extras
+from aioengine.protocol.columns import (
+    HIDDEN_STATES,
+    NO_TOKEN,
+    POOLED_VECTOR,
+    PROMPT_STATES,
+    Extra,
+    TokenColumns,
+    block_extras,
+)
 from aioengine.protocol.messages import ALL_STATES, Reply, RequestKind
-from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
+from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS
 from aioengine.scheduler.plan import NewRow, StepResult
 from aioengine.scheduler.planner import OUTPUTS
 from aioengine.testing.faults import Faults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from typing import Self
 
     from aioengine.protocol.messages import Adapter, Control, Limits, Progress, Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
@@ -142,7 +151,7 @@ def fake_states(uid: int, sampling: Sampling, position: int, num_prompt: int) ->
     own = fake_vector(position - 1)
     states = [Extra(uid, position - num_prompt, HIDDEN_STATES, own)]
     if sampling.hidden_states == ALL_STATES and position == num_prompt:
-        states += state_extras(uid, b"".join(map(fake_vector, range(position - 1))), len(own))
+        states += block_extras(uid, PROMPT_STATES, b"".join(map(fake_vector, range(position - 1))), len(own))
     return states
 
 
@@ -261,6 +270,23 @@ class FakeRunner:
         self.adapters = FakeAdapterSlots(num_adapter_slots, model.adapter_s) if num_adapter_slots else None
         self.use_grammars = None
 
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        """Build a runner from ``settings``. ``options`` has fields of ``FakeModel`` and ``Faults``."""
+        options: dict[str, object] = {"vocab_size": settings.model.vocab_size, **settings.runner.options}
+        for_faults = {name: options.pop(name) for name in Faults.__struct_fields__ if name in options}
+        faults = msgspec.convert(for_faults, Faults) if for_faults else None
+        model = msgspec.convert(options, FakeModel)
+        if faults is not None:
+            faults.on_start()
+        return cls(
+            model,
+            num_pages=settings.memory.num_pages or DEFAULT_NUM_PAGES,
+            page_size=settings.memory.page_size,
+            faults=faults,
+            num_adapter_slots=0 if settings.runner.lora is None else settings.runner.lora.num_slots,
+        )
+
     @property
     def facts(self) -> Mapping[str, str | int | float | bool]:
         """The facts of a real runner, with values for this one."""
@@ -353,12 +379,12 @@ class FakeRunner:
         if rules is not None and 0 <= rules.start < opened.num_prompt and row.start < opened.num_prompt:
             prompt = opened.token_ids[rules.start : opened.num_prompt]
             numbers = [fake_logprobs(rules, token_id, self._model.vocab_size) for token_id in prompt]
-            tokens.extras += prompt_extras(row.uid, b"".join(numbers), rules)
+            tokens.extras += block_extras(row.uid, PROMPT_LOGPROBS, b"".join(numbers), rules.position_bytes)
         if opened.kind is not RequestKind.GENERATE:
             tokens.add(row.uid, ())
             tokens.extras.append(self._last_extra(row, opened, checksum))
             return
-        new = [self._next_token(checksum, end, opened.num_prompt, opened.sampling)]
+        new = [self._token(opened, checksum, end)]
         if row.num_drafts:
             num_accepted = min(row.num_drafts, int(self._model.accepts[held.num_drafted % len(self._model.accepts)]))
             held.num_drafted += 1
@@ -366,7 +392,7 @@ class FakeRunner:
                 self._write(row.uid, held, end, new[-1:])
                 end += 1
                 checksum = self._checksum(held.pages, end)
-                new.append(self._next_token(checksum, end, opened.num_prompt, opened.sampling))
+                new.append(self._token(opened, checksum, end))
             if num_rejected := row.num_drafts - num_accepted:
                 self._write(row.uid, held, end, [new[-1] + 1] * num_rejected)
                 result.num_rejected[row.uid] = num_rejected
@@ -378,7 +404,7 @@ class FakeRunner:
             held.num_steps += 1
             for position in range(end + 1, held.known_end):
                 checksum = zlib.crc32(array("q", [token_id + (held.adapter << 32)]), checksum)
-                token_id = self._next_token(checksum, position, opened.num_prompt, opened.sampling)
+                token_id = self._token(opened, checksum, position)
                 new.append(token_id)
         for position, token_id in enumerate(new, max(end + 1, held.known_end) - len(new)):
             if rules is not None:
@@ -390,13 +416,17 @@ class FakeRunner:
                 tokens.extras.append(extra_of(row.uid, position - opened.num_prompt, token_id))
         tokens.add(row.uid, new)
 
+    def _token(self, opened: NewRow, checksum: int, position: int) -> int:
+        """Return the token of a request at a position. checksum: of all tokens before."""
+        return self._next_token(checksum, position, opened.num_prompt, opened.sampling)
+
     def _last_extra(self, row: Row, opened: NewRow, checksum: int) -> Extra:
         """Return the result of a request without output tokens."""
         if opened.kind is RequestKind.POOL:
             return Extra(row.uid, NO_TOKEN, POOLED_VECTOR, fake_vector(checksum))
         if opened.logprobs is None:
             raise RuntimeError(f"request {row.uid} of kind SCORE asks for no logprobs")
-        likeliest = self._next_token(checksum, row.start + row.count, opened.num_prompt, opened.sampling)
+        likeliest = FakeRunner._token(self, opened, checksum, row.start + row.count)
         numbers = fake_logprobs(opened.logprobs, likeliest, self._model.vocab_size)
         return Extra(row.uid, NO_TOKEN, NEXT_LOGPROBS, numbers)
 
@@ -424,17 +454,5 @@ class FakeRunner:
 
 
 def build(settings: Settings, report: Callable[[Progress], None]) -> FakeRunner:
-    """The factory for ``RunnerSettings.factory``. ``options`` has fields of ``FakeModel`` and ``Faults``."""
-    options: dict[str, str | int | float | bool] = {"vocab_size": settings.model.vocab_size, **settings.runner.options}
-    for_faults = {name: options.pop(name) for name in Faults.__struct_fields__ if name in options}
-    faults = msgspec.convert(for_faults, Faults) if for_faults else None
-    model = msgspec.convert(options, FakeModel)
-    if faults is not None:
-        faults.on_start()
-    return FakeRunner(
-        model,
-        num_pages=settings.memory.num_pages or DEFAULT_NUM_PAGES,
-        page_size=settings.memory.page_size,
-        faults=faults,
-        num_adapter_slots=0 if settings.runner.lora is None else settings.runner.lora.num_slots,
-    )
+    """The factory for ``RunnerSettings.factory``."""
+    return FakeRunner.from_settings(settings)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from aioengine.text.token_table import TokenTable
 
@@ -39,27 +39,8 @@ Decode = Callable[[Sequence[int]], str]
 """Decodes ids to text, as a tokenizer's ``decode`` does, with or without special tokens."""
 
 
-class Detokenizer(Protocol):
-    """Decodes the output ids of one request incrementally."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Add ids. Return the new text that later ids cannot change; it may be empty."""
-        ...
-
-    def flush(self) -> str:
-        """Return the text that was held back. Call this after the last id."""
-        ...
-
-
-def make_detokenizer(source: TokenTable | Decode, prompt_ids: Sequence[int] = ()) -> Detokenizer:
-    """Return a detokenizer for one request. prompt_ids: the prompt, or its last ``NUM_CONTEXT_TOKENS`` ids."""
-    if isinstance(source, TokenTable):
-        return TableDetokenizer(source, prompt_ids)
-    return WindowDetokenizer(source, prompt_ids)
-
-
 class TableDetokenizer:
-    """A detokenizer that looks up the text of each token in a table."""
+    """Decodes the output ids of one request. It looks up the text of each token in a table."""
 
     def __init__(self, table: TokenTable, prompt_ids: Sequence[int] = ()) -> None:
         """prompt_ids: the prompt, or its last ids."""
@@ -86,7 +67,7 @@ class TableDetokenizer:
         return self._decode(token_ids)
 
     def flush(self) -> str:
-        """Return U+FFFD for an incomplete character of the output."""
+        """Return U+FFFD for an incomplete character of the output. Call this after the last id."""
         text = _REPLACEMENT if self._pending and not self._pending_is_from_prompt else ""
         self._pending = b""
         self._uses_table = self._can_use_table()
@@ -140,7 +121,8 @@ class TableDetokenizer:
 
 
 class WindowDetokenizer:
-    """A detokenizer for any decode function. For each token, it decodes the last ids again and compares the texts.
+    """Decodes the output ids of one request with any decode function. For each token, it decodes the last ids again and
+    compares the texts.
 
     U+FFFD at the end of the decoded text may stand for an incomplete character, whose bytes are in at most three ids.
     The number of U+FFFD is not the number of ids: some decoders write one per byte, others one per run of bytes.
@@ -166,7 +148,7 @@ class WindowDetokenizer:
         return "".join([self._push_one(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """Return U+FFFD for an incomplete character of the output."""
+        """Return U+FFFD for an incomplete character of the output. Call this after the last id."""
         return self._text_up_to(len(self._text))
 
     def _push_one(self, token_id: int) -> str:
@@ -217,6 +199,16 @@ class WindowDetokenizer:
             # The ids between them have no text.
             self._window = without_middle
             self._shorten_at = 3 * _WINDOW
+
+
+Detokenizer = TableDetokenizer | WindowDetokenizer
+
+
+def make_detokenizer(source: TokenTable | Decode, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+    """Return a detokenizer for one request. prompt_ids: the prompt, or its last ``NUM_CONTEXT_TOKENS`` ids."""
+    if isinstance(source, TokenTable):
+        return TableDetokenizer(source, prompt_ids)
+    return WindowDetokenizer(source, prompt_ids)
 
 
 def _decode_utf8(data: bytes) -> tuple[str, bytes]:

@@ -121,13 +121,8 @@ class RegexSearch:
                 return compiled.search(text, start, partial=True, timeout=timeout_s)
             except TimeoutError:
                 pass
-        raise RequestError("detokenize", self._too_long(pattern, len(text)))
-
-    def _too_long(self, pattern: str, num_characters: int) -> str:
         total_s = self._total_budget_s()
         is_total = self.used_s > total_s - PUSH_BUDGET_S
         limit = f"{total_s:.3f} s for {self.num_pieces} tokens" if is_total else f"{PUSH_BUDGET_S} s for one token"
-        return (
-            f"stop_regex took longer than {limit}, with {pattern!r} on {num_characters} characters; "
-            "write it without nested repetitions"
-        )
+        message = f"stop_regex took longer than {limit}, with {pattern!r} on {len(text)} characters"
+        raise RequestError("detokenize", f"{message}; write it without nested repetitions")

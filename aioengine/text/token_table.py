@@ -34,19 +34,12 @@ class TokenizerModel(TypedDict):
     vocab: dict[str, int] | list[tuple[str, float]]
 
 
-class Pattern(TypedDict, total=False):
-    """The text that a ``Replace`` decoder replaces."""
-
-    String: str
-    Regex: str
-
-
 class Decoder(TypedDict, total=False):
     """The ``decoder`` section; which keys are present depends on ``type``."""
 
     type: str
     decoders: Sequence[Decoder]
-    pattern: Pattern
+    pattern: dict[str, str]
     content: str
     start: int
     stop: int

@@ -301,7 +301,7 @@ def _plain(name: str, value: object) -> object:
     try:
         return _copied(name, value, count(1))
     except RecursionError:
-        raise ValueError(f"{name} is nested too deeply, or holds itself") from None
+        raise ValueError(f"{name} is nested too deeply, or contains itself") from None
 
 
 def _copied(name: str, value: object, numbers: Iterator[int]) -> object:

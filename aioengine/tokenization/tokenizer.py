@@ -126,11 +126,6 @@ class Tokenizer:
         return max(highest + 1, self._fast.get_vocab_size(with_added_tokens=True))
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether ``apply_chat_template`` works without ``chat_template``."""
-        return bool(self._chats.sources)
-
-    @property
     def template_names(self) -> tuple[str, ...]:
         """The names of the model's chat templates."""
         return tuple(sorted(self._chats.sources))

@@ -124,7 +124,7 @@ def _choose_base() -> str:
     if not usable:
         raise OSError(
             f"no directory for the engine's sockets: none of {[base for base in wanted if base]} can be written to; "
-            "set TMPDIR to one that can"
+            "set TMPDIR to a writable directory"
         )
     max_length = zmq.IPC_PATH_MAX_LEN - len(f"/{_PREFIX}{secrets.token_hex(6)}") - _MAX_NAME
     return next((base for base in usable if len(os.fsencode(base)) <= max_length), usable[0])

@@ -78,10 +78,6 @@ class ZmqSender:
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # the receiver may accept late
         self._socket.connect(endpoint)
 
-    @property
-    def has_backlog(self) -> bool:
-        return bool(self._backlog)
-
     def send(self, messages: list[Message]) -> None:
         """Send ``messages`` as one frame, or as several if one frame would be larger than the maximum.
 
@@ -139,10 +135,10 @@ class AsyncZmqSender(ZmqSender):
 
     def send(self, messages: list[Message]) -> None:
         super().send(messages)
-        if self.has_backlog and self._loop is None:
+        if self._backlog and self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._socket.fileno(), self._on_event)
-            self._on_event()  # the descriptor only reports changes, and one may have happened before
+            self._on_event()  # the descriptor reports only changes, and the last change may be over
 
     def close(self, linger_s: float = 0.0) -> None:
         self._unwatch()
@@ -199,7 +195,7 @@ class _PullSocket:
                 except BadFrameError as error:
                     self.num_bad_frames += 1
                     if self.num_bad_frames == 1:
-                        log(logger, logging.ERROR, "dropped a frame, later ones are only counted: %s", error)
+                        log(logger, logging.ERROR, "dropped a frame, later frames are only counted: %s", error)
         return messages
 
 

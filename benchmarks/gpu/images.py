@@ -169,10 +169,7 @@ def prepare_ms(folder: Path, repeat: int) -> tuple[float, float, float]:
         processor=images.processor,
         settings=images.settings,
         options=dict(images.family.options),
-        max_bytes=images.limits.max_image_bytes,
-        max_pixels=images.limits.max_image_pixels,
-        timeout_s=images.limits.timeout_s,
-        allows_private=False,
+        limits=images.limits,
         num_workers=1,
         leaves_resizing=True,
     )

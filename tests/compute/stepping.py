@@ -11,10 +11,10 @@ from aioengine.attention import _mixed
 from aioengine.attention._base import ForwardBatch, StepAttention, kv_pool_shape
 from aioengine.attention.fused import FusedAttention, serves
 from aioengine.attention.torch import TorchAttention
-from aioengine.kernels.rotate_and_write import KVTarget
-from aioengine.kernels.state_rows import StateRows
+from aioengine.kernels.kv_target import KVTarget
+from aioengine.kernels.state_types import StateRows
 from aioengine.layers.states import StepStates
-from aioengine.models._base import Model, ModelInputs, ModelOptions, StatefulModel
+from aioengine.models._base import Model, ModelInputs, ModelOptions
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.state_pool import StatePool
 
@@ -92,7 +92,7 @@ class Stepper:
         self.attention = _mixed.build(plugin, shape, pools)
         generator = torch.Generator().manual_seed(0)
         self._states: StatePool | None = None
-        if isinstance(model, StatefulModel):
+        if model.state_shape is not None:
             self._states = StatePool(model.state_shape, max_rows=NUM_SLOTS, device=torch.device("cpu"))
         self._num_slots = 0
         self.free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()

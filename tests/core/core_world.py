@@ -55,9 +55,9 @@ def submit_of(
 class WatchedRunner:
     """A FakeRunner that keeps the plans, and checks that no running decode is left out of a plan.
 
-    gives_one: whether each row that gives tokens gives one; plans are checked where it does.
-    gates: the closed gates of each request; one with a closed gate must not be in a plan.
-    vectors: those of all results.
+    gives_one: whether each row with tokens has one token; then plans are checked.
+    gates: the closed gates of each request. A request with a closed gate must not be in a plan.
+    vectors: the vectors of all results, by uid.
     """
 
     def __init__(self, runner: FakeRunner, *, gives_one: bool) -> None:
@@ -219,7 +219,7 @@ class World:
         return reference_output(submit.prompt_token_ids, submit.sampling, submit.limits, self.model)
 
     def rows_of(self, step: int) -> list[Row]:
-        """The rows of a step, counted from 1; none of a step that did not come."""
+        """The rows of a step, counted from 1. Empty if there was no such step."""
         return self.runner.plans[step - 1].rows if step <= len(self.runner.plans) else []
 
     def check_all_over(self) -> None:
@@ -247,7 +247,7 @@ def settings_of(**changes: int | str | bool) -> SchedulerSettings:
 
 
 def random_requests(rng: random.Random, *, count: int, max_prompt: int, max_output: int) -> list[Submit]:
-    """Requests of which many share prefixes of each other, with all kinds of limits."""
+    """Requests with all kinds of limits. Many share prefixes."""
     trunk = [rng.randrange(50) for _ in range(max_prompt)]
     submits: list[Submit] = []
     for uid in range(count):

@@ -148,7 +148,7 @@ def test_preempted_request_releases_its_slot_and_continues(adapters: dict[str, A
     world.check_all_over()
 
 
-def test_a_suspended_request_holds_no_slot(adapters: dict[str, Adapter]) -> None:
+def test_a_suspended_request_uses_no_slot(adapters: dict[str, Adapter]) -> None:
     world = world_of(1)
     world.submit(with_adapter(submit_of(0, [1], limits=Limits(max_new_tokens=30)), adapters["a"]))
     for _ in range(4):
@@ -284,7 +284,9 @@ def test_a_copy_that_fails_ends_the_requests_in_line(
     world.check_all_over()
 
 
-def test_loads_are_answered_when_read_and_pinned_ones_when_placed(adapters: dict[str, Adapter], tmp_path: Path) -> None:
+def test_loads_are_answered_after_the_read_and_pinned_loads_after_the_copy(
+    adapters: dict[str, Adapter], tmp_path: Path
+) -> None:
     world = world_of()
     wrong = loaded(write_adapter(tmp_path / "nan", value=float("inf")), "nan", 50)
     pinned = replace(adapters["b"], is_pinned=True)

@@ -1,4 +1,4 @@
-"""The benchmark of the core runs, and its figures mean something."""
+"""The benchmark of the core runs, and its figures are plausible."""
 
 from __future__ import annotations
 

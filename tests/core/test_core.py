@@ -1,4 +1,4 @@
-"""SchedulerCore, promise by promise."""
+"""The promises of SchedulerCore."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def run_with_arrivals(world: World) -> None:
 @DEPTHS
 @pytest.mark.parametrize("hook", ["raise_at", "collect_raise_at"])
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_failed_step_ends_its_requests_and_later_ones_run(depth: int, hook: str, step: int) -> None:
+def test_a_failed_step_ends_its_requests_and_later_requests_run(depth: int, hook: str, step: int) -> None:
     world = world_of(depth=depth, faults=Faults(**{hook: step}))
     world.submit(*[submit_of(uid, [uid, 1], limits=Limits(max_new_tokens=20)) for uid in range(3)])
     for _ in range(step + depth):

@@ -1,4 +1,4 @@
-"""Calls at a step border: the runner has no step in flight, and the requests go on with equal output."""
+"""Calls between two steps: the runner has no step in flight, and the requests continue with equal output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pooled requests: their prompts go through the same plans as all others, and they end when their vector was given."""
+"""Pooled requests: plans treat their prompts like all prompts, and they end with their vector."""
 
 from __future__ import annotations
 

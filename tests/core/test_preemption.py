@@ -1,4 +1,4 @@
-"""When pages run out: who is preempted, that nothing is lost by it, and that it does not go to and fro."""
+"""When pages run out: which request is preempted, that nothing is lost, and that requests do not preempt each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prefix is computed once, also for requests that arrive together. No request waits for a prefix that never comes."""
+"""A prefix is computed once, also for requests that arrive together. None waits for a prefix that is not computed."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_equal_prompts_that_arrive_together_share_all_but_their_last_page() -> N
     assert {opened.first_token.num_cached for opened in world.opened.values()} == {0, 48}
 
 
-def test_without_the_prefix_cache_every_request_computes_its_whole_prompt() -> None:
+def test_without_the_prefix_cache_every_request_computes_all_its_tokens() -> None:
     world = world_of(0, prefix_cache=False)
     world.submit(*family(3))
     world.run()

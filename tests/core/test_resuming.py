@@ -15,7 +15,7 @@ from tests.core.test_storms import Storm, storms
 
 
 def resumed(world: World, uid: int, num_given: int) -> Submit:
-    """The request again, with so many of its tokens given out; as a new one where it had not begun."""
+    """The request again, after this number of its tokens was delivered. Without a first token it is a new request."""
     submit, opened = world.submitted[uid], world.opened.get(uid)
     if opened is None:
         return submit

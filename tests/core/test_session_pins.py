@@ -1,4 +1,4 @@
-"""Pages of sessions in the scheduler: pinned by answers, given up to requests that need them, free after the close."""
+"""Pages of sessions in the scheduler: pinned by answers, evicted for requests that need them, free after the close."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_sessions_block_no_admission() -> None:
     assert [row.uid for row in world.rows_of(num_steps + 1)] == [9]
     world.run()
     assert world.preempted == []
-    assert num_pinned(world) == 4  # those of the session used last
+    assert num_pinned(world) == 4  # the pages of the session that was used last
     world.submit(turn(10, [1] * 58, 1))
     world.run()
     world.check_all_over()

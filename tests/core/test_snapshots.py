@@ -165,7 +165,7 @@ def test_the_same_prompt_is_computed_from_its_last_snapshot(depth: int) -> None:
     assert world.states.computed[2] == len(PROMPT) + 8 - 1 - 24
 
 
-def test_a_short_prompt_takes_no_step_more_until_it_comes_again() -> None:
+def test_a_short_prompt_takes_no_further_step_until_it_is_sent_again() -> None:
     world = world_of()
     found = [world.answer(uid, PROMPT[:14], 1)[1] for uid in range(3)]
     assert found == [0, 0, 8]
@@ -233,6 +233,6 @@ def test_snapshots_of_sessions_outlast_others() -> None:
     assert world.answer(9, [7] * 20, 2)[1] == 16
 
 
-def test_without_room_for_snapshots_nothing_is_reused() -> None:
+def test_without_snapshots_nothing_is_reused() -> None:
     world = world_of(num_snapshots=0)
     assert [world.answer(uid, PROMPT)[1] for uid in range(2)] == [0, 0]

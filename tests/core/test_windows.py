@@ -1,4 +1,4 @@
-"""Requests whose windowed layers give pages back, under random arrivals: equal tokens, and no page lost."""
+"""Requests of models with windows, under random arrivals: equal tokens, and no page is lost."""
 
 from __future__ import annotations
 

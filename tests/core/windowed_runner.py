@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WindowedFakeRunner(FakeRunner):
-    """A slot has the checksum of all tokens up to its own. A token that sees another one in a slot is an error."""
+    """A slot has the checksum of all tokens up to its own. A token that reads another checksum is an error."""
 
     def __init__(self, model: FakeModel, groups: PageGroups, *, num_pages: int, faults: Faults | None = None) -> None:
         super().__init__(model, num_pages=num_pages, page_size=groups.page_size, faults=faults)

@@ -22,6 +22,7 @@ from aioengine.errors import EngineClosedError
 from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.calls.row_types import Log
+from aioengine.frontend.frontend import Frontend
 from aioengine.frontend.sessions import attachments
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.test_interrupts import ENGINE, FRONTEND, RaiseAtCall, frontend_of
@@ -33,6 +34,10 @@ TTL_S = 20.0
 
 def slow_engine(**setup: object) -> AsyncEngine:
     return fake_async_engine(step_time_s=0.0005, processes=False, **setup)
+
+
+def attachable_rids(frontend: Frontend) -> list[str]:
+    return [call.rid for call in frontend.attachments._by_call]  # pyright: ignore[reportPrivateUsage]
 
 
 async def expected(engine: AsyncEngine, prompt: str = "a") -> str:
@@ -132,7 +137,7 @@ async def test_stream_without_a_reader_ends_after_its_ttl() -> None:
         ended = engine.async_generate("b", {"max_new_tokens": 2}, stream=True, rid="y", resume_ttl=1.0)
         assert [chunk async for chunk in ended]
         assert [chunk async for chunk in engine.attach("y")]
-        await until(lambda: "y" not in frontend_of(engine).attachments._by_rid)
+        await until(lambda: "y" not in attachable_rids(frontend_of(engine)))
         with pytest.raises(ValueError, match="'y' can be attached"):
             engine.attach("y")
         del stream, ended
@@ -208,7 +213,7 @@ async def test_short_ones_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> No
             params = {"max_new_tokens": 1}
             async for _ in engine.async_generate("a", params, stream=True, rid=f"{number}", resume_ttl=TTL_S):
                 pass
-        assert [*engine._running().attachments._by_rid] == ["3", "4", "5", "6", "7"]
+        assert attachable_rids(engine._running()) == ["3", "4", "5", "6", "7"]
 
 
 @pytest.mark.parametrize("shows_prompt", [False, True])
@@ -223,7 +228,7 @@ async def test_kept_streams_keep_prompts_only_on_request(monkeypatch: pytest.Mon
             )
             assert [chunk["meta_info"]["prompt_tokens"] async for chunk in stream] == [200]
         found = engine._running().attachments
-        [attachment] = found._by_rid.values()
+        [attachment] = found._by_call.values()
         assert (attachment.num_kept, found._num_kept_tokens) == (num_counted, num_counted)
         ask, row = attachment.call.request, attachment.row
         assert (len(ask.prompts), ask.params) == (0, [])
@@ -239,7 +244,7 @@ async def test_unread_output_is_kept_once() -> None:
         stream = engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S)
         await until(lambda: engine.stats()["num_streams"] == 0)
         await stream.aclose()
-        [attachment] = engine._running().attachments._by_rid.values()
+        [attachment] = engine._running().attachments._by_call.values()
         assert not attachment.call.has_reader
         assert len("".join([chunk["text"] async for chunk in engine.attach("x")])) == 300
 
@@ -406,7 +411,7 @@ async def test_the_time_of_an_ended_request_counts_from_its_reader_s_leaving(mon
         await engine.attach("x").aclose()
         await asyncio.sleep(0.01)
         now_s += 0.6
-        await until(lambda: not frontend_of(engine).attachments._by_rid)
+        await until(lambda: not attachable_rids(frontend_of(engine)))
         with pytest.raises(ValueError, match="its time is over"):
             engine.attach("x")
 
@@ -421,7 +426,7 @@ async def test_a_request_whose_end_was_read_is_forgotten() -> None:
         assert [chunk async for chunk in streams[0]]
         await until(lambda: engine.stats()["num_streams"] == 0)
         assert [chunk async for chunk in streams[1]]
-        await until(lambda: frontend_of(engine).attachments._by_rid.keys() == {"2"})
+        await until(lambda: attachable_rids(frontend_of(engine)) == ["2"])
         for rid in "01":
             with pytest.raises(ValueError, match="its time is over"):
                 engine.attach(rid)
@@ -450,7 +455,8 @@ async def test_an_exception_anywhere_in_attaching_leaves_a_state_to_attach_to(le
                 if leaves:
                     await first.aclose()
                     await asyncio.sleep(0.001)
-                    attachment = frontend_of(engine).attachments._by_rid[rid]
+                    kept_calls = frontend_of(engine).attachments._by_call
+                    [attachment] = [one for call, one in kept_calls.items() if call.rid == rid]
                     assert attachment.until is not None
                     assert not attachment.call.has_reader
                 rest = [chunk["text"] async for chunk in engine.attach(rid, len(text))]

@@ -383,18 +383,18 @@ async def test_a_reader_that_reads_while_it_is_suspended_is_not_forgotten(monkey
         frontend = engine._running()
         stream = engine.generate("a", LONG, stream=True)
         chunks = [next(stream)]
-        slow_readers, is_taken = frontend._slow_readers, threading.Event()
+        slow_readers, is_taken, plain = frontend._slow_readers, threading.Event(), frontend.calls.suspend
 
-        def act(call: object, place: object) -> None:
+        def suspend(call: object, place: object) -> None:
             chunks.append(next(stream))
             is_taken.set()
-            frontend.calls.suspend(call, place)  # type: ignore[arg-type]
+            plain(call, place)  # type: ignore[arg-type]
 
         def look() -> None:
             for _ in range(NUM_LOOKS + 1):
                 slow_readers._look()
 
-        monkeypatch.setattr(slow_readers, "_act", act)
+        monkeypatch.setattr(frontend.calls, "suspend", suspend)
         [call] = frontend.calls.opened
         await until(lambda: call.read_position is not None)
         frontend.loop.call_soon_threadsafe(look)

@@ -172,7 +172,7 @@ class TestLaterRows:
             (TEXTS, [*[ONE] * PLACE, {"stop_token_ids": [10_000]}], None, "10000"),
             (TEXTS, [*[ONE] * PLACE, {**ONE, "n": 2}], None, "n must be the same .* got 1 and 2"),
             (TEXTS, ONE, [*RIDS[:-1], ""], "rid is empty"),
-            (TEXTS, ONE, [*RIDS[:-1], "r7"], "'r7' stands for two"),
+            (TEXTS, ONE, [*RIDS[:-1], "r7"], "'r7' is the id of two"),
         ],
     )
     async def test_fail_the_call(self, world: World, texts: Any, params: Any, rids: Any, words: str) -> None:

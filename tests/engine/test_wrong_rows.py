@@ -58,7 +58,7 @@ OF_CALLS: dict[str, Fault] = OF_ALL | {
     "rid": ({"rid": ["x", 5, "z"]}, TypeError, "rid must be a string"),
     "empty rid": ({"rid": ["x", "", "z"]}, ValueError, "rid is empty"),
     "rid in use": ({"rid": ["x", IN_USE, "z"]}, ValueError, "'in use' is in use"),
-    "rid twice": ({"rid": ["x", "x", "z"]}, ValueError, "'x' stands for two prompts"),
+    "rid twice": ({"rid": ["x", "x", "z"]}, ValueError, "'x' is the id of two prompts"),
 }
 IMAGE = ({"image_data": [None, "a.png", []]}, ValueError, "this model accepts only text")
 OF_GENERATION: dict[str, Fault] = OF_CALLS | {
@@ -201,7 +201,7 @@ async def test_a_wrong_row_gives_its_exception_in_its_place(
     [
         ({"cache_salt": [5] * ROWS_IN_PIECE + ["s", 5, "s"]}, "cache_salt must be a string"),
         ({"lora_path": [None] * (ROWS_IN_PIECE + 1) + ["nope", None]}, "'nope' is not loaded"),
-        ({"rid": [*map(str, range(ROWS_IN_PIECE + 1)), "0", "last"]}, "'0' stands for two prompts"),
+        ({"rid": [*map(str, range(ROWS_IN_PIECE + 1)), "0", "last"]}, "'0' is the id of two prompts"),
     ],
     ids=["salts", "adapters", "rids"],
 )

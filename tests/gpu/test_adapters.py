@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aioengine.kernels import linear
-from aioengine.kernels.adapter_linear import add, reference
+from aioengine.kernels.adapter_linear import add
 from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights, rows_of_tile
 from aioengine.protocol.messages import Adapter, Sampling
 from aioengine.runner.build import build
@@ -18,6 +18,7 @@ from aioengine.runner.lora.grouping import tile
 from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Row, StepPlan
 from aioengine.settings.config import LoraSettings
 from tests.compute.runner_world import make_settings, save_model
+from tests.gpu.test_kernels import in_torch
 from tests.kit.adapter_files import write_adapter
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def test_adapter_kernels_equal_the_reference(
         tiles = tiles_of(slots)
         found = add(Given(y), x, weights, tiles, is_gated=is_gated).double()
         wide = AdapterWeights(weights.pool.double(), weights.table, 0, size, sizes, weights.max_rank)
-        expected = reference(Given(y.double()), x.double(), wide, tiles, is_gated=is_gated)
+        expected = in_torch(add, Given(y.double()), x.double(), wide, tiles, is_gated=is_gated)
         assert (found - expected).norm() < (1e-2 if dtype == torch.bfloat16 else 1e-6) * expected.norm()
 
 

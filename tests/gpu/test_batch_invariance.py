@@ -62,7 +62,7 @@ def check_attention(
     window: int | None = None,
 ) -> None:
     """However the positions of a row are computed, each gives the same bits."""
-    from aioengine.attention.triton import TritonAttention
+    from aioengine.attention.triton import build
 
     shape = AttentionShape(
         num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=head_size**-0.5,
@@ -73,7 +73,7 @@ def check_attention(
     pool = torch.randn(kv_pool_shape(shape, num_pages=num_pages, page_size=PAGE_SIZE), device="cuda", dtype=dtype)
     heads = torch.randn(length, num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=dtype)
     table = (torch.randperm(num_pages - 1) + 1).tolist()
-    attention = TritonAttention(shape, pool)
+    attention = build(shape, pool)
 
     def attended(rows: Rows) -> torch.Tensor:
         batch = on_device(make_batch(rows, [table] * len(rows), PAGE_SIZE), torch.device("cuda"))
@@ -121,14 +121,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_logits(folder: Path) -> None:
-    from aioengine.attention.triton import TritonAttention
+    from aioengine.attention.triton import build
 
     device = torch.device("cuda")
     options = ModelOptions(dtype=torch.bfloat16, device=device, max_positions=256, batch_invariant=True)
     model = models.build(json.loads((folder / "config.json").read_bytes()), options)
     weights.load(model, folder, load_format="auto", seed=0, report=lambda *_: None)
     shape = kv_pool_shape(model.attention_shape, num_pages=64, page_size=PAGE_SIZE)
-    attention = TritonAttention(model.attention_shape, torch.zeros(shape, dtype=torch.bfloat16, device=device))
+    attention = build(model.attention_shape, torch.zeros(shape, dtype=torch.bfloat16, device=device))
     ids = torch.tensor([(7 * i) % 290 + 1 for i in range(200)], device=device)
     tables = [list(range(1 + 14 * row, 15 + 14 * row)) for row in range(4)]
 

@@ -25,7 +25,7 @@ def test_the_kernel(dtype: torch.dtype, page_size: int) -> None:
     marks = torch.tensor([5, -1, 0, -1])
     rows = torch.tensor([[1, 0, 2], [2, 2, 1], [3, 3, 0], [0, 3, 2]], dtype=torch.int32)
     page_ids = torch.tensor([4, 7, 1, 2, 3], dtype=torch.int32)
-    clean_pages.reference(expected, marks, rows, page_ids)
+    clean_pages.clean_pages(expected, marks, rows, page_ids)
     assert expected[:, :, [4, 7]].isfinite().all()
     assert not expected[:, :, 1].isfinite().all()
     clean_pages.clean_pages(pool, marks.cuda(), rows.cuda(), page_ids.cuda())

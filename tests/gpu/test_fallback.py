@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Mixtra
 
 from aioengine import models
 from aioengine.families._config import Task
-from aioengine.kernels import rotate_qk, write_heads
-from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels import rotate_qk
+from aioengine.kernels.heads import write_heads
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Adapter
 from aioengine.runner import weights
@@ -24,6 +25,7 @@ from tests.compute.models.test_fallback import SIZES as FEW
 from tests.compute.runner.test_adapters import generate, opened
 from tests.compute.runner_world import World, check_greedy
 from tests.gpu.test_decoders import check_logits
+from tests.gpu.test_kernels import in_torch
 from tests.kit.adapter_files import write_adapter
 from tests.kit.settings import small_settings
 
@@ -124,7 +126,7 @@ def test_kernels_of_heads_in_separate_tensors(num_heads: int, num_kv_heads: int,
     q, k, v = (part.view(1, 5, -1, size).transpose(1, 2) for part in whole.split(sizes, dim=1))
     cos, sin = torch.randn(2, 1, 5, size, device=CUDA).to(dtype)
     assert rotate_qk.takes(q, k, cos, sin)
-    found, expected = rotate_qk.rotate_qk(q, k, cos, sin), rotate_qk.reference(q, k, cos, sin)
+    found, expected = rotate_qk.rotate_qk(q, k, cos, sin), in_torch(rotate_qk.rotate_qk, q, k, cos, sin)
     if dtype == torch.bfloat16:
         assert all(map(torch.equal, found, expected))
     torch.testing.assert_close(found, expected)
@@ -134,7 +136,7 @@ def test_kernels_of_heads_in_separate_tensors(num_heads: int, num_kv_heads: int,
         pools, wanted = torch.zeros(2, 2, 6, num_kv_heads, 16, size, dtype=dtype, device=CUDA)
         outs = [torch.empty(5, num_heads + 2 * num_kv_heads, size, dtype=dtype, device=CUDA) for _ in range(2)]
         kept = [out if moves else None for out in outs]
-        heads = write_heads.write_heads(q, k, v, target=KVTarget(slots, pools[0], pools[1], kept[0]))
-        expected_heads = write_heads.reference(q, k, v, target=KVTarget(slots, wanted[0], wanted[1], kept[1]))
+        heads = write_heads(q, k, v, KVTarget(slots, pools[0], pools[1], kept[0]))
+        expected_heads = in_torch(write_heads, q, k, v, KVTarget(slots, wanted[0], wanted[1], kept[1]))
         assert torch.equal(pools, wanted)
         assert all(map(torch.equal, heads, expected_heads))

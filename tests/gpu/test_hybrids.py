@@ -8,12 +8,14 @@ import msgspec
 import pytest
 import torch
 
-from aioengine.kernels import causal_conv, gated_delta, gated_rms_norm
-from aioengine.kernels.delta_gates import DeltaGates
-from aioengine.kernels.state_rows import StateRows
+from aioengine.kernels.causal_conv import causal_conv
+from aioengine.kernels.gated_delta import gated_delta
+from aioengine.kernels.norms import gated_rms_norm
+from aioengine.kernels.state_types import DeltaGates, StateRows
 from aioengine.layers.states import token_blocks
 from tests.compute.models.test_hybrids import WITH_EXPERTS, make_config, make_granite, make_lfm2, make_settings
 from tests.compute.runner_world import World
+from tests.gpu.test_kernels import in_torch
 from tests.kit.hybrid_models import save_hybrid
 
 if TYPE_CHECKING:
@@ -131,16 +133,15 @@ class Layer:
     def run(self, *, is_reference: bool, in_blocks: bool) -> list[torch.Tensor]:
         """Channels, outputs, normed outputs, and both states [N, ...] without the slots that no row has."""
         inputs, matrices, rows = self.inputs.clone(), self.matrices.clone(), self.rows
-        if is_reference:
-            channels = causal_conv.reference(self.given, self.weight, inputs, rows)
-            outputs = gated_delta.reference(channels, self.gates, matrices, rows)
-            norm = gated_rms_norm.reference
-        else:
-            channels = causal_conv.causal_conv(self.given, self.weight, inputs, rows)
-            outputs = gated_delta.gated_delta(channels, self.gates, matrices, rows, in_blocks=in_blocks)
-            norm = gated_rms_norm.gated_rms_norm
-        normed = norm(outputs, self.output_gates, self.norm, torch.tensor(1e-6, device="cuda"))
-        return [channels, outputs, normed, inputs[rows.slots], matrices[rows.slots]]
+
+        def compute() -> list[torch.Tensor]:
+            channels = causal_conv(self.given, self.weight, inputs, rows)
+            outputs = gated_delta(channels, self.gates, matrices, rows, in_blocks=in_blocks)
+            normed = gated_rms_norm(outputs, self.output_gates, self.norm, torch.tensor(1e-6, device="cuda"))
+            return [channels, outputs, normed]
+
+        results = in_torch(compute) if is_reference else compute()
+        return [*results, inputs[rows.slots], matrices[rows.slots]]
 
 
 STEPS = [
@@ -192,8 +193,8 @@ def test_without_blocks_a_token_has_the_same_bits_in_any_chunk(dtype: torch.dtyp
             log_rate=layer.gates.log_rate,
             bias=layer.gates.bias,
         )
-        channels = causal_conv.causal_conv(layer.given[part], layer.weight, inputs, rows)
-        outputs = gated_delta.gated_delta(channels, gates, matrices, rows)
+        channels = causal_conv(layer.given[part], layer.weight, inputs, rows)
+        outputs = gated_delta(channels, gates, matrices, rows)
         assert torch.equal(channels, whole[0][part])
         assert torch.equal(outputs, whole[1][part])
         start += count

@@ -17,7 +17,7 @@ from aioengine import models
 from aioengine.attention._base import AttentionShape, DecodeBuffers, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels import head_linear, latent_heads
-from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights
@@ -27,6 +27,7 @@ from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import make_batch, make_inputs, write_and_attend
 from tests.gpu import test_attention
 from tests.gpu.test_batch_invariance import LENGTH, LONG, LONG_WAYS, WAYS, positions_of
+from tests.gpu.test_kernels import in_torch
 from tests.gpu.test_model_runner import PROMPTS, greedy, load, on_device, run
 
 if TYPE_CHECKING:
@@ -137,7 +138,9 @@ def test_decode_rows_against_torch(num_rows: int) -> None:
     assert float((found.float() - expected).norm() / expected.norm()) < 2e-2
     heads = torch.zeros(num_rows, 17, 576, device="cuda").bfloat16()
     plain, latents = both.tensor_split((16 * 192,), dim=1)
-    latent_heads.reference(plain.unflatten(1, (16, -1)), latents, heads, norm=norm, tables=tables)
+    in_torch(
+        latent_heads.latent_heads, plain.unflatten(1, (16, -1)), latents, heads, norm=norm, tables=tables, target=None
+    )
     keys = pool.view(-1, 576)[batch.slot_mapping]
     torch.testing.assert_close(keys, heads[:, -1], atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(q[..., 128:], heads[:, :-1, 512:], atol=2e-2, rtol=2e-2)
@@ -156,7 +159,7 @@ def some_heads(shape: AttentionShape, num_tokens: int, dtype: torch.dtype) -> tu
 def test_attention_against_torch(
     batch_invariant: bool, sizes: tuple[int, int, int], rows: list[tuple[int, int]]
 ) -> None:
-    from aioengine.attention.triton import TritonAttention
+    from aioengine.attention.triton import build
 
     shape = shape_of(*sizes, num_layers=2, batch_invariant=batch_invariant)
     size = kv_pool_shape(shape, num_pages=test_attention.NUM_PAGES, page_size=PAGE_SIZE)
@@ -165,7 +168,7 @@ def test_attention_against_torch(
         expected_pool = pool.float()
         batch = test_attention.make_batch(rows)
         q, k, v = some_heads(shape, len(batch.slot_mapping), dtype)
-        backend, reference = TritonAttention(shape, pool), TorchAttention(shape, expected_pool)
+        backend, reference = build(shape, pool), TorchAttention(shape, expected_pool)
         backend.prepare(batch)
         reference.prepare(replace(batch))
         for layer in range(2):
@@ -185,14 +188,14 @@ def test_attention_against_torch(
     ],
 )
 def test_bits_do_not_depend_on_the_batch(sizes: tuple[int, int, int], dtype: torch.dtype, length: int) -> None:
-    from aioengine.attention.triton import TritonAttention
+    from aioengine.attention.triton import build
 
     shape = shape_of(*sizes)
     num_pages = length // PAGE_SIZE + 10
     pool = torch.randn(kv_pool_shape(shape, num_pages=num_pages, page_size=PAGE_SIZE), device="cuda", dtype=dtype)
     q, k, v = some_heads(shape, length, dtype)
     table = (torch.randperm(num_pages - 1) + 1).tolist()
-    attention = TritonAttention(shape, pool)
+    attention = build(shape, pool)
 
     def attended(rows: list[tuple[int, int]]) -> torch.Tensor:
         batch = on_device(make_batch(rows, [table] * len(rows), PAGE_SIZE), torch.device("cuda"))
@@ -222,7 +225,7 @@ def test_heads_and_their_matmuls_against_torch(num_heads: int, value_size: int, 
         slots = torch.randperm(5 * PAGE_SIZE, device="cuda")[:num_tokens]
         target = KVTarget(slots, keys, keys[..., :value_size])
         latent_heads.latent_heads(q, latents, found, norm=norm, tables=tables, target=target)
-        latent_heads.reference(q, latents, expected, norm=norm, tables=tables)
+        in_torch(latent_heads.latent_heads, q, latents, expected, norm=norm, tables=tables, target=None)
         torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
         assert torch.equal(keys.view(-1, value_size + more)[slots], found[:, -1])
         weight = torch.randn(num_heads, 96, value_size, device="cuda", dtype=dtype) * 0.1
@@ -287,7 +290,7 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_transformers(
 @pytest.mark.parametrize("rows", [[(40, 1), (100, 1), (16, 30), (0, 200), (0, 77)], [(0, 2)] * 32])
 def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], rows: list[tuple[int, int]]) -> None:
     """A padded step in pieces gives the bits of the same step without graphs."""
-    from aioengine.attention.triton import TritonAttention
+    from aioengine.attention.triton import build
 
     device = torch.device("cuda")
     config = json.loads((model[0] / "config.json").read_bytes())
@@ -297,7 +300,7 @@ def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], rows: list[tuple[
     shape = kv_pool_shape(ours.attention_shape, num_pages=17 * len(rows) + 1, page_size=16)
     pool = torch.randn(shape, dtype=torch.bfloat16, device=device)
     pool[:, :, 0] = 0
-    attention = TritonAttention(ours.attention_shape, pool)
+    attention = build(ours.attention_shape, pool)
     graphs = PieceGraphs(ours, attention, list(pool), max_rows=33)
     graphs.capture(610, lambda *_: None)
     tables = [list(range(1 + 17 * row, 18 + 17 * row)) for row in range(len(rows))]

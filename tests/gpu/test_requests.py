@@ -55,7 +55,7 @@ def custom(name: str, **params: object) -> Sampling:
 
 @WAYS
 def test_outputs_fit_their_grammars(saved: Saved, graphs: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.constraints.grammars._MIN_BESIDE", 2)
+    monkeypatch.setattr("aioengine.constraints.grammars._MIN_IN_BACKGROUND", 2)
     world = saved.world(graphs=graphs, depth=depth)
     world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
     plain = world.submit(PROMPT, Sampling(3, temperature=1.0))

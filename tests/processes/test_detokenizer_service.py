@@ -86,7 +86,7 @@ def id_of(letter: str) -> int:
 
 
 def play(steps: Steps, uid: int, token_ids: list[int], code: FinishCode = FinishCode.LENGTH) -> None:
-    """Send all tokens of a request, the last one with its end."""
+    """Send all tokens of a request, and its end with the last token."""
     for token_id in token_ids[:-1]:
         steps.token(uid, token_id)
     steps.token(uid, token_ids[-1], End(uid, code))
@@ -212,7 +212,7 @@ def test_stop_string_ends_the_request_at_once() -> None:
     steps.open(1, TextRules(stop=("Tokyo",)))
     token_ids = ids_of("The capital is Tokyo, a city")
     for token_id in token_ids:
-        steps.token(1, token_id)  # the scheduler goes on until it receives the stop
+        steps.token(1, token_id)  # the scheduler continues until it receives the abort
     assert steps.text(1) == "The capital is "
     assert TOKENIZER.decode(steps.ids(1)).startswith("The capital is Tokyo")
     assert not TOKENIZER.decode(steps.ids(1)[:-1]).endswith("Tokyo")

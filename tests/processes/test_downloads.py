@@ -14,15 +14,17 @@ import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from aioengine.media.service import download
-from aioengine.media.service.download import MAX_REDIRECTS, Downloader, DownloadLimits, is_public
+from aioengine.media.service.download import MAX_REDIRECTS, Downloader, is_public
+from aioengine.settings.config import MediaConfig
 
-LIMITS = DownloadLimits(max_bytes=100_000, timeout_s=5.0, allows_private=True)
+LIMITS = MediaConfig(max_image_bytes=100_000, timeout_s=5.0, allow_private_urls=True)
 BODY = bytes(range(256)) * 16
 
 
-async def fetch(url: str, limits: DownloadLimits = LIMITS) -> bytes:
+async def fetch(url: str, limits: MediaConfig = LIMITS) -> bytes:
     return await Downloader(limits).fetch(url)
 
 
@@ -127,7 +129,7 @@ async def test_answers_beyond_the_limits_are_refused(
 ) -> None:
     server.answers["/odd"] = response
     with pytest.raises(ValueError, match=words):
-        await fetch(server.url + "/odd", LIMITS._replace(timeout_s=0.3 if "media_timeout" in words else 20.0))
+        await fetch(server.url + "/odd", replace(LIMITS, timeout_s=0.3 if "media_timeout" in words else 20.0))
 
 
 async def test_redirects_are_followed_a_few_times(server: Server) -> None:
@@ -144,7 +146,7 @@ async def test_private_addresses_are_not_connected_to(server: Server) -> None:
     hosts = ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "0.0.0.0", "2130706433", "0x7f.1")
     for host in hosts:
         with pytest.raises(ValueError, match=r"not public; allow_private_urls=True allows it|no connection|no address"):
-            await fetch(f"http://{host}:{port}/plain", LIMITS._replace(allows_private=False))
+            await fetch(f"http://{host}:{port}/plain", replace(LIMITS, allow_private_urls=False))
     assert server.paths == []
 
 
@@ -153,7 +155,7 @@ async def test_each_redirect_is_checked_too(server: Server, monkeypatch: pytest.
     port = server.server_address[1]
     server.answers["/inward"] = answer(status="301 M", Location=f"http://127.0.0.2:{port}/plain")
     with pytest.raises(ValueError, match=r"'127.0.0.2' has the address 127.0.0.2, which is not public"):
-        await fetch(f"{server.url}/inward", LIMITS._replace(allows_private=False))
+        await fetch(f"{server.url}/inward", replace(LIMITS, allow_private_urls=False))
 
 
 async def test_connection_goes_to_the_checked_address(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +178,7 @@ async def test_connection_goes_to_the_checked_address(server: Server, monkeypatc
 async def test_slow_lookup_ends_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(1) or [])
     with pytest.raises(ValueError, match="within media_timeout=0.1 seconds"):
-        await fetch("http://slow.example/x.png", LIMITS._replace(timeout_s=0.1))
+        await fetch("http://slow.example/x.png", replace(LIMITS, timeout_s=0.1))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ async def test_cancelled_download_closes_its_connection(server: Server) -> None:
         is_closed.set()
 
     server.answers["/cancelled"] = write
-    download = asyncio.ensure_future(fetch(server.url + "/cancelled", LIMITS._replace(timeout_s=600)))
+    download = asyncio.ensure_future(fetch(server.url + "/cancelled", replace(LIMITS, timeout_s=600)))
     await asyncio.to_thread(has_begun.wait)
     download.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -35,6 +35,7 @@ from aioengine.media.service.worker import PixelGate
 from aioengine.media.tokens._base import find_image_model
 from aioengine.protocol.media import Waits, encode_line
 from aioengine.protocol.messages import Submit
+from aioengine.settings.config import MediaConfig
 from aioengine.testing.fake_engine import FakeSetup
 from aioengine.tokenization.tokenizer import Tokenizer
 from aioengine.transport.addresses import PrivateDirectory
@@ -353,7 +354,8 @@ async def test_crash_of_the_media_process_fails_only_its_images(
 async def test_hanging_image_fails_after_its_timeout(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     process = intake(engine).process
     await engine.async_generate("<image> a", SHORT, image_data=png(picture(400)))
-    monkeypatch.setattr(process, "_orders", msgspec.structs.replace(process._orders, timeout_s=-0.7))
+    orders = msgspec.structs.replace(process._orders, limits=MediaConfig(timeout_s=-0.7))
+    monkeypatch.setattr(process, "_orders", orders)
     os.kill(process.child.pid, signal.SIGSTOP)
     with pytest.raises(RequestError, match="took longer than media_timeout"):
         await engine.async_generate("<image> a", SHORT, image_data=png(picture(401)))
@@ -434,7 +436,7 @@ async def test_waiting_pictures_are_decoded_in_order() -> None:
             ended.append(num_pixels)
 
     threads = [threading.Thread(target=decode, args=(num_pixels,)) for num_pixels in (10, 1)]
-    with gate.holding(8, lambda _: pytest.fail("there is room")):
+    with gate.holding(8, lambda _: pytest.fail("the picture fits")):
         for number, thread in enumerate(threads):
             thread.start()
             await until(lambda number=number: len(reports) > number)

@@ -1,4 +1,4 @@
-"""The scheduler's service without its process: requests, control calls, statistics, waits."""
+"""The scheduler service without its process: requests, control calls, statistics, waits."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_cache_is_flushed_only_while_nothing_runs_or_waits() -> None:
     assert loop.of(Stats)[-1].num_cached_pages == 0
 
 
-def test_control_calls_are_answered_and_unknown_ones_named() -> None:
+def test_control_calls_are_answered_and_unknown_names_are_listed() -> None:
     loop = Loop()
     info = json.loads(loop.call("server_info").data)
     assert info["settings"]["memory"]["page_size"] == 16

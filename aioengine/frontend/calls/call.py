@@ -354,7 +354,7 @@ class Call:
 
     Attributes:
         number: the number of the call in the engine, from 1; 0: not registered.
-        deadlines: name in a finish reason -> absolute time. names: its ids in ``Calls``.
+        deadlines: name in a finish reason -> absolute time. names: its ids in ``CallIds``.
         is_reserved: True from ``QueueLimits.reserve`` to ``QueueLimits.release``.
         num_bytes: bytes of its prompts. num_tokens: number of prompt tokens of its rows in the scheduler.
         num_rows_of: index of a prompt -> number of its rows in the scheduler.

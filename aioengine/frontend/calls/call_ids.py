@@ -18,7 +18,7 @@ MAX_NAMES_FREED: Final = 1024
 """Ids that are freed in one turn of the loop."""
 
 WHOLE: Final = -1
-"""In place of a prompt: the id is the id of the whole call."""
+"""In place of a prompt: the id means all rows of the call."""
 
 
 class CallIds:
@@ -50,7 +50,7 @@ class CallIds:
             rid = rids[prompt]
             try:
                 if rid in names:
-                    raise _given_twice(rid)
+                    raise _repeated_id(rid)
                 if rid:
                     self._check_free(call, {rid: (call, prompt)})
                     names[rid] = call, prompt
@@ -70,17 +70,17 @@ class CallIds:
         return _find(self._names, rid)
 
     def _check_free(self, call: Call, names: dict[str, tuple[Call, int]]) -> None:
-        """Check that neither these ids nor ids made from them mean a live request, and vice versa.
+        """Check that no id is in use: neither ``names``, nor one of them with appended numbers, and vice versa.
 
         A request that is over gives up its id, even if the engine's loop has not closed it yet.
         """
         taken = [(name, rows[0]) for name in names if (rows := self.find(name)) is not None]
         if any(_rows(*entry)[1] for entry in names.values()):
-            made = {name for base in names for name in self._by_base.get(base, ()) if name in self._names}
-            taken += [(name, self._names[name][0]) for name in made if _find(names, name) is not None]
+            longer = {name for base in names for name in self._by_base.get(base, ()) if name in self._names}
+            taken += [(name, self._names[name][0]) for name in longer if _find(names, name) is not None]
         for name, owner in taken:
             if owner is call:
-                raise _given_twice(name)
+                raise _repeated_id(name)
             if not owner.is_over or owner.is_attachable:
                 raise ValueError(
                     f"rid {name!r} is in use by a live request, or one that can be attached to; choose another, or "
@@ -100,9 +100,9 @@ class CallIds:
             return
         self._names.pop(name, None)
         for base in _bases(name):
-            made = self._by_base.get(base, set())
-            made.discard(name)
-            if not made:
+            longer = self._by_base.get(base, set())
+            longer.discard(name)
+            if not longer:
                 self._by_base.pop(base, None)
 
 
@@ -145,5 +145,5 @@ def _bases(rid: str) -> list[str]:
     return bases
 
 
-def _given_twice(rid: str) -> ValueError:
-    return ValueError(f"rid {rid!r} stands for two prompts of this batch; give each its own")
+def _repeated_id(rid: str) -> ValueError:
+    return ValueError(f"rid {rid!r} is the id of two prompts of this batch; each prompt needs its own")

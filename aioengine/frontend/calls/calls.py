@@ -139,6 +139,10 @@ class Calls:
             self.submitter.submit_next(call)
 
     def _free_row(self, row: CallRow, now: float) -> None:
+        """Free the memory and the part of the limits of an ended row whose call continues.
+
+        Its output may still be unread, so the logprobs of its tokens stay counted.
+        """
         call, num_prompt = row.call, len(row.prompt_token_ids)
         prompt = row.position // call.request.num_samples
         if (rules := call.request.logprobs_of(prompt)) is not None:
@@ -187,7 +191,7 @@ class Calls:
                 post(self._loop, self._free_ids, call)
 
     def discard(self, call: Call) -> None:
-        """Opening the call failed half-way, so it has no reader: undo its start."""
+        """Undo the start of a call whose opening failed. It has no reader."""
         with self._lock:
             call.leave()
         self.close_if_over(call)
@@ -238,7 +242,9 @@ class Calls:
         with self._lock:
             named = self.ids.find(rid)
         if named is None and any(call.number <= num_opened for call in self.submitter.checking):
-            self.submitter.after_checks.append(partial(self.abort_named, rid, num_opened))  # it may still become known
+            self.submitter.after_checks.append(
+                partial(self.abort_named, rid, num_opened)
+            )  # the id may belong to an unchecked row
         if named is None or named[0].number > num_opened or named[0] not in self.opened:
             return
         call, rows = named

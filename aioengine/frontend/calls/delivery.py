@@ -45,7 +45,7 @@ class Router:
     all their later output. The next turns read one piece of each waiting row after the other.
 
     Attributes:
-        rows: ``Calls.rows``. num_detokenizing: requests that the detokenizer holds.
+        rows: ``Calls.rows``. num_detokenizing: open requests in the detokenizer.
     """
 
     def __init__(self, rows: dict[int, CallRow], lock: threading.RLock, on_ended: Callable[[CallRow], None]) -> None:
@@ -177,7 +177,7 @@ class Router:
 
 
 NUM_LOOKS: Final = 4
-"""Checks per ``slow_reader_timeout``. So a reader is found up to a quarter of the timeout later."""
+"""Checks per ``slow_reader_timeout``. So a slow reader is noticed up to a quarter of the timeout later."""
 
 
 class SlowReaders:
@@ -209,6 +209,7 @@ class SlowReaders:
         self._timer = None
 
     def _look(self) -> None:
+        config = self._config
         positions: dict[Call, tuple[ReadPosition, int]] = {}
         for call in list(self._calls.opened):
             position = call.read_position
@@ -217,16 +218,12 @@ class SlowReaders:
             before, num_looks = self._positions.get(call, (None, 0))
             num_looks = num_looks + 1 if before == position else 0
             positions[call] = position, num_looks
-            if num_looks == NUM_LOOKS:
-                self._act(call, position)
+            if num_looks != NUM_LOOKS:
+                continue
+            if config.slow_reader == "pause":
+                self._calls.suspend(call, position)
+            else:
+                why = f"its reader has read nothing for slow_reader_timeout={config.slow_reader_timeout_s:g} seconds"
+                self._calls.end([call], FinishCode.ABORT, why)
         self._positions = positions
         self.watch()
-
-    def _act(self, call: Call, position: ReadPosition) -> None:
-        if self._config.slow_reader == "pause":
-            self._calls.suspend(call, position)
-        else:
-            message = (
-                f"its reader has read nothing for slow_reader_timeout={self._config.slow_reader_timeout_s:g} seconds"
-            )
-            self._calls.end([call], FinishCode.ABORT, message)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Hashable
 from copy import copy
 from typing import TYPE_CHECKING, Final
 
-from aioengine.errors import EngineOverloadedError, RequestTooLargeError
+from msgspec import Struct
+
+from aioengine.errors import EngineError, EngineOverloadedError, RequestTooLargeError
 from aioengine.frontend.callers import interrupting, is_interrupted, running_loop, this_caller
 from aioengine.frontend.calls.reader import resolve
 from aioengine.supervision.tasks import post
@@ -18,10 +21,8 @@ from aioengine.supervision.tasks import post
 if TYPE_CHECKING:
     import asyncio
     import threading
-    from collections.abc import Callable, Hashable
 
     from aioengine.api.answers import Chunk
-    from aioengine.errors import EngineError
     from aioengine.frontend.calls.call import Call, CallRow
     from aioengine.settings.config import QueueConfig
 
@@ -31,19 +32,18 @@ RESERVED_S: Final = 1.0
 """Seconds for which capacity is reserved for a caller from the queue; then the next caller gets it."""
 
 
-class QueuedCaller:
-    """A caller in the queue. ``error``: why it gets no capacity.
+class QueuedCaller(Struct, eq=False):
+    """A caller in the queue.
 
-    ``wake`` returns False if the caller cannot be woken because its loop is closed.
+    Attributes:
+        caller: its task or thread. wake: returns False if it cannot be woken because its loop is closed.
+        reserved_at: when it got capacity. error: why it gets no capacity.
     """
 
-    __slots__ = ("caller", "error", "reserved_at", "wake")
-
-    def __init__(self, caller: Hashable, wake: Callable[[], bool]) -> None:
-        self.caller = caller
-        self.wake = wake
-        self.reserved_at = 0.0
-        self.error: EngineError | None = None
+    caller: Hashable
+    wake: Callable[[], bool]
+    reserved_at: float = 0.0
+    error: EngineError | None = None
 
 
 class QueueLimits:

@@ -13,7 +13,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from aioengine.api import checks
 from aioengine.api import params as wire
@@ -49,7 +49,7 @@ class Beam(NamedTuple):
     logprob: float
 
 
-class Found(NamedTuple):
+class EndedBeam(NamedTuple):
     """An ended beam. ``matched``: the stop token that ended it; None: it has the maximum length."""
 
     score: float
@@ -57,28 +57,25 @@ class Found(NamedTuple):
     matched: int | None
 
 
-class BeamSearch:
+class BeamSearch(Struct, kw_only=True):
     """The beams of one search, without the model.
 
     Attributes:
-        live: the beams that continue, best first. found: the ended beams, best first.
+        live: the beams that continue, best first. ended: the best ended beams, best first.
     """
 
-    def __init__(
-        self, *, width: int, max_new_tokens: int, length_penalty: float, stop_ids: Sequence[int], min_new_tokens: int
-    ) -> None:
-        self.live = [Beam([], 0.0)]
-        self.found: list[Found] = []
-        self._width = width
-        self._max_new_tokens = max_new_tokens
-        self._penalty = length_penalty
-        self._stop_ids = frozenset(stop_ids)
-        self._min_new_tokens = min_new_tokens
+    width: int
+    max_new_tokens: int
+    length_penalty: float
+    stop_ids: frozenset[int]
+    min_new_tokens: int
+    live: list[Beam] = field(default_factory=lambda: [Beam([], 0.0)])
+    ended: list[EndedBeam] = []
 
     @property
     def num_wanted(self) -> int:
         """Number of top tokens that are needed per beam. If all stop tokens are among them, enough others remain."""
-        return self._width + len(self._stop_ids)
+        return self.width + len(self.stop_ids)
 
     def extend(self, likeliest: Iterable[Iterable[tuple[float, int]]]) -> None:
         """Extend each beam of ``live`` with its top tokens (logprob, id), best first.
@@ -89,33 +86,33 @@ class BeamSearch:
         best = heapq.merge(*map(self._candidates, self.live, likeliest), key=lambda candidate: -candidate[0])
         self.live = []
         for rank, (logprob, beam, token_id) in enumerate(best):
-            if rank >= self._width and len(self.live) == self._width:
+            if rank >= self.width and len(self.live) == self.width:
                 break
             token_ids = [*beam.token_ids, token_id]
-            if token_id in self._stop_ids:
-                if rank < self._width:
+            if token_id in self.stop_ids:
+                if rank < self.width:
                     self._end(token_ids, logprob, token_id)
-            elif len(self.live) < self._width:
+            elif len(self.live) < self.width:
                 self.live.append(Beam(token_ids, logprob))
-        if num_output == self._max_new_tokens:
+        if num_output == self.max_new_tokens:
             for beam in self.live:
                 self._end(beam.token_ids, beam.logprob, None)
             self.live = []
-        elif self.live and len(self.found) == self._width:
-            longest = self._max_new_tokens if self._penalty > 0 else num_output
-            if self.live[0].logprob / longest**self._penalty <= self.found[-1].score:
+        elif self.live and len(self.ended) == self.width:
+            longest = self.max_new_tokens if self.length_penalty > 0 else num_output
+            if self.live[0].logprob / longest**self.length_penalty <= self.ended[-1].score:
                 self.live = []  # none of them can become one of the best
 
     def _candidates(self, beam: Beam, tokens: Iterable[tuple[float, int]]) -> Iterator[tuple[float, Beam, int]]:
-        can_stop = len(beam.token_ids) >= self._min_new_tokens
+        can_stop = len(beam.token_ids) >= self.min_new_tokens
         for logprob, token_id in tokens:
-            if logprob > -math.inf and (can_stop or token_id not in self._stop_ids):
+            if logprob > -math.inf and (can_stop or token_id not in self.stop_ids):
                 yield beam.logprob + logprob, beam, token_id
 
     def _end(self, token_ids: list[int], logprob: float, matched: int | None) -> None:
-        self.found.append(Found(logprob / len(token_ids) ** self._penalty, token_ids, matched))
-        self.found.sort(key=lambda found: -found.score)
-        del self.found[self._width :]
+        self.ended.append(EndedBeam(logprob / len(token_ids) ** self.length_penalty, token_ids, matched))
+        self.ended.sort(key=lambda beam: -beam.score)
+        del self.ended[self.width :]
 
 
 class SearchOptions(Struct, frozen=True):
@@ -142,8 +139,8 @@ def search_options(
         if not is_sampling_parameter(name):
             raise _unknown(name)
     params = SamplingParams.parse({**sampling, "max_new_tokens": length})
-    given = {name: value for name, value in sampling.items() if value is not None}
-    own = SamplingParams.__table__.by_own_names(given)
+    set_params = {name: value for name, value in sampling.items() if value is not None}
+    own = SamplingParams.__table__.by_own_names(set_params)
     for name in own:
         if name not in (*ALWAYS, *IF_PROCESSED):
             raise ValueError(f"beam_search takes no {name!r}, got {checks.shown(own[name])}; it takes {_TAKEN}")
@@ -186,7 +183,7 @@ async def beam_search(
         width=options.width,
         max_new_tokens=cast("int", params.max_new_tokens),
         length_penalty=options.length_penalty,
-        stop_ids=wire.stop_ids(params, vocab_size=model.vocab_size, eos_token_ids=parts.eos_token_ids),
+        stop_ids=frozenset(wire.stop_ids(params, vocab_size=model.vocab_size, eos_token_ids=parts.eos_token_ids)),
         min_new_tokens=params.min_new_tokens,
     )
     ask = partial(
@@ -211,10 +208,7 @@ async def beam_search(
         answers = cast("list[Answer]", await ask(input_ids=[prompt_ids + beam.token_ids for beam in search.live]))
     total_s = time.monotonic() - started_at
     return BatchOutput(
-        [
-            _answer(parts, options, first, found, index=index, total_s=total_s)
-            for index, found in enumerate(search.found)
-        ]
+        [_answer(parts, options, first, beam, index=index, total_s=total_s) for index, beam in enumerate(search.ended)]
     )
 
 
@@ -227,20 +221,20 @@ def _likeliest(answer: Answer) -> Iterator[tuple[float, int]]:
 
 
 def _answer(
-    parts: Running, options: SearchOptions, first: Answer, found: Found, *, index: int, total_s: float
+    parts: Running, options: SearchOptions, first: Answer, beam: EndedBeam, *, index: int, total_s: float
 ) -> Answer:
     """Return the dict of the beam at ``index``. ``total_s``: duration of the search."""
     info = cast("dict[str, Any]", first["meta_info"])
     kept = {key: value for key, value in info.items() if "logprobs" not in key}
     before = {name: info["timings"][name] for name in ("tokenize_s", "queue_s", "prefill_s")}
-    reason = FinishReason(type="stop", matched=found.matched)
-    if found.matched is None:
-        reason = FinishReason(type="length", length=len(found.token_ids))
+    reason = FinishReason(type="stop", matched=beam.matched)
+    if beam.matched is None:
+        reason = FinishReason(type="length", length=len(beam.token_ids))
     kept |= {
         "id": f"{info['id']}_{index}",
         "finish_reason": reason,
-        "completion_tokens": len(found.token_ids),
-        "sequence_score": found.score,
+        "completion_tokens": len(beam.token_ids),
+        "sequence_score": beam.score,
         "e2e_latency": total_s,
         "timings": {
             **info["timings"],
@@ -249,14 +243,14 @@ def _answer(
             "total_s": max(total_s, sum(before.values())),
         },
     }
-    text = _text(parts, options.params, first.get("prompt_token_ids", []), found)
-    return cast("Answer", {"text": text, "output_ids": found.token_ids, "meta_info": kept})
+    text = _text(parts, options.params, first.get("prompt_token_ids", []), beam)
+    return cast("Answer", {"text": text, "output_ids": beam.token_ids, "meta_info": kept})
 
 
-def _text(parts: Running, params: SamplingParams, prompt_ids: list[int], found: Found) -> str:
+def _text(parts: Running, params: SamplingParams, prompt_ids: list[int], beam: EndedBeam) -> str:
     """Return the text of a beam after its prompt, without the stop token; empty without a tokenizer."""
     if parts.tokenizer is None:
         return ""
     decode = partial(parts.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
     decoder = make_detokenizer(decode, prompt_ids[-NUM_CONTEXT_TOKENS:])
-    return decoder.push(found.token_ids if found.matched is None else found.token_ids[:-1]) + decoder.flush()
+    return decoder.push(beam.token_ids if beam.matched is None else beam.token_ids[:-1]) + decoder.flush()

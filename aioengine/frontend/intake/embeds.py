@@ -27,7 +27,7 @@ class EmbedsPrompt(IdsPrompt, frozen=True):
     """A prompt of embeddings.
 
     Attributes:
-        given: the caller's array, and ``EmbedsIds`` once ``is_checked``. num_numbers: in the array.
+        ids: the caller's array, and ``EmbedsIds`` once ``is_checked``. num_numbers: size of the array.
     """
 
     num_numbers: int = 0
@@ -40,24 +40,24 @@ class EmbedsPrompt(IdsPrompt, frozen=True):
     def checked(self) -> IdsPrompt:
         """Convert to fp32. Raise TypeError or ValueError if it is not an array of finite floats."""
         try:
-            given = np.asarray(self.given)
+            array = np.asarray(self.ids)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"{self.name} must be {ALLOWED}, and cannot be made one: {error}") from None
-        if given.dtype.kind != "f":
-            raise TypeError(f"{self.name} must be {ALLOWED}, got an array of {given.dtype}")
-        if given.ndim != 2 or not given.size:
-            raise ValueError(f"{self.name} must be {ALLOWED}, none of them empty, got the shape {list(given.shape)}")
-        if 4 * given.size > MAX_EMBEDS_BYTES:
+        if array.dtype.kind != "f":
+            raise TypeError(f"{self.name} must be {ALLOWED}, got an array of {array.dtype}")
+        if array.ndim != 2 or not array.size:
+            raise ValueError(f"{self.name} must be {ALLOWED}, none of them empty, got the shape {list(array.shape)}")
+        if 4 * array.size > MAX_EMBEDS_BYTES:
             raise RequestTooLargeError(
-                f"{self.name} has {4 * given.size} bytes as float32; at most {MAX_EMBEDS_BYTES} are allowed"
+                f"{self.name} has {4 * array.size} bytes as float32; at most {MAX_EMBEDS_BYTES} are allowed"
             )
         with np.errstate(over="ignore"):
-            embeds = given.astype(np.float32, order="C")
+            embeds = array.astype(np.float32, order="C")
         if not np.isfinite(embeds).all():
             raise ValueError(
                 f"{self.name} must have finite numbers, and it has NaN, infinity or more than float32 holds"
             )
-        return EmbedsPrompt(EmbedsIds(len(embeds), embeds.shape[1], embeds.tobytes()), num_numbers=given.size)
+        return EmbedsPrompt(EmbedsIds(len(embeds), embeds.shape[1], embeds.tobytes()), num_numbers=array.size)
 
 
 def embeds_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL) -> IdsPrompt:

@@ -109,14 +109,14 @@ class Job(NamedTuple):
 def checked(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt | PromptError:
     """Check all of a prompt and return it, or its error. Takes long for large prompts."""
     try:
-        whole = prompt.checked()
-        if isinstance(whole, IdsPrompt):
-            check_ids(whole.token_ids)
+        checked_prompt = prompt.checked()
+        if isinstance(checked_prompt, IdsPrompt):
+            check_ids(checked_prompt.token_ids)
     except (TypeError, ValueError) as error:
         return error
     except BaseException as error:  # parts of a prompt may be objects of any class and raise anything
         return ValueError(f"{prompt.name} cannot be read: {describe(error)}")
-    return whole
+    return checked_prompt
 
 
 class Lane:

@@ -33,24 +33,6 @@ class Pooled(Struct, frozen=True, kw_only=True):
     top_n: int | None = None
     has_sigmoid: bool = False
 
-    def check(self, model: ModelSettings) -> None:
-        """Check the options against the model.
-
-        Raises:
-            ValueError: the model does not support an option.
-        """
-        settings, task = model.pooling, model.task
-        vector_size = settings.num_labels or model.hidden_size
-        if self.gives_scores and (task != "classify" or settings.num_labels != 1):
-            found = f"gives {settings.num_labels} scores" if task == "classify" else f"has the task '{task}'"
-            instead = "; score() works with it" if task == "generate" else ""
-            raise ValueError(f"rerank needs a cross-encoder, which gives one score; this model {found}{instead}")
-        if self.dimensions is not None and self.dimensions > vector_size:
-            raise ValueError(f"dimensions must be at most {vector_size} with this model, got {self.dimensions}")
-        if self.prompt_name is not None and self.prompt_name not in settings.prompts:
-            known = ", ".join(map(repr, settings.prompts)) or "none"
-            raise ValueError(f"prompt_name {checks.shown(self.prompt_name)} is not known; the model's prompts: {known}")
-
 
 def completed(pooled: Pooled | None, model: ModelSettings) -> Pooled | None:
     """Return the options with the model's defaults; None: the call generates tokens.
@@ -63,7 +45,16 @@ def completed(pooled: Pooled | None, model: ModelSettings) -> Pooled | None:
             return None
         which = "encode works" if model.task == "embed" else "encode and rerank work"
         raise ValueError(f"the task of this model is '{model.task}', and it generates nothing; {which}")
-    pooled.check(model)
-    settings = model.pooling
+    settings, task = model.pooling, model.task
+    vector_size = settings.num_labels or model.hidden_size
+    if pooled.gives_scores and (task != "classify" or settings.num_labels != 1):
+        kind = f"gives {settings.num_labels} scores" if task == "classify" else f"has the task '{task}'"
+        instead = "; score() works with it" if task == "generate" else ""
+        raise ValueError(f"rerank needs a cross-encoder, which gives one score; this model {kind}{instead}")
+    if pooled.dimensions is not None and pooled.dimensions > vector_size:
+        raise ValueError(f"dimensions must be at most {vector_size} with this model, got {pooled.dimensions}")
+    if pooled.prompt_name is not None and pooled.prompt_name not in settings.prompts:
+        known = ", ".join(map(repr, settings.prompts)) or "none"
+        raise ValueError(f"prompt_name {checks.shown(pooled.prompt_name)} is not known; the model's prompts: {known}")
     is_normalized = settings.is_normalized if pooled.is_normalized is None else pooled.is_normalized
     return replace(pooled, is_normalized=is_normalized, has_sigmoid=settings.has_sigmoid)

@@ -47,9 +47,6 @@ MESSAGES_IN_SLICE: Final = 64
 
 CHAT_ARGUMENTS: Final = ("chat_template", VARIABLES, "enable_thinking", "tools")
 MAX_TOOLS: Final = 1024
-MAX_NODES: Final = 4096
-MANY_CHARACTERS: Final = 1024 * 1024
-"""The assumed size of nested data with more than ``MAX_NODES`` parts."""
 
 _THINKING: Final = "enable_thinking"
 
@@ -104,19 +101,19 @@ class TextPrompt(Struct, frozen=True, gc=False):
 
 
 class IdsPrompt(Struct, frozen=True):
-    """Token ids. ``given``: the caller's object, or a new list of integers once ``is_checked``."""
+    """Token ids. ``ids``: the caller's object, or a new list of integers once ``is_checked``."""
 
-    given: object
+    ids: object
     name: str = ""
     is_checked: bool = True
 
     @property
     def token_ids(self) -> list[int]:
-        return cast("list[int]", self.given)
+        return cast("list[int]", self.ids)
 
     @property
     def num_ids(self) -> int:
-        return checks.num_items(self.given)
+        return checks.num_items(self.ids)
 
     @property
     def num_bytes(self) -> int:
@@ -129,7 +126,7 @@ class IdsPrompt(Struct, frozen=True):
         for start in range(0, self.num_ids, IDS_IN_SLICE):
             if start:
                 _let_others_run()
-            part = checks.sequence(self.name, _slice(self.name, self.given, start, start + IDS_IN_SLICE), allowed=IDS)
+            part = checks.sequence(self.name, _slice(self.name, self.ids, start, start + IDS_IN_SLICE), allowed=IDS)
             try:
                 token_ids += convert(part, list[int])  # fast, if all are plain integers
             except ValidationError:
@@ -252,11 +249,11 @@ Prompt = TextPrompt | ChatPrompt | IdsPrompt | PooledPrompt
 """The prompt of a row. Until ``is_checked``, the tokenizer's thread must call ``checked()``."""
 
 
-def _slice(name: str, given: object, start: int, stop: int | None = None) -> object:
+def _slice(name: str, ids: object, start: int, stop: int | None = None) -> object:
     """Return some entries of a list, tuple or array. An array is cut before it is converted, which may take long."""
-    if isinstance(given, checks.Array) and not isinstance(given, list | tuple) and hasattr(given, "__getitem__"):
-        return cast("Sequence[object]", given)[start:stop]
-    return checks.sequence(name, given, allowed=IDS)[start:stop]
+    if isinstance(ids, checks.Array) and not isinstance(ids, list | tuple) and hasattr(ids, "__getitem__"):
+        return cast("Sequence[object]", ids)[start:stop]
+    return checks.sequence(name, ids, allowed=IDS)[start:stop]
 
 
 def _let_others_run() -> None:
@@ -350,18 +347,18 @@ def chat_prompt(
     Raises:
         TypeError, ValueError: the value is not a list of messages, or empty.
     """
-    given = checks.sequence(name, value, allowed=MESSAGES)
-    if not given:
+    messages = checks.sequence(name, value, allowed=MESSAGES)
+    if not messages:
         raise ValueError(f"{name} is empty; give at least one dict with role and content")
-    first = given[: MAX_MESSAGES_AT_CALL if budget.num_left > 0 else NUM_SAMPLED_MESSAGES]
+    first = messages[: MAX_MESSAGES_AT_CALL if budget.num_left > 0 else NUM_SAMPLED_MESSAGES]
     sizes = [_size_of_message(message) for message in first]
     num_characters = sum(num_characters for num_characters, _ in sizes)
     num_parts = sum(num_parts for _, num_parts in sizes)
     # It counts in the limits of all calls, so messages outside the sample must not be counted as large.
-    num_bytes = num_characters + BYTES_PER_PART * (len(given) + num_parts) + options.num_characters
-    prompt = ChatPrompt(list(cast("Messages", given)), num_bytes, options, name, is_checked=False, rules=rules)
-    likely = (num_characters // CHARACTERS_PER_ID + num_parts * IDS_PER_MESSAGE) * len(given) // len(first)
-    size = max(len(given) * IDS_PER_MESSAGE, likely + options.num_characters // CHARACTERS_PER_ID)
+    num_bytes = num_characters + BYTES_PER_PART * (len(messages) + num_parts) + options.num_characters
+    prompt = ChatPrompt(list(cast("Messages", messages)), num_bytes, options, name, is_checked=False, rules=rules)
+    likely = (num_characters // CHARACTERS_PER_ID + num_parts * IDS_PER_MESSAGE) * len(messages) // len(first)
+    size = max(len(messages) * IDS_PER_MESSAGE, likely + options.num_characters // CHARACTERS_PER_ID)
     return prompt.checked() if budget.covers(size) else prompt
 
 
@@ -435,14 +432,15 @@ def template_options(options: Mapping[str, object]) -> TemplateOptions:
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
-    given = {name: options[name] for name in CHAT_ARGUMENTS if options.get(name) is not None}
-    if not given:
+    arguments = {name: options[name] for name in CHAT_ARGUMENTS if options.get(name) is not None}
+    if not arguments:
         return TemplateOptions()
-    variables = template_variables({name: given[name] for name in (VARIABLES, _THINKING) if name in given})
+    variables = template_variables({name: arguments[name] for name in (VARIABLES, _THINKING) if name in arguments})
     if _THINKING in variables:
         checks.switch(_THINKING, variables[_THINKING])
-    tools = _tools(given["tools"]) if "tools" in given else None
-    return TemplateOptions(_source(given.get("chat_template")), tools, variables, _size([tools, variables]))
+    tools = _tools(arguments["tools"]) if "tools" in arguments else None
+    num_characters = checks.json_size([tools, variables], MAX_CHARACTERS_AT_CALL)
+    return TemplateOptions(_source(arguments.get("chat_template")), tools, variables, num_characters)
 
 
 def _source(value: object) -> str | os.PathLike[str] | None:
@@ -455,27 +453,10 @@ def _source(value: object) -> str | os.PathLike[str] | None:
 
 
 def _tools(value: object) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = []
-    given = checks.items("tools", value, MAX_TOOLS, allowed="a list of dicts in JSON schema form")
-    for place, tool in enumerate(given):
+    tools: list[dict[str, object]] = []
+    entries = checks.items("tools", value, MAX_TOOLS, allowed="a list of dicts in JSON schema form")
+    for place, tool in enumerate(entries):
         if not isinstance(tool, Mapping):
             raise checks.wrong_type(f"tools[{place}]", "a dict in JSON schema form", tool)
-        found.append(dict(cast("Mapping[str, object]", tool)))
-    return found
-
-
-def _size(value: object) -> int:
-    """Return the approximate characters of nested data; ``MANY_CHARACTERS`` if it has more than ``MAX_NODES`` parts."""
-    waiting, num_characters = [value], 0
-    for _ in range(MAX_NODES):
-        if not waiting:
-            return num_characters
-        each = waiting.pop()
-        if isinstance(each, Mapping):
-            given = cast("Mapping[object, object]", each)
-            waiting += [*given, *given.values()]
-        elif isinstance(each, list | tuple):
-            waiting += cast("Sequence[object]", each)
-        else:
-            num_characters += str.__len__(each) if isinstance(each, str) else 1
-    return MANY_CHARACTERS
+        tools.append(dict(cast("Mapping[str, object]", tool)))
+    return tools

@@ -150,16 +150,6 @@ class RequestChecks:
         context_length, max_total_tokens = self.model.context_length, self.parts.max_total_tokens
         return wire.output_limit(params, num_ids, context_length=context_length, max_total_tokens=max_total_tokens)
 
-    def logprob_bytes_bound(self, request: CallRequest, prompt: int) -> int:
-        """Return an upper bound for the memory of a row's logprobs. The length of the prompt is not known yet."""
-        rules, num_positions = request.logprobs_of(prompt), self.model.context_length
-        if rules is None:
-            return 0
-        num_output = request.params_of(prompt).max_new_tokens
-        if rules.start < 0 and num_output is not None:
-            num_positions = max(1, min(num_output, num_positions))
-        return rules.position_bytes * num_positions
-
     def check_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
         """Raise RequestTooLargeError where the hidden states of a row may be larger than allowed."""
         num_positions = num_ids + max_new_tokens - 1 if states == ALL_STATES else 1

@@ -351,8 +351,8 @@ def _num_dimensions(value: object) -> int:
         return 0
     if not isinstance(value, checks.Array) or not checks.num_items(value):
         return 0
-    found: object = getattr(value, "ndim", 0)
-    return found if isinstance(found, int) else 0
+    num_dimensions: object = getattr(value, "ndim", 0)
+    return num_dimensions if isinstance(num_dimensions, int) else 0
 
 
 def complete(
@@ -457,10 +457,10 @@ def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
 
 
 def _rid(value: object) -> str:
-    found = checks.text("rid", value, max_bytes=MAX_RID_BYTES)
-    if not found:
+    rid = checks.text("rid", value, max_bytes=MAX_RID_BYTES)
+    if not rid:
         raise ValueError("rid is empty; leave it out for a random id")
-    return found
+    return rid
 
 
 def _salt(value: object) -> str:

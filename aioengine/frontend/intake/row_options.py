@@ -16,7 +16,6 @@ from aioengine.errors import RequestTooLargeError
 from aioengine.protocol.packed_logprobs import LogprobRules
 
 Value = TypeVar("Value")
-Checked = TypeVar("Checked", covariant=True)
 
 ROWS_IN_PIECE: Final = 512
 """Rows of a batch that are checked at once, by the call or by a thread."""
@@ -144,7 +143,7 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
         TypeError, ValueError: an option is wrong, is a list with ``n`` above 1, or is given without
             ``return_logprob``.
     """
-    found = LogprobOptions(
+    logprobs = LogprobOptions(
         _option("return_logprob", options, checks.switch, rows, default=False),
         _option("logprob_start_len", options, partial(checks.whole, low=-1), rows, default=-1),
         _option("top_logprobs_num", options, partial(checks.whole, low=0), rows, default=0),
@@ -152,29 +151,26 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
         _option("return_text_in_logprobs", options, checks.switch, rows, default=False),
     )
     if options.get("return_logprob") is None:
-        more = cast("tuple[PerPrompt[object], ...]", found[1:])
+        more = cast("tuple[PerPrompt[object], ...]", logprobs[1:])
         for option, off in zip(more, (-1, 0, (), False), strict=True):
             if option.is_list or option.of(0) != off:
-                given = f"{option.name}={checks.shown(options[option.name])}"
-                raise ValueError(f"{given} is given without return_logprob; add return_logprob=True, or False for none")
-    is_off = not found.wanted.is_list and not found.wanted.of(0)
-    return None if is_off else found
-
-
-class _Check(Protocol[Checked]):
-    def __call__(self, name: str, value: object, /) -> Checked: ...
+                setting = f"{option.name}={checks.shown(options[option.name])}"
+                raise ValueError(
+                    f"{setting} is given without return_logprob; add return_logprob=True, or False for none"
+                )
+    is_off = not logprobs.wanted.is_list and not logprobs.wanted.of(0)
+    return None if is_off else logprobs
 
 
 def _option(
-    name: str, options: Mapping[str, object], check: _Check[Value], rows: Rows, *, default: Value
+    name: str, options: Mapping[str, object], check: Callable[[str, object], Value], rows: Rows, *, default: Value
 ) -> PerPrompt[Value]:
     def check_entry(value: object) -> Value:
         return default if value is None else check(name, value)
 
     if isinstance(options.get(name), list | tuple):
         _refuse_with_samples(name, rows)
-    found = per_prompt(name, options, check_entry, rows)
-    return PerPrompt(name, check_entry, [default], is_list=False) if found is None else found
+    return per_prompt(name, options, check_entry, rows) or PerPrompt(name, check_entry, [default], is_list=False)
 
 
 def _token_ids_option(options: Mapping[str, object], rows: Rows) -> PerPrompt[tuple[int, ...]]:

@@ -96,7 +96,7 @@ class ScoreRequest(Struct, kw_only=True):
     Attributes:
         prompts: query and item together, as texts or as token ids.
         labels: token ids of each item, or one list for all; None: the model is a classifier.
-        lora_path: as it was given; the calls check it.
+        lora_path: the value of the caller; the calls check it.
         errors: errors of items that fail alone, by index. Their prompts and labels are not used.
     """
 

@@ -179,12 +179,19 @@ class Submitter:
             raise
 
     def _num_with_logprobs(self, call: Call, limit: int) -> int:
-        """Return how many more rows with logprobs may start now, at most ``limit``."""
+        """Return how many more rows with logprobs may start now, at most ``limit``.
+
+        The length of a prompt is not known yet, so each row counts an upper bound for the memory of its logprobs.
+        """
         request = call.request
         num_free_bytes, num_rows = self._limits.free_logprob_bytes, 0
         prompt = call.num_started // request.num_samples
         while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt < request.num_known:
-            num_free_bytes -= request.num_samples * self.checks.logprob_bytes_bound(request, prompt)
+            if (rules := request.logprobs_of(prompt)) is not None:
+                num_positions, num_output = self._model.context_length, request.params_of(prompt).max_new_tokens
+                if rules.start < 0 and num_output is not None:
+                    num_positions = max(1, min(num_output, num_positions))
+                num_free_bytes -= request.num_samples * rules.position_bytes * num_positions
             if num_free_bytes < 0:
                 break
             num_rows += request.num_samples
@@ -195,7 +202,7 @@ class Submitter:
     def _ids_if_known(self, prompt: Prompt | PromptError) -> list[int] | PromptError | None:
         """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized or checked.
 
-        A prompt that is certainly too long is not tokenized.
+        A prompt that is certainly too long gets its error here and is not tokenized.
         """
         if isinstance(prompt, Exception):
             return prompt
@@ -211,7 +218,7 @@ class Submitter:
         return None
 
     def _place_images(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
-        """Start the rows of the next prompts. If it is one prompt, put its images into it before."""
+        """Start the rows of the next prompts. A single prompt first gets its images."""
         if self._images is None or len(encoded) != 1 or call.ending is not None or call.is_over:
             self._start_rows(call, encoded, tokenize_s)
             return
@@ -234,7 +241,7 @@ class Submitter:
         self.submit_next(call)
 
     def _start_rows(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
-        """Start the rows of the next prompts, then the next rows of the call in later turns of the loop.
+        """Start the rows of the next prompts, whose ids are known, then the next rows of the call in later turns.
 
         After ``MAX_BYTES_AT_ONCE``, or after a large first row of a scored call, the other rows start in the next turn.
         """

@@ -11,8 +11,10 @@ from collections import deque
 from copy import copy
 from typing import TYPE_CHECKING, Final, cast
 
+from msgspec import Struct
+
 from aioengine.api import checks
-from aioengine.frontend.calls.call import CallRow, Wants
+from aioengine.frontend.calls.call import Call, CallRow, Wants
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.calls.row_types import Log, LoggedRow
 
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioengine.errors import EngineClosedError
-    from aioengine.frontend.calls.call import Call
     from aioengine.frontend.calls.call_ids import CallIds
     from aioengine.frontend.calls.reader import ReaderActions
 
@@ -32,7 +33,7 @@ TOKENS_PER_REQUEST: Final = 32
 """Tokens that every ended request counts in addition to its own: about the memory of its objects (5 kB)."""
 
 
-class Attachment:
+class Attachment(Struct, eq=False):
     """One attachable call.
 
     Attributes:
@@ -40,14 +41,11 @@ class Attachment:
         num_kept: tokens that it counts after its end.
     """
 
-    __slots__ = ("call", "is_ended", "num_kept", "timer", "until")
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.is_ended = False
-        self.num_kept = 0
-        self.until: float | None = None
-        self.timer: asyncio.TimerHandle | None = None
+    call: Call
+    is_ended: bool = False
+    num_kept: int = 0
+    until: float | None = None
+    timer: asyncio.TimerHandle | None = None
 
     @property
     def row(self) -> LoggedRow | None:
@@ -77,7 +75,7 @@ class Attachment:
 
 
 class Attachments:
-    """The attachable calls, by id. On the engine's loop; ``attach`` from any thread.
+    """The attachable calls. On the engine's loop; ``attach`` from any thread.
 
     Each decision (which reader reads, whether the time is over) is made and carried out in one step under the lock.
     """
@@ -87,13 +85,13 @@ class Attachments:
         self._ids = ids
         self._lock = lock
         self._close_if_over = close_if_over
-        self._by_rid: dict[str, Attachment] = {}
+        self._by_call: dict[Call, Attachment] = {}
         self._num_kept_tokens = 0
         self._closed: EngineClosedError | None = None
 
     def add(self, call: Call) -> None:
         """Add an opened call. Under the lock."""
-        self._by_rid[call.rid] = Attachment(call)
+        self._by_call[call] = Attachment(call)
 
     def attach(self, rid: str, from_offset: object, actions: ReaderActions) -> Reader:
         """Return a reader of the text from character ``from_offset`` on. The previous reader is closed.
@@ -105,7 +103,8 @@ class Attachments:
         offset = checks.whole("from_offset", from_offset, 0)
         rid = checks.text("rid", rid)
         with self._lock:
-            attachment = self._by_rid.get(rid)
+            named = self._ids.find(rid)
+            attachment = None if named is None else self._by_call.get(named[0])
             if attachment is None:
                 if self._closed is not None:
                     raise copy(self._closed)
@@ -124,40 +123,37 @@ class Attachments:
         return reader
 
     def left(self, call: Call) -> None:
-        """The reader of a call has left. Forget the call later, unless another reader attaches."""
+        """The reader of a call has left. Forget the call later, unless another reader has attached meanwhile."""
         with self._lock:
-            attachment = self._by_rid.get(call.rid)
-            if (
-                attachment is not None and attachment.call is call and not call.has_reader
-            ):  # no other reader has attached meanwhile
+            attachment = self._by_call.get(call)
+            if attachment is not None and not call.has_reader:
                 self._forget_later(attachment)
 
     def on_read(self, call: Call) -> None:
         """A reader has read. Forget an ended call some time after its end was read."""
         with self._lock:
-            attachment = self._by_rid.get(call.rid)
-            if attachment is not None and attachment.call is call and attachment.is_read_to_end:
+            attachment = self._by_call.get(call)
+            if attachment is not None and attachment.is_read_to_end:
                 self._forget_later(attachment)
 
     def ended(self, call: Call) -> None:
         """A call is over: keep its output for later readers."""
         with self._lock:
-            attachment = self._by_rid.get(call.rid)
-            if attachment is None or attachment.call is not call or attachment.is_ended:
+            attachment = self._by_call.get(call)
+            if attachment is None or attachment.is_ended:
                 return
             attachment.end()
-            self._by_rid[call.rid] = self._by_rid.pop(call.rid)  # in the order of their ends
+            self._by_call[call] = self._by_call.pop(call)  # in the order of their ends
             self._num_kept_tokens += attachment.num_kept
             if attachment.is_read_to_end:
                 self._forget_later(attachment)
             while self._num_kept_tokens > MAX_KEPT_TOKENS:
-                self._forget(next(one for one in self._by_rid.values() if one.is_ended))
+                self._forget(next(one for one in self._by_call.values() if one.is_ended))
 
     def discard(self, call: Call) -> None:
         """Forget this call, and free its id."""
         with self._lock:
-            attachment = self._by_rid.get(call.rid)
-            if attachment is not None and attachment.call is call:
+            if (attachment := self._by_call.get(call)) is not None:
                 self._forget(attachment)
             self._ids.free(call)
 
@@ -165,7 +161,7 @@ class Attachments:
         """Forget all requests; ``attach`` raises ``error`` from now on."""
         with self._lock:
             self._closed = error
-            for attachment in list(self._by_rid.values()):
+            for attachment in list(self._by_call.values()):
                 self._forget(attachment)
 
     def _forget_later(self, attachment: Attachment) -> None:
@@ -194,7 +190,7 @@ class Attachments:
         """Forget a request, and free its id. Under the lock."""
         if attachment.timer is not None:
             attachment.timer.cancel()
-        del self._by_rid[attachment.call.rid]
+        del self._by_call[attachment.call]
         self._num_kept_tokens -= attachment.num_kept
         attachment.call.kept_row = None  # a reference cycle
         self._ids.free(attachment.call)

@@ -22,16 +22,19 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from msgspec import structs
+from msgspec import Struct, field, structs
 
 from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineOverloadedError
+from aioengine.frontend.calls.row_types import KeptRow
 from aioengine.frontend.intake.prompts import MediaIds
+from aioengine.frontend.intake.requests import MAX_TIMEOUT_S
 from aioengine.frontend.sessions.session_params import MAX_ID_BYTES
 from aioengine.logs import log
-from aioengine.protocol.messages import Abort, FinishCode
+from aioengine.protocol.messages import Abort, FinishCode, Media
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
@@ -41,10 +44,8 @@ if TYPE_CHECKING:
 
     from aioengine.frontend.calls.call import Call, CallRow
     from aioengine.frontend.calls.overload import QueueLimits
-    from aioengine.frontend.calls.row_types import KeptRow
     from aioengine.frontend.sessions.session_params import SessionParams
     from aioengine.media.intake.image_intake import ImageIntake
-    from aioengine.protocol.messages import Media
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +56,13 @@ MAX_SESSION_TOKENS: Final = 1 << 25
 TOKENS_PER_TURN: Final = 128
 """Each turn counts this many tokens in addition to its own, about as much as the memory of its objects."""
 
-MAX_TIMEOUT_S: Final = 1e9
 CHECK_S: Final = 1.0
 """Seconds between checks for idle sessions."""
 
 ANSWERED: Final = (FinishCode.STOP, FinishCode.LENGTH)
 
 
-class Turn:
+class Turn(Struct, eq=False):
     """One request of a session.
 
     Attributes:
@@ -78,23 +78,19 @@ class Turn:
         is_dropped: no other turn can continue it any more.
     """
 
-    __slots__ = (
-        "children", "has_ended", "ids", "is_dropped", "media", "num_counted", "num_kept", "num_prompt", "parent", "rid",
-        "row", "session", "source",
-    )  # fmt: skip
-
-    def __init__(self, session: Session, rid: str = "", parent: Turn | None = None) -> None:
-        self.session = session
-        self.rid = rid
-        self.parent = self.source = parent
-        self.num_kept = 0
-        self.num_prompt = 0
-        self.ids = array("I")
-        self.media: list[Media] = []
-        self.num_counted = 0
-        self.is_dropped = self.has_ended = False
-        self.children: dict[Turn, None] = {}
-        self.row: KeptRow | None = None
+    session: Session
+    rid: str = ""
+    parent: Turn | None = None
+    source: Turn | None = None
+    num_kept: int = 0
+    num_prompt: int = 0
+    ids: array[int] = field(default_factory=partial(array, "I"))
+    media: list[Media] = []
+    num_counted: int = 0
+    is_dropped: bool = False
+    has_ended: bool = False
+    children: dict[Turn, None] = {}
+    row: KeptRow | None = None
 
     @property
     def is_over(self) -> bool:
@@ -156,11 +152,6 @@ class Session:
         num_open: number of running turns. num_tokens: sum of ``Turn.num_counted``. is_used: it had a turn.
         images: content of an image -> number of turns with this image.
     """
-
-    __slots__ = (
-        "current", "id", "images", "is_closed", "is_streaming", "is_used", "last", "num_open", "num_tokens", "number",
-        "root", "timeout_s", "turns", "used_at",
-    )  # fmt: skip
 
     def __init__(self, name: str, number: int, *, is_streaming: bool, timeout_s: float | None) -> None:
         self.id = name
@@ -388,16 +379,15 @@ class Sessions:
             self._keep_images(session, media)
         if params.replace:
             self._replace(parent)
-        turn = Turn(session, rid, parent)
-        turn.media = media
-        turn.num_kept, turn.num_prompt = num_kept, num_kept + len(ids)
+        num_prompt = num_kept + len(ids)
+        turn = Turn(session, rid, parent, parent, num_kept, num_prompt, media=media)
         while turn.source is not None and num_kept <= turn.source.num_kept:  # skip turns whose own ids are cut
             turn.source = turn.source.source
         turn.ids.extend(ids)
         self._add(turn, parent)
         self._running.setdefault(call, {})[position] = turn
-        whole = parent.history(num_kept) + ids
-        return MediaIds(whole, media) if media else whole
+        all_ids = parent.history(num_kept) + ids
+        return MediaIds(all_ids, media) if media else all_ids
 
     def attach(self, row: CallRow) -> int:
         """Connect a row to its turn. Return the number of its session; 0: the row has no session."""

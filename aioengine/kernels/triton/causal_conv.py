@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.state_rows import BLOCK_TOKENS
+from aioengine.kernels.state_types import BLOCK_TOKENS
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.state_rows import StateRows
+    from aioengine.kernels.state_types import StateRows
 
 CHANNELS = tl.constexpr(256)
 """Channels per program, and in ``_block_kernel``."""

@@ -16,15 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.state_rows import BLOCK_TOKENS
+from aioengine.kernels.state_types import BLOCK_TOKENS
 from aioengine.kernels.triton.causal_conv import span_of
 from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.delta_gates import DeltaGates
-    from aioengine.kernels.state_rows import StateRows
+    from aioengine.kernels.state_types import DeltaGates, StateRows
 
 LEAST_TOKENS: Final = 32
 """Rows with at least this many tokens are faster in blocks than token by token."""

@@ -21,8 +21,7 @@ from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_p
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.delta_gates import DeltaGates
-    from aioengine.kernels.state_rows import StateRows
+    from aioengine.kernels.state_types import DeltaGates, StateRows
 
 _VALUES = 16
 """State matrix columns per program: with one warp a sum over keys needs no shared memory."""
@@ -126,7 +125,7 @@ def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateR
 
 
 def gated_rms_norm(heads: Tensor, gates: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
-    """See ``kernels.gated_rms_norm``: heads [T, H, V], gates [T, H * V], weight [V] -> [T, H * V]."""
+    """See ``kernels.norms.gated_rms_norm``: heads [T, H, V], gates [T, H * V], weight [V] -> [T, H * V]."""
     num_tokens, num_heads, value_size = heads.shape
     out = torch.empty((num_tokens, num_heads * value_size), dtype=heads.dtype, device=heads.device)
     block = next_power_of_2(value_size)

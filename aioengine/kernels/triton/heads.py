@@ -17,6 +17,7 @@ from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_p
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioengine.kernels.kv_target import KVTarget
 
 HEADS = tl.constexpr(8)  # per program
 
@@ -183,37 +184,33 @@ def rotate(
     tables: tuple[Tensor, Tensor],
     norms: tuple[Tensor, Tensor, Tensor] | None,
     *,
-    target: tuple[Tensor, Tensor, Tensor] | None = None,
-    out: Tensor | None = None,
+    target: KVTarget | None = None,
 ) -> None:
     """Normalize and rotate the query and key heads of [T, H + 2 K, E] in place. Value heads are unchanged.
 
-    tables: as for ``kernels.rope``.
+    tables: as for ``kernels.heads.rope``.
     norms: weights of query and key heads, and epsilon.
-    target: slots [T] of keys and values [N, K, S, E] to which keys and values are written too.
-    out: contiguous [T, H + 2 K, E], only with a target: all heads are written there, and ``heads`` is not changed.
+    target: keys and values are written there too. If it has ``KVTarget.heads``, ``heads`` is not changed.
     """
     num_tokens, num_heads, head_size = heads.shape
     num_kv = (num_heads - num_query) // 2
     stride, half = heads.stride(0), head_size // 2
-    sizes = num_query, num_kv, half, next_power_of_2(half), target[1].shape[2] if target else 1
-    dtypes = heads.dtype, norms and norms[0].dtype, target and (target[0].dtype, target[1].dtype)
+    slots, keys, values, out = (None,) * 4 if target is None else target
+    sizes = num_query, num_kv, half, next_power_of_2(half), 1 if keys is None else keys.shape[2]
+    dtypes = heads.dtype, norms and norms[0].dtype, target and (target.slots.dtype, target.keys.dtype)
     key = *dtypes, stride, sizes, out is None, *alignments(heads, heads if out is None else out)
-    arguments = heads, stride, *tables, *(norms or (None,) * 3), *(target or (None,) * 3), out, *sizes
+    arguments = heads, stride, *tables, *(norms or (None,) * 3), slots, keys, values, out, *sizes
     grid = num_tokens, -(-(num_heads if target else num_query + num_kv) // HEADS.value), 1
     _rotate(grid, key, arguments, options(4))
 
 
-def write(q: Tensor, k: Tensor, v: Tensor, *, target: tuple[Tensor, Tensor, Tensor], out: Tensor | None = None) -> None:
-    """Write k and v [T, K, E] to slots [T] of keys and values [N, K, S, E], and q [T, H, E], k and v to ``out``.
-
-    out: contiguous [T, H + 2 K, E]; None: only the target is written. The elements of a head are adjacent.
-    """
+def write(q: Tensor, k: Tensor, v: Tensor, target: KVTarget) -> None:
+    """Write q [T, H, E], k and v [T, K, E] to the target. The elements of a head are adjacent."""
     (num_tokens, num_query, size), num_kv = q.shape, k.shape[1]
-    slots, keys, _ = target
+    slots, keys, values, out = target
     strides = [x.stride(dim) for x in (q, k, v) for dim in (0, 1)]
     sizes = num_query, num_kv, size, next_power_of_2(size), keys.shape[2]
-    arguments = (q, *strides[:2], k, *strides[2:4], v, *strides[4:], *target, out, *sizes)
+    arguments = (q, *strides[:2], k, *strides[2:4], v, *strides[4:], slots, keys, values, out, *sizes)
     tensors = (q, k, v) if out is None else (q, k, v, out)
     key = (q.dtype, keys.dtype, slots.dtype, sizes, _forms(tensors, strides))
     num_moved = 2 * num_kv if out is None else num_query + 2 * num_kv

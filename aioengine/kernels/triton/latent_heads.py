@@ -18,6 +18,8 @@ from aioengine.kernels.triton.rows import rms_normed
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioengine.kernels.kv_target import KVTarget
+
     Norm = tuple[Tensor, Tensor]
 
 HEADS = tl.constexpr(16)  # query heads per program
@@ -96,20 +98,20 @@ def rotate(
     *,
     norm: Norm,
     tables: tuple[Tensor, Tensor],
-    target: tuple[Tensor, Tensor] | None,
+    target: KVTarget | None,
 ) -> None:
     """Rotate the last P elements of q [T, H, N + P] to the end of each head of ``out``, and compute the keys.
 
     out: contiguous [T, H + 1, E], where the last head of a token becomes its key (see ``kernels.latent_heads``); or
     [T, H, N + P], any token stride, which also receives the plain elements, and which may be q.
-    norm: weight [V] and epsilon []. target: slots [T] of the keys [B, 1, S, E] to which keys are written.
+    norm: weight [V] and epsilon []. target: its keys [B, 1, S, E] are written too.
     """
     num_tokens, num_heads, query_size = q.shape
     value_size = norm[0].shape[0]
     half = (latents.shape[1] - value_size) // 2
     keeps_key = out.shape[1] > num_heads
     copies = not keeps_key and out.data_ptr() != q.data_ptr()
-    slots, keys = target or (None, None)
+    slots, keys = (None, None) if target is None else target[:2]
     sizes = (
         *(q.stride(0), latents.stride(0), *out.stride()[:2], num_heads, query_size, value_size, half),
         *(next_power_of_2(value_size), next_power_of_2(half), next_power_of_2(query_size - 2 * half) if copies else 0),

@@ -165,7 +165,7 @@ def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon
 
 
 def norm_and_add(delta: Tensor, residual: Tensor, post: Tensor, pre: Tensor | None, *, epsilon: Tensor) -> Tensor:
-    """See ``kernels.norm_and_add``: contiguous delta and residual [T, D], weights post and pre [D] -> [T, D]."""
+    """See ``kernels.norms.norm_and_add``: contiguous delta and residual [T, D], weights post and pre [D] -> [T, D]."""
     num_rows, num_columns = residual.shape
     out = residual if pre is None else torch.empty_like(residual)
     block = next_power_of_2(num_columns)
@@ -203,7 +203,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_and_mul(x: Tensor, *, approximate: str) -> Tensor:
-    """x [T, 2 I], gates first, contiguous -> gelu(gate) * up [T, I]. approximate: as in ``kernels.gelu``."""
+    """x [T, 2 I], gates first, contiguous -> gelu(gate) * up [T, I]. approximate: as in ``kernels.activation.gelu``."""
     return _activate_and_mul(x, _gelu_tanh_of if approximate == "tanh" else _gelu_of)
 
 

@@ -20,8 +20,7 @@ from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.space_weights import SpaceWeights
-    from aioengine.kernels.state_rows import StateRows
+    from aioengine.kernels.state_types import SpaceWeights, StateRows
 
 _VALUES = 16, 32
 """State matrix columns per program, without and with blocks."""

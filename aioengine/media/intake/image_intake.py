@@ -15,9 +15,10 @@ import threading
 from collections import OrderedDict, deque
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from aioengine.errors import EngineOverloadedError, RequestError, describe
 from aioengine.media.intake.media_jobs import MediaProcess
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from aioengine.media.intake.sources import ImageSource
     from aioengine.media.tokens._base import ImageModel
 
-NUM_READERS: Final = 4
+NUM_THREADS: Final = 4
 MAX_WORKERS: Final = 16
 MAX_KEPT_BYTES: Final = 1 << 28
 """Limit of the unused files; the least recently used are removed first. Less on a small disk."""
@@ -68,6 +69,7 @@ MIN_SHARED_BYTES: Final = 1 << 33
 STAGE: Final = "image"
 
 ImageError = ValueError | RequestError
+_Result = TypeVar("_Result")
 
 
 class ImageFile(msgspec.Struct):
@@ -100,18 +102,17 @@ class ImagesOfPrompt:
     """The images of one prompt, from reading until the prompt is over.
 
     Attributes:
-        files: in the order of the prompt; None until prepared. error: of the first image that failed.
+        files: the prepared images, by their number in the prompt. error: of the first image that failed.
     """
 
     def __init__(self, sources: Sequence[ImageSource], name: str) -> None:
         """``name``: for error messages; " of prompt 3" in a batch."""
         self.sources = sources
-        self.files: list[ImageFile | None] = [None] * len(sources)
+        self.files: dict[int, ImageFile] = {}
         self.error: ImageError | None = None
         self.is_released = False
         self._name = name
         self._done: Callable[[], None] | None = None
-        self._num_missing = len(sources)
 
     @property
     def is_over(self) -> bool:
@@ -119,16 +120,13 @@ class ImagesOfPrompt:
         return self.is_released or self.error is not None
 
     @property
-    def has_begun(self) -> bool:
-        return any(file is not None for file in self.files)
-
-    @property
     def prepared(self) -> list[ImageFile]:
-        return [file for file in self.files if file is not None]
+        """The prepared images in the order of the prompt."""
+        return [self.files[number] for number in sorted(self.files)]
 
     def when_over(self, done: Callable[[], None]) -> None:
         """Call ``done`` when all images are prepared or one has failed, possibly now. Not called after the release."""
-        if self.error is not None or not self._num_missing:
+        if self.error is not None or len(self.files) == len(self.sources):
             done()
         else:
             self._done = done
@@ -140,8 +138,7 @@ class ImagesOfPrompt:
         if isinstance(result, ImageFile):
             result.num_users += 1
             self.files[number] = result
-            self._num_missing -= 1
-            if self._num_missing:
+            if len(self.files) < len(self.sources):
                 return
         else:
             image = f"image {number}{self._name} ({self.sources[number].shown})"
@@ -179,7 +176,6 @@ class ImageIntake:
         """is_for_gpu: the model runs on a GPU, which resizes pictures."""
         self.model = model
         self.files: OrderedDict[bytes, ImageFile] = OrderedDict()
-        limits = self._limits = model.limits
         self._num_workers = min(MAX_WORKERS, num_workers)
         self._loop = asyncio.get_running_loop()
         self._num_session_bytes = 0
@@ -190,9 +186,8 @@ class ImageIntake:
         ).digest()
         self._folder: PrivateDirectory | None = None
         self._making_folder = threading.Lock()
-        self._readers: list[WorkerThread[_ReadImage]] = []
-        self._next_reader = 0
-        self._files_thread: WorkerThread[None] | None = None
+        self._threads: list[WorkerThread[Any]] = []
+        self._next_thread = 0
         self._waiting: deque[_PromptImage] = deque()
         self._active = {True: 0, False: 0}  # number of images that are worked on, by ``is_web``
         self._jobs: dict[int, list[_PromptImage]] = {}  # by job id: the images that wait for the job
@@ -205,10 +200,7 @@ class ImageIntake:
                 processor=model.processor,
                 settings=model.settings,
                 options=dict(model.family.options),
-                max_bytes=limits.max_image_bytes,
-                max_pixels=limits.max_image_pixels,
-                timeout_s=limits.timeout_s,
-                allows_private=limits.allow_private_urls,
+                limits=replace(model.limits, allowed_local_media_path=None),  # for files, which are read here
                 num_workers=self._num_workers,
                 leaves_resizing=is_for_gpu,
             ),
@@ -225,7 +217,7 @@ class ImageIntake:
         if prompt.is_released:
             return
         prompt.is_released = True
-        for file in prompt.prepared:
+        for file in prompt.files.values():
             file.num_users -= 1
         for number, images in list(self._jobs.items()):
             if all(image.prompt.is_over for image in images):
@@ -263,11 +255,9 @@ class ImageIntake:
         """Kill the media process and remove all files. From any thread; may be called again."""
         self._is_closed = True
         self.process.close()
-        threads, self._readers = self._readers, []
+        threads, self._threads = self._threads, []
         for thread in threads:
             thread.close()
-        if self._files_thread is not None:
-            self._files_thread.close()
         with self._making_folder:
             folder, self._folder = self._folder, None
         if folder is not None:
@@ -277,7 +267,7 @@ class ImageIntake:
 
     def _begin_waiting(self) -> None:
         """Begin with waiting images, up to the limits of downloads and of other images."""
-        limits = {True: NUM_FETCHES, False: self._num_workers + NUM_READERS}
+        limits = {True: NUM_FETCHES, False: self._num_workers + NUM_THREADS}
         still_waiting: deque[_PromptImage] = deque()
         while self._waiting and not self._is_closed and any(self._active[kind] < limits[kind] for kind in limits):
             image = self._waiting.popleft()
@@ -293,31 +283,28 @@ class ImageIntake:
     def _has_space(self, image: _PromptImage) -> bool:
         """Whether used files are below their limit, or the prompt has files, which it would otherwise keep forever."""
         num_bytes = sum(file.num_bytes for file in self.files.values() if file.num_users)
-        return num_bytes < MAX_USED_BYTES or image.prompt.has_begun or not any(self._active.values())
+        return num_bytes < MAX_USED_BYTES or bool(image.prompt.files) or not any(self._active.values())
 
     def _begin_image(self, image: _PromptImage) -> None:
         try:
             if image.is_web:
-                job = FetchJob(next(self._numbers), cast("str", image.source.value), self._new_path("fetched"))
+                job = FetchJob(next(self._numbers), cast("str", image.source.value), self._new_path())
                 self._jobs[job.id] = [image]
                 self.process.do(job, partial(self._fetched, image, job))
                 return
-            if not self._readers:
-                self._readers = [WorkerThread(f"aioengine-images-{number}") for number in range(NUM_READERS)]
-            self._next_reader = (self._next_reader + 1) % NUM_READERS
-            reading = self._readers[self._next_reader].submit(partial(self._read, image.source))
+            reading = self._in_thread(partial(self._read, image.source))
             reading.add_done_callback(lambda reading: post(self._loop, self._was_read, image, reading))
         except Exception as error:  # for example, no thread can be started
             self._end_image(image, RequestError(STAGE, describe(error)))
 
     def _read(self, source: ImageSource) -> _ReadImage:
         """Run on a thread."""
-        data, digest, size = read_source(source, self._limits)
+        data, digest, size = read_source(source, self.model.limits)
         content = self._content(digest)
         known = self.files.get(content)
         if known is not None and known.shape is not None and os.path.exists(known.path):
             return _ReadImage(content, "")
-        path = self._new_path("source")
+        path = self._new_path()
         try:
             Path(path).write_bytes(data)
         except OSError:  # if the disk is full, free the space of this file
@@ -362,7 +349,7 @@ class ImageIntake:
         else:
             if file is None:
                 file = self.files[read.content] = ImageFile(read.content, "")
-            file.path, file.waiters = self._new_path(""), [image]
+            file.path, file.waiters = self._new_path(), [image]
             job = PrepareJob(next(self._numbers), read.source, file.path, read.size)
             self._jobs[job.id] = file.waiters
             self.process.do(job, partial(self._prepared, file, job))
@@ -412,8 +399,8 @@ class ImageIntake:
                 raise FileNotFoundError("the engine was shut down")
             return self._folder.path
 
-    def _new_path(self, kind: str) -> str:
-        return os.path.join(self._folder_path(), f"{kind}{next(self._numbers)}{MEDIA_SUFFIX}")
+    def _new_path(self) -> str:
+        return os.path.join(self._folder_path(), f"{next(self._numbers)}{MEDIA_SUFFIX}")
 
     def _evict(self) -> None:
         """Remove unused files, down to their limits."""
@@ -429,11 +416,15 @@ class ImageIntake:
 
     def _remove(self, path: str) -> None:
         """Remove a file on a thread, if it exists."""
-        if self._is_closed or not path:
-            return
-        if self._files_thread is None:
-            self._files_thread = WorkerThread("aioengine-image-files")
-        self._files_thread.submit(partial(Path(path).unlink, missing_ok=True))
+        if path and not self._is_closed:
+            self._in_thread(partial(Path(path).unlink, missing_ok=True))
+
+    def _in_thread(self, work: Callable[[], _Result]) -> Future[_Result]:
+        """Run ``work`` on one of the threads."""
+        if not self._threads:
+            self._threads = [WorkerThread(f"aioengine-images-{number}") for number in range(NUM_THREADS)]
+        self._next_thread = (self._next_thread + 1) % NUM_THREADS
+        return self._threads[self._next_thread].submit(work)
 
 
 def folder_base() -> str:

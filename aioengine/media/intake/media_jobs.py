@@ -290,13 +290,13 @@ class MediaProcess:
         return running
 
     def _start_job_timer(self, queued: _QueuedJob) -> None:
-        queued.timer = self._loop.call_later(self._orders.timeout_s + GRACE_S, self._end_late_jobs)
+        queued.timer = self._loop.call_later(self._orders.limits.timeout_s + GRACE_S, self._end_late_jobs)
 
     def _end_late_jobs(self) -> None:
         """Fail the jobs that exceed the timeout, and end their process. The next process does the others."""
         if self._is_closed or self.child is None:
             return
-        timeout_s, grace_ends_at = self._orders.timeout_s, self._loop.time() + GRACE_S
+        timeout_s, grace_ends_at = self._orders.limits.timeout_s, self._loop.time() + GRACE_S
         reason = f"it took longer than media_timeout={timeout_s:g} seconds, and its process was ended"
         for queued in list(self._running.values()):
             if queued.timer is not None and queued.timer.when() <= grace_ends_at:

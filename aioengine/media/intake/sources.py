@@ -150,11 +150,6 @@ class GivenImages:
                 "list of images, or None), or one image for all"
             )
 
-    @property
-    def has_any(self) -> bool:
-        """Whether any prompt has an image."""
-        return not all(map(_is_none, self._entries))
-
     def has_images(self, prompt: int) -> bool:
         return not _is_none(self._entries[prompt if self._is_per_prompt else 0])
 
@@ -177,7 +172,8 @@ def given_images(value: object, *, is_batch: bool, num_prompts: int) -> GivenIma
     if _is_none(value) and not (is_batch and value):  # a list for a batch must have an entry per prompt
         return None
     images = GivenImages(value, is_batch=is_batch, num_prompts=num_prompts)
-    return images if images.has_any else None
+    has_any = any(images.has_images(prompt) for prompt in range(num_prompts))
+    return images if has_any else None
 
 
 def _is_none(value: object) -> bool:

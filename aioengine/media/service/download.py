@@ -14,11 +14,13 @@ import ssl
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import httpx
 
 if TYPE_CHECKING:
+    from aioengine.settings.config import MediaConfig
+
     Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_REDIRECTS: Final = 5
@@ -41,18 +43,10 @@ _NOT_PUBLIC_NETWORKS: Final = (
 _NOT_PUBLIC: Final = tuple(map(ipaddress.ip_network, _NOT_PUBLIC_NETWORKS))
 
 
-class DownloadLimits(NamedTuple):
-    """``timeout_s``: for a download with its redirects. ``allows_private``: private addresses are allowed."""
-
-    max_bytes: int
-    timeout_s: float
-    allows_private: bool = False
-
-
 class Downloader:
     """Downloads images. On one event loop."""
 
-    def __init__(self, limits: DownloadLimits) -> None:
+    def __init__(self, limits: MediaConfig) -> None:
         self._limits = limits
         # No connection is kept: another host with the same address could get it without a check of its certificate.
         # Proxies of the environment are not used: they would connect to addresses that cannot be checked here.
@@ -99,7 +93,7 @@ class Downloader:
         headers = {**_HEADERS, "Host": url.netloc.decode()}
         refused = problem = ""
         for address in await self._addresses(host, port):
-            if not (self._limits.allows_private or is_public(ipaddress.ip_address(address.partition("%")[0]))):
+            if not (self._limits.allow_private_urls or is_public(ipaddress.ip_address(address.partition("%")[0]))):
                 refused = refused or address
                 continue
             # The connection goes to the checked address. The certificate must be of the host.
@@ -129,7 +123,7 @@ class Downloader:
 
     async def _read(self, response: httpx.Response) -> bytes:
         """Return the body. Both its compressed and its inflated size are limited."""
-        max_bytes = self._limits.max_bytes
+        max_bytes = self._limits.max_image_bytes
         too_large = ValueError(f"it has more than max_image_bytes={max_bytes} bytes")
         if response.status_code != httpx.codes.OK:
             raise ValueError(f"its host answered {response.status_code} {response.reason_phrase:.80}")

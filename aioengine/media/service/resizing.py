@@ -76,21 +76,23 @@ def _cubic(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 def find_order() -> RowsFirst | None:
     """Return when the installed Pillow resizes rows before columns; None if it matches no known order."""
+    return next((order for order in (_never, _if_rows_shrink_more) if _matches(order)), None)
+
+
+def _matches(rows_first: RowsFirst) -> bool:
+    """Whether the installed Pillow resizes pictures of all ``_TRIALS`` in this order."""
     draw = np.random.default_rng(0)
-    for rows_first in (_never, _if_rows_shrink_more):
-        for sizes in _TRIALS:
-            height, width, new_height, new_width = sizes
-            picture = draw.integers(0, 256, (height, width), dtype=np.uint8)
-            passes = [(0, taps(height, new_height)), (1, taps(width, new_width))]
-            resized = picture
-            for axis, one_pass in passes if rows_first(*sizes) else reversed(passes):
-                resized = _run_pass(resized, one_pass, axis)
-            expected = Image.fromarray(picture).resize((new_width, new_height), Image.Resampling.BICUBIC)
-            if not np.array_equal(resized, np.asarray(expected)):
-                break
-        else:
-            return rows_first
-    return None
+    for sizes in _TRIALS:
+        height, width, new_height, new_width = sizes
+        picture = draw.integers(0, 256, (height, width), dtype=np.uint8)
+        passes = [(0, taps(height, new_height)), (1, taps(width, new_width))]
+        resized = picture
+        for axis, one_pass in passes if rows_first(*sizes) else reversed(passes):
+            resized = _run_pass(resized, one_pass, axis)
+        expected = Image.fromarray(picture).resize((new_width, new_height), Image.Resampling.BICUBIC)
+        if not np.array_equal(resized, np.asarray(expected)):
+            return False
+    return True
 
 
 def _never(_height: int, _width: int, _new_height: int, _new_width: int) -> bool:

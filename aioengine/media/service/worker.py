@@ -78,7 +78,7 @@ class MediaWorker:
         self._processor = processor
         self._device_resize = device_resize
         self._threads = ThreadPoolExecutor(orders.num_workers, "prepare")
-        self._gate = PixelGate(orders.max_pixels)
+        self._gate = PixelGate(orders.limits.max_image_pixels)
         self._cancels: dict[int, Callable[[], object]] = {}
 
     async def do(self, job: Job, report: Callable[[Waits], None]) -> JobEnd:
@@ -111,10 +111,9 @@ class MediaWorker:
 
     @cached_property
     def _downloader(self) -> Downloader:
-        from aioengine.media.service.download import Downloader, DownloadLimits  # httpx is only needed for downloads
+        from aioengine.media.service.download import Downloader  # httpx is only needed for downloads
 
-        orders = self._orders
-        return Downloader(DownloadLimits(orders.max_bytes, orders.timeout_s, orders.allows_private))
+        return Downloader(self._orders.limits)
 
     def _prepare(self, job: PrepareJob, is_cancelled: threading.Event, report: Callable[[Waits], None]) -> JobEnd:
         """Run on a thread."""
@@ -122,7 +121,7 @@ class MediaWorker:
             if job.size != (0, 0):
                 image = Image.frombytes("RGB", job.size, file.read())
             else:
-                image = pictures.open_picture(file, self._orders.max_pixels)
+                image = pictures.open_picture(file, self._orders.limits.max_image_pixels)
             with self._gate.holding(image.width * image.height, lambda is_over: report(Waits(job.id, is_over))):
                 if is_cancelled.is_set():
                     return Cancelled(job.id)

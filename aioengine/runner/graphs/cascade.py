@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from aioengine.attention._base import CascadeLimits
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.rows import RowTable
+    from aioengine.runner.transfer import Ints
 
-    Ints = npt.NDArray[np.int64]
     Pages = npt.NDArray[np.int32]
 
 
@@ -103,16 +103,11 @@ class SharedPrefixes:
         """Return the cascade of these rows; None: sharing saves too little."""
         key = (self._table.num_opened, rows.row_indices.tobytes())
         if key != self._key:
-            self._key, self._cascade = key, self._search(rows)
+            num_full = rows.starts // self._page_size
+            pages_RP = self._table.page_tables.tables[0][rows.row_indices, : int(num_full.max())]
+            groups = find_groups(pages_RP, num_full, self._limits)
+            self._key, self._cascade = key, _cascade(pages_RP, groups, self._table) if groups else None
         return self._cascade
-
-    def _search(self, rows: StepRows) -> Cascade | None:
-        if len(rows.row_indices) < self._limits.min_rows:
-            return None
-        num_full = rows.starts // self._page_size
-        pages_RP = self._table.page_tables.tables[0][rows.row_indices, : int(num_full.max())]
-        groups = find_groups(pages_RP, num_full, self._limits)
-        return _cascade(pages_RP, groups, self._table) if groups else None
 
 
 def _cascade(pages_RP: Pages, groups: list[CascadeGroup], table: RowTable) -> Cascade:

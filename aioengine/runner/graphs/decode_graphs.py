@@ -165,12 +165,10 @@ class DecodeGraphs:
         device = table.last_tokens.device
         self.max_rows = max_rows
         self.sizes = ladder(max_rows)
-        self._states = inputs.states
         self._model = model
         self._attention = attention
+        self._inputs = inputs
         self._table = table
-        self._page_size = inputs.page_size
-        self._last_tokens = table.last_tokens
         self._device = device
         # The memory of a step. First: columns, starts of page ids, page ids. For each further layer group with separate
         # page tables: slots, page ids. The groups share all other inputs.
@@ -189,7 +187,7 @@ class DecodeGraphs:
         self._tiles = None if tiles is None else FixedTiles(max_rows, tiles, device)
         self._prefixes: SharedPrefixes | None = None
         if isinstance(attention, CascadeAttention):
-            self._prefixes = SharedPrefixes(table, attention.cascade_limits, page_size=self._page_size)
+            self._prefixes = SharedPrefixes(table, attention.cascade_limits, page_size=self._inputs.page_size)
 
     def capture(self, report: Callable[[int, int], None]) -> None:
         """Capture all graphs. report: called with the numbers of captured and of all graphs."""
@@ -281,7 +279,7 @@ class DecodeGraphs:
         columns = self._columns(step.graph.num_rows)[:, :num_rows]
         token_ids = step.graph.token_ids[:num_rows]
         row_indices = columns[4] if step.last_indices else columns[0]
-        self._kernels.sample(logits[:num_rows], Draws(columns[5:]), token_ids, (row_indices, self._last_tokens))
+        self._kernels.sample(logits[:num_rows], Draws(columns[5:]), token_ids, (row_indices, self._table.last_tokens))
         return token_ids if step.order is None else token_ids[step.order]
 
     def logits(self, step: DecodeStep) -> Tensor:
@@ -318,7 +316,7 @@ class DecodeGraphs:
         """Write the inputs of the graph of ``size`` rows to ``hosts``, an array [X] for each layer group with separate
         page tables. Return the number of integers written to each of them.
         """
-        page_size, ends = self._page_size, _COLUMNS * size
+        page_size, ends = self._inputs.page_size, _COLUMNS * size
         order = cascade.order if cascade else expanded.row_of_token if expanded else slice(None)
         row_indices = rows.row_indices[order]
         positions = expanded.positions if expanded else rows.starts[order]
@@ -393,14 +391,14 @@ class DecodeGraphs:
 
         def compute() -> tuple[Tensor, Tensor, Tensor]:
             """Return hidden states [B, D], logits [B, V] and token ids [B], which always have the same memory."""
-            last_tokens = self._last_tokens.index_select(0, columns[0])
+            last_tokens = self._table.last_tokens.index_select(0, columns[0])
             inputs = model_inputs(self._model, last_tokens, columns[1], rows=rows, adapters=adapters)
-            if self._states is not None:  # padding rows write to the padding page
-                states = self._states.of_graph(columns[0], columns[1], columns[2] < self._page_size)
+            if self._inputs.states is not None:  # padding rows write to the padding page
+                states = self._inputs.states.of_graph(columns[0], columns[1], columns[2] < self._inputs.page_size)
                 inputs = replace(inputs, states=states)
             hidden = self._model.forward(inputs, attention)
             logits = self._model.compute_logits(hidden)
-            self._kernels.sample(logits, Draws(columns[5:]), token_ids, (columns[4], self._last_tokens))
+            self._kernels.sample(logits, Draws(columns[5:]), token_ids, (columns[4], self._table.last_tokens))
             return hidden, logits, token_ids
 
         return compute

@@ -87,13 +87,7 @@ class EncoderGraphs:
     """
 
     def __init__(
-        self,
-        model: Model,
-        attention: FullGraphAttention,
-        *,
-        max_rows: int,
-        max_length: int,
-        returns_all: bool,
+        self, model: Model, attention: FullGraphAttention, *, max_rows: int, max_length: int, returns_all: bool
     ) -> None:
         self._model = model
         self._attention = attention

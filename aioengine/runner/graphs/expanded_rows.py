@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.rows import RowTable
-
-    Ints = npt.NDArray[np.int64]
+    from aioengine.runner.transfer import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +48,10 @@ def expand_rows(rows: StepRows, table: RowTable) -> ExpandedRows:
     """Give each token of the step its own row. Writes the known tokens to the second half of the last tokens."""
     num_tokens, first = int(rows.token_ends[-1]), len(table.sampling)
     row_of_token = np.repeat(np.arange(len(rows.requests)), rows.counts)
-    is_known = np.ones(num_tokens, dtype=np.bool_)
-    held = np.flatnonzero(rows.num_known < rows.counts)
-    is_known[rows.token_ends[held] - 1] = False
+    unknown_rows, unknown = rows.unknown_tokens()
     sources = np.empty(num_tokens, dtype=np.int64)
-    sources[~is_known] = rows.row_indices[held]
-    sources[is_known] = np.arange(first, first + len(rows.known_ids))
+    sources[np.delete(np.arange(num_tokens), unknown)] = np.arange(first, first + len(rows.known_ids))
+    sources[unknown] = rows.row_indices[unknown_rows]
     table.last_tokens[first : first + len(rows.known_ids)].copy_(table.upload(rows.known_ids))
     positions = np.arange(num_tokens) + (rows.starts + rows.counts - rows.token_ends)[row_of_token]
     return ExpandedRows(row_of_token, table.upload(rows.token_ends - 1), positions, sources)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from aioengine.settings.resolve import PACKED
+
+if TYPE_CHECKING:
+    from aioengine.settings.config import Settings
+
 _SHORT = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 257, 16))
 
 
@@ -42,9 +49,13 @@ def piece_ladder(max_tokens: int) -> list[int]:
     return [*(size for size in sizes if size < max_tokens), max_tokens] if max_tokens else []
 
 
-def longest_piece(num_active: int, chunk_tokens: int, *, is_encoder: bool = False) -> int:
-    """Return the tokens of the largest step with prompts that is faster with graphs.
+def longest_graph(settings: Settings, num_active: int) -> int:
+    """Return the number of tokens of the largest step with prompts that has CUDA graphs; 0: none.
 
-    num_active: parameters used per token. is_encoder: attention is captured too.
+    Larger steps would not be faster with graphs. num_active: as in ``Model``.
     """
-    return min(chunk_tokens, int(_WORK / num_active), MAX_ENCODER_TOKENS if is_encoder else MAX_SEEN_TOKENS)
+    if not settings.runner.cuda_graph_max_rows:
+        return 0
+    is_encoder = settings.runner.attention_backend == PACKED
+    most = MAX_ENCODER_TOKENS if is_encoder else MAX_SEEN_TOKENS
+    return min(settings.scheduler.max_step_tokens, int(_WORK / num_active), most)

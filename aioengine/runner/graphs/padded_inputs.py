@@ -53,11 +53,6 @@ class PaddedInputs:
     adapters: PaddedAdapters | None = None
     states: StatePool | None = None
 
-    @property
-    def slot_mapping(self) -> Tensor:
-        """The slots [T] of the first group."""
-        return self.slots[0]
-
     @classmethod
     def zeros(
         cls, model: Model, num_tokens: int, num_rows: int, device: torch.device, *, states: StatePool | None = None
@@ -99,7 +94,7 @@ class PaddedInputs:
     def with_adapters(self, adapters: PaddedAdapters) -> PaddedInputs:
         """Return the same inputs for a graph of steps with adapters."""
         assert self.inputs.outputs is not None
-        fixed = adapters.of(len(self.slot_mapping), len(self.inputs.outputs))
+        fixed = adapters.of(self.slots.shape[1], len(self.inputs.outputs))
         return PaddedInputs(replace(self.inputs, adapters=fixed), self.slots, adapters, self.states)
 
     def fill(self, inputs: ModelInputs, batch: ForwardBatch) -> None:
@@ -132,4 +127,4 @@ class PaddedInputs:
             self.states.fill(into.states.rows, inputs.states.rows)
         if self.adapters is not None:
             assert isinstance(inputs.adapters, StepAdapters)
-            self.adapters.fill(inputs.adapters, num_tokens=len(self.slot_mapping), num_rows=len(into.outputs))
+            self.adapters.fill(inputs.adapters, num_tokens=self.slots.shape[1], num_rows=len(into.outputs))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.attention._base import keys_and_values, split_heads
-from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.runner.graphs.ladder import piece_ladder
 from aioengine.runner.graphs.padded_inputs import PaddedAdapters, PaddedInputs
@@ -40,12 +40,12 @@ class _GraphSplitter:
     """Replaces attention during the capture: when a layer calls attention, one graph ends and the next begins."""
 
     def __init__(
-        self, kv_pool: list[tuple[Tensor, Tensor]], slots: list[Tensor], heads: Tensor, attended: Tensor
+        self, kv_pool: list[tuple[Tensor, Tensor]], slots: dict[int, Tensor], heads: Tensor, attended: Tensor
     ) -> None:
-        """Each layer has an entry in the lists.
-
+        """
         Args:
-            kv_pool: keys [N, K, S, E] and values [N, K, S, V]. slots: KV slots [T].
+            kv_pool: keys [N, K, S, E] and values [N, K, S, V] of each layer.
+            slots: layer -> KV slots [T].
             heads: q, k and v as for ``split_heads``, written by graphs.
             attended: [T, H, V], the attention outputs, read by graphs.
         """
@@ -114,11 +114,7 @@ class PieceGraphs:
         self._model = model
         self._attention = attention
         self._kv_pool = keys_and_values(kv_layers, shape)
-        self._group_of_layer = [0] * shape.num_layers  # index of the page table
-        if shape.page_windows:
-            for group, layers in enumerate(shape.groups):
-                for layer in layers:
-                    self._group_of_layer[layer] = group
+        self._groups = shape.groups if shape.page_windows else (tuple(range(shape.num_layers)),)
         self._device = kv_layers[0].device
         self._max_rows = max_rows
         self._stream = torch.cuda.Stream(self._device)
@@ -145,7 +141,7 @@ class PieceGraphs:
         for num_done, size in enumerate(reversed(sizes), 1):
             num_rows = min(self._max_rows, size)  # each has at least one token
             step = inputs.first(size, num_rows)
-            slots = [step.slots[group] for group in self._group_of_layer]
+            slots = {layer: slots for slots, layers in zip(step.slots, self._groups, strict=True) for layer in layers}
             splitter = _GraphSplitter(self._kv_pool, slots, self._heads[:size], self._attended[:size])
             # Run the kernels once first: they must not be compiled or loaded during the capture.
             if size in (max_tokens, num_rows):

@@ -46,11 +46,7 @@ class GrammarMask:
             masks = self._compute(present, is_on_gpu=logits.is_cuda, in_background=False)
         if masks is None:
             return
-        rules = [
-            (pairs[i][0], token_id if token_id >= 0 else -1 - mask_index)
-            for i, constraint, token_id, mask_index in masks.rows
-            if not constraint.error
-        ]
+        rules = [(pairs[i][0], only) for i, constraint, only in masks.rows if not constraint.error]
         if not rules:
             return
         if logits.is_cuda:
@@ -74,10 +70,11 @@ class GrammarMask:
         for i, constraint in enumerate(constraints):
             if constraint.is_complete or constraint.error:
                 continue
-            token_id = constraint.next_token
-            rows.append((i, constraint, token_id, len(computed)))
-            if token_id < 0:
+            only = constraint.next_token
+            if only < 0:
+                only = -1 - len(computed)
                 computed.append(constraint)
+            rows.append((i, constraint, only))
         if not rows:
             return None
         source = rows[0][1].source
@@ -103,8 +100,8 @@ class GrammarMask:
         return masks if masks.constraints == constraints else None
 
 
-_Row = tuple[int, "RowConstraint", int, int]
-"""Index of the constraint, the constraint, the only allowed token or -1, and then the index of its mask."""
+_Row = tuple[int, "RowConstraint", int]
+"""Index of the constraint, the constraint, and its only allowed token, or -1 - the index of its mask."""
 
 
 class _Masks(NamedTuple):

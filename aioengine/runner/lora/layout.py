@@ -80,7 +80,8 @@ class Layout:
     def offsets(self, ranks: dict[str, int]) -> tuple[dict[str, PartOffsets], int]:
         """Return the offsets of the parts of an adapter with these ranks, and its size in elements."""
         offsets: dict[str, PartOffsets] = {}
-        end = self._table_size
+        # The table is int32. As many elements are reserved for it as if elements had 16 bits.
+        end = _padded_size(len(self._names) * TABLE_COLUMNS * 2)
         for name in self._names:
             if name not in ranks:
                 continue
@@ -103,11 +104,6 @@ class Layout:
         """Elements of a slot: the size of an adapter of the maximum rank that changes all allowed parts."""
         names = [name for name in self._names if not self._modules or name.rpartition(".")[2] in self._modules]
         return self.offsets(dict.fromkeys(names, self.max_rank))[1]
-
-    @property
-    def _table_size(self) -> int:
-        """Size of the table in 16-bit elements. The same number of elements is reserved if elements are wider."""
-        return _padded_size(len(self._names) * TABLE_COLUMNS * 2)
 
 
 def _padded_size(size: int) -> int:

@@ -52,15 +52,14 @@ class AdapterPool:
         self.tiles: TileRows | None = None
         self._device_slots: _DeviceSlots | None = None
         self._host_layers: list[HostAdapters] = []
-        group: GroupRows = group_on_host
         if device.type == "cpu":
             for layer in self._layout.layers:
                 self._host_layers.append(HostAdapters(settings.num_slots, is_gated=layer.linear.is_gated))
                 layer.linear.use_adapters(self._host_layers[-1])
         else:
             self._device_slots = _DeviceSlots(self._layout, settings.num_slots, dtype, device)
-            self.tiles = group = TileRows(settings.num_slots, batch_invariant, upload_to(device))
-        self._group = group
+            self.tiles = TileRows(settings.num_slots, batch_invariant, upload_to(device))
+        self._group: GroupRows = self.tiles or group_on_host
         self.num_bytes = 0 if self._device_slots is None else self._device_slots.pool.nbytes
 
     def read(self, adapter: Adapter) -> PackedAdapter:

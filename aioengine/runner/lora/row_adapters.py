@@ -7,12 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from aioengine.runner.lora.grouping import Slots, StepAdapters
     from aioengine.runner.lora.pool import AdapterPool
-
-    Ints = npt.NDArray[np.int64]
+    from aioengine.runner.transfer import Ints
 
 
 class RowAdapters:

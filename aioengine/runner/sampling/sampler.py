@@ -20,14 +20,13 @@ from aioengine.runner.sampling.philox import UniformTable
 from aioengine.runner.sampling.truncation import BLOCK, draw, draw_truncated
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.request_row import SampledRows
     from aioengine.runner.rows import RowTable
+    from aioengine.runner.transfer import Ints
 
-    Ints = npt.NDArray[np.int64]
 
 FAILED = -1
 """The token id of a row with invalid logits."""
@@ -62,7 +61,7 @@ class Sampler:
             (is_plain, self._plain),
             (is_greedy & ~is_plain, self._processed),
             (~is_greedy & ~is_truncated, self._drawn),
-            (~is_greedy & is_truncated, self._truncated),
+            (~is_greedy & is_truncated, self._drawn),
         ):
             indices = np.flatnonzero(mask)
             for start in range(0, len(indices), _CHUNK_ROWS):
@@ -83,14 +82,16 @@ class Sampler:
         return greedy(self._process(logits, rows, chunk))
 
     def _drawn(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
-        """Logits [S, V] -> token ids [X] of the rows ``chunk`` [X], sampled from the full distribution."""
-        p_SW, is_bad_S = self._probabilities(logits, rows, chunk)
-        return from_numpy(draw(p_SW, self._uniforms(rows, chunk))).masked_fill_(is_bad_S, FAILED)
-
-    def _truncated(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
-        """Logits [S, V] -> token ids [X] of the rows ``chunk`` [X], sampled after truncation."""
-        p_SW, is_bad_S = self._probabilities(logits, rows, chunk)
-        token_S = draw_truncated(p_SW, self._uniforms(rows, chunk), rows.records[chunk])
+        """Logits [S, V] -> token ids [X] of the rows ``chunk`` [X], all of them with truncation or all without."""
+        p_SW = self._process(logits, rows, chunk)
+        records = rows.records[chunk]
+        p_SW.div_(from_numpy(rows.records["temperature"][chunk])[:, None])
+        torch.softmax(p_SW, -1, out=p_SW)
+        is_bad_S = p_SW[:, 0].isnan()  # one NaN makes all entries of its row NaN
+        if bool(is_bad_S.any()):
+            p_SW[is_bad_S] = 1.0
+        uniform_S = self._uniform_table.take(rows.row_indices[chunk], records["seed"], rows.positions[chunk])
+        token_S = draw_truncated(p_SW, uniform_S, records) if records["is_truncated"][0] else draw(p_SW, uniform_S)
         return from_numpy(token_S).masked_fill_(is_bad_S, FAILED)
 
     def _process(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
@@ -103,20 +104,6 @@ class Sampler:
         scores_SW[:, self._vocab_size :] = -torch.inf
         apply_processors(self._processors, scores_SW, rows, chunk, from_numpy)
         return scores_SW
-
-    def _probabilities(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> tuple[Tensor, Tensor]:
-        """Return probabilities [S, W] fp32 in the scratch memory, and which rows are invalid [S] (filled with 1)."""
-        p_SW = self._process(logits, rows, chunk)
-        p_SW.div_(from_numpy(rows.records["temperature"][chunk])[:, None])
-        torch.softmax(p_SW, -1, out=p_SW)
-        is_bad_S = p_SW[:, 0].isnan()  # one NaN makes all entries of its row NaN
-        if bool(is_bad_S.any()):
-            p_SW[is_bad_S] = 1.0
-        return p_SW, is_bad_S
-
-    def _uniforms(self, rows: SampledRows, chunk: Ints) -> npt.NDArray[np.float64]:
-        """Return the random numbers [X] float64 of the rows ``chunk`` [X]."""
-        return self._uniform_table.take(rows.row_indices[chunk], rows.records["seed"][chunk], rows.positions[chunk])
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -110,13 +110,6 @@ def test_import_error_selects_the_fallback(monkeypatch: pytest.MonkeyPatch) -> N
     assert "FlashInfer cannot be imported: RuntimeError: flashinfer-cubin version" in choose(AUTOMATIC).warning
 
 
-def test_unknown_backend_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="attention_backend 'x' is not known; what works: flashinfer, fused, packed, torch"
-    ):
-        choose(msgspec.structs.replace(EXPLICIT, attention_backend="x"))
-
-
 def test_torch_replaces_fused_if_it_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = msgspec.structs.replace(EXPLICIT, attention_backend="fused")
     monkeypatch.setattr("aioengine.attention.fused.serves", lambda *_: True)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from aioengine.kernels import linear
-from aioengine.kernels.adapter_linear import reference
+from aioengine.kernels.adapter_linear import add
 from aioengine.kernels.adapter_slots import AdapterWeights, AdapterTiles
 from aioengine.kernels.triton import adapter_linear
 from aioengine.runner.lora.grouping import tile
@@ -50,7 +50,7 @@ def check(size, sizes, ranks, max_rank, num_rows, rows_of_tile, dtype=torch.floa
     order, tile_slots = tile(slots, num_slots=NUM_SLOTS, size=rows_of_tile)
     tiles = AdapterTiles(torch.from_numpy(order), torch.from_numpy(tile_slots))
     x, y = torch.randn(num_rows, size, dtype=dtype), torch.randn(num_rows, sum(sizes), dtype=dtype)
-    expected = reference(lambda _: y.clone(), x, weights, tiles, is_gated=is_gated)
+    expected = add(lambda _: y.clone(), x, weights, tiles, is_gated=is_gated)
     result = adapter_linear.add(lambda _: y.clone(), x, weights, tiles, is_gated=is_gated)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
@@ -59,7 +59,7 @@ def check(size, sizes, ranks, max_rank, num_rows, rows_of_tile, dtype=torch.floa
         tiles = AdapterTiles(torch.from_numpy(order), torch.from_numpy(tile_slots))
         matmul = linear.DeviceMatmul(torch.randn(sum(sizes), size, dtype=dtype) * size**-0.5, y[0])
         plain = functools.partial(torch.nn.functional.linear, weight=matmul.weight, bias=matmul.bias)
-        expected = reference(plain, x[:1], weights, tiles, is_gated=is_gated)
+        expected = add(plain, x[:1], weights, tiles, is_gated=is_gated)
         result = adapter_linear.add(matmul, x[:1], weights, tiles, is_gated=is_gated)
         torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import AttentionShape, CascadeLimits, kv_pool_shape
-from aioengine.attention._gpu_rows import layer_rules
+from aioengine.attention._gpu_rows import attention_layers
 from aioengine.attention._gpu_splits import max_splits, plan_splits
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels.triton import decode
@@ -113,7 +113,7 @@ for cascade in (None, found):
         other_reference = TorchAttention(special, pool)
         other_reference.prepare(batch)
         windowed = torch.from_numpy(plan_splits(own_lengths, max_splits(SIZE, KV_HEADS), window))
-        rules = layer_rules(special)[0]
+        rules = attention_layers(special, pool).rules[0]
         kept = replace(step, splits=windowed)
         decode.decode(queries, (pool[0, 0], pool[0, 1]), kept, scale=shape.scale, out=out, other=other, rules=rules)
         wanted = write_and_attend(other_reference, q, k, v, 0)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional
 
 from aioengine.families._block_config import Activation
 from aioengine.kernels import activation, gated_linear
@@ -14,7 +17,7 @@ from tests.compute.interpreted import run_interpreted
 PROGRAM = """
 import torch
 
-from aioengine.kernels import gated_linear
+from aioengine.kernels.activation import silu_and_mul
 from aioengine.kernels.triton.gated_linear import matmul
 
 torch.manual_seed(0)
@@ -25,21 +28,25 @@ for num_outputs, size, num_rows, programs in (
 ):
     weight, x = torch.randn(2 * num_outputs, size), torch.randn(num_rows, size)
     result = matmul(x, weight, programs)
-    torch.testing.assert_close(result, gated_linear.reference(x, weight, None), rtol=1e-4, atol=1e-4)
+    expected = silu_and_mul(torch.nn.functional.linear(x, weight))
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 """
 
 ACTIVATIONS = """
 import torch
 
-from aioengine.kernels import activation, norm_and_add
+from torch.nn import functional
+
+from aioengine.kernels.norms import norm_and_add
 from aioengine.kernels.triton import rows
 
 torch.manual_seed(0)
 for num_rows, size in ((3, 40), (1, 1500), (5, 64)):
     x = torch.randn(num_rows, 2 * size) * 4
-    for name, approximate in (("gelu", "none"), ("gelu_tanh", "tanh")):
+    for approximate in ("none", "tanh"):
         result = rows.gelu_and_mul(x, approximate=approximate)
-        torch.testing.assert_close(result, activation.reference_and_mul(x, name), atol=2e-5, rtol=1e-5)
+        expected = functional.gelu(x[:, :size], approximate=approximate) * x[:, size:]
+        torch.testing.assert_close(result, expected, atol=2e-5, rtol=1e-5)
     weight, epsilon = torch.randn(2 * size), torch.tensor(1e-6)
     half = x.bfloat16()
     wide = half.float() * torch.rsqrt(half.float().square().mean(-1, keepdim=True) + epsilon)
@@ -50,7 +57,7 @@ for num_rows, size in ((3, 40), (1, 1500), (5, 64)):
         for pre in (pre_weight.to(wide), None):
             delta, stream, post = torch.randn_like(x).to(kind), x.to(kind, copy=True), weight.to(wide)
             expected_stream = stream.clone()
-            expected = norm_and_add.reference(delta, expected_stream, post, pre, epsilon=epsilon)
+            expected = norm_and_add(delta, expected_stream, post, pre, epsilon=epsilon)
             result = rows.norm_and_add(delta, stream, post, pre, epsilon=epsilon)
             torch.testing.assert_close(result, expected, atol=2e-2, rtol=2e-3)
             torch.testing.assert_close(stream, expected_stream, atol=2e-2, rtol=2e-3)
@@ -63,7 +70,7 @@ def test_matmul_matches_the_reference(has_bias: bool) -> None:
     weight, x = torch.randn(24, 16), torch.randn(5, 16)
     bias = torch.randn(24) if has_bias else None
     matmul = gated_linear.prepare(weight.clone(), bias)
-    torch.testing.assert_close(matmul(x), gated_linear.reference(x, weight, bias))
+    torch.testing.assert_close(matmul(x), activation.silu_and_mul(functional.linear(x, weight, bias)))
 
 
 def test_programs_cover_the_rows_and_fit_into_shared_memory() -> None:
@@ -92,9 +99,17 @@ def test_activation_and_norm_kernels_match_torch() -> None:
     run_interpreted(ACTIVATIONS)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu"])
-def test_activations_match_torch(name: Activation) -> None:
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("silu", functional.silu),
+        ("gelu", functional.gelu),
+        ("gelu_tanh", partial(functional.gelu, approximate="tanh")),
+        ("relu", functional.relu),
+    ],
+)
+def test_activations_match_torch(name: Activation, expected: Callable[[torch.Tensor], torch.Tensor]) -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 50) * 3
-    torch.testing.assert_close(activation.activate(x.clone(), name), activation.reference(x, name))
-    torch.testing.assert_close(activation.activate_and_mul(x.clone(), name), activation.reference_and_mul(x, name))
+    torch.testing.assert_close(activation.activate(x.clone(), name), expected(x))
+    torch.testing.assert_close(activation.activate_and_mul(x.clone(), name), expected(x[:, :25]) * x[:, 25:])

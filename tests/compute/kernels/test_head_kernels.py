@@ -11,8 +11,9 @@ from tests.compute.interpreted import run_compiled, run_interpreted
 HEADS = """
 import torch
 
-from aioengine.kernels import rotate_qk, write_heads
-from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels import rotate_qk
+from aioengine.kernels.heads import write_heads
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton import heads
 
 torch.manual_seed(0)
@@ -36,14 +37,14 @@ for num_query, num_kv, size, dtype in CASES:
     q, k, v = split_qkv(num_query, num_kv, size, dtype)
     cos, sin = torch.randn(2, 1, 5, size).to(dtype)
     turned = heads.rotate_qk(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
-    for rotated, expected in zip(turned, rotate_qk.reference(q, k, cos, sin), strict=True):
+    for rotated, expected in zip(turned, rotate_qk.rotate_qk(q, k, cos, sin), strict=True):
         torch.testing.assert_close(rotated.transpose(0, 1)[None], expected, rtol=1e-6, atol=1e-6)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     slots = torch.tensor([9, 3, 4, 8, 11], dtype=torch.int32)
     for out in (None, torch.zeros(5, num_query + 2 * num_kv, size, dtype=dtype)):
         pools, expected = torch.zeros(2, 2, 3, num_kv, 4, size, dtype=dtype)
-        wanted = write_heads.reference(q, k, v, target=KVTarget(slots, *expected, out if out is None else out.clone()))
-        heads.write(q, k, v, target=(slots, *pools), out=out)
+        wanted = write_heads(q, k, v, KVTarget(slots, *expected, out if out is None else out.clone()))
+        heads.write(q, k, v, KVTarget(slots, *pools, out))
         assert torch.equal(pools, expected)
         assert out is None or torch.equal(out, torch.cat(wanted, dim=1))
 """
@@ -61,7 +62,7 @@ for size, dtype in ((128, torch.bfloat16), (128, torch.float16), (80, torch.floa
     heads.rotate_qk(q, k, *torch.zeros(2, 5, size, dtype=dtype))
     for out in (None, torch.zeros(5, num_query + 2 * num_kv, size, dtype=dtype)):
         pools = torch.zeros(2, 3, num_kv, 4, size, dtype=dtype)
-        heads.write(q, k, v, target=(torch.zeros(5, dtype=torch.int32), *pools), out=out)
+        heads.write(q, k, v, KVTarget(torch.zeros(5, dtype=torch.int32), *pools, out))
 """
 
 

@@ -17,7 +17,7 @@ from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.attention.triton import build
 from aioengine.kernels import latent_heads
-from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton import expanded_attention, latent_decode
 from aioengine.kernels.triton import latent_heads as kernels
 from aioengine.kernels.triton.attention import AttentionTile
@@ -72,10 +72,10 @@ for num_tokens in (1, 3):
         q.clone(), latents, **rest, target=KVTarget(slots, expected, expected[..., :value_size])
     )
     out = torch.zeros_like(turned)
-    kernels.rotate(q, latents, out, **rest, target=(slots, keys))
+    kernels.rotate(q, latents, out, **rest, target=KVTarget(slots, keys, keys))
     torch.testing.assert_close(out, turned)
     torch.testing.assert_close(keys, expected)
-    kernels.rotate(q, latents, q, **rest, target=(slots, keys))
+    kernels.rotate(q, latents, q, **rest, target=KVTarget(slots, keys, keys))
     assert torch.equal(q, out)
 """
 MODEL = """

@@ -9,7 +9,7 @@ from tests.compute.interpreted import run_compiled
 PROGRAM = """
 import torch
 
-from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton import attention, expanded_attention, head_linear
 from aioengine.kernels.triton import latent_decode, latent_heads
 

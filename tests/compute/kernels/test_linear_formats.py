@@ -17,8 +17,8 @@ from aioengine.families._block_config import LinearShape, TensorSpec, TensorSpec
 from aioengine.families._experts import ExpertsConfig, SharedConfig
 from aioengine.families._tensors import adaptable_layers, checkpoint_tensors, expert_tensors, plain_tensors
 from aioengine.families.llama import LlamaFamily
+from aioengine.kernels.activation import silu_and_mul
 from aioengine.kernels.linear import Matmul
-from aioengine.kernels.silu_and_mul import silu_and_mul
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.linear import Linear, Stored
 from aioengine.layers.placement import Placement, Shard, Units, rank_ranges

@@ -9,8 +9,8 @@ from tests.compute.interpreted import run_compiled
 PROGRAM = """
 import torch
 
-from aioengine.kernels.delta_gates import DeltaGates
-from aioengine.kernels.state_rows import StateRows
+from aioengine.kernels.state_types import DeltaGates
+from aioengine.kernels.state_types import StateRows
 from aioengine.kernels.triton import delta_blocks
 
 

@@ -13,12 +13,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from aioengine.kernels.causal_conv import causal_conv
-from aioengine.kernels.delta_gates import DeltaGates
 from aioengine.kernels.gated_delta import gated_delta
-from aioengine.kernels.gated_rms_norm import gated_rms_norm
-from aioengine.kernels.space_weights import SpaceWeights
-from aioengine.kernels.state_rows import StateRows
+from aioengine.kernels.norms import gated_rms_norm
 from aioengine.kernels.state_space import state_space
+from aioengine.kernels.state_types import DeltaGates, SpaceWeights, StateRows
 from tests.compute.interpreted import run_interpreted
 
 NUM_TOKENS, NUM_HEADS, NUM_KEY_HEADS, KEY_SIZE, VALUE_SIZE, WIDTH = 70, 4, 2, 8, 12, 4
@@ -139,11 +137,11 @@ def test_state_space_does_not_depend_on_chunks(dtype: torch.dtype) -> None:
 PROGRAM = """
 import torch
 
-from aioengine.kernels import causal_conv, gated_delta, gated_rms_norm, state_space
-from aioengine.kernels.state_rows import StateRows
+from aioengine.kernels import causal_conv, gated_delta, norms, state_space
+from aioengine.kernels.state_types import StateRows
 from aioengine.kernels.triton import causal_conv as conv_kernels, gated_delta as delta_kernels
 from aioengine.kernels.triton import state_space as space_kernels
-from aioengine.kernels.delta_gates import DeltaGates
+from aioengine.kernels.state_types import DeltaGates
 from aioengine.layers.states import token_blocks
 from aioengine.runner.state_pool import StatePool
 from tests.compute.kernels.test_state_kernels import Layer, Space
@@ -157,20 +155,20 @@ for counts, starts in (([1, 1, 1], [0, 4, 1]), ([2, 67, 1], [0, 3, 1]), ([64, 2,
         torch.tensor([2, 0, 1][: len(counts)]), torch.tensor(starts), torch.tensor(counts).cumsum(0), blocks
     )
     ours, theirs = inputs.clone(), inputs.clone()
-    channels = causal_conv.reference(x, layer.weight, ours, rows)
+    channels = causal_conv.causal_conv(x, layer.weight, ours, rows)
     result = conv_kernels.causal_conv(x, layer.weight, theirs, rows, bias=None, activates=True)
     torch.testing.assert_close(result, channels)
     assert torch.equal(ours, theirs)
     bias = torch.randn(len(layer.weight))
     ours, theirs = inputs.clone(), inputs.clone()
-    expected = causal_conv.reference(x, layer.weight, ours, rows, bias=bias, activates=False)
+    expected = causal_conv.causal_conv(x, layer.weight, ours, rows, bias=bias, activates=False)
     result = conv_kernels.causal_conv(x, layer.weight, theirs, rows, bias=bias, activates=False)
     torch.testing.assert_close(result, expected)
     equal_keys = channels.clone()
     equal_keys[:, 16:32] = equal_keys[:1, 16:32]  # their updates depend most on each other
     for in_blocks, channels in ((False, channels), (True, channels), (True, equal_keys)):
         ours, theirs = matrices.clone(), matrices.clone()
-        outputs = gated_delta.reference(channels, gates, ours, rows)
+        outputs = gated_delta.gated_delta(channels, gates, ours, rows)
         result = delta_kernels.gated_delta(channels, gates, theirs, rows, in_blocks=in_blocks)
         torch.testing.assert_close(result, outputs, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
@@ -183,7 +181,7 @@ for counts, starts in (([1, 1, 1], [0, 4, 1]), ([2, 67, 1], [0, 3, 1]), ([64, 2,
     for in_blocks in (False, True):
         ours, theirs = matrices.clone(), matrices.clone()
         channels = channels.contiguous()
-        expected = state_space.reference(channels, steps, space.weights, ours, rows=rows)
+        expected = state_space.state_space(channels, steps, space.weights, ours, rows=rows)
         result = space_kernels.state_space(channels, steps, space.weights, theirs, rows=rows, in_blocks=in_blocks)
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
@@ -198,9 +196,9 @@ for counts in ([64, 2], [1, 1], [3, 40]):
     pool.fill(padded, rows)
     ours, theirs = [inputs.clone(), matrices.clone()], [inputs.clone(), matrices.clone()]
     total = sum(counts)
-    channels = causal_conv.reference(x[:total], layer.weight, ours[0], rows)
+    channels = causal_conv.causal_conv(x[:total], layer.weight, ours[0], rows)
     part = DeltaGates(steps=gates.steps[:total], scores=gates.scores[:total], log_rate=gates.log_rate, bias=gates.bias)
-    outputs = gated_delta.reference(channels, part, ours[1], rows)
+    outputs = gated_delta.gated_delta(channels, part, ours[1], rows)
     result = conv_kernels.causal_conv(x, layer.weight, theirs[0], padded, bias=None, activates=True)
     torch.testing.assert_close(result[:total], channels)
     result = delta_kernels.gated_delta(result, gates, theirs[1], padded, in_blocks=True)
@@ -211,7 +209,7 @@ for counts in ([64, 2], [1, 1], [3, 40]):
 
 heads, gates, weight, epsilon = torch.randn(5, 4, 12), torch.randn(5, 60), torch.randn(12), torch.tensor(1e-6)
 arguments = heads, gates[:, 7:55], weight, epsilon
-torch.testing.assert_close(delta_kernels.gated_rms_norm(*arguments), gated_rms_norm.reference(*arguments))
+torch.testing.assert_close(delta_kernels.gated_rms_norm(*arguments), norms.gated_rms_norm(*arguments))
 """
 
 

@@ -24,7 +24,7 @@ for width, num_top, num_requested in ((5, 5, 0), (300, 3, 70), (4097, 9, 2), (40
         token_ids = torch.randint(width // 2, width, (5,))
         requested = torch.randint(width // 2, width, (5, num_requested)) if num_requested else None
         measured = measure(logits, token_ids, num_top, requested)
-        expected = token_logprobs.reference(logits, token_ids, num_top, requested)
+        expected = token_logprobs.measure(logits, token_ids, num_top, requested)
         num_values = 1 + num_top + num_requested
         assert torch.equal(measured[:, num_values:], expected[:, num_values:])
         values, exact = (x[:, :num_values].contiguous().view(torch.float32) for x in (measured, expected))

@@ -16,8 +16,9 @@ import triton.language as tl
 from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.attention import triton as triton_attention
-from aioengine.attention.triton import TritonAttention
-from aioengine.kernels import rotate_and_write
+from aioengine.attention._gpu_rows import AttentionLayers
+from aioengine.kernels.heads import rotate_heads
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton import attention as attention_kernels
 from aioengine.kernels.triton.heads import rotate
 from tests.compute.stepping import make_batch, write_and_attend
@@ -55,7 +56,7 @@ def check(
     heads = some_heads(len(batch.slot_mapping), num_heads + shape.num_sides * num_kv_heads)
     q, k, *v = heads.split((num_heads,) + (num_kv_heads,) * shape.num_sides, dim=1)
     v = v[0] if v else k[..., :value_size]
-    backend, reference = TritonAttention(shape, pool), TorchAttention(shape, expected_pool)
+    backend, reference = triton_attention.build(shape, pool), TorchAttention(shape, expected_pool)
     backend.prepare(batch)
     reference.prepare(batch)
     result, expected = write_and_attend(backend, q, k, v, 0), write_and_attend(reference, q, k, v, 0)
@@ -67,12 +68,13 @@ starts = [0, 64, 128, 192, 256, 384, 512, 768, 1024, 1536]
 for length in range(1, 2049):
     assert attention_kernels.num_splits(length) == sum(start < length for start in starts), length
 # one program per row and kv head if there are many short rows, more if a row may be long
-shared = triton_attention._Shared(
+layers = AttentionLayers(
     AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_size=128, scale=1.0),
     [torch.zeros(2, 1, 8, PAGE_SIZE, 128).unbind(0)],
     [],
 )
-counts = [shared.num_programs(*case) for case in ((1, 96), (4, 3), (32, 4), (32, 96), (127, 96), (128, 96))]
+cases = (1, 96), (4, 3), (32, 4), (32, 96), (127, 96), (128, 96)
+counts = [triton_attention.num_programs(layers, *case) for case in cases]
 assert counts == [32, 3, 1, 8, 8, 1], counts
 for rows in ([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], [(0, 70)], [(40, 1), (0, 33), (280, 5)]):
     check(rows, HEADS, KV_HEADS)
@@ -93,14 +95,14 @@ for norms in (None, (torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.tenso
     pools = [torch.randn(6, KV_HEADS, PAGE_SIZE, HEAD_SIZE) for _ in range(2)]
     expected_pools = [split.clone() for split in pools]
     expected = torch.empty_like(heads)
-    target = rotate_and_write.KVTarget(slots, *expected_pools, expected)
-    rotate_and_write.reference(heads.clone(), HEADS, tables, norms, target=target)
+    target = KVTarget(slots, *expected_pools, expected)
+    rotate_heads(heads.clone(), HEADS, tables, norms, target)
     for out in (None, torch.empty_like(heads)):
         rotated = heads.clone()
         result = rotated if out is None else out
         for pool in pools:
             pool.copy_(expected_pools[0] * 0 + 7)
-        rotate(rotated, HEADS, tables, norms, target=(slots, *pools), out=out)
+        rotate(rotated, HEADS, tables, norms, target=KVTarget(slots, *pools, out))
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
         is_written = torch.zeros(6, PAGE_SIZE, dtype=torch.bool)
         is_written.view(-1)[slots.long()] = True
@@ -132,9 +134,9 @@ for value_size, rotated_size, num_heads in ((24, 12, 3), (32, 8, 17)):
     keys = torch.full((6, 1, PAGE_SIZE, latents.shape[1]), 7.0)
     wanted_keys = keys.clone()
     result, wanted = torch.zeros(2, 5, num_heads + 1, latents.shape[1])
-    target = rotate_and_write.KVTarget(slots, wanted_keys, wanted_keys[..., :value_size])
+    target = KVTarget(slots, wanted_keys, wanted_keys[..., :value_size])
     latent_heads.latent_heads(q, latents, wanted, norm=norm, tables=tables, target=target)
-    triton_latent_heads.rotate(q, latents, result, norm=norm, tables=tables, target=(slots, keys))
+    triton_latent_heads.rotate(q, latents, result, norm=norm, tables=tables, target=KVTarget(slots, keys, keys))
     torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(keys, wanted_keys, rtol=1e-4, atol=1e-5)
     assert (keys.view(-1, latents.shape[1])[slots.long()] != 7).all()

@@ -33,8 +33,8 @@ from transformers import (
 from aioengine import models
 from aioengine.families._config import Task, as_embedder
 from aioengine.families._fallback_config import read_fallback_config
-from aioengine.kernels.rotate_and_write import KVTarget
-from aioengine.kernels.write_heads import write_heads
+from aioengine.kernels.heads import write_heads
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.layers.linear import Linear
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights

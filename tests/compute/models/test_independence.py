@@ -16,10 +16,9 @@ from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.fused import CHUNK, FusedAttention
 from aioengine.attention.torch import TorchAttention
 from aioengine.families._block_config import Activation
-from aioengine.kernels.activation import activate, activate_and_mul
-from aioengine.kernels.rms_norm import rms_norm
-from aioengine.kernels.rope import rope
-from aioengine.kernels.silu_and_mul import silu_and_mul
+from aioengine.kernels.activation import activate, activate_and_mul, silu_and_mul
+from aioengine.kernels.heads import rope
+from aioengine.kernels.norms import rms_norm
 from tests.compute.stepping import Request, Stepper, make_batch, make_inputs, options, write_and_attend
 from tests.kit.decoders import ONE_OF_EACH, config_of
 

@@ -17,6 +17,7 @@ from aioengine.media.service.processors import load_processor
 from aioengine.media.service.worker import MediaWorker
 from aioengine.media.tokens._base import find_image_model
 from aioengine.protocol.media import Cancelled, FetchJob, JobEnd, MediaOrders, PreparedImage, PrepareJob, Refused
+from aioengine.settings.config import MediaConfig
 from tests.kit.image_models import FAMILIES, write_image_folder
 
 SIZE = (90, 57)
@@ -52,10 +53,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> MediaWorker:
         processor=images.processor,
         settings=images.settings,
         options={},
-        max_bytes=1 << 24,
-        max_pixels=1 << 24,
-        timeout_s=5.0,
-        allows_private=False,
+        limits=MediaConfig(max_image_pixels=1 << 24),
         num_workers=1,
         leaves_resizing=True,
     )

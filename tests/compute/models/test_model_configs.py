@@ -14,7 +14,6 @@ from aioengine import models, plugins
 from aioengine.api.args import engine_config
 from aioengine.families._tensors import adaptable_layers, checkpoint_tensors, is_ignored
 from aioengine.model_files.model_folder import _context_length
-from aioengine.models._base import StatefulModel
 from aioengine.models._decoder import DecoderModel
 from aioengine.runner.device_memory import kv_cache_of
 from aioengine.settings.memory_model import active_parameters, kv_cache, num_parameters, state_bytes
@@ -124,7 +123,7 @@ def test_tensor_shapes_match_the_tensors_that_models_load(case: str, architectur
         count * per_entry.get(name.rpartition("_")[2], 1) for name, count in numbers.items()
     )
     assert kv_cache(decoder, 512) == kv_cache_of(model.attention_shape)
-    states = model.state_shape.num_bytes if isinstance(model, StatefulModel) else 0
+    states = 0 if model.state_shape is None else model.state_shape.num_bytes
     assert state_bytes(decoder, model.dtype.itemsize) == states
 
 

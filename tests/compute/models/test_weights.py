@@ -177,8 +177,6 @@ def test_folder_without_safetensors_is_refused_with_alternatives(tmp_path: Path)
     check_refused(tmp_path, "has no weights", "safetensors")
     (tmp_path / "pytorch_model.bin").touch()
     check_refused(tmp_path, "pytorch_model.bin, which is not read", "save_pretrained")
-    with pytest.raises(ValueError, match="load_format 'pt' is not known; what works: auto, safetensors, gguf, dummy"):
-        load(FakeModel(), tmp_path, "pt")
 
 
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])

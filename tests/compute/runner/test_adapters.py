@@ -1,4 +1,4 @@
-"""LoRA adapters in the runner, against weights that peft merged: in fp32, on tiny random models."""
+"""Compare LoRA adapters in the runner with weights merged by peft, on tiny random models in fp32."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPTS = [[(7 * i + 3 * j) % 290 + 1 for j in range(3 + 5 * i)] for i in range(
 
 
 class Case(NamedTuple):
-    """A model folder, its adapters, and the continuation of each prompt with weights that peft merged; 0: the base."""
+    """A model folder, its adapters, and the continuation of each prompt with weights merged by peft; 0: the base."""
 
     settings: Settings
     adapters: list[Path]
@@ -55,7 +55,7 @@ def adapter(path: Path, number: int = 1, *, fingerprint: str = "") -> Adapter:
 
 
 def continued(model: torch.nn.Module, num_tokens: int = 6) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """The greedy continuation of each prompt, and the logits [V] of its first token."""
+    """Return the greedy continuation of each prompt, and the logits [V] of its first token."""
     outputs, logits = list[list[int]](), list[torch.Tensor]()
     for prompt in PROMPTS:
         ids = list(prompt)
@@ -90,7 +90,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def runner_with(case: Case) -> ModelRunner:
-    """With the adapters in slots 1 to 3."""
+    """Build a runner with the adapters in slots 1 to 3."""
     runner = build(case.settings, lambda _: None)
     assert runner.adapters is not None
     assert runner.adapters.num_slots == NUM_SLOTS
@@ -105,7 +105,7 @@ def opened(uid: int, slot: int, prompt: list[int], sampling: Sampling | None = N
 
 
 def generate(runner: ModelRunner, rows: list[NewRow], *, chunk: int = 100, num_tokens: int = 6) -> list[list[int]]:
-    """All rows together, prompts in chunks of up to ``chunk`` tokens."""
+    """Compute all rows together, with prompts in chunks of up to ``chunk`` tokens."""
     outputs: dict[int, list[int]] = {row.uid: [] for row in rows}
     done = dict.fromkeys(outputs, 0)
     prompts = {row.uid: row.token_ids for row in rows}
@@ -162,7 +162,7 @@ def test_logits_equal_merged_weights(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", ["gpt2", "gpt_neox", "glm4", "phi3", "qwen3_next"])
-def test_layers_that_a_checkpoint_stores_in_another_order_or_fused(case: str, tmp_path: Path) -> None:
+def test_adapters_of_fused_and_reordered_layers_equal_merged_weights(case: str, tmp_path: Path) -> None:
     is_hybrid = case == "qwen3_next"
     base = random_model(make_config() if is_hybrid else config_of(case, max_position_embeddings=128))
     base.save_pretrained(tmp_path / "model")
@@ -188,7 +188,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "model", save_adapter(base, folder / "adapter")
 
 
-def test_a_slot_takes_one_adapter_after_another(llama: tuple[Path, Path], tmp_path: Path) -> None:
+def test_adapter_replaces_the_previous_one_in_its_slot(llama: tuple[Path, Path], tmp_path: Path) -> None:
     folder, first = llama
     base = AutoModelForCausalLM.from_pretrained(folder)
     second = save_adapter(base, tmp_path / "second", seed=5, target_modules=["q_proj"], layers_to_transform=[1])
@@ -260,7 +260,7 @@ def test_numbers_that_are_not_finite_are_refused(llama: tuple[Path, Path], tmp_p
         runner.adapters.read(adapter(path))
 
 
-def test_adapters_that_cannot_be_read(llama: tuple[Path, Path], tmp_path: Path) -> None:
+def test_unreadable_adapters_are_refused(llama: tuple[Path, Path], tmp_path: Path) -> None:
     folder, path = llama
     runner = build(with_adapters(make_settings(folder), max_rank=2, modules=("q_proj",)), lambda _: None)
     with pytest.raises(ValueError, match="rank 4, and max_lora_rank is 2"):
@@ -269,7 +269,7 @@ def test_adapters_that_cannot_be_read(llama: tuple[Path, Path], tmp_path: Path) 
         runner.adapters.read(adapter(tmp_path / "missing"))
 
 
-def test_modules_that_no_adapter_may_change(llama: tuple[Path, Path], tmp_path: Path) -> None:
+def test_adapter_works_if_only_its_modules_may_change(llama: tuple[Path, Path], tmp_path: Path) -> None:
     folder, _ = llama
     base = AutoModelForCausalLM.from_pretrained(folder)
     path = save_adapter(base, tmp_path, target_modules=["k_proj", "up_proj"])
@@ -280,7 +280,7 @@ def test_modules_that_no_adapter_may_change(llama: tuple[Path, Path], tmp_path: 
     assert generate(runner, [opened(i, 1, prompt) for i, prompt in enumerate(PROMPTS)]) == expected
 
 
-def test_steps_without_an_adapter_take_the_same_way_as_without_slots(llama: tuple[Path, Path]) -> None:
+def test_rows_without_adapter_are_the_same_with_and_without_slots(llama: tuple[Path, Path]) -> None:
     folder, _ = llama
     runner = build(with_adapters(make_settings(folder)), lambda _: None)
     rows = [opened(i, 0, prompt) for i, prompt in enumerate(PROMPTS)]
@@ -288,7 +288,7 @@ def test_steps_without_an_adapter_take_the_same_way_as_without_slots(llama: tupl
 
 
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl"])
-def test_the_text_part_of_a_model_that_reads_images(model_type: str, tmp_path: Path) -> None:
+def test_adapters_of_a_vision_model_change_its_text_model(model_type: str, tmp_path: Path) -> None:
     base = save_vision_model(model_type, tmp_path / "model")
     folder = save_adapter(base, tmp_path / "adapter", target_modules=r".*language_model.*\.(q_proj|o_proj|up_proj)")
     runner = build(with_adapters(make_settings(tmp_path / "model")), lambda _: None)

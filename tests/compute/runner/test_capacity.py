@@ -1,4 +1,4 @@
-"""The size of the pool, and the agreement of plan and runner."""
+"""The size of the pool, and the same sizes in ``plan()``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars in the runner: exact at every depth of overlap, in any batch, through preemption and jumps; the masks."""
+"""Grammars in the runner: exact with overlap, in batches, after preemption and with forced tokens; their masks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make_world(folder: Path, *, depth: int, min_forced: int = NOT_FORCED, max_to
 
 
 def answer_all(world: World, preempts_every: int) -> list[int]:
-    """Compute all prompts, with a preemption every so many steps; returns their uids."""
+    """Compute all prompts, with a preemption every few steps. Return their uids."""
     uids = [
         world.submit(prompt, sampling, max_new_tokens=40) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
     ]
@@ -82,7 +82,7 @@ def answer_all(world: World, preempts_every: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[list[int]]:
-    """Without jumps."""
+    """The answers without forced tokens."""
     world = make_world(folder, depth=0)
     return [
         world.answers([prompt], [sampling], max_new_tokens=40)[0]
@@ -107,7 +107,7 @@ def test_answers_equal_the_answers_of_single_requests(
 ) -> None:
     monkeypatch.setattr("aioengine.constraints.grammars._MIN_IN_BACKGROUND", 2)
     world = make_world(folder, depth=depth, min_forced=min_forced, max_tokens=max_tokens)
-    if has_logprobs:  # of a step, which then follows its constraints when it is launched
+    if has_logprobs:  # such a step follows its constraints when it is launched
         world.submit([3, 4], SAMPLINGS[0], max_new_tokens=30, logprobs=LogprobRules(num_top=1))
     uids = answer_all(world, preempts_every)
     assert [world.outputs[uid] for uid in uids] == alone
@@ -126,7 +126,7 @@ def test_answers_equal_the_answers_of_single_requests(
 
 
 class MaskedGraphs:
-    """Decode steps as from CUDA graphs, on the CPU: logits that the masks are set in, then a draw by temperature."""
+    """Replaces CUDA graphs on the CPU: masks are applied to logits, then tokens are drawn by temperature."""
 
     max_rows = 16
 
@@ -183,7 +183,7 @@ def test_answers_with_masks_in_graphs_are_the_same(
 
 
 class Answer(NamedTuple):
-    """Of one request, and the number of its steps."""
+    """Return the answer of one request, and the number of its steps."""
 
     ids: list[int]
     code: FinishCode
@@ -220,7 +220,7 @@ def test_forced_tokens_take_no_steps_of_their_own(folder: Path, end: str, depth:
     assert jumped.code is FinishCode.STOP
     num_forced = len(plain.ids) - 1 - bool(end)
     assert num_forced > 10
-    in_vain = depth if end else 0  # in flight when the jump is known
+    in_vain = depth if end else 0  # in flight when the forced tokens are known
     assert plain.num_steps - jumped.num_steps == num_forced - in_vain
     assert answer_of(folder, regex, depth=depth, min_forced=4, max_tokens=8)[:2] == plain[:2]
     for max_new_tokens in (2, num_forced, num_forced + 1):
@@ -229,7 +229,7 @@ def test_forced_tokens_take_no_steps_of_their_own(folder: Path, end: str, depth:
         assert jumped[:2] == plain[:2]
 
 
-def test_a_jump_has_more_tokens_in_a_step_of_more_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_more_rows_need_more_forced_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     regex = "[ab]hello, these words are forced"
     monkeypatch.setattr(constrained_rows, "ROWS_PER_TOKEN", 1)  # one token more in a step of one row
     num_steps = answer_of(folder, regex, depth=0, min_forced=NOT_FORCED).num_steps
@@ -296,7 +296,7 @@ class Fixed:
 
 
 @pytest.mark.parametrize("width", [70, 96, 128])
-def test_masks_rule_out_all_other_tokens_of_their_rows(width: int) -> None:
+def test_masks_forbid_all_other_tokens_of_their_rows(width: int) -> None:
     logits = torch.randn(200, width)
     expected = logits.clone()
     rows: list[LogitsRow] = []

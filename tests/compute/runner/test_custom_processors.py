@@ -1,4 +1,4 @@
-"""Logits processors of the user: those of a step together, and a failure is that of its row alone."""
+"""The user's logits processors: rows are processed together, and a failure affects only its row."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_row_that_fails_ends_alone(
     assert world.ended[bad].code is FinishCode.FAILED
     assert world.outputs[bad] == []
     assert re.search(message, world.ended[bad].message)
-    if how not in ("nan", "nothing"):  # which are no exceptions: the rows beside get them too
+    if how not in ("nan", "nothing"):  # no exceptions, so the processor also changes the rows beside
         assert [world.ended[uid].code for uid in good] == [FinishCode.LENGTH] * 2
     assert world.runner._custom.errors == {}  # type: ignore[attr-defined]
 
@@ -112,12 +112,12 @@ def test_a_row_that_fails_ends_alone(
         ("tests.kit.waiting:None", "does not exist; classes with apply in tests.kit.waiting: none$"),
     ],
 )
-def test_a_name_that_is_no_processor_fails_the_start(folder: Path, name: str, message: str) -> None:
+def test_start_fails_if_a_name_is_no_processor(folder: Path, name: str, message: str) -> None:
     settings = settings_of(folder)
     runner = msgspec.structs.replace(settings.runner, logits_processors=(name,))
     with pytest.raises(ValueError, match=f"^logits_processors: '{name}' {message}"):
         build(msgspec.structs.replace(settings, runner=runner), lambda _: None)
 
 
-def test_there_need_be_none() -> None:
+def test_engine_without_custom_processors() -> None:
     assert not CustomProcessors((), vocab_size=10).wants(Sampling(0))

@@ -1,4 +1,4 @@
-"""What is said when a GPU's memory does not suffice, with the GPU made up."""
+"""Errors if GPU memory is short, with a simulated GPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from aioengine.attention._base import AttentionShape
 from aioengine.models._base import InputSpec
 from aioengine.runner import device_memory
-from aioengine.runner.device_memory import DeviceMemory, LargestStep, captured_bytes, listed_processes
+from aioengine.runner.device_memory import DeviceMemory, captured_bytes, listed_processes
+from tests.compute.runner_world import make_settings
 
 if TYPE_CHECKING:
     from aioengine.models._base import Model
@@ -23,7 +25,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 @pytest.fixture
 def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A GPU of 80 GiB with 2 free; the list ends with the bytes that this process holds of it."""
+    """Simulate a GPU of 80 GiB with 2 GiB free. The last number of the list is the memory of this process."""
     held = [0]
     for name, found in {
         "memory_reserved": lambda _: held[-1],
@@ -37,7 +39,7 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return held
 
 
-def test_error_names_needed_and_available_memory_and_the_remedy(reserved: list[int]) -> None:
+def test_error_has_needed_and_available_memory_and_advice(reserved: list[int]) -> None:
     memory = DeviceMemory(GPU)
     with memory.take("the weights", advice=""):
         reserved.append(5 * GIB)
@@ -66,7 +68,7 @@ def test_other_errors_are_passed_on(reserved: list[int]) -> None:
         raise RuntimeError("CUDA error: illegal memory access")
 
 
-def test_a_cpu_keeps_no_account() -> None:
+def test_memory_of_a_cpu_is_not_recorded() -> None:
     memory = DeviceMemory(CPU)
     with memory.take("the weights", advice=""):
         pass
@@ -74,7 +76,7 @@ def test_a_cpu_keeps_no_account() -> None:
     assert memory.facts()["device_name"] == "cpu"
 
 
-def test_the_list_of_processes() -> None:
+def test_processes_of_nvidia_smi_are_parsed() -> None:
     output = "12, /usr/bin/python3, 3174\n13, python, [N/A]\n99, self, 10\nNo running processes found\n"
     assert listed_processes(output, 99) == ["process 12 (python3) 3.1 GiB", "process 13 (python)"]
 
@@ -85,7 +87,7 @@ def test_without_nvidia_smi_other_processes_are_unknown(monkeypatch: pytest.Monk
     assert device_memory.other_processes(GPU) == []
 
 
-def test_the_advice_names_arguments() -> None:
+def test_advice_names_arguments_of_the_engine() -> None:
     from aioengine.api import args
     from aioengine.runner import build
 
@@ -96,22 +98,34 @@ def test_the_advice_names_arguments() -> None:
 def test_bytes_of_captured_prompt_steps() -> None:
     shape = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
     model = cast("Model", SimpleNamespace(attention_shape=shape, dtype=torch.bfloat16, input_spec=InputSpec()))
-    assert captured_bytes(model, LargestStep(4096, 64, 0), 1000) == 0
-    # q, k and v, and as much as q again
-    assert captured_bytes(model, LargestStep(4096, 64, 1024), 1000) == 1024 * (4 + 2 + 2 + 4) * 8 * 2 + 250
+    assert captured_bytes(model, 0) == 0
+    # q, k and v, and the attention output
+    assert captured_bytes(model, 1024) == 1024 * (4 + 2 + 2 + 4) * 8 * 2
 
 
 def test_pool_budget_keeps_memory_for_steps_and_graphs(reserved: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * GIB, 80 * GIB))
     monkeypatch.setattr(device_memory, "peak_memory", lambda *_: GIB)
     shape = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
-    facts = {"attention_shape": shape, "dtype": torch.bfloat16, "input_spec": InputSpec(), "vocab_size": 1 << 18}
-    model, largest = cast("Model", SimpleNamespace(**facts)), LargestStep(4096, 1024, 0)
+    facts = {
+        "attention_shape": shape,
+        "dtype": torch.bfloat16,
+        "input_spec": InputSpec(),
+        "vocab_size": 1 << 18,
+        "num_active": 1,
+    }
+    model, settings = cast("Model", SimpleNamespace(**facts)), make_settings("", num_pages=None)
+    settings = replace(
+        settings,
+        scheduler=replace(settings.scheduler, max_running=1024),
+        memory=replace(settings.memory, mem_fraction_static=0.9),
+    )
     kept = GIB + GIB // 4 + 2 * 4 * 1024 * (1 << 18) + 2 * GIB  # step with margin, token counts, graphs
-    budget = DeviceMemory(GPU).pool_budget(model, largest, fraction=0.9)
+    budget = DeviceMemory(GPU).pool_budget(model, settings, None)
     assert budget.num_bytes == pytest.approx(62 * GIB - kept, abs=1)
     words = "mem_fraction_static=0.9 leaves 62.0 GiB; the largest step and the CUDA graphs need 5.2 GiB of it"
     assert words in budget.explanation
-    requested = DeviceMemory(GPU).pool_budget(model, largest, fraction=None)
+    settings = replace(settings, memory=replace(settings.memory, num_pages=7))
+    requested = DeviceMemory(GPU).pool_budget(model, settings, None)
     assert requested.num_bytes == 70 * GIB - kept
     assert "mem_fraction_static" not in requested.explanation

@@ -1,4 +1,4 @@
-"""Hidden states of the runner: those of a forward of transformers, whatever the chunks, the batch and the cache."""
+"""Hidden states of the runner equal a forward pass of transformers, with any chunks, batch and prefix hits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from aioengine.api.answers import StateReader
 from aioengine.protocol.columns import (
+    BLOCK_BYTES,
     HIDDEN_STATES,
     PROMPT_STATES,
-    STATE_BLOCK_BYTES,
     Extra,
     TokenColumns,
-    state_extras,
+    block_extras,
 )
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, MAX_PAYLOAD_BYTES, Sampling, StepOutput
 from aioengine.protocol.packed_logprobs import LogprobRules
@@ -30,7 +30,7 @@ LAST = Sampling(5, temperature=0.0, hidden_states=LAST_STATES)
 
 
 class Saved(NamedTuple):
-    """A model in fp32: its folder, and transformers' own."""
+    """A model in fp32: its folder, and the model of transformers."""
 
     folder: Path
     theirs: torch.nn.Module
@@ -48,7 +48,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def check(saved: Saved, world: World, uid: int, prompt: list[int], *, returns_all: bool) -> None:
-    """Each token has its extra once, and they are the model's numbers."""
+    """Check that each token has one extra with the hidden state of the model."""
     output = world.outputs[uid]
     expected = saved.expected(prompt + output)
     starts = {HIDDEN_STATES: len(prompt) - 1, PROMPT_STATES: 0}
@@ -77,7 +77,7 @@ def test_hidden_states_equal_transformers_beside_rows_without_them(saved: Saved,
     assert world.runner._table.num_with_states == 0  # type: ignore[attr-defined]
 
 
-def test_they_survive_preemption(saved: Saved) -> None:
+def test_hidden_states_survive_preemption(saved: Saved) -> None:
     world = World(make_settings(saved.folder, num_pages=34, chunk_tokens=24))
     prompts = [PROMPT[:30], PROMPT[5:35], PROMPT[9:30]]
     uids = [world.submit(prompt, ALL, max_new_tokens=40) for prompt in prompts]
@@ -88,7 +88,7 @@ def test_they_survive_preemption(saved: Saved) -> None:
         check(saved, world, uid, prompt, returns_all=True)
 
 
-def test_they_come_beside_logprobs_of_the_same_prompt(saved: Saved) -> None:
+def test_hidden_states_and_logprobs_of_the_same_prompt(saved: Saved) -> None:
     world = World(make_settings(saved.folder, chunk_tokens=16))
     both = world.submit(PROMPT, ALL, logprobs=LogprobRules(start=0, num_top=2))
     alone = world.submit(PROMPT, ALL)
@@ -109,11 +109,11 @@ def test_a_message_with_large_extras_is_sent_in_parts() -> None:
     assert StepOutput(TokenColumns([1], [7], None, extras[:1])).parts()[0].tokens.extras == extras[:1]
 
 
-@pytest.mark.parametrize(("num_positions", "hidden_size"), [(1, 4), (5, STATE_BLOCK_BYTES), (40_000, 24), (4_096, 512)])
+@pytest.mark.parametrize(("num_positions", "hidden_size"), [(1, 4), (5, BLOCK_BYTES), (40_000, 24), (4_096, 512)])
 def test_prompt_states_arrive_in_blocks_in_any_order(num_positions: int, hidden_size: int) -> None:
     states = np.arange(num_positions * hidden_size, dtype=np.float32).reshape(-1, hidden_size)
-    blocks = state_extras(3, states[:-1].tobytes(), 4 * hidden_size)
-    assert all(len(block.data) <= max(STATE_BLOCK_BYTES, 4 * hidden_size) for block in blocks)
+    blocks = block_extras(3, PROMPT_STATES, states[:-1].tobytes(), 4 * hidden_size)
+    assert all(len(block.data) <= max(BLOCK_BYTES, 4 * hidden_size) for block in blocks)
     reader = StateReader(num_positions, hidden_size)
     for extra in [*blocks[::2], Extra(3, 0, HIDDEN_STATES, states[-1].tobytes()), *reversed(blocks)]:
         reader.read(extra)

@@ -1,4 +1,4 @@
-"""Prompts that are embeddings: the tokens and numbers of the ids whose embeddings they are, in any company."""
+"""Prompts given as embeddings return the same tokens and numbers as their token ids, in any batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def run(saved: Saved, world: World, *, embeds: bool, max_new_tokens: int = 12) -> tuple[list[list[int]], list[object]]:
-    """The tokens and all extras of the prompts, given as ids or as embeddings."""
+    """Return the tokens and extras of prompts given as ids or as embeddings."""
     rules = LogprobRules(num_top=3)
     uids = [
         world.submit(
@@ -60,7 +60,7 @@ def run(saved: Saved, world: World, *, embeds: bool, max_new_tokens: int = 12) -
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("chunk_tokens", "depth"), [(512, 0), (7, 0), (16, 1)])
-def test_they_give_the_bits_of_their_ids(saved: Saved, chunk_tokens: int, depth: int, dtype: str) -> None:
+def test_embeddings_return_the_same_bits_as_token_ids(saved: Saved, chunk_tokens: int, depth: int, dtype: str) -> None:
     settings = make_settings(saved.folder, chunk_tokens=chunk_tokens, depth=depth, dtype=dtype)
     by_ids = run(saved, World(settings), embeds=False)
     world = World(settings)
@@ -71,7 +71,7 @@ def test_they_give_the_bits_of_their_ids(saved: Saved, chunk_tokens: int, depth:
     assert set(world.num_cached.values()) == {0}
 
 
-def test_they_survive_preemption(saved: Saved) -> None:
+def test_embeddings_survive_preemption(saved: Saved) -> None:
     settings = make_settings(saved.folder, num_pages=44, chunk_tokens=24)
     expected = run(saved, World(make_settings(saved.folder)), embeds=False, max_new_tokens=40)
     world = World(settings)

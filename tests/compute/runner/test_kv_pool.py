@@ -1,4 +1,4 @@
-"""The tensor behind the page ids."""
+"""The tensors of the KV pool."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def pool() -> KVPool:
     return KVPool(SHAPE, num_pages=5, page_size=4, dtype=torch.bfloat16, device=torch.device("cpu"))
 
 
-def test_zeros_and_a_padding_page_that_is_not_counted(pool: KVPool) -> None:
+def test_pool_is_zero_and_has_an_additional_padding_page(pool: KVPool) -> None:
     assert pool.tensors[0].shape == (2, 2, 6, 2, 4, 8)
     assert pool.tensors[0].dtype == torch.bfloat16
-    assert pool.num_bytes == pool.tensors[0].nbytes
+    assert pool.facts["kv_pool_bytes"] == pool.tensors[0].nbytes
     assert not pool.tensors[0].any()
     assert (PADDING_PAGE, FIRST_PAGE + pool.num_pages) == (0, 6)
 
@@ -35,7 +35,7 @@ def test_cleaning_changes_only_non_finite_numbers_of_the_pages(pool: KVPool) -> 
     assert not pool.tensors[0][:, :, 3].isfinite().all()
 
 
-def test_release_gives_the_memory_back(pool: KVPool) -> None:
+def test_release_frees_the_memory(pool: KVPool) -> None:
     pool.tensors[0].fill_(1.0)
     pool.release()
     pool.release()

@@ -1,4 +1,4 @@
-"""Logits processors against transformers' own and against the definition."""
+"""Compare logits processors with transformers and with their definition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 320
 
 
 def row(index: int, sampling: Sampling, tokens: list[int], num_prompt: int) -> LogitsRow:
-    history = torch.tensor([*tokens, 0, 0, 0])  # room at the end, which must not count
+    history = torch.tensor([*tokens, 0, 0, 0])  # free entries at the end must not count
     lists = token_lists(sampling, WIDTH, torch.from_numpy)
     recent = torch.full((8,), -1, dtype=torch.int32)
     for position, token_id in enumerate(tokens):
@@ -42,7 +42,7 @@ def test_order_of_the_processors() -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.2, 2.0])
-def test_repetition_penalty_is_that_of_transformers(logits: torch.Tensor, penalty: float) -> None:
+def test_repetition_penalty_equals_transformers(logits: torch.Tensor, penalty: float) -> None:
     tokens = [[5, 6, 7, 7, 5], [1, 300, 2, 2, 2]]
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(tokens), logits[:2].clone())
     sampling = Sampling(0, repetition_penalty=penalty)
@@ -55,7 +55,7 @@ def test_repetition_penalty_is_that_of_transformers(logits: torch.Tensor, penalt
 def test_frequency_and_presence_count_only_output_tokens(logits: torch.Tensor) -> None:
     before = logits.clone()
     penalties = Penalties()
-    for _ in range(2):  # the second time shows that nothing is left in the table of counts
+    for _ in range(2):  # the processor keeps no counts
         logits.copy_(before)
         penalties.apply(
             logits,
@@ -77,7 +77,7 @@ def test_counts_come_before_repetition(logits: torch.Tensor) -> None:
     logits[0, 4] = 1.0
     sampling = Sampling(0, frequency_penalty=2.0, repetition_penalty=2.0)
     Penalties().apply(logits, [row(0, sampling, [9, 4], 1)], torch.from_numpy)
-    assert logits[0, 4] == (1.0 - 2.0) * 2.0  # negative by then, so it is multiplied
+    assert logits[0, 4] == (1.0 - 2.0) * 2.0  # the frequency penalty made it negative, so it is multiplied
 
 
 def test_bias_and_suppression_change_only_their_rows(logits: torch.Tensor) -> None:
@@ -107,7 +107,7 @@ def test_bad_words_equal_transformers(logits: torch.Tensor, tokens: list[int], n
     assert torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("most", [1 << 20, 5])  # tokens that are compared at a time
+@pytest.mark.parametrize("most", [1 << 20, 5])  # maximum tokens compared at once
 def test_bad_words_of_several_rows_follow_the_definition(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(bad_words, "_MAX_TOKENS", most)
     draw = random.Random(most)
@@ -126,7 +126,7 @@ def test_bad_words_of_several_rows_follow_the_definition(monkeypatch: pytest.Mon
         assert torch.equal(logits, expected)
 
 
-def test_all_but_the_allowed_tokens_are_ruled_out_of_their_rows(logits: torch.Tensor) -> None:
+def test_only_allowed_tokens_keep_their_logits(logits: torch.Tensor) -> None:
     expected = logits.clone()
     for index, ids in [(0, (3, 5)), (2, (9,))]:
         mask = torch.ones(WIDTH, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Logprobs of the runner: those of a plain forward of transformers, whatever the chunks, the batch and the cache."""
+"""Logprobs of the runner equal a forward pass of transformers, with any chunks, batch and prefix hits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CLOSE = 1e-4
 
 
 class Saved(NamedTuple):
-    """A model in fp32: its folder, and transformers' own."""
+    """A model in fp32: its folder, and the model of transformers."""
 
     folder: Path
     theirs: torch.nn.Module
 
     def expected(self, token_ids: list[int]) -> torch.Tensor:
-        """Log-probabilities [T, V] of what follows each token."""
+        """Return the logprobs [T, V] of the next token after each token."""
         with torch.inference_mode():
             return torch.log_softmax(self.theirs(torch.tensor([token_ids])).logits[0].float(), -1)
 
@@ -53,7 +53,7 @@ def lists_of(world: World, uid: int, rules: LogprobRules, num_prompt: int) -> di
 
 
 def check_position(lists: dict[str, list], side: str, place: int, token_id: int, expected: torch.Tensor) -> None:
-    """The entries of one position; ``expected`` [V]."""
+    """Check the entries of one position. expected: [V]."""
     value, found_id, text = lists[f"{side}_token_logprobs"][place]
     assert (found_id, text) == (token_id, None)
     assert value == pytest.approx(float(expected[token_id]), abs=CLOSE)
@@ -73,7 +73,7 @@ def check_lists(lists: dict[str, list], side: str, place: int, expected: torch.T
 
 
 def check(world: World, uid: int, rules: LogprobRules, saved: Saved, prompt: list[int] = PROMPT) -> None:
-    """All that a request got is what a plain forward over its tokens gives."""
+    """Check that all logprobs of a request equal a forward pass over its tokens."""
     output = world.outputs[uid]
     expected = saved.expected([*prompt, *output])
     lists = lists_of(world, uid, rules, len(prompt))
@@ -137,7 +137,7 @@ def test_prompt_logits_are_computed_in_pieces(saved: Saved) -> None:
         check(world, uid, rules, saved, PROMPT * 4)
 
 
-def test_the_logprobs_are_the_same_bits_in_any_batch_chunk_and_cache(saved: Saved) -> None:
+def test_logprobs_have_the_same_bits_in_any_batch_chunk_and_cache(saved: Saved) -> None:
     rules = LogprobRules(start=5, num_top=4, token_ids=(11,))
     alone = World(settings_of(saved))
     uid = alone.submit(PROMPT, logprobs=rules)
@@ -181,7 +181,7 @@ def test_preempted_requests_return_each_logprob_once(saved: Saved) -> None:
         check(world, uid, each, saved, prompt)
 
 
-def test_without_output_the_distribution_behind_the_prompt_is_given(saved: Saved) -> None:
+def test_score_request_returns_the_distribution_after_the_prompt(saved: Saved) -> None:
     world = World(settings_of(saved, chunk_tokens=16))
     rules = [
         LogprobRules(num_top=3, token_ids=(5, 1)),
@@ -207,7 +207,7 @@ def test_without_output_the_distribution_behind_the_prompt_is_given(saved: Saved
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_nan_prompt_logprob_fails_only_its_request(tmp_path: Path, depth: int) -> None:
-    """All layers have windows of four tokens: what goes wrong at the start of a prompt does not reach its end."""
+    """All layers have windows of four tokens, so a NaN at the start of a prompt does not reach its end."""
     save_model("mistral", tmp_path, sliding_window=4)
     poison, rules = 77, LogprobRules(start=0, num_top=2)
     prompts = [[token for token in PROMPT if token != poison], [5, poison, *range(100, 140)]]

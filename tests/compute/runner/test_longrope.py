@@ -1,4 +1,4 @@
-"""Requests of a model whose rotations depend on the length of the text, in a runner: the tokens are transformers'."""
+"""Tokens of a model whose rotations depend on the length of the text equal transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module", name="expected")
 def _expected(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    """The tokens of transformers, which computes a text anew when it becomes long."""
+    """Return the tokens of transformers, which computes a text again when it becomes long."""
     found: list[list[int]] = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

@@ -1,4 +1,4 @@
-"""The runner under the real scheduler: transformers' greedy tokens, and the same tokens in any company."""
+"""The runner with the real scheduler: greedy tokens equal transformers, and batches do not change them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def references(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
-    """transformers' greedy tokens for PROMPTS, by family."""
+    """The greedy tokens of transformers for PROMPTS, by family."""
     found = {}
     for family, folder in folders.items():
         model = save_model(family, folder)
@@ -76,7 +76,7 @@ def test_greedy_tokens_equal_transformers(
 
 
 def bad_token_ids(answers: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-    """Some tokens, pairs and triples that these answers have."""
+    """Return some tokens, pairs and triples of these answers."""
     return tuple(tuple(answer[start : start + 1 + start % 3]) for answer in answers for start in (1, 2, 4, 6))
 
 
@@ -114,7 +114,7 @@ def test_only_allowed_tokens_are_sampled(qwen: Path) -> None:
     )
 
 
-def test_a_request_without_any_token_left_names_its_constraint_too() -> None:
+def test_error_of_a_request_without_allowed_tokens_names_its_parameters() -> None:
     grammar = Grammar("regex", "a", parameter="regex='a'")
     request = RequestRow(0, 0, Sampling(0, allowed_token_ids=(9,), grammar=grammar), 1, None, [])
     assert _failure_reason(request).startswith("no token is allowed by allowed_token_ids and regex='a' together; or ")
@@ -134,8 +134,8 @@ def test_steps_in_flight_change_nothing(qwen: Path, depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_storm_of_arrivals_and_aborts_changes_nothing(qwen: Path, depth: int) -> None:
-    """Whoever is not aborted gets the tokens that it gets in a calm world."""
+def test_arrivals_and_aborts_do_not_change_other_requests(qwen: Path, depth: int) -> None:
+    """Requests that are not aborted return the same tokens as without aborts."""
     rng = random.Random(depth)
     shared = PROMPTS[3]
     prompts = [shared[: rng.randrange(1, 30)] + PROMPTS[4][: rng.randrange(1, 30)] for _ in range(24)]
@@ -163,7 +163,7 @@ def test_a_storm_of_arrivals_and_aborts_changes_nothing(qwen: Path, depth: int) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sampled_tokens_do_not_depend_on_the_neighbours(qwen: Path, dtype: str) -> None:
+def test_sampled_tokens_do_not_depend_on_the_batch(qwen: Path, dtype: str) -> None:
     world = World(make_settings(qwen, dtype=dtype))
     alone = [world.answers([prompt], [sampling])[0] for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)]
     assert world.answers(PROMPTS, SAMPLINGS) == alone
@@ -212,7 +212,7 @@ def test_nan_logits_fail_only_their_request(tmp_path: Path, chunk_tokens: int) -
         assert world.answers(prompts) == expected
         assert world.ended[bad].code is FinishCode.FAILED
         assert "non-finite" in world.ended[bad].message
-        assert world.core.scheduler.cache.clear()  # so that later requests are given the pages that were poisoned
+        assert world.core.scheduler.cache.clear()  # so that later requests get the pages with NaNs
 
 
 @pytest.mark.parametrize("wrong", [-1, -(1 << 63), 10_000, (1 << 63) - 1])
@@ -241,7 +241,7 @@ def test_failure_of_a_closed_request_is_forgotten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("outputs", [TOKENS, NOTHING])
 def test_freed_pages_of_a_failed_row_are_clean_for_their_next_owner(tmp_path: Path, outputs: int) -> None:
-    """These are given away while nobody can know of it yet."""
+    """The pages are allocated again before the host knows the failure."""
     save_model("llama", tmp_path)
     runner = build(make_settings(tmp_path), lambda _: None)
     poison_token(runner, 77)
@@ -253,13 +253,13 @@ def test_freed_pages_of_a_failed_row_are_clean_for_their_next_owner(tmp_path: Pa
     bad = [Row(1, 0, 3, outputs, [5, 77, 6]), Row(2, 0, 1, TOKENS, [5])]
     in_flight = runner.launch(StepPlan(bad, opened, closed=[4]))
     before = runner._kv_pool.tensors[0][:, :, 1 + 2].clone()
-    opened = [NewRow(3, greedy, 2, [5, 6], [1])]  # two of the four places of the page
+    opened = [NewRow(3, greedy, 2, [5, 6], [1])]  # two of the four slots of the page
     next_one = runner.launch(StepPlan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))
     assert "non-finite" in runner.collect(in_flight).failed[1]
     result = runner.collect(next_one)
     assert (result.tokens.token_ids, result.failed) == (expected, {})
     assert runner._kv_pool.tensors[0].isfinite().all()
-    assert torch.equal(runner._kv_pool.tensors[0][:, :, 1 + 2], before), "a row that went well keeps what it wrote"
+    assert torch.equal(runner._kv_pool.tensors[0][:, :, 1 + 2], before), "the pages of other rows are unchanged"
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -329,7 +329,7 @@ def test_errors_of_build_name_the_reason(tmp_path: Path) -> None:
 
 
 class Graphs:
-    """Of steps with prompts, of up to so many rows: gives zeros, and remembers how many tokens there were."""
+    """Replaces graphs of steps with prompts: returns zeros, and records the number of tokens."""
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
@@ -352,7 +352,7 @@ def test_steps_with_prompts_that_fit_are_replayed(qwen: Path, monkeypatch: pytes
     assert graphs.replayed == [9, 12], "a prompt of one token is a decode step, and three rows do not fit"
 
 
-def test_rows_are_computed_by_as_many_as_a_graph_has(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_counts_are_padded_to_the_size_of_a_graph(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[6] * 5, [7] * 9, [8] * 3]
     world = World(make_settings(qwen))
     expected = World(make_settings(qwen)).answers(prompts)

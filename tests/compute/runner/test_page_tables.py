@@ -20,7 +20,7 @@ def test_a_step_reads_only_the_pages_of_its_windows() -> None:
     groups = PageGroups(windows=(None, 2), page_size=2)
     tables = PageTables(max_rows=2, max_row_pages=3, groups=groups)
     tables.open(1)
-    tables.add(1, [0, -1, 1, 4, 2, 5])  # of both groups, page of positions by page of positions
+    tables.add(1, [0, -1, 1, 4, 2, 5])  # pages of both groups, interleaved
     [whole], [windowed] = tables.of_step(np.array([1]), np.array([4]), 3)
     assert whole.tolist() == [FIRST_PAGE, 1 + FIRST_PAGE, 2 + FIRST_PAGE]
     assert windowed.tolist() == [PADDING_PAGE, 4 + FIRST_PAGE, 5 + FIRST_PAGE]

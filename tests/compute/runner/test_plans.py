@@ -1,4 +1,4 @@
-"""Plans of models with vision towers and adapters take as much as the models themselves."""
+"""``plan()`` computes the memory of vision towers and adapters."""
 
 from __future__ import annotations
 

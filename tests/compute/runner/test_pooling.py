@@ -1,4 +1,4 @@
-"""Vectors of a real scheduler and runner: pooled as asked for, equal to transformers, beside requests that generate."""
+"""Pooled vectors equal transformers, also in a batch with requests that generate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPTS = [[5, 9, 20, 31, 7, 8, 15], [3] * 40, [77], [25, 11, 12], list(range(3,
 
 
 class PoolWorld(World):
-    """A world whose requests give vectors."""
+    """A world whose requests return vectors."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,7 +149,7 @@ def test_decoder_pools_its_last_token_with_chunks_and_prefix_hits(tmp_path: Path
 
 
 @torch.inference_mode()
-def test_a_decoder_saved_without_its_head_and_its_prefix_embeds_and_classifies(tmp_path: Path) -> None:
+def test_decoder_without_head_and_name_prefix_embeds_and_classifies(tmp_path: Path) -> None:
     sizes = {**SIZES, "head_dim": 16}
     theirs = saved(Qwen3Config(**sizes, tie_word_embeddings=False), tmp_path / "embedder")
     world = PoolWorld(settings_for(tmp_path / "embedder", "embed", "last", splits=True))

@@ -1,4 +1,4 @@
-"""Requests that ask for more, all kinds in one batch: each gives what it gives alone, whatever stands beside it."""
+"""Requests of all kinds in one batch return the same as alone."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Saved(NamedTuple):
         return msgspec.structs.replace(settings, runner=runner)
 
     def run(self, kinds: list[Kind], world: World) -> list[Given]:
-        """Tokens and extras of each."""
+        """Return the tokens and extras of each request."""
         uids = [
             world.submit(
                 [0] * len(PROMPT) if kind.is_embeds else PROMPT,

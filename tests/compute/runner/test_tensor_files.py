@@ -1,4 +1,4 @@
-"""Tensors of small files: all types, and files that are damaged."""
+"""Read tensors of small files: all dtypes, and damaged files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_read_arrays_equal_the_saved_arrays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [10, 1 << 20, (5 << 20) - 1])
-def test_a_file_that_became_shorter_is_refused(tmp_path: Path, kept: int) -> None:
+def test_file_that_was_truncated_after_its_header_was_read_is_refused(tmp_path: Path, kept: int) -> None:
     save_file({"picture": torch.zeros(5 << 20, dtype=torch.uint8)}, tmp_path / "image")
     [entry] = entries_of_file(tmp_path / "image")
     with (tmp_path / "image").open("rb+") as file:

@@ -1,4 +1,4 @@
-"""What runs before the first request: steps of every kind, leaving nothing behind."""
+"""Warm-up runs steps of all kinds, and does not affect later requests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from aioengine.layers.linear import Linear
 from aioengine.protocol.messages import Progress
 from aioengine.runner import warmup
 from aioengine.runner.build import build
-from aioengine.runner.graphs.ladder import MAX_ENCODER_TOKENS
 from aioengine.runner.model_runner import ModelRunner
 from aioengine.runner.ticket import Ticket
 from aioengine.runner.warmup import WarmupLimits, run_warmup_steps
 from aioengine.scheduler.plan import NOTHING, TOKENS, StepPlan, StepResult
-from aioengine.settings.resolve import PACKED
 from tests.compute.runner_world import World, make_settings, save_model
 
 
@@ -34,7 +32,7 @@ def world(tmp_path: Path) -> World:
 
 
 class Watch:
-    """What is launched on a runner, and what comes back."""
+    """Records the plans and results of a runner."""
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans: list[StepPlan] = []
@@ -72,7 +70,9 @@ def test_warmup_runs_all_kinds_of_steps(world: World, monkeypatch: pytest.Monkey
     ("limits", "largest"),
     [(WarmupLimits(4, 256, 256, 256), 4), (WarmupLimits(64, 20, 256, 256), 17), (WarmupLimits(64, 256, 256, 5), 5)],
 )
-def test_within_the_limits(world: World, limits: WarmupLimits, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_stays_within_the_limits(
+    world: World, limits: WarmupLimits, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch = Watch(world.runner, monkeypatch)
     run_warmup_steps(world.runner, limits, lambda _: None)
     assert max(len(plan.rows) for plan in watch.plans) == largest
@@ -82,7 +82,7 @@ def test_within_the_limits(world: World, limits: WarmupLimits, largest: int, mon
     assert not any(result.failed for result in watch.results)
 
 
-def test_a_context_that_is_too_short_for_any(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_warmup_for_a_very_short_context(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(world.runner, monkeypatch)
     run_warmup_steps(world.runner, WarmupLimits(64, 256, 4, 256), lambda _: None)
     assert watch.plans == []
@@ -96,7 +96,7 @@ def test_warmup_does_not_affect_later_requests(world: World, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_the_products_of_a_block_see_every_number_of_tokens(
+def test_all_matmuls_of_a_block_run_with_each_token_count(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_model(family, tmp_path)
@@ -126,27 +126,13 @@ def test_the_products_of_a_block_see_every_number_of_tokens(
     runner.close()
 
 
-@pytest.mark.parametrize(("graphs", "longest"), [(0, 0), (8, 2500)])
-def test_the_longest_graph(graphs: int, longest: int) -> None:
-    settings = make_settings("", chunk_tokens=8192)
-    settings = msgspec.structs.replace(
-        settings, runner=msgspec.structs.replace(settings.runner, cuda_graph_max_rows=graphs)
-    )
-    assert warmup.longest_graph(settings, 2_000_000_000) == longest
-    few = warmup.longest_graph(settings, 2_000_000)
-    assert few == (settings.scheduler.max_step_tokens if graphs else 0)
-    encoder = msgspec.structs.replace(settings.runner, attention_backend=PACKED)
-    whole = warmup.longest_graph(msgspec.structs.replace(settings, runner=encoder), 2_000_000)
-    assert whole == (MAX_ENCODER_TOKENS if graphs else 0)
-
-
 def test_token_counts_of_steps_without_graphs() -> None:
     assert list(warmup.token_counts(700, 622)) == [700, 669, 638]
     assert list(warmup.token_counts(8192, 8192)) == []
-    assert max(warmup.token_counts(131_072, 0)) == 8192, "a start is not to take minutes"
+    assert max(warmup.token_counts(131_072, 0)) == 8192, "a start must not take minutes"
 
 
-def test_no_garbage_is_collected_while_graphs_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_garbage_is_collected_while_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     def prompt_graphs(_: object) -> None:
@@ -156,5 +142,5 @@ def test_no_garbage_is_collected_while_graphs_are_captured(tmp_path: Path, monke
     monkeypatch.setattr(warmup, "_prompt_graphs", prompt_graphs)
     runner, parts = SimpleNamespace(), SimpleNamespace(attention=None)
     with pytest.raises(RuntimeError, match="no device"):
-        warmup._capture(runner, parts, make_settings(tmp_path), lambda _: None)  # type: ignore[arg-type]
+        warmup._capture(runner, parts, lambda _: None)  # type: ignore[arg-type]
     assert (seen, gc.isenabled()) == ([False], True)

@@ -133,7 +133,7 @@ def many_parts(kind: str) -> bytes:
 
 @pytest.mark.parametrize("kind", ["PPM", "PNG", "JPEG", "GIF"])
 def test_files_of_very_many_tiny_parts_are_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match="more parts than its length explains"):
+    with pytest.raises(ValueError, match="too many parts for its length"):
         read(many_parts(kind))
 
 
@@ -147,10 +147,10 @@ def test_a_large_file_may_have_as_many_parts_as_its_length_explains() -> None:
 
 def test_chunks_behind_the_pixels_count_too() -> None:
     file = saved(RGB, "PNG")
-    with pytest.raises(ValueError, match="more parts than its length explains"):
+    with pytest.raises(ValueError, match="too many parts for its length"):
         read(file[:-12] + chunk(b"abCd", b"") * 20_000 + file[-12:])
 
 
 def test_pixels_written_as_text_are_refused() -> None:
-    with pytest.raises(ValueError, match="a PPM whose pixels are text"):
+    with pytest.raises(ValueError, match="a PPM with pixels as text"):
         read(b"P3\n1 1\n255\n1 2 3\n")

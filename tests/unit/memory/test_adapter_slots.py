@@ -114,7 +114,7 @@ def test_who_waits_longest_gets_the_next_slot() -> None:
     assert desk.assign() == [B]
 
 
-def test_newcomers_of_an_adapter_wait_for_one_that_came_before_them() -> None:
+def test_new_requests_of_an_adapter_wait_for_an_earlier_request_of_another() -> None:
     desk = Desk(1, quantum=2)
     desk.ask(0, A)
     desk.assign()
@@ -213,7 +213,7 @@ def test_a_copy_that_fails_leaves_an_empty_slot() -> None:
     assert desk.assign() == [B]
 
 
-def test_a_slot_of_released_requests_goes_to_one_that_ranks_before_them() -> None:
+def test_a_slot_of_released_requests_is_assigned_to_an_adapter_that_ranks_before_them() -> None:
     """Released requests may wait long for pages after other requests. The other adapter must not wait for them."""
     desk = Desk(1)
     desk.slots.wait(B, waiter(5))

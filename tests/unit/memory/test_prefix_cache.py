@@ -1,4 +1,4 @@
-"""The prefix cache against a naive model, and its promises one by one."""
+"""The prefix cache compared with a naive model, and its promises."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_requests_with_different_salts_share_nothing() -> None:
 
 
 def answered(cache: PrefixCache, session: int, token_ids: list[int]) -> None:
-    """A request of a session comes, is computed and ends."""
+    """Compute and end a request of a session."""
     allocation = computed(cache, token_ids)
     cache.pin(session, allocation)
     cache.unlock(allocation)
@@ -320,7 +320,7 @@ class Sharer:
 
 @dataclass
 class Known:
-    """A cached prefix of the model: who uses it, and when it was given up last."""
+    """A cached prefix of the naive model: its users, and the time of its last unlock or unpin."""
 
     num_locks: int = 0
     given_up: int = 0
@@ -333,7 +333,9 @@ class Naive:
 
     known: dict[Prefix, Known] = field(default_factory=dict[Prefix, Known])
     time: int = 0
-    pins: dict[int, list[Prefix]] = field(default_factory=dict[int, list[Prefix]])  # the session used last stands last
+    pins: dict[int, list[Prefix]] = field(
+        default_factory=dict[int, list[Prefix]]
+    )  # the session that was used last is last
 
     def touch(self, session: int) -> None:
         if session in self.pins:
@@ -355,7 +357,7 @@ class Naive:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Requests come, are computed in parts, decode and go; the content of each page is tracked page by page."""
+    """Requests start, are computed in parts, decode and end. The content of each page is tracked."""
 
     @initialize(num_pages=st.integers(4, 16), page_size=st.integers(1, 3))
     def start(self, num_pages: int, page_size: int) -> None:

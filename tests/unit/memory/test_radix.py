@@ -8,7 +8,7 @@ from aioengine.memory.radix import Node, RadixTree
 
 
 def grow(tree: RadixTree, token_ids: list[int], first_page: int) -> list[Node]:
-    """Add the missing nodes of ``token_ids`` and return the whole path, unlocked."""
+    """Add the missing nodes of ``token_ids`` and return the complete path, unlocked."""
     path: list[Node] = []
     parent = tree.root
     for index, key in enumerate(tree.keys(token_ids)):
@@ -97,7 +97,7 @@ def test_only_leaves_are_removed() -> None:
 
 
 def test_a_hundred_thousand_pages_are_evicted_one_by_one() -> None:
-    """A look through the tree for each page would not come to its end within the time limit of a test."""
+    """If each eviction searched the tree, this would exceed the time limit of a test."""
     tree = RadixTree(1)
     for number in range(1000):
         grow(tree, [number, *range(99)], number * 100)

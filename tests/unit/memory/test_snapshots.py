@@ -148,8 +148,8 @@ def test_the_newest_snapshots_of_a_request_stay() -> None:
     assert world.answer([*ids[:27], 0]) == 24
 
 
-def test_the_snapshot_of_a_prompt_stands_before_its_last_token() -> None:
-    """The same prompt goes on from it, and computes at least one token."""
+def test_the_snapshot_of_a_prompt_is_taken_before_its_last_token() -> None:
+    """The same prompt continues from it, and computes at least one token."""
     world = World(make_cache())
     assert [world.answer(list(range(12)), 12) for _ in range(2)] == [0, 8]
 

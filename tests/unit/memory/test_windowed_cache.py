@@ -24,7 +24,7 @@ class Running:
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests come, grow, compute and go; sessions keep pages; pages are evicted."""
+    """Requests start, grow, compute and end; sessions pin pages; pages are evicted."""
 
     @initialize(windows=WINDOWS, page_size=st.sampled_from([1, 2, 3]), enabled=st.sampled_from([True, True, False]))
     def begin(self, windows: tuple[int | None, ...], page_size: int, enabled: bool) -> None:

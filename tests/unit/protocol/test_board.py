@@ -1,4 +1,4 @@
-"""The board: what it says is what is in flight, also when nobody is left to say it."""
+"""The board lists the rows in flight, also after its process was killed."""
 
 from __future__ import annotations
 

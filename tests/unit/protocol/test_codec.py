@@ -1,4 +1,4 @@
-"""Frames survive the way there and back; everything else is one named error."""
+"""Frames are decoded as they were encoded. All other bytes raise one error."""
 
 from __future__ import annotations
 
@@ -144,12 +144,12 @@ def test_a_damaged_frame_is_reported_missing_after_a_while(lost: int) -> None:
         with pytest.raises(BadFrameError):
             decoder.decode(frames[lost + 1])
     clock.now += 0.01
-    with pytest.raises(LostFrameError, match=f"frame {lost} of a sender has not come, but later ones have"):
+    with pytest.raises(LostFrameError, match=f"frame {lost} of a sender is missing, but later frames have arrived"):
         decoder.decode(frames[lost + 2])
 
 
 def test_a_late_frame_is_not_reported_missing() -> None:
-    """Somebody sent copies of those behind it."""
+    """Copies of the frames after it arrive."""
     encoder, clock = FrameEncoder(EPOCH), Clock()
     frames = [bytes(encoder.encode([Abort([number])])) for number in range(4)]
     decoder = FrameDecoder(EPOCH, clock)
@@ -182,7 +182,7 @@ def test_a_frame_that_is_too_large_uses_no_number(monkeypatch: pytest.MonkeyPatc
     assert decoder.decode(encoder.encode([Abort([1])])) == [Abort([1])]
 
 
-def test_a_frame_of_several_messages_may_be_held_to_a_lower_limit() -> None:
+def test_a_frame_of_several_messages_may_have_a_lower_limit() -> None:
     encoder, decoder = FrameEncoder(EPOCH, max_bytes_of_several=100), FrameDecoder(EPOCH, time.monotonic)
     large = Reply(1, True, "x" * 200)
     with pytest.raises(FrameTooLargeError, match="the limit is 100"):

@@ -1,4 +1,4 @@
-"""Logprobs from bytes to the lists of an answer, with and without texts; and messages with very many of them."""
+"""Logprobs from bytes to the lists of an answer, with and without texts, and messages with very many logprobs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ import msgspec
 import pytest
 
 from aioengine.protocol import packed_logprobs
-from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns
+from aioengine.protocol.columns import BLOCK_BYTES, NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns, block_extras
 from aioengine.protocol.messages import End, FinishCode, FirstToken, StepOutput, TextChunks, TextOpened, TextRules
 from aioengine.protocol.packed_logprobs import (
-    BLOCK_BYTES,
     NEXT_LOGPROBS,
     OUTPUT_LOGPROBS,
     PROMPT_LOGPROBS,
     LogprobReader,
     LogprobRules,
-    prompt_extras,
     with_texts,
 )
 
 
 def position(rules: LogprobRules, token_id: int) -> bytes:
-    """A position whose values are all different: that of the token is minus its id, and each further one is lower."""
+    """A position with different values: minus the id of the token, then lower and lower values."""
     values = [-float(token_id + i) for i in range(rules.num_values)]
     return pack(f"<{rules.num_values}f{1 + rules.num_top}i", *values, *range(token_id, token_id + 1 + rules.num_top))
 
@@ -93,7 +91,7 @@ def test_repeated_extra_replaces_the_first_unless_it_was_delivered() -> None:
 def test_a_prompt_comes_in_blocks_of_a_bounded_size(with_text: bool) -> None:
     rules = LogprobRules(start=0, num_top=1_000, token_ids=(7, 3), with_text=with_text)
     data = b"".join(position(rules, 10 * place) for place in range(20))
-    blocks = prompt_extras(5, data, rules)
+    blocks = block_extras(5, PROMPT_LOGPROBS, data, rules.position_bytes)
     assert len(blocks) > 2
     assert max(len(block.data) for block in blocks) <= BLOCK_BYTES
     if with_text:
@@ -104,7 +102,8 @@ def test_a_prompt_comes_in_blocks_of_a_bounded_size(with_text: bool) -> None:
     ]
     assert lists["input_top_logprobs"][:1] == [None]
     assert lists["input_top_logprobs"][19][999] == (-1190.0, 1190, "1190" if with_text else None)
-    [wide] = prompt_extras(5, position(LogprobRules(0, 20_000), 0), LogprobRules(0, 20_000))
+    rules = LogprobRules(0, 20_000)
+    [wide] = block_extras(5, PROMPT_LOGPROBS, position(rules, 0), rules.position_bytes)
     assert len(wide.data) > BLOCK_BYTES  # no block is less than a position
 
 
@@ -156,10 +155,12 @@ TOP = "output_top_logprobs"
 
 
 def deep_lists() -> dict[str, Any]:
-    """The lists of a request with more entries a position than are made at once."""
+    """The lists of a request with more entries per position than are unpacked at once."""
     extras = [
         *(Extra(5, index, OUTPUT_LOGPROBS, position(DEEP, 100 * index)) for index in range(3)),
-        *prompt_extras(5, b"".join(position(DEEP, 50 * place) for place in range(400)), DEEP),
+        *block_extras(
+            5, PROMPT_LOGPROBS, b"".join(position(DEEP, 50 * place) for place in range(400)), DEEP.position_bytes
+        ),
     ]
     assert len(extras) > 4
     return lists_of(DEEP, [with_texts(each, DEEP, "<{}>".format) for each in extras], 400, 3)
@@ -185,7 +186,7 @@ def test_a_list_that_shrinks_while_it_is_read_ends_the_reading(plain: dict[str, 
 
 
 def num_packed(lists: dict[str, Any]) -> int:
-    """Positions of output tokens whose entries were not made."""
+    """The positions of output tokens whose entries were not unpacked."""
     return sum(type(list.__getitem__(lists[TOP], place)) is not list for place in range(3))
 
 

@@ -1,4 +1,4 @@
-"""Whether a request can begin: the question changes nothing, and the reserve keeps the answer good for a while."""
+"""Admission: asking changes nothing, and the reserve prevents preemption for some steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the tokens of a step are shared."""
+"""The token budget of a step is divided among prompts."""
 
 from __future__ import annotations
 

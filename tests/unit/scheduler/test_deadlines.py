@@ -1,4 +1,4 @@
-"""Which requests are out of time."""
+"""Requests whose deadline has passed."""
 
 from __future__ import annotations
 

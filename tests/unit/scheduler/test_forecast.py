@@ -1,4 +1,4 @@
-"""Who is told at once that it would come too late."""
+"""Requests that would miss their deadline are refused at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_refused(submit: Submit, pace: Pace, *, num_ahead: int = 0, num_missing: i
 
 
 def test_each_deadline_is_compared_with_the_estimate_of_its_stages() -> None:
-    # The queue: 4 others, one let in every 2 s of late, perhaps twice as fast: 4 s. The prompt: 3 full steps.
+    # The queue: 4 others, one admitted every 2 s lately, perhaps twice as fast: 4 s. The prompt: 3 full steps.
     slow = pace(admission_s=2.0)
     for kind, needed_s in (("queue", 4.0), ("first_token", 7.0), ("total", 7.9)):
         late, in_time = submit_of(**{kind: 10 + needed_s - 0.1}), submit_of(**{kind: 10 + needed_s + 0.1})
@@ -69,7 +69,7 @@ def test_a_refusal_has_the_estimated_and_the_remaining_time() -> None:
     assert end.message == "it would take 2.9 s at least, and its timeout leaves 0.5 s"
 
 
-def test_requests_without_early_refusal_and_continued_ones_are_not_refused() -> None:
+def test_requests_without_early_refusal_and_continued_requests_are_not_refused() -> None:
     late = submit_of(total=10.5)
     patient = msgspec.structs.replace(late, limits=msgspec.structs.replace(late.limits, refuses_late=False))
     going_on = msgspec.structs.replace(late, continuation=Continuation(FirstToken(1, 0, 0.0, 0.0), []))

@@ -1,4 +1,4 @@
-"""Images in the scheduler: the ids by which the prefix cache knows them, and how many a step begins."""
+"""Images in the scheduler: their ids in the prefix cache, and the number of images that a step starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def image(start: int, num_tokens: int, name: str = "a") -> Media:
 
 
 def submit(uid: int, parts: list[int | str], *, output: list[int] | None = None, max_new_tokens: int = 4) -> Submit:
-    """Numbers are text; a name stands for an image of 6 tokens."""
+    """Numbers are text. A name is an image of 6 tokens."""
     token_ids: list[int] = []
     media: list[Media] = []
     for part in parts:
@@ -124,7 +124,7 @@ def test_images_that_are_computed_in_one_step() -> None:
     assert ImageBudget(50, keeps_whole=True).limited(images, 10, 0, is_first=True) == 4, "of which a part is cached"
 
 
-def test_whole_images_wait_for_pages_where_windows_give_some_back() -> None:
+def test_unsplit_images_wait_for_pages_that_windows_release() -> None:
     settings = SchedulerSettings(
         max_running=8, chunk_tokens=8, context_length=128, policy="fcfs", prefix_cache=True, depth=0,
         whole_image_tokens=6,

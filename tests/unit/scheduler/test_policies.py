@@ -1,4 +1,4 @@
-"""In which order the policies ask the waiting requests in."""
+"""The order in which policies admit the waiting requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a request ends by a token, and which are refused at once."""
+"""Tokens that end a request, and requests that are refused at once."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def request_of(uid: int, tenant: str, num_tokens: int) -> Request:
 
 
 def shares(tenants: Tenants, sizes: dict[str, list[int]], num_admitted: int) -> dict[str, int]:
-    """What each tenant was given when so many requests were let in; its sizes come again and again."""
+    """The tokens of each tenant after ``num_admitted`` admissions. The sizes of a tenant repeat."""
     requests = [
         request_of(uid, tenant, line[uid % len(line)]) for tenant, line in sizes.items() for uid in range(num_admitted)
     ]

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind, written down as tokenizer.json, and a byte-wise reference for text."""
+"""Small tokenizers of every kind as tokenizer.json, and a byte-wise reference for text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sample:
 
 
 def sample(name: str, *, model: Any, decoder: Any, special: str, has_bytes: bool = False, **sections: Any) -> Sample:
-    """A tokenizer with three added tokens behind its vocabulary, and ``special``, which is in it, made special."""
+    """A tokenizer with three added tokens after its vocabulary. ``special`` is a special token of the vocabulary."""
     vocab = model["vocab"]
     first = len(vocab)
     tokens = vocab if isinstance(vocab, dict) else [entry[0] for entry in vocab]
@@ -237,7 +237,7 @@ def characters(data: bytes) -> list[tuple[str, int, int]]:
 
 
 def text_added(prompt: bytes, output: bytes) -> str:
-    """What ``output`` adds to ``prompt``: characters finished in it, but no U+FFFD for what the prompt began."""
+    """The text that ``output`` appends to ``prompt``, without U+FFFD for a character that the prompt began."""
     whole = characters(prompt + output)
     return "".join(
         character

@@ -1,4 +1,4 @@
-"""Incremental text against whole decoding, and against a byte-wise reference where no whole decoding is right."""
+"""Incremental decoding compared with decoding all ids at once, and with a byte-wise reference where that is wrong."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_output_text_continues_the_prompt_at_every_split(sample: Sample, skip: b
         return sample.decode(token_ids, skip_special_tokens=skip)
 
     for cut in range(len(ids) + 1):
-        # of a character begun by the prompt, a ByteFallback decoder may turn the ones before into U+FFFD too
+        # if the prompt began a character, a ByteFallback decoder may also replace its earlier bytes by U+FFFD
         begun = next(text for back in range(4) if not (text := decode(ids[: cut - back])).endswith("\ufffd"))
         assert whole.startswith(begun)
         sources = [decode] if table is None else [decode, table]
@@ -154,7 +154,7 @@ def test_character_begun_by_the_prompt_belongs_to_the_output() -> None:
         assert text_of(TableDetokenizer(table, [65, *smile[:cut]]), singly([66])) == "B"
         assert text_of(TableDetokenizer(table, [65, *smile[:cut]]), singly([])) == ""
     assert text_of(TableDetokenizer(table, [65, *smile[:2]]), singly([smile[2], 66])) == "B"
-    assert text_of(TableDetokenizer(table, [0xEF]), singly([0xBF, 0xBD])) == "\ufffd"  # a real one
+    assert text_of(TableDetokenizer(table, [0xEF]), singly([0xBF, 0xBD])) == "\ufffd"  # an encoded U+FFFD
     assert text_of(TableDetokenizer(table, [0xE2, 0xFF]), singly([0x82, 66])) == "\ufffdB"
 
 
@@ -204,7 +204,7 @@ def test_long_output_without_a_table_decodes_short_windows(sample: Sample) -> No
     assert decode.longest < 40
 
 
-def test_a_long_prompt_without_a_table_is_not_decoded_whole() -> None:
+def test_only_the_end_of_a_long_prompt_is_decoded_without_a_table() -> None:
     sample = ALL_SAMPLES[-1]
     ids = sample.encode("Hello, my name is Ada. " * 50)
     decode = CountingDecode(sample)

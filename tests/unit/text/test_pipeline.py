@@ -1,4 +1,4 @@
-"""The stages together: streams are whole answers in pieces, and ids end where the stop is complete."""
+"""The pipeline: the pieces of a stream equal the answer, and the ids end where a stop is complete."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pipeline(*stops: str, patterns: tuple[str, ...] = (), no_stop_trim: bool = F
 
 @pytest.mark.parametrize("sample", TABLE_SAMPLES, ids=lambda sample: sample.name)
 @given(data=st.data())
-def test_a_stream_joined_is_the_whole_answer(sample: Sample, data: st.DataObject) -> None:
+def test_the_joined_pieces_of_a_stream_are_the_answer(sample: Sample, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, sample.num_ids - 1), max_size=16))
     stops = data.draw(st.lists(st.sampled_from(["e", "\ufffd", "th", " ", "▁", "aa", "é"]), max_size=2))
     keeps = data.draw(st.booleans())

@@ -1,4 +1,4 @@
-"""Stops against a naive reference: what is given out, what is held back, and what ends the text."""
+"""Stops compared with a naive reference: returned text, text that is held back, and the stop that ends the text."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_stop_strings_match_as_in_a_plain_search(text: str, stops: list[str], cu
         (["</think>"], ["a</th", "inx"], ["a", "</thinx"], None),
         (["aab"], ["a", "a", "a", "b"], ["", "", "a", ""], "aab"),
         (["abc", "b"], ["abc"], ["a"], "b"),  # complete first
-        (["bc", "abc", "c"], ["xabc"], ["x"], "abc"),  # complete together: the one that begins first
+        (["bc", "abc", "c"], ["xabc"], ["x"], "abc"),  # they end together: the longer stop
         (["\n\n"], ["a\n", "b\n", "\n"], ["a", "\nb", ""], "\n\n"),
         (["abcd", "bce"], ["abc", "e"], ["", "a"], "bce"),  # falls back to the other stop
         (["]^-\\[&&||"], ["x]^-", "\\[&&||"], ["x", ""], "]^-\\[&&||"),

@@ -1,4 +1,4 @@
-"""What single tokens write, against decoding by ``tokenizers``."""
+"""The texts of single tokens, compared with the decoders of ``tokenizers``."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_the_template_renders_a_chat(llama: Sample, tmp_path: Path) -> None:
     assert ids == tokenizer.encode(WRITTEN + "[assistant] ", add_special_tokens=False)
     assert isinstance(text, ChatText)
     assert tokenizer.encode(text) == ids
-    assert tokenizer.has_chat_template
+    assert tokenizer.template_names == ("default",)
 
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "Hi "}, {"type": "text", "text": "<b>"}]}, MESSAGES[1]]
@@ -285,7 +285,7 @@ def test_templates_get_plain_data(llama: Sample, tmp_path: Path) -> None:
             tokenizer.apply_chat_template(**options)  # type: ignore[arg-type]
     endless: list[object] = []
     endless.append(endless)
-    with pytest.raises(ValueError, match="'mood' is nested too deeply, or holds itself"):
+    with pytest.raises(ValueError, match="'mood' is nested too deeply, or contains itself"):
         tokenizer.apply_chat_template(MESSAGES, mood=endless)
 
 

@@ -80,7 +80,7 @@ def test_blocked_receiver_wakes_immediately_and_keeps_its_timeout(channel: Chann
     start = time.monotonic()
     assert receiver.receive(0.05) == []
     assert 0.04 < time.monotonic() - start < 5
-    sender.send([])  # the connection stands after this
+    sender.send([])  # connects
     receiver.receive(1)
     delays: list[float] = []
     for _ in range(9):
@@ -133,7 +133,7 @@ def test_send_never_waits_and_its_backlog_is_bounded(channel: Channel, monkeypat
     sender = channel.sender()
     num_sent = 0
     start = time.monotonic()
-    while num_sent < 1000 or not sender.has_backlog:
+    while num_sent < 1000 or not sender._backlog:
         sender.send([Abort([num_sent])])
         num_sent += 1
     while num_sent < 10_000:
@@ -146,14 +146,14 @@ def test_send_never_waits_and_its_backlog_is_bounded(channel: Channel, monkeypat
         sender.send([Abort([num_sent])])
     assert time.monotonic() - start < 5
     assert 1000 < num_sent < 5000
-    assert sender.has_backlog
+    assert sender._backlog
     receiver = channel.receiver()
     uids: list[int] = []
     while len(uids) < num_sent:
         uids += [message.uids[0] for message in receiver.receive(0.01) if isinstance(message, Abort)]
         sender.flush()
     assert uids == list(range(num_sent))
-    assert not sender.has_backlog
+    assert not sender._backlog
 
 
 def test_too_large_frame_is_sent_as_several(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,12 +185,12 @@ def test_asynchronous_senders_and_readers_lose_no_frame_under_load(
         sender = AsyncZmqSender(channel.context, channel.listener.endpoint, EPOCH)
         for uid in range(NUM_FLOOD):
             sender.send([Abort([uid])])
-        assert sender.has_backlog
+        assert sender._backlog
         uids: list[int] = []
         async with asyncio.timeout(20):
             while len(uids) < NUM_FLOOD:
                 uids += [message.uids[0] for message in await receiver.receive() if isinstance(message, Abort)]
-        assert not sender.has_backlog
+        assert not sender._backlog
         sender.close()
         receiver.close()
         return uids

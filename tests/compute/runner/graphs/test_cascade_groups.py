@@ -1,4 +1,4 @@
-"""Which rows share pages, and in which order a step has them then; how attention over two parts is put together."""
+"""Groups of rows that share pages, the order of rows, and the merge of attention over two parts."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def test_one_prefix_for_all() -> None:
 
 def test_rows_without_common_pages_have_no_group() -> None:
     assert groups([[1, 2, 3], [4, 5, 6], [7, 8, 9]]) == []
-    assert groups([[1, 9], [1, 8]]) == []  # one page spared is not worth it
+    assert groups([[1, 9], [1, 8]]) == []  # saving one page is not enough
     assert groups([[1, 2, 3, 4]]) == []
     assert groups([[1, 2], [3, 4]], CascadeLimits(min_rows=2, min_saved=0, max_groups=4)) == []
     assert find_groups(np.zeros((0, 0), dtype=np.int32), np.zeros(0, dtype=np.int64), WORTH) == []
 
 
-def test_two_prefixes_and_a_row_of_its_own() -> None:
+def test_two_prefixes_and_a_single_row() -> None:
     tables = [[1, 2, 3, 10], [5, 6, 7, 11], [1, 2, 3, 12], [8, 13, 14, 15], [5, 6, 7, 16], [1, 2, 3, 17]]
     assert shown(groups(tables)) == [([0, 2, 5], 3), ([1, 4], 3)]
 
 
 def test_long_prefixes_of_groups_beat_a_short_common_prefix() -> None:
-    """All begin with page 1, but two halves go on together."""
+    """All rows begin with page 1, but each half shares more pages."""
     tables = [[1, *range(half, half + 6), row] for half, row in ((100, 50), (200, 51), (100, 52), (200, 53))]
     assert shown(groups(tables)) == [([0, 2], 7), ([1, 3], 7)]
     few = [[1, 2, 3, 4, 10], [1, 2, 3, 4, 11], [1, 2, 3, 12, 13], [1, 2, 3, 14, 15]]
@@ -66,13 +66,13 @@ def test_only_full_pages_are_shared() -> None:
     assert groups(tables, num_full=[0, 4, 0]) == []
 
 
-def test_the_groups_that_spare_most_where_there_are_too_many() -> None:
+def test_groups_that_save_most_are_chosen() -> None:
     tables = [[10 * number + place for place in range(4 + number)] for number in range(1, 7) for _ in range(2)]
     found = groups(tables)
     assert [group.num_pages for group in found] == [10, 9, 8, 7]
 
 
-def test_prefixes_of_prefixes_of_many_lengths() -> None:
+def test_nested_prefixes_of_many_lengths() -> None:
     tables = [list(range(1, 2 + row)) for row in range(300)]
     found = groups(tables, CascadeLimits(min_rows=10, min_saved=50, max_groups=4))
     assert found
@@ -100,7 +100,7 @@ def check(tables: list[list[int]], found: list[CascadeGroup]) -> None:
         assert group.num_saved >= WORTH.min_saved
 
 
-def test_the_rows_of_a_step_in_their_new_order() -> None:
+def test_rows_of_a_group_are_adjacent() -> None:
     table = RowTable(
         page_tables=PageTables(max_rows=64, max_row_pages=8),
         num_embeddings=100,
@@ -121,9 +121,9 @@ def test_the_rows_of_a_step_in_their_new_order() -> None:
     assert found.num_shared.tolist() == [3, 3, 3, 0, 0]
     assert found.pages.row_ends.tolist() == [3]
     assert found.pages.num_pages.tolist() == [3]
-    assert found.pages.page_ids.tolist() == [2, 3, 4]  # in the pool, behind the padding page
+    assert found.pages.page_ids.tolist() == [2, 3, 4]  # pages in the pool, after the padding page
     later = inputs.read([Row(uid, 61, 1, TOKENS) for uid in pages])
-    assert prefixes.find(later) is found, "not looked for again as long as the rows are the same"
+    assert prefixes.find(later) is found, "the search is not repeated for the same rows"
     assert prefixes.find(inputs.read([Row(uid, 61, 1, TOKENS) for uid in (1, 4)])) is None
     table.close(0)
     table.open(NewRow(9, Sampling(9), 60, [1] * 60, [30, 31, 32, 33]))  # in the same row of the table
@@ -132,8 +132,8 @@ def test_the_rows_of_a_step_in_their_new_order() -> None:
     assert changed.num_shared.tolist() == [3, 3, 0, 0, 0]
 
 
-def test_attention_over_two_parts_is_put_together_by_their_weights() -> None:
-    """The rule of the kernels, in plain torch: outputs weigh as much as their sums of exponentials."""
+def test_attention_over_two_parts_is_merged_by_their_weights() -> None:
+    """The merge of the kernels in torch: outputs are weighted by their sums of exponentials."""
     torch.manual_seed(0)
     num_heads, num_kv_heads, head_size, num_shared = 6, 2, 8, 48
     shape = AttentionShape(
@@ -160,7 +160,7 @@ def test_attention_over_two_parts_is_put_together_by_their_weights() -> None:
 def part_of(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What attention gives [H, E], and the logarithm to base 2 of its sum of exponentials [H, 1]."""
+    """Return the attention output [H, E], and the log2 of its sum of exponentials [H, 1]."""
     group = q.shape[0] // keys.shape[1]
     keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
     scores = torch.einsum("he,phe->hp", q, keys) * scale

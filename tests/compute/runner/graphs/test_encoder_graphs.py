@@ -1,4 +1,4 @@
-"""Padded steps of an encoder give what they give alone, with graphs that are lists of operations on the CPU."""
+"""Padded steps of an encoder equal steps without padding. Graphs are simulated on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.compute.stepping import make_batch, make_inputs
 
 
 class MaskedRows:
-    """Attends over all tokens at once; a replay reads ``starts`` anew."""
+    """Attends over all tokens at once. A replay reads ``starts`` again."""
 
     def __init__(self, shape: AttentionShape, starts: Tensor) -> None:
         self._shape = shape
@@ -34,15 +34,15 @@ class MaskedRows:
         return lambda k, v: None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """[T, H, E] each -> [T, H * E], NaN where a token is of no row."""
+        """q, k, v [T, H, E] -> [T, H * E], NaN for tokens without a row."""
         num_tokens = len(q)
         places = torch.arange(num_tokens)
-        row_of = (places[:, None] >= self._starts[1:]).sum(-1)  # of those behind the last row: as many as there are
+        row_of = (places[:, None] >= self._starts[1:]).sum(-1)  # tokens after the last row: the number of rows
         seen = (row_of[:, None] == row_of) & (row_of[:, None] < len(self._starts) - 1)
         window = self._shape.window(layer, num_tokens)
         if window is not None:
             seen = seen & ((places - places[:, None]).abs() <= window)
-        q, k, v = (part.nan_to_num() for part in (q, k, v))  # a kernel does not read those of no row
+        q, k, v = (part.nan_to_num() for part in (q, k, v))  # a kernel does not read tokens without a row
         scores = torch.einsum("qhe,khe->hqk", q, k) * self._shape.scale
         attended = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.transpose(0, 1)
         return attended.transpose(0, 1).flatten(1)
@@ -98,7 +98,7 @@ def test_replayed_steps_match_the_model(model: Model, returns_all: bool) -> None
 
 
 @pytest.mark.parametrize("kind", ["cls", "mean"])
-def test_a_runner_gives_the_same_vectors(folder: Path, kind: str) -> None:
+def test_runner_returns_the_same_vectors_with_graphs(folder: Path, kind: str) -> None:
     world = PoolWorld(settings_for(folder, "embed", kind))
     expected = world.vectors_of(PROMPTS), world.vectors_of([[7], [8]])
     shape = world.runner._model.attention_shape

@@ -1,4 +1,4 @@
-"""Steps in pieces give what the same steps give undivided, with graphs that are lists of operations on the CPU."""
+"""Graphs in pieces equal a forward pass without graphs. Graphs are simulated on the CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Recorded(TorchDispatchMode):
-    """In place of ``torch.cuda.CUDAGraph``: operations on the memory that they had when they were captured."""
+    """Replaces ``torch.cuda.CUDAGraph``: repeats the recorded operations on the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Piecewise(TorchAttention):
 
 
 def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA graphs are lists of operations on the CPU."""
+    """Replace CUDA graphs by lists of operations on the CPU."""
     for name, stand_in in {
         "CUDAGraph": Recorded,
         "Stream": lambda _: None,
@@ -87,7 +87,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
 
 
 def reading(model: Model, spec: InputSpec) -> Model:
-    """The same model with other inputs; of three axes the largest position counts."""
+    """Return the same model with other inputs. With three axes, the largest position is used."""
     assert isinstance(model, DecoderModel)
     plain = model.forward
 
@@ -115,7 +115,7 @@ def test_replayed_steps_match_plain_attention(model: Model, spec: InputSpec) -> 
     graphs.capture(50, lambda *done: heard.append(done))
     assert heard == [(1, 2), (2, 2)]
     reference = TorchAttention(shape, expected_pool)
-    # decode beside prompts, chunks beside fresh prompts; large steps before small ones; the whole of a size
+    # decode rows with prompts, chunks with new prompts, large steps before small ones, a step without padding
     for rows in ([(0, 30), (0, 17)], [(30, 1), (17, 9), (0, 5)], [(26, 6), (0, 26)], [(0, 50)], [(0, 2), (0, 3)]):
         tables = [list(range(1 + 13 * row, 14 + 13 * row)) for row in range(len(rows))]
         batch, inputs = make_batch(rows, tables, PAGE_SIZE), make_inputs(model, rows)
@@ -169,7 +169,7 @@ def test_leftovers_of_a_larger_step_are_not_read(model: Model) -> None:
     padded.fill(make_inputs(model, rows), make_batch(rows, [list(range(1, 10)), list(range(10, 20))], PAGE_SIZE))
     smaller = padded.first(32, 4)
     smaller.fill(make_inputs(model, [(7, 2)]), make_batch([(7, 2)], [[30, 31, 32]], PAGE_SIZE))
-    assert smaller.slot_mapping.tolist() == [31 * 4 + 3, 32 * 4, *[0] * 30]
+    assert smaller.slots[0].tolist() == [31 * 4 + 3, 32 * 4, *[0] * 30]
     outputs, positions = smaller.inputs.outputs, smaller.inputs.positions
     assert outputs is not None
     assert outputs.tolist() == [1, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""The random numbers are a format: these figures must never change."""
+"""The random numbers are a format, so these values must never change."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_numbers_are_uniform_and_below_one() -> None:
     assert abs(neighbours) < 0.03
 
 
-def test_numbers_made_ahead_are_the_same_numbers() -> None:
+def test_cached_numbers_equal_computed_numbers() -> None:
     generator = np.random.default_rng(0)
     table = UniformTable(9)
-    for _ in range(200):  # rows change hands, positions go on, jump and go back
+    for _ in range(200):  # rows change their request, positions continue, jump and go back
         num_rows = int(generator.integers(1, 6))
         row_indices = generator.permutation(9)[:num_rows]
         seeds = generator.integers(0, 3, num_rows).astype(np.uint64)

@@ -1,4 +1,4 @@
-"""The sampler: what a row gives depends on nothing but itself, and has the distribution that was asked for."""
+"""The token of a row does not depend on other rows, and has the requested distribution."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def random_logits(num_rows: int, *, seed: int = 0, dtype: torch.dtype = torch.fl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_a_mixed_batch_equal_the_same_rows_alone(dtype: torch.dtype) -> None:
     torch.set_num_threads(2)
-    samplings = [each for each in MIXTURE for _ in range(4)]  # more rows than a chunk of the sampler
+    samplings = [sampling for sampling in MIXTURE for _ in range(4)]  # more rows than a chunk of the sampler
     logits = random_logits(len(samplings), dtype=dtype)
     prompts = [[i % 50, 3, 4, 3 + i] for i in range(len(samplings))]
     together = sample(logits, samplings, prompts)
@@ -105,8 +105,8 @@ def test_padding_of_the_vocabulary_is_never_sampled(sampling: Sampling) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"temperature": 1e-6}, {"top_k": 5, "top_p": 0.9}])
-def test_where_all_tokens_are_suppressed_one_of_them_is_drawn(sampling: dict[str, float]) -> None:
-    """The padding is not: a tokenizer may know fewer tokens than the caller can list, all of them stop tokens."""
+def test_one_of_the_tokens_is_drawn_if_all_are_suppressed(sampling: dict[str, float]) -> None:
+    """Padding ids are not drawn: a tokenizer may have fewer tokens than the embedding, and all may be stop tokens."""
     logits = random_logits(2)[:, :1040]
     suppressing = Sampling(1, min_new_tokens=9, suppressed_token_ids=tuple(range(900)), **sampling)  # type: ignore[arg-type]
     assert all(0 <= token_id < 900 for token_id in sample(logits, [suppressing] * 2))
@@ -128,7 +128,7 @@ def test_a_row_without_any_token_fails() -> None:
     assert sample(logits, [Sampling(0), Sampling(0, temperature=0.0)]) == [FAILED, FAILED]
 
 
-def test_the_seed_and_the_position_draw_the_token() -> None:
+def test_token_depends_on_seed_and_position() -> None:
     logits = random_logits(1).repeat(64, 1)
     by_seed = sample(logits, [Sampling(seed) for seed in range(64)])
     assert len(set(by_seed)) > 8
@@ -175,7 +175,7 @@ def test_draws_have_the_distribution(case: Sampling) -> None:
     assert chi_square < degrees + 4.5 * (2 * max(degrees, 1)) ** 0.5
 
 
-def test_min_new_tokens_holds_stop_tokens_back_until_there_are_enough() -> None:
+def test_stop_tokens_are_not_sampled_before_min_new_tokens() -> None:
     logits = random_logits(3)
     logits[:, 7] = 60.0
     samplings = [Sampling(0, temperature=0.0, min_new_tokens=2, suppressed_token_ids=(7,))] * 3

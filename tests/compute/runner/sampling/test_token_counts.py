@@ -1,4 +1,4 @@
-"""Penalties from counts on the device are those of the definition; Triton's interpreter runs the kernel here."""
+"""Penalties on a GPU equal penalties on a CPU. Triton's interpreter runs the kernel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for uid in range(24):
     table.requests[uid].token_ids = list(tokens[uid])  # as on a GPU
 counts = TokenCounts(table, width=WIDTH)
 for step in range(4):
-    if step == 2:  # another request in the row of one that ended
+    if step == 2:  # another request in the row of a closed one
         table.close(5)
         tokens[30] = [7, 7, 7, 8]
         table.open(NewRow(30, samplings[0], 1, tokens[30]))

@@ -1,4 +1,4 @@
-"""top-k, top-p and min-p against the plain definition, on rows that take every path."""
+"""Compare top-k, top-p and min-p with the definition, on rows for all code paths."""
 
 from __future__ import annotations
 

@@ -14,14 +14,13 @@ import pytest
 from aioengine.errors import RequestError
 from aioengine.frontend.calls.call import CallRow
 from aioengine.frontend.calls.delivery import EXTRA_BYTES, MAX_EXTRA_BYTES, Router
-from aioengine.protocol.columns import HIDDEN_STATES, Extra, TokenColumns
+from aioengine.protocol.columns import HIDDEN_STATES, Extra, TokenColumns, block_extras
 from aioengine.protocol.messages import LAST_STATES, End, FinishCode, TextChunks
 from aioengine.protocol.packed_logprobs import (
     OUTPUT_LOGPROBS,
     PROMPT_LOGPROBS,
     LogprobReader,
     LogprobRules,
-    prompt_extras,
 )
 from tests.kit.calls import add_row, make_call, make_reader
 
@@ -75,7 +74,7 @@ def frame(uids: list[int], token_id: int, *, num_prompt: int = 0, ends: bool = F
     tokens = TokenColumns(uids, [token_id] * len(uids))
     for uid in uids:
         tokens.extras.append(Extra(uid, token_id, OUTPUT_LOGPROBS, position(token_id)))
-        tokens.extras += prompt_extras(uid, position(7) * num_prompt, RULES)
+        tokens.extras += block_extras(uid, PROMPT_LOGPROBS, position(7) * num_prompt, RULES.position_bytes)
     return TextChunks(tokens, [str(token_id)] * len(uids), [End(uid, FinishCode.LENGTH) for uid in uids if ends])
 
 

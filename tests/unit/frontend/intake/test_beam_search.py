@@ -26,12 +26,12 @@ def logprobs_of(seed: int, token_ids: tuple[int, ...]) -> list[float]:
 
 
 def searched(seed: int, **options: Any) -> list[tuple[float, list[int]]]:
-    search = BeamSearch(**{"stop_ids": [STOP], "min_new_tokens": 0, **options})
+    search = BeamSearch(**{"stop_ids": frozenset([STOP]), "min_new_tokens": 0, **options})
     while search.live:
         tops = [enumerate(logprobs_of(seed, tuple(beam.token_ids))) for beam in search.live]
         best = [sorted(((logprob, token) for token, logprob in top), reverse=True) for top in tops]
         search.extend([top[: search.num_wanted] for top in best])
-    return [(found.score, found.token_ids) for found in search.found]
+    return [(beam.score, beam.token_ids) for beam in search.ended]
 
 
 def all_outputs(seed: int, length: int, penalty: float, min_new_tokens: int) -> list[tuple[float, list[int]]]:
@@ -74,7 +74,7 @@ def test_one_beam_is_greedy_decoding() -> None:
 
 
 def test_tokens_with_probability_zero_are_in_no_beam() -> None:
-    search = BeamSearch(width=2, max_new_tokens=2, length_penalty=1.0, stop_ids=[], min_new_tokens=0)
+    search = BeamSearch(width=2, max_new_tokens=2, length_penalty=1.0, stop_ids=frozenset(), min_new_tokens=0)
     search.extend([[(-0.1, 1), (-math.inf, 2)]])
     assert [beam.token_ids for beam in search.live] == [[1]]
 
@@ -110,7 +110,7 @@ def test_misuse_names_the_argument(
 
 @pytest.mark.parametrize(("stops", "most"), [([STOP], 201), (range(1000, 2000), 300)])
 def test_only_top_tokens_that_can_be_in_a_beam_are_read(stops: Sequence[int], most: int) -> None:
-    search = BeamSearch(width=100, max_new_tokens=8, length_penalty=1.0, stop_ids=stops, min_new_tokens=0)
+    search = BeamSearch(width=100, max_new_tokens=8, length_penalty=1.0, stop_ids=frozenset(stops), min_new_tokens=0)
     assert search.num_wanted == 100 + len(stops)
     num_read = 0
 

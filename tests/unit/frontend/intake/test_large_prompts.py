@@ -96,7 +96,7 @@ class TestIds:
     def test_a_large_array_is_not_even_copied_at_the_call(self) -> None:
         rows = ask(input_ids=[np.arange(prompts.MAX_IDS_AT_CALL), array := np.arange(9)]).prompts
         assert isinstance(rows[1], IdsPrompt)
-        assert rows[1].given is array
+        assert rows[1].ids is array
         assert seen(rows[1]) == IdsPrompt([*range(9)])
 
     def test_of_an_array_only_slices_become_lists(self) -> None:

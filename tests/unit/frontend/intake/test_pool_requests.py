@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from aioengine.frontend.intake.pool_requests import encode_request, rerank_request
-from aioengine.frontend.intake.pooling import Pooled
+from aioengine.frontend.intake.pooling import Pooled, completed
 from aioengine.frontend.intake.prompts import PooledPrompt
 from aioengine.settings.config import PoolingSettings
 from tests.kit.settings import small_settings
@@ -110,5 +110,5 @@ def test_options_that_the_model_does_not_support_are_refused(
     pooled: Pooled, settings: PoolingSettings, task: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        pooled.check(small_settings(pooling=settings, task=task, hidden_size=8).model)
-    Pooled(gives_scores=True).check(small_settings(pooling=PoolingSettings(num_labels=1), task="classify").model)
+        completed(pooled, small_settings(pooling=settings, task=task, hidden_size=8).model)
+    completed(Pooled(gives_scores=True), small_settings(pooling=PoolingSettings(num_labels=1), task="classify").model)

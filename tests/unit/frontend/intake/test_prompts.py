@@ -86,7 +86,7 @@ def test_subclasses_of_list_and_tuple_are_accepted(other: Callable[[Any], Any]) 
     for given in (other([1, 2]), other([other([1, 2])]), [other([1, 2])]):
         ids = generate_request(None, None, given, stream=False, options={})
         assert ids.num_rows == 1
-        assert [(prompt.num_ids, prompt.given) for prompt in ids.prompts if isinstance(prompt, IdsPrompt)] == [
+        assert [(prompt.num_ids, prompt.ids) for prompt in ids.prompts if isinstance(prompt, IdsPrompt)] == [
             (2, [1, 2])
         ]
     for given in (other([MESSAGE]), [other([MESSAGE])], [MESSAGE | {"content": other(MESSAGE["content"])}]):
@@ -127,7 +127,7 @@ def test_a_long_array_is_left_to_the_tokenizer_s_thread() -> None:
     array = np.arange(MAX_IDS_AT_CALL + 1)
     [prompt] = generate_request(None, None, array, stream=False, options={}).prompts
     assert isinstance(prompt, IdsPrompt)
-    assert prompt.given is array
+    assert prompt.ids is array
     assert prompt.checked().token_ids == array.tolist()
 
 

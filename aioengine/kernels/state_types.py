@@ -1,7 +1,8 @@
-"""The states that the rows of a step read and write. R rows, T packed tokens, B blocks."""
+"""Types of the operations with states. R rows, T packed tokens, B blocks, H heads."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -35,3 +36,35 @@ class StateRows(NamedTuple):
         """Return (slot, start, first token, end of its tokens) of each row. Waits for the device."""
         ends = self.ends.tolist()
         return list(zip(self.slots.tolist(), self.starts.tolist(), [0, *ends[:-1]], ends, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaGates:
+    """Inputs of the gated delta rule: decay g = -exp(log_rate) * softplus(steps + bias), and beta = sigmoid(scores).
+
+    Attributes:
+        steps, scores: [T, H], any row stride, the same for both.
+        log_rate, bias: [H] fp32.
+    """
+
+    steps: Tensor
+    scores: Tensor
+    log_rate: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpaceWeights:
+    """The weights of a Mamba 2 layer, see ``kernels.state_space``.
+
+    Attributes:
+        log_rate: [H] fp32, logarithm of the decay rate.
+        bias: [H] fp32, bias of the time steps.
+        skip: [H] fp32, factor of the skip connection.
+        limits: minimum and maximum time step.
+    """
+
+    log_rate: Tensor
+    bias: Tensor
+    skip: Tensor
+    limits: tuple[float, float]

@@ -1,0 +1,104 @@
+"""Heads of queries, keys and values: rotation, norms, and writes of keys and values to the KV pool.
+
+T tokens, H query heads, K kv heads, E head size, N pages of the pool, S page size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.kernels.kv_target import KVTarget
+from aioengine.kernels.norms import rms_norm
+from aioengine.kernels.triton import launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels.kv_target import WriteKV
+
+    Tables = tuple[Tensor, Tensor]
+    Norms = tuple[Tensor, Tensor, Tensor]
+    Heads = tuple[Tensor, Tensor, Tensor]
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate elements i and i + E / 2 of each head in fp32: x [T, H, E], cos and sin [T, 1, E] -> [T, H, E].
+
+    The first half of ``sin`` is negated.
+    """
+    wide = x.float()
+    half = x.shape[-1] // 2
+    swapped = torch.cat((wide[..., half:], wide[..., :half]), dim=-1)
+    return (wide * cos).addcmul_(swapped, sin).to(x.dtype)
+
+
+def as_parts(heads: Tensor, num_heads: int) -> Heads:
+    """Return q [T, H, E], k and v [T, K, E] as views of heads [T, H + 2 K, E]."""
+    num_kv_heads = (heads.shape[1] - num_heads) // 2
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    return q, k, v
+
+
+def rotate_heads(
+    heads: Tensor,
+    num_heads: int,
+    tables: Tables,
+    norms: Norms | None = None,
+    target: KVTarget | WriteKV | None = None,
+) -> Heads:
+    """Split the fused QKV projection, rotate q and k, and write k and v to the target, in one pass over the memory.
+
+    Args:
+        heads: [T, H + 2 K, E], may be changed.
+        tables: cos and sin [T, 1, E], as for ``rope``.
+        norms: weights [E] and epsilon [] fp32 of norms of query and key heads before the rotation.
+
+    Returns:
+        q [T, H, E], k and v [T, K, E].
+    """
+    pages = target if isinstance(target, KVTarget) else None
+    if launcher.serves(heads):
+        from aioengine.kernels.triton.heads import rotate
+
+        rotate(heads, num_heads, tables, norms, target=pages)
+        q, k, v = as_parts(heads if pages is None or pages.heads is None else pages.heads, num_heads)
+    else:
+        q, k, v = as_parts(heads, num_heads)
+        if norms is None:
+            num_kv_heads = k.shape[1]
+            q, k = rope(heads[:, :-num_kv_heads], *tables).split((num_heads, num_kv_heads), dim=1)
+        else:
+            query_weight, key_weight, epsilon = norms
+            q = rope(rms_norm(q, query_weight, epsilon), *tables)
+            k = rope(rms_norm(k, key_weight, epsilon), *tables)
+        if pages is not None:
+            q, k, v = _written(q, k, v, pages)
+    if target is not None and not isinstance(target, KVTarget):
+        target(k, v)
+    return q, k, v
+
+
+def write_heads(q: Tensor, k: Tensor, v: Tensor, target: KVTarget | WriteKV) -> Heads:
+    """Write q [T, H, E], k and v [T, K, E], any strides, to the target, and return them."""
+    if not isinstance(target, KVTarget):
+        k, v = k.contiguous(), v.contiguous()
+        target(k, v)
+        return q.contiguous(), k, v
+    if not launcher.serves(q):
+        return _written(q, k, v, target)
+    from aioengine.kernels.triton.heads import write
+
+    q, k, v = (heads if heads.stride(-1) == 1 else heads.contiguous() for heads in (q, k, v))
+    write(q, k, v, target)
+    return (q.contiguous(), k, v) if target.heads is None else as_parts(target.heads, q.shape[1])
+
+
+def _written(q: Tensor, k: Tensor, v: Tensor, target: KVTarget) -> Heads:
+    """Write q [T, H, E], k and v [T, K, E] to the target with torch, and return them."""
+    target.write(k, v)
+    if target.heads is None:
+        return q.contiguous(), k.contiguous(), v.contiguous()
+    torch.cat((q, k, v), dim=1, out=target.heads)
+    return as_parts(target.heads, q.shape[1])
