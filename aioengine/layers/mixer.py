@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import StepAttention
-    from aioengine.kernels.state_rows import StateRows
+    from aioengine.kernels.state_types import StateRows
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.linear import Linear
     from aioengine.layers.states import StepStates
