@@ -1,4 +1,7 @@
-"""Find rules of a grammar that can never end, because each of their alternatives needs the rule itself again."""
+"""Find rules that can never end, because each of their alternatives needs the rule again.
+
+Used for the rules of a grammar, and for the schemas of a JSON schema.
+"""
 
 from __future__ import annotations
 

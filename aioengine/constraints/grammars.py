@@ -40,7 +40,7 @@ BYTES_PER_CHARACTER: Final = 256
 """Upper estimate of the memory of a compiled grammar: 70 times its text for enums, 170 for optional properties."""
 
 QUIET_S: Final = 1.0
-"""Each part of the preparation starts after this time without a running request, and holds the GIL for 0.1 to 0.4 s."""
+"""Each part of the preparation starts after this time without a running request, and keeps the GIL for 0.1 to 0.4 s."""
 _POLL_S: Final = 0.1
 
 _MIN_COMPILERS: Final = 2

@@ -115,7 +115,7 @@ def checked_lark(text: str, names: Mapping[str, str]) -> str:
                 try:
                     schema = compile_schema(json.dumps(value), budget)
                 except UnsupportedSchemaError as error:
-                    message = f"in the schema behind its %json, {checks.cut(str(error))}"
+                    message = f"in the schema after its %json, {checks.cut(str(error))}"
                     raise UnsupportedSchemaError(message, pointer=error.pointer, keyword=error.keyword) from None
                 schema["x-guidance"] = {**value.get("x-guidance", {}), **OPTIONS}
                 parts += (text[num_copied:start], json.dumps(schema))

@@ -18,10 +18,8 @@ from aioengine.errors import UnsupportedSchemaError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_TAKES_ALL: Final = (
-    "has free text that may stand in place of another format, and would take its text: put a const_string before it"
-)
-_NUMBER_GOES_ON: Final = frozenset("0123456789.eE+-")
+_TAKES_ALL: Final = "has free text beside another format, and would take its text: put a const_string before it"
+_NUMBER_CHARACTERS: Final = frozenset("0123456789.eE+-")
 
 
 def refuse(pointer: str, keyword: str, reason: str) -> NoReturn:
@@ -224,11 +222,11 @@ def _check_end(part: Rule, after: Sequence[Part]) -> None:
     if part.repeats_free:
         refuse(part.pointer, "format", _TAKES_ALL)
     if part.is_open:
-        refuse(part.pointer, "format", "has no end that could be seen: put a const_string or a tag behind it")
+        refuse(part.pointer, "format", "has no visible end: put a const_string or a tag after it")
     if not part.is_number or isinstance(after[0], FreeText):
         return
-    if not isinstance(after[0], Literal) or any(text[:1] in _NUMBER_GOES_ON for text in after[0].texts):
-        refuse(part.pointer, "format", "may be a number, whose end is not seen: put a const_string behind it")
+    if not isinstance(after[0], Literal) or any(text[:1] in _NUMBER_CHARACTERS for text in after[0].texts):
+        refuse(part.pointer, "format", "may be a number, which has no visible end: put a const_string after it")
 
 
 def _literals(texts: Sequence[str]) -> str:

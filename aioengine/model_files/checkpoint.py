@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Renamed = tuple[tuple[str, str], ...]
 
 _INDEX: Final = "model.safetensors.index.json"
-_WHOLE: Final = "model.safetensors"
+_SINGLE: Final = "model.safetensors"
 _MAX_NAME: Final = 255
 """Maximum length of a file name."""
 _FOREIGN_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
@@ -210,7 +210,7 @@ def check_unchanged(states: Mapping[str, str], since: str) -> None:
 def file_state(file: BinaryIO) -> str:
     """Return a digest of a newly opened file: device, inode, size, modification time, and header.
 
-    The header is that of a safetensors file. Of another file, it is the content after 8 bytes, up to 16 MiB.
+    For a file in another format than safetensors, the header is the content after 8 bytes, up to 16 MiB.
     """
     stat = os.fstat(file.fileno())
     facts = f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} "
@@ -231,8 +231,8 @@ def _paths(folder: Path) -> list[Path]:
     path = folder / _INDEX
     index = folder_files.read_json(path, _WeightIndex)
     if index is None:
-        whole = folder / _WHOLE
-        return [whole] if folder_files.is_file(whole) else sorted(folder.glob("*.safetensors"))
+        single = folder / _SINGLE
+        return [single] if folder_files.is_file(single) else sorted(folder.glob("*.safetensors"))
     names = sorted(set(index.weight_map.values()))
     if not names:
         raise ValueError(f"cannot read {path}: it names no files")

@@ -41,7 +41,7 @@ _SPLITS: Final = {
     "tekken": _TEKKEN,
 }
 """``tokenizer.ggml.pre`` -> the pattern that splits a text into pieces; None for the pattern of GPT-2."""
-_WHOLE_FIRST: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
+_NO_MERGES_OF_TOKENS: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
 """Tokenizers that do not apply merges to a piece which is a token, and add a BOS unless the file disables it. Llama 3,
 Mistral Nemo and llama.cpp do the same.
 """
@@ -77,7 +77,7 @@ def tokenizer_of(header: Header) -> Json:
     return {
         "version": "1.0",
         "added_tokens": _added_tokens(tokens, types, is_bytes=is_bytes),
-        "post_processor": _post_processor(metadata, tokens, adds_bos=not is_bytes or _is_whole_first(metadata)),
+        "post_processor": _post_processor(metadata, tokens, adds_bos=not is_bytes or _ignores_merges(metadata)),
         **parts,
     }
 
@@ -127,12 +127,12 @@ def _byte_bpe(metadata: Metadata, tokens: list[str]) -> Json:
     return {
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": _bpe(vocab, _merges(metadata), ignore_merges=_is_whole_first(metadata)),
+        "model": _bpe(vocab, _merges(metadata), ignore_merges=_ignores_merges(metadata)),
     }
 
 
-def _is_whole_first(metadata: Metadata) -> bool:
-    return metadata.get("tokenizer.ggml.pre") in _WHOLE_FIRST
+def _ignores_merges(metadata: Metadata) -> bool:
+    return metadata.get("tokenizer.ggml.pre") in _NO_MERGES_OF_TOKENS
 
 
 def _character_bpe(metadata: Metadata, tokens: list[str]) -> Json:
@@ -196,7 +196,7 @@ def _merges_by_score(vocab: Mapping[str, int], tokens: Sequence[str], scores: Se
 
 
 def _added_tokens(tokens: Sequence[str], types: Sequence[float], *, is_bytes: bool) -> list[Json]:
-    """Return the tokens that are found before a text is split: control tokens, which are special, and user tokens."""
+    """Return the tokens that are never split: control tokens, which are special, and tokens of the user."""
     characters = set(_byte_spelling().values())
     added: dict[str, Json] = {}
     for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False)):

@@ -47,8 +47,8 @@ def test_characters_of_operators_are_allowed_elsewhere(text: str) -> None:
     [
         ('start: T0\n' + "".join(f'T{i}: T{i + 1} | "{i}"\n' for i in range(1500)), "at most 1,000"),
         ("root ::= r0\n" + "".join(f'r{i} ::= r{i + 1}\n' for i in range(1500)) + 'r1500 ::= "a"', "at most 1,000"),
-        ('start: %json {"type": "integer", "multipleOf": 1000003}', "in the schema behind its %json, 'multipleOf'"),
-        ('start: %json {"type": "integer", "multiple\\u004ff": 1000003}', "in the schema behind its %json, "),
+        ('start: %json {"type": "integer", "multipleOf": 1000003}', "in the schema after its %json, 'multipleOf'"),
+        ('start: %json {"type": "integer", "multiple\\u004ff": 1000003}', "in the schema after its %json, "),
         ('start: %json {"a": ', "no JSON follows %json"),
         ('start: T\nT: "a" & "b"', "of terminals is not supported"),
     ],

@@ -365,7 +365,7 @@ LINE = row({"type": "any_text"}, word("\n"))
     ],
 )
 def test_free_text_that_would_take_the_text_of_another_format_is_refused(given: Format) -> None:
-    with pytest.raises(UnsupportedSchemaError, match="has free text that may stand in place of another format"):
+    with pytest.raises(UnsupportedSchemaError, match="has free text beside another format"):
         SamplingParams(structural_tag={"format": given})
 
 
@@ -397,14 +397,14 @@ def test_free_text_with_a_visible_end_is_allowed(given: Format, texts: list[str]
         (
             {"type": "sequence", "elements": [{"type": "regex", "pattern": "a*"}, {"type": "json_schema",
              "json_schema": {}}]},
-            "/elements/0", "no end that could be seen",
+            "/elements/0", "no visible end",
         ),
         (
             {"type": "sequence", "elements": [{"type": "json_schema", "json_schema": {"type": "integer"}},
              {"type": "const_string", "value": "5"}]},
             "/elements/0/json_schema", "may be a number",
         ),
-        ({"type": "star", "content": {"type": "any_text"}}, "", "no end that could be seen"),
+        ({"type": "star", "content": {"type": "any_text"}}, "", "no visible end"),
         (
             {**TEXT_TAG, "content": {"type": "triggered_tags", "triggers": ["</"], "tags": [{**TEXT_TAG, "begin":
              "</"}]}},
