@@ -111,10 +111,8 @@ class StoredFormat:
                 if self.scheme.has_zeros:
                     zeros = unpack(tensors["weight_zero_point"], bits, 0)
         if layer.in_features % scales.shape[1] or (bits == 4 and layer.in_features % PACKED_COLUMNS):
-            raise ValueError(
-                f"{layer.in_features} inputs of a layer cannot be divided into {scales.shape[1]} equal groups, or with 4 "
-                f"bits into {PACKED_COLUMNS} inputs"
-            )
+            inputs, num_groups = layer.in_features, scales.shape[1]
+            raise ValueError(f"{inputs} inputs cannot have {num_groups} equal groups of codes with {bits} bits")
         codes, zeros = codes[:, : layer.in_features], zeros[:outputs].to(torch.int16)
         if not self.scheme.has_order:
             return [Codes.of(codes, scales, zeros, bits)]
