@@ -205,7 +205,7 @@ class Requests:
     ) -> None:
         """End requests in any state and free their pages at once. Ignores unknown uids.
 
-        STOP comes from the detokenizer, which has already told the frontend, so no ``End`` is sent.
+        STOP comes from the detokenizer, which reports the end to the frontend itself, so no ``End`` is sent.
         stage: where they failed, if ``code`` is FAILED.
         """
         stage = stage if code is FinishCode.FAILED else ""
