@@ -68,6 +68,7 @@ class SchedulerCore(Generic[Ticket]):
         self._clock = clock
         self._trace = trace
         self._board = board
+        # The scheduler has its own queue of these plans, because it knows their requests but no tickets.
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._calls_between_steps: list[Callable[[], None]] = []
         self._num_launched = 0
