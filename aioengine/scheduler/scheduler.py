@@ -89,13 +89,14 @@ class Scheduler:
 
     # ------------------------------------------------------------ results
 
-    def apply(self, plan: StepPlan, result: StepResult, now: float) -> StepOutput:
+    def apply(self, result: StepResult, now: float) -> StepOutput:
         """Process the result of the oldest plan in flight. ``SchedulerCore`` checks first that it has one entry for
         each row with outputs.
 
         Return the accepted tokens and all events since the last call.
         """
         flight = self._flights.popleft()
+        plan = flight.plan
         self.requests.pace.note_step(now - max(flight.planned_at, self._applied_at), flight.num_prompt_tokens)
         self._applied_at = now
         cache = self.cache
