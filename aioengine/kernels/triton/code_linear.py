@@ -34,11 +34,20 @@ HALF = tl.constexpr(PACKED_COLUMNS // 2)
 
 
 @triton.jit
-def _numbers(codes: tl.tensor, zeros: tl.tensor, like: tl.tensor) -> tl.tensor:
-    """Subtract the zero points, if there are any, and convert to the type of ``like``."""
-    if zeros is not None:
-        codes = codes.to(tl.int32) - zeros
-    return codes.to(tl.float32).to(like.dtype.element_ty)
+def _shifted(codes: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """Convert 4-bit codes to the type of x, plus ``_shift``: in 16 bits they become the last bits of this number."""
+    if x.dtype.element_ty == tl.bfloat16:
+        return (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    elif x.dtype.element_ty == tl.float16:
+        return (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+    else:
+        return codes.to(tl.float32)
+
+
+@triton.jit
+def _shift(x: tl.tensor) -> tl.constexpr:
+    """Return the number that ``_shifted`` adds."""
+    return 128.0 if x.dtype.element_ty == tl.bfloat16 else 1024.0 if x.dtype.element_ty == tl.float16 else 0.0
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -59,22 +68,24 @@ def _matmul_kernel(
     for start in tl.range(first, first + SIZE // SPLITS, BLOCK, num_stages=STAGES):
         group = known * NUM_GROUPS + start // GROUP
         scale = tl.load(scales + group)
-        zero = None
-        if zeros is not None:
-            zero = tl.load(zeros + group).to(tl.int32)
         if BITS == 8:
             columns = start + tl.arange(0, BLOCK)
-            part = _numbers(tl.load(weight + known * bytes_per_row + columns[None, :]), zero, x)
+            part = tl.load(weight + known * bytes_per_row + columns[None, :])
             vectors = tl.load(x + rows * SIZE + columns[:, None], mask=is_row, other=0.0)
-            products = tl.dot(part, vectors)
+            products = tl.dot(part.to(tl.float32).to(x.dtype.element_ty), vectors)  # faster than one conversion
+            if zeros is not None:
+                sums = tl.sum(vectors.to(tl.float32), 0)[None, :]
+                products -= tl.load(zeros + group).to(tl.float32) * sums
         else:
             places = tl.arange(0, BLOCK // 2)
             packed = tl.load(weight + known * bytes_per_row + start // 2 + places[None, :])
             columns = start + places // HALF * (2 * HALF) + places % HALF
             vectors = tl.load(x + rows * SIZE + columns[:, None], mask=is_row, other=0.0)
-            products = tl.dot(_numbers(packed & 15, zero, x), vectors)
-            vectors = tl.load(x + rows * SIZE + columns[:, None] + HALF, mask=is_row, other=0.0)
-            products = tl.dot(_numbers(packed >> 4, zero, x), vectors, products)
+            high_vectors = tl.load(x + rows * SIZE + columns[:, None] + HALF, mask=is_row, other=0.0)
+            products = tl.dot(_shifted(packed & 15, x), vectors)
+            products = tl.dot(_shifted(packed >> 4, x), high_vectors, products)
+            sums = tl.sum(vectors.to(tl.float32) + high_vectors.to(tl.float32), 0)[None, :]
+            products -= (tl.load(zeros + group).to(tl.float32) + _shift(x)) * sums
         total += products * scale
     is_last = True
     if SPLITS > 1:

@@ -58,6 +58,7 @@ class ProcessLauncher:
         self._uplinks: dict[Role, str] = {}  # role -> endpoint at which the frontend listens to the child
         self._listeners: dict[str, Listener] = {}  # endpoint -> its listener, while the launcher owns it
         self._num_started = 0
+        self._owner_pid = os.getpid()
         self._is_closed = False
         self._spawning: Future[None] | None = None
         # The kernel ends a child when the thread that started it ends, so threads of the program must not start
@@ -130,6 +131,8 @@ class ProcessLauncher:
                 self._spawning.exception(_MAX_SPAWN_S)
 
     def close(self) -> None:
+        if os.getpid() != self._owner_pid:
+            return  # in a fork, everything belongs to the original process
         self._is_closed = True
         self._thread.close()
         self._wait_for_thread()

@@ -24,6 +24,11 @@ def check(codes, num_rows):
         result = matmul(x, codes, bias, programs=programs, num_done=num_done)
         torch.testing.assert_close(result, x @ expected.T + bias, rtol=1e-4, atol=1e-2)
     assert not num_done.any()
+    for dtype in (torch.float16,):  # the interpreter does not reinterpret bits as bfloat16
+        half = x.to(dtype)
+        result = matmul(half, codes, None, programs=programs, num_done=num_done)
+        error = (result.float() - half.float() @ expected.T).norm() / result.float().norm()
+        assert error < 0.01, (dtype, error)
 
 
 torch.manual_seed(0)

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import BertConfig, ModernBertConfig
 
 from aioengine import models
-from aioengine.attention._base import AttentionShape, WriteKV
+from aioengine.attention._base import AttentionShape
 from aioengine.attention.packed import PackedAttention
+from aioengine.kernels.kv_target import WriteKV
 from aioengine.models._base import Model, ModelOptions
 from aioengine.runner import weights
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
