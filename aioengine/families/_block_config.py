@@ -60,9 +60,9 @@ class TensorSpec(NamedTuple):
 
     def num_bytes(self, itemsize: int) -> int:
         """Return the bytes in memory after loading. ``itemsize``: of the model's dtype."""
-        if self.is_converted or not self.dtype:
+        if self.is_converted:
             return self.num_parameters * itemsize
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * (DTYPE_BYTES[self.dtype] if self.dtype else itemsize)
 
 
 TensorSpecs = dict[str, TensorSpec]

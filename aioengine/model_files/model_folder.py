@@ -387,7 +387,8 @@ def _read_config(
         if model.task is Task.GENERATE and not model.is_causal:
             not_implemented("is_causal", False, "true, or is_embedding=True: its tokens attend to the whole text")
         if wanted.quantization not in (None, method):
-            raise ValueError(f"quantization={wanted.quantization!r}, but it says {method}; leave it out")
+            stored = "no quantization_config" if method is None else repr(method)
+            raise ValueError(f"quantization={wanted.quantization!r}, but config.json has {stored}; leave it out")
         if quantization is not None:
             _check_quantization(quantization, model, implementation)
         return config, model, read_pooling(folder, model, raw), implementation, quantization

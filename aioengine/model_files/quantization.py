@@ -112,10 +112,15 @@ class Scheme(Struct, frozen=True, kw_only=True):
                     "g_idx": PackedTensor("I32", 0, 1),
                 }
 
-    def specs(self, linear: LinearShape) -> TensorSpecs:
-        """Describe the tensors of a linear layer (``LinearTensors``)."""
+    def specs(self, linear: LinearShape, *, is_on_cpu: bool = False) -> TensorSpecs:
+        """Describe the tensors of a linear layer. is_on_cpu: fp8 weights are converted when they are loaded."""
         specs = {
-            name: TensorSpec(stored.shape(linear.outputs, linear.inputs), stored.dtype, stored.per_element)
+            name: TensorSpec(
+                stored.shape(linear.outputs, linear.inputs),
+                stored.dtype,
+                stored.per_element,
+                is_converted=is_on_cpu and stored.dtype == "F8_E4M3",
+            )
             for name, stored in self.tensors(linear.inputs).items()
         }
         return specs | {"bias": TensorSpec((linear.outputs,))} if linear.has_bias else specs
@@ -134,10 +139,10 @@ class Quantization(Struct, frozen=True, kw_only=True):
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
     skipped: tuple[str, ...] = ()
 
-    def tensors_of(self, linear: LinearShape) -> TensorSpecs:
-        """Describe the tensors of a linear layer (``LinearTensors``)."""
+    def tensors_of(self, linear: LinearShape, *, is_on_cpu: bool = False) -> TensorSpecs:
+        """Describe the tensors of a linear layer (``LinearTensors``). is_on_cpu: see ``Scheme.specs``."""
         scheme = self.scheme_of(linear.name)
-        return plain_tensors(linear) if scheme is None else scheme.specs(linear)
+        return plain_tensors(linear) if scheme is None else scheme.specs(linear, is_on_cpu=is_on_cpu)
 
     def scheme_of(self, name: str) -> Scheme | None:
         """Return how the layer ``name`` is stored; None: it is not quantized."""

@@ -9,6 +9,7 @@ import csv
 import os
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -192,7 +193,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         device_memory = machine.free_host_memory() if is_on_cpu else _gpu_memory(device)
     family = model_folder.family_config(config.model)
     itemsize = DTYPE_BYTES[settings.model.dtype]
-    count, num_weights_bytes = _weights(family, facts, itemsize)
+    count, num_weights_bytes = _weights(family, facts, itemsize, is_on_cpu=is_on_cpu)
     activations = _activations(family, settings, itemsize)
     activations += _adapter_numbers(settings, facts.linear_layers) * itemsize
     share = settings.memory.mem_fraction_static if settings.memory.num_pages is None else 1.0
@@ -249,7 +250,7 @@ def _reason(facts: ModelFacts, wanted: ModelConfig) -> str:
     return f"{reason}; but an engine would refuse to start: {missing}" if missing else reason
 
 
-def _weights(family: TransformerConfig, facts: ModelFacts, itemsize: int) -> tuple[int, int]:
+def _weights(family: TransformerConfig, facts: ModelFacts, itemsize: int, *, is_on_cpu: bool) -> tuple[int, int]:
     """Return number and bytes of the parameters. For transformers' code, count the elements in the weight files.
 
     Raises ValueError if there are no such files.
@@ -257,7 +258,7 @@ def _weights(family: TransformerConfig, facts: ModelFacts, itemsize: int) -> tup
     if facts.implementation == OWN:
         raw = folder_files.read_object(Path(facts.path) / "config.json")
         _, quantization = split_config(raw)
-        tensors = plain_tensors if quantization is None else quantization.tensors_of
+        tensors = plain_tensors if quantization is None else partial(quantization.tensors_of, is_on_cpu=is_on_cpu)
         return num_parameters(family, raw), weights_bytes(family, itemsize, raw, tensors)
     if not facts.weights.num_parameters:
         raise ValueError(

@@ -1,0 +1,69 @@
+"""A whole engine with the demo model in quantized checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import aioengine
+from aioengine import Engine
+from aioengine.model_files.model_folder import DEMO_MODEL
+from tests.compute.quantized import METHODS, quantize_checkpoint
+
+pytestmark = pytest.mark.process
+
+PROMPTS = ["The capital of France is", "Once upon a time"]
+GREEDY = {"temperature": 0, "max_new_tokens": 24}
+
+
+def save_demo(folder: Path, name: str) -> tuple[Path, Path]:
+    """Save the demo model quantized, and with the weights that it stands for."""
+    method = METHODS[name]
+    paths = folder / "quantized", folder / "plain"
+    for path, tensors in zip(
+        paths, quantize_checkpoint(load_file(DEMO_MODEL / "model.safetensors"), method), strict=True
+    ):
+        shutil.copytree(DEMO_MODEL, path)
+        save_file(tensors, path / "model.safetensors")
+    config = json.loads((paths[0] / "config.json").read_text())
+    (paths[0] / "config.json").write_text(json.dumps(config | {"quantization_config": method.config}))
+    return paths
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8-blocks"])
+def test_answers_are_those_of_the_dequantized_model_after_a_lost_scheduler_too(name: str, tmp_path: Path) -> None:
+    quantized, plain = save_demo(tmp_path, name)
+    with Engine(plain, device="cpu", dtype="float32") as engine:
+        expected = [answer["output_ids"] for answer in engine.generate(PROMPTS, GREEDY)]
+    with Engine(quantized, device="cpu", dtype="float32", quantization=METHODS[name].config["quant_method"]) as engine:
+        assert [answer["output_ids"] for answer in engine.generate(PROMPTS, GREEDY)] == expected
+        [scheduler] = [process for process in engine.health()["processes"] if process["role"] == "scheduler"]
+        os.kill(scheduler["pid"], signal.SIGKILL)
+        assert [answer["output_ids"] for answer in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_plan_counts_the_stored_bytes(tmp_path: Path) -> None:
+    quantized, plain = save_demo(tmp_path, "awq")
+    plans = [aioengine.plan(path, device="cpu", dtype="bfloat16") for path in (quantized, plain)]
+    saved = plans[1].weights_bytes - plans[0].weights_bytes
+    num_linear = 4 * (256 * (256 + 2 * 128 + 256) + 3 * 256 * 896)
+    assert saved == num_linear * 2 - num_linear // 2 - num_linear // 32 * 2 - num_linear // 32 // 2
+    fp8, _ = save_demo(tmp_path / "fp8", "fp8-blocks")
+    on_cpu = aioengine.plan(fp8, device="cpu", dtype="bfloat16").weights_bytes
+    assert plans[1].weights_bytes <= on_cpu < 1.01 * plans[1].weights_bytes  # converted to bfloat16
+
+
+def test_another_method_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    quantized, plain = save_demo(tmp_path, "awq")
+    with pytest.raises(ValueError, match="quantization='gptq', but config.json has 'awq'; leave it out"):
+        Engine(quantized, device="cpu", quantization="gptq")
+    with pytest.raises(
+        ValueError, match="quantization='gptq', but config.json has no quantization_config; leave it out"
+    ):
+        Engine(plain, device="cpu", quantization="gptq")
