@@ -43,7 +43,8 @@ _EXIT_FRACTION: Final = 0.6
 
 _STARTUP_TIMEOUT_FACTOR: Final = 10.0
 _MIN_STARTUP_TIMEOUT_S: Final = 60.0
-"""The start of a replacement may take this many times the duration of the first start, and at least this long."""
+"""The start of a replacement times out after the duration of the first start times the factor, or after the minimum if
+that is longer."""
 
 _MIN_RETRY_S: Final = 0.1
 _MAX_RETRY_S: Final = 3.0

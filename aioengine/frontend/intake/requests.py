@@ -162,11 +162,9 @@ class CallRequest(Struct):
         """New decoders for the logprobs and hidden states of a row. ``num_ids``: tokens of the prompt."""
         rules = self.logprobs_of(prompt)
         decoders: tuple[ExtraDecoder, ...] = () if rules is None else (LogprobDecoder(rules, num_ids),)
-        return (
-            (*decoders, HiddenStateDecoder(num_ids, hidden_size))
-            if self.hidden_states_of(prompt) == ALL_STATES
-            else decoders
-        )
+        if self.hidden_states_of(prompt) == ALL_STATES:
+            decoders = (*decoders, HiddenStateDecoder(num_ids, hidden_size))
+        return decoders
 
     def clear(self) -> None:
         """Free the prompts and parameters: the call is over, but its reader may keep it for long."""
