@@ -127,7 +127,7 @@ class Frontend:
             reader = Reader(call, call.ready, lock=self._lock, actions=self)
             with self._lock:
                 if request.adapters is not None:
-                    self.adapters.open(request.adapters, rows_fail_alone=request.rows_fail_alone)
+                    self.adapters.open(request.adapters, prompts_fail_alone=request.prompts_fail_alone)
                 self.calls.open(call)
             if runs_here(self.loop):
                 self.calls.start(call)

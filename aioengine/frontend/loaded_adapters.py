@@ -204,17 +204,17 @@ class LoadedAdapters:
             post(self._loop, choice.leave)
             _HELD.set(before)  # not a reset, because a collected coroutine may be closed in another context
 
-    def open(self, choice: AdapterChoice, *, rows_fail_alone: bool = False) -> None:
+    def open(self, choice: AdapterChoice, *, prompts_fail_alone: bool = False) -> None:
         """Let a call use its adapters until ``AdapterChoice.leave``.
 
-        ``rows_fail_alone``: if adapters of a list are missing, their rows get the error of ``AdapterChoice.error_of``.
+        ``prompts_fail_alone``: the rows of missing adapters get the error of ``AdapterChoice.error_of``.
 
         Raises:
             ValueError: an adapter is not loaded, or the engine serves no adapters.
         """
         with self._lock:
             loads = {name: load for name in choice.names if (load := self._find(name)) is not None}
-            if len(loads) < len(choice.names) and not (rows_fail_alone and choice.of_prompts.is_list):
+            if len(loads) < len(choice.names) and not (prompts_fail_alone and choice.of_prompts.is_list):
                 name = next(name for name in choice.names if name not in loads)
                 values = choice.of_prompts.values
                 raise answers.named(self._missing(name), values.index(name), len(values))

@@ -15,7 +15,7 @@ from aioengine.frontend.calls import call_ids
 from aioengine.frontend.calls.call_ids import MAX_NAMES_FREED, CallIds
 from aioengine.frontend.intake import prompts, requests
 from aioengine.frontend.intake.request_checks import RequestChecks
-from aioengine.frontend.intake.requests import ROWS_IN_PIECE
+from aioengine.frontend.intake.requests import PROMPTS_IN_PIECE
 from aioengine.frontend.intake.submitter import MAX_ROWS_ENDED_AT_ONCE, Submitter
 from tests.engine.engine_double import World, expected_text
 from tests.kit.waiting import until
@@ -83,7 +83,7 @@ CALLS: dict[str, Callable[[World, list[object], list[str]], Any]] = {
 
 def limits_of_a_turn() -> dict[str, int]:
     # Two pieces: one that the call checks, and the first that the loop does before the count is new.
-    num_rows = 2 * ROWS_IN_PIECE
+    num_rows = 2 * PROMPTS_IN_PIECE
     names = ("text_prompt", "ids_prompt", "chat_prompt", "_rid", "_check_params", "_message", "_start_row")
     return {
         **dict.fromkeys(names, num_rows),
@@ -111,8 +111,8 @@ async def test_no_turn_of_the_loop_handles_many_rows(turns: Turns, kind: str) ->
     turns.end()
     limits = limits_of_a_turn()
     assert {name: most for name, most in turns.most.items() if most > limits[name]} == {}
-    assert turns.most["_check_params"] >= ROWS_IN_PIECE
-    assert MAX_ROWS_ENDED_AT_ONCE <= ROWS_IN_PIECE
+    assert turns.most["_check_params"] >= PROMPTS_IN_PIECE
+    assert MAX_ROWS_ENDED_AT_ONCE <= PROMPTS_IN_PIECE
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ async def world() -> Any:
         yield made
 
 
-PLACE = 3 * ROWS_IN_PIECE
+PLACE = 3 * PROMPTS_IN_PIECE
 TEXTS = ["a"] * (PLACE + 1)
 RIDS = [f"r{number}" for number in range(PLACE + 1)]
 

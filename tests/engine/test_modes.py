@@ -13,7 +13,7 @@ import pytest
 from aioengine.api.answers import BatchOutput
 from aioengine.api.params import SamplingParams
 from aioengine.errors import EngineClosedError, EngineDeadError, RequestTooLargeError
-from aioengine.frontend.intake.requests import ROWS_IN_PIECE
+from aioengine.frontend.intake.requests import PROMPTS_IN_PIECE
 from aioengine.settings.config import QueueConfig
 from tests.engine.engine_double import World, expected_text
 from tests.kit.waiting import until
@@ -211,7 +211,7 @@ class TestBatches:
         assert [chunk async for chunk in world.engine.async_generate([], GREEDY, stream=True)] == []
 
     async def test_a_long_batch_has_every_answer_in_its_place(self, world: World) -> None:
-        prompts = [f"{number}é"[number % 2 - 2 :] for number in range(ROWS_IN_PIECE + 40)]
+        prompts = [f"{number}é"[number % 2 - 2 :] for number in range(PROMPTS_IN_PIECE + 40)]
         prompts[-7] = "\ud800"
         one = {"temperature": 0, "max_new_tokens": 1}
         with pytest.raises(ValueError, match="lone surrogate"):

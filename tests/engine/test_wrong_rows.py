@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from aioengine import AsyncEngine, RequestTooLargeError, UnsupportedSchemaError
 from aioengine.frontend.engine_parts import Blueprint
-from aioengine.frontend.intake.row_options import ROWS_IN_PIECE
+from aioengine.frontend.intake.row_options import PROMPTS_IN_PIECE
 from aioengine.settings.config import PoolingSettings
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine
 from tests.kit.waiting import until
@@ -199,22 +199,22 @@ async def test_a_wrong_row_gives_its_exception_in_its_place(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cache_salt": [5] * ROWS_IN_PIECE + ["s", 5, "s"]}, "cache_salt must be a string"),
-        ({"lora_path": [None] * (ROWS_IN_PIECE + 1) + ["nope", None]}, "'nope' is not loaded"),
-        ({"rid": [*map(str, range(ROWS_IN_PIECE + 1)), "0", "last"]}, "'0' is the id of two prompts"),
+        ({"cache_salt": [5] * PROMPTS_IN_PIECE + ["s", 5, "s"]}, "cache_salt must be a string"),
+        ({"lora_path": [None] * (PROMPTS_IN_PIECE + 1) + ["nope", None]}, "'nope' is not loaded"),
+        ({"rid": [*map(str, range(PROMPTS_IN_PIECE + 1)), "0", "last"]}, "'0' is the id of two prompts"),
     ],
     ids=["salts", "adapters", "rids"],
 )
 async def test_rows_of_a_long_batch_fail_alone_too(
     generating: AsyncEngine, options: dict[str, Any], message: str
 ) -> None:
-    prompts = ["a"] * (ROWS_IN_PIECE + 3)
+    prompts = ["a"] * (PROMPTS_IN_PIECE + 3)
     with pytest.raises((TypeError, ValueError), match=message):
         await generating.async_generate(prompts, PARAMS, **options)
     outs = await generating.async_generate(prompts, PARAMS, **options, return_exceptions=True)
     wrong = [place for place, out in enumerate(outs) if isinstance(out, Exception)]
-    assert wrong[-1] == ROWS_IN_PIECE + 1
-    assert len(wrong) == (ROWS_IN_PIECE + 1 if "cache_salt" in options else 1)
+    assert wrong[-1] == PROMPTS_IN_PIECE + 1
+    assert len(wrong) == (PROMPTS_IN_PIECE + 1 if "cache_salt" in options else 1)
 
 
 async def test_one_unknown_adapter_for_all_rows_fails_the_call(generating: AsyncEngine) -> None:

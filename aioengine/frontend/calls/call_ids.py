@@ -56,7 +56,7 @@ class CallIds:
                     names[rid] = call, prompt
             except ValueError as error:
                 rids[prompt] = ""
-                request.fail_row(prompt, error)
+                request.fail_prompt(prompt, error)
         call.names += names
         if request.rid is not None or rids:  # a random id has no number at its end
             for rid in names:

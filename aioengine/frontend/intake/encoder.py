@@ -95,7 +95,7 @@ def longest_token(facts: Mapping[str, object]) -> int | None:
     return max(len(token.encode(errors="replace")) for token in (*vocab, *added))
 
 
-class Job(NamedTuple):
+class EncodeJob(NamedTuple):
     """Prompts to encode. ``done`` gets their ids, in order, and the seconds, on the loop.
 
     ``check_ids`` raises ValueError for ids that were not checked at the call because they are too many.
@@ -122,19 +122,19 @@ def checked(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt | 
 class Lane:
     """One thread and the jobs that wait for it. On the loop."""
 
-    def __init__(self, name: str, encode: Callable[[Sequence[Job]], tuple[list[list[Encoded]], float]]) -> None:
+    def __init__(self, name: str, encode: Callable[[Sequence[EncodeJob]], tuple[list[list[Encoded]], float]]) -> None:
         """Start the thread now, so that a lack of threads is an error of the start and not of a request.
 
         Raises EngineStartupError: the thread cannot be started.
         """
         self._encode = encode
         self._thread = WorkerThread[Any](f"aioengine-{name}")
-        self._waiting: list[Job] = []
+        self._waiting: list[EncodeJob] = []
         self._num_bytes = 0  # of the waiting jobs
         self._num_batches = 0  # that the thread has
         self._is_due = False  # the loop will call ``_start`` soon
 
-    def add(self, job: Job, num_bytes: int) -> None:
+    def add(self, job: EncodeJob, num_bytes: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting.append(job)
         self._num_bytes += num_bytes
@@ -154,7 +154,7 @@ class Lane:
         work = self._thread.submit(partial(self._encode, batch))
         work.add_done_callback(partial(post, self._loop, self._answer, batch))
 
-    def _answer(self, batch: list[Job], work: Future[tuple[list[list[Encoded]], float]]) -> None:
+    def _answer(self, batch: list[EncodeJob], work: Future[tuple[list[list[Encoded]], float]]) -> None:
         self._num_batches -= 1
         try:
             encoded, seconds = work.result()
@@ -201,7 +201,7 @@ class Encoder:
         self._short = Lane("encode", self._encode)
         self._long = Lane("encode-long", self._encode)
 
-    def encode(self, job: Job) -> None:
+    def encode(self, job: EncodeJob) -> None:
         num_bytes = 0
         for prompt in job.prompts:
             if not isinstance(prompt, Exception) and not (isinstance(prompt, IdsPrompt) and prompt.is_checked):
@@ -226,7 +226,7 @@ class Encoder:
 
     # ------------------------------------------------------------ on the threads
 
-    def _encode(self, jobs: Sequence[Job]) -> tuple[list[list[Encoded]], float]:
+    def _encode(self, jobs: Sequence[EncodeJob]) -> tuple[list[list[Encoded]], float]:
         """Encode the prompts of all jobs, texts with the same rules in one batch. Return their ids, and the seconds."""
         began_at = time.monotonic()
         encoded: list[list[Encoded]] = []

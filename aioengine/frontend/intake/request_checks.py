@@ -40,13 +40,13 @@ class RequestChecks:
         self._last_message_parts: MessageParts | None = None
 
     def check_more(self, request: CallRequest) -> None:
-        """Check some more rows of a long batch."""
+        """Check some more prompts of a long batch: first alone, then against the model."""
         first = len(request.prompts)
         request.check_more()
         self.check(request, first)
 
     def check(self, request: CallRequest, first: int = 0) -> None:
-        """Check the rows from prompt ``first`` on that ``request`` has checked so far.
+        """Check the prompts from ``first`` on against the model. ``CallRequest.check_more`` has checked them alone.
 
         If rows may fail alone, a wrong row gets its error in its place.
 
@@ -81,7 +81,7 @@ class RequestChecks:
                 if request.images is not None or isinstance(prompt, ChatPrompt):
                     check_images(request, place, self.images)
             except (TypeError, ValueError) as error:
-                request.fail_row(place, error)
+                request.fail_prompt(place, error)
 
     def _check_template(self, template: str | os.PathLike[str]) -> None:
         tokenizer = self.parts.tokenizer

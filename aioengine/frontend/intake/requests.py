@@ -37,7 +37,7 @@ from aioengine.frontend.intake.prompts import (
 from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, RequestOptions
 from aioengine.frontend.intake.row_options import (
     MAX_TOKEN_IDS,
-    ROWS_IN_PIECE,
+    PROMPTS_IN_PIECE,
     LogprobOptions,
     PerPrompt,
     list_for,
@@ -143,7 +143,7 @@ class CallRequest(Struct):
         return len(self.prompts) == self.num_prompts
 
     @property
-    def rows_fail_alone(self) -> bool:
+    def prompts_fail_alone(self) -> bool:
         """Whether a wrong row gets its exception in its place, instead of failing the whole call."""
         return self.returns_exceptions and self.is_batch
 
@@ -179,7 +179,7 @@ class CallRequest(Struct):
         """
         first, weight = len(self.prompts), 0
         budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
-        for place in range(first, min(first + ROWS_IN_PIECE, self.num_prompts)):
+        for place in range(first, min(first + PROMPTS_IN_PIECE, self.num_prompts)):
             if self.num_prompts > 1 and (added := self._weight(place)):
                 weight += added
                 if weight > MAX_WEIGHT_AT_ONCE and place > first:
@@ -189,7 +189,7 @@ class CallRequest(Struct):
                     rid, self.rids[place] = self.rids[place], ""  # stays empty if the id is wrong
                     self.rids[place] = _rid(rid)
                 for option in self.lists:
-                    option.check_row(place)
+                    option.check_prompt_options(place)
                 if self.given_params is not None:
                     self.params.append(self._parsed(self.given_params[place]))
                 params = self.params[-1]
@@ -199,7 +199,7 @@ class CallRequest(Struct):
                 name = f"{self.name}[{place}]" if self.is_batch else self.name
                 prompt: Prompt | PromptError = self.check_prompt(name, self.values[place], budget)
             except (TypeError, ValueError) as error:
-                if not self.rows_fail_alone:
+                if not self.prompts_fail_alone:
                     raise named(error, place, self.num_prompts) from None
                 prompt = _without_frames(error)
                 for option in self.lists:
@@ -212,9 +212,9 @@ class CallRequest(Struct):
                 raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")
             self.prompts.append(prompt)
 
-    def fail_row(self, prompt: int, error: TypeError | ValueError) -> None:
+    def fail_prompt(self, prompt: int, error: TypeError | ValueError) -> None:
         """Give a prompt this error in its place. If rows do not fail alone, raise the error."""
-        if not self.rows_fail_alone:
+        if not self.prompts_fail_alone:
             raise named(error, prompt, self.num_prompts) from None
         self.prompts[prompt] = _without_frames(error)
 
@@ -338,11 +338,11 @@ def rows_request(
     """Return a request with the rows of a list, or with the list itself as one row.
 
     A list is a batch if its first entry is a list. With ``return_exceptions`` the first row may be wrong, so any of the
-    first ``ROWS_IN_PIECE`` entries may be the list.
+    first ``PROMPTS_IN_PIECE`` entries may be the list.
     """
     num_dimensions = _num_dimensions(value)
     given = cast("Sequence[object]", value) if num_dimensions else checks.sequence(name, value, allowed=allowed)
-    first = given[: ROWS_IN_PIECE if options.get("return_exceptions") is True else 1]
+    first = given[: PROMPTS_IN_PIECE if options.get("return_exceptions") is True else 1]
     is_batch = any(isinstance(entry, list | tuple) or isinstance(checks.plain(entry), list) for entry in first)
     values = [given] if not is_batch else given if num_dimensions > 1 else list(given)
     return CallRequest(name, values, check_prompt, is_batch)
@@ -390,7 +390,7 @@ def complete(
 
 def _num_samples(params: Sequence[object]) -> int:
     """Return the first valid ``n``. Wrong parameters are errors of their rows."""
-    for entry in params[:ROWS_IN_PIECE]:
+    for entry in params[:PROMPTS_IN_PIECE]:
         if isinstance(entry, SamplingParams):
             return entry.n
         if isinstance(entry, Mapping) and "n" in entry:

@@ -17,7 +17,7 @@ from aioengine.protocol.packed_logprobs import LogprobRules
 
 Value = TypeVar("Value")
 
-ROWS_IN_PIECE: Final = 512
+PROMPTS_IN_PIECE: Final = 512
 """Rows of a batch that are checked at once, by the call or by a thread."""
 
 MAX_TOKEN_IDS: Final = 65_536
@@ -42,7 +42,7 @@ class PerPrompt(Struct, Generic[Value]):
     values: list[Value]
     is_list: bool
 
-    def check_row(self, prompt: int) -> None:
+    def check_prompt_options(self, prompt: int) -> None:
         """Check the value of a prompt in a list. Raises TypeError or ValueError."""
         self.values[prompt] = self.check(self.values[prompt])
 
@@ -85,7 +85,7 @@ def list_for(name: str, value: object, rows: Rows, *, one: str = "") -> list[obj
 def per_prompt(
     name: str, options: Mapping[str, object], check: Callable[[object], Value], rows: Rows
 ) -> PerPrompt[Value] | None:
-    """Return the option ``name``; None: it is not given. ``check_row`` checks the values of a list later."""
+    """Return the option ``name``; None: it is not given. ``check_prompt_options`` checks the values of a list later."""
     value = options.get(name)
     if value is None:
         return None
@@ -178,7 +178,7 @@ def _token_ids_option(options: Mapping[str, object], rows: Rows) -> PerPrompt[tu
     name = "token_ids_logprob"
     value = options.get(name)
     entries = () if value is None else checks.sequence(name, value, allowed="a list of token ids, or of such lists")
-    first = entries[: ROWS_IN_PIECE if rows.is_batch else 1]  # wrong rows may come before a list
+    first = entries[: PROMPTS_IN_PIECE if rows.is_batch else 1]  # wrong rows may come before a list
     if any(entry is None or isinstance(entry, list | tuple | checks.Array) for entry in first):
         _refuse_with_samples(name, rows)
         values = cast("list[tuple[int, ...]]", list_for(name, entries, rows))

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, ValidationError, convert
 from aioengine.api import checks
 from aioengine.errors import RequestError
 from aioengine.frontend.intake.requests import check_names
-from aioengine.frontend.intake.row_options import ROWS_IN_PIECE
+from aioengine.frontend.intake.row_options import PROMPTS_IN_PIECE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -225,7 +225,7 @@ async def _add_labels(request: ScoreRequest, value: object, parts: EngineParts) 
         raise ValueError("label_token_ids is empty; give at least one token id")
     size = parts.settings.model.vocab_size if parts.tokenizer is None else parts.tokenizer.vocab_size
     turns = _Turns()
-    if not any(isinstance(checks.plain(entry), list | tuple) for entry in given[:ROWS_IN_PIECE]):
+    if not any(isinstance(checks.plain(entry), list | tuple) for entry in given[:PROMPTS_IN_PIECE]):
         given = checks.items("label_token_ids", given, MAX_LABELS)
         request.labels = [await _checked_labels("label_token_ids", given, size, turns)]
         return

@@ -18,7 +18,7 @@ from aioengine.api.params import SamplingParams, drawn_seed
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.calls.call import NotifyOn
 from aioengine.frontend.calls.row_types import row_type
-from aioengine.frontend.intake.encoder import Job
+from aioengine.frontend.intake.encoder import EncodeJob
 from aioengine.frontend.intake.image_prompts import check_no_images
 from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, IdsPrompt, MediaIds, TextPrompt
 from aioengine.frontend.intake.row_options import check_lengths
@@ -110,7 +110,7 @@ class Submitter:
         self._encoder.run(partial(self.checks.check_more, call.request), partial(self._add_checked, call))
 
     def _add_checked(self, call: Call, work: Future[None]) -> None:
-        """Start rows that were checked, and check the next ones."""
+        """Register the ids of checked rows, and check the next ones. When all are checked, start more rows."""
         error: Exception | None = None
         if call.ending is None and not call.is_over:
             try:
@@ -136,7 +136,7 @@ class Submitter:
     # ------------------------------------------------------------ rows
 
     def submit_next(self, call: Call) -> None:
-        """Start as many rows of the call as may be in flight: some now, more in the next turns of the loop.
+        """Start as many rows of the call as may be open at a time: some now, more in the next turns of the loop.
 
         An exception ends the call. Usually the loop calls this as a callback, and would only log the exception.
         """
@@ -145,9 +145,10 @@ class Submitter:
             return
         try:
             with self._lock:
+                # Twice as many as can run, so that rows wait in the scheduler when others end.
                 num_startable = 2 * self._settings.scheduler.max_running - call.num_held
                 if request.logprobs is not None:
-                    num_startable = self._num_with_logprobs(call, num_startable)
+                    num_startable = self._num_startable_with_logprobs(call, num_startable)
                 if call.notify_on is not NotifyOn.EACH_READ:
                     call.notify_on = NotifyOn.END_READ if num_startable <= 0 else NotifyOn.NOTHING
             first = call.num_started // request.num_samples
@@ -169,16 +170,16 @@ class Submitter:
                 if isinstance(known, Exception):
                     prompts[position] = known
             start = self._start_rows if self._images is None else self._place_images
-            if len(encoded) == len(prompts):
+            if len(encoded) == len(prompts):  # otherwise all go to the thread, so that rows start in order
                 start(call, encoded, 0.0)
             else:
                 call.is_start_pending = True
-                self._encoder.encode(Job(prompts, partial(start, call), self.checks.check_ids))
+                self._encoder.encode(EncodeJob(prompts, partial(start, call), self.checks.check_ids))
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))
             raise
 
-    def _num_with_logprobs(self, call: Call, limit: int) -> int:
+    def _num_startable_with_logprobs(self, call: Call, limit: int) -> int:
         """Return how many more rows with logprobs may start now, at most ``limit``.
 
         The length of a prompt is not known yet, so each row counts an upper bound for the memory of its logprobs.
@@ -210,7 +211,7 @@ class Submitter:
             return prompt.token_ids
         try:
             if isinstance(prompt, IdsPrompt) and self._model.task == "generate":
-                self.checks.output_limit(SamplingParams(), prompt.num_ids)
+                self.checks.output_limit(SamplingParams(), prompt.num_ids)  # raises if it is too long
             elif isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self._encoder.sizes:
                 self._encoder.sizes.check_bytes(prompt.num_bytes)
         except RequestTooLargeError as error:
@@ -254,15 +255,16 @@ class Submitter:
         try:
             with self._lock:
                 while call.num_started < end and not (call.is_start_pending or call.is_over):
+                    num_submits = len(submits)
                     self._start_row(call, encoded[call.num_started // request.num_samples - first], tokenize_s, submits)
-                    if submits and call.num_started < end:
+                    if len(submits) > num_submits and call.num_started < end:
                         num_bytes += _size(submits[-1])
                         others_wait_for_prefix = (
                             call.num_started == 1 and num_bytes > MIN_SHARED_BYTES and submits[0].kind is SCORE
                         )
                         call.is_start_pending = num_bytes >= MAX_BYTES_AT_ONCE or others_wait_for_prefix
-                # A call with grammars is accepted when they are compiled. If rows may be refused late, the call is
-                # accepted with its first chunk.
+                # A call with grammars is accepted when they are compiled. If rows may be refused because they
+                # would be late (``refuse_late``), the call is accepted with its first chunk.
                 if not call.compiling and not (request.refuses_late and submits):
                     call.accept()
             if submits:

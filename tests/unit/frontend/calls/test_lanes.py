@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.errors import RequestError
-from aioengine.frontend.intake.encoder import Encoded, Encoder, Job
+from aioengine.frontend.intake.encoder import Encoded, EncodeJob, Encoder
 from aioengine.frontend.intake.prompts import ChatPrompt, Prompt, TextPrompt
 
 
@@ -73,7 +73,7 @@ class Answers:
             found.append(encoded)
             then()
 
-        self.encoder.encode(Job(prompts, done, check_nothing))
+        self.encoder.encode(EncodeJob(prompts, done, check_nothing))
 
     async def all(self) -> list[list[Encoded]]:
         """The one answer to each job."""
@@ -153,7 +153,7 @@ async def test_an_error_in_the_callback_of_one_job_does_not_affect_the_others() 
 async def test_an_error_of_a_whole_batch_fails_all_its_jobs(error: type[BaseException]) -> None:
     answers = Answers(Fragile())
 
-    def break_down(_jobs: Sequence[Job]) -> tuple[list[list[Encoded]], float]:
+    def break_down(_jobs: Sequence[EncodeJob]) -> tuple[list[list[Encoded]], float]:
         raise error("everything broke")
 
     lane = answers.encoder._short  # pyright: ignore[reportPrivateUsage]
@@ -207,7 +207,7 @@ async def test_every_job_is_answered_once_and_in_order(jobs: list[list[str]]) ->
 ENDLESS = """
 import asyncio, time
 from aioengine.supervision import tasks
-from aioengine.frontend.intake.encoder import Encoder, Job
+from aioengine.frontend.intake.encoder import Encoder, EncodeJob
 from aioengine.frontend.intake.prompts import TextPrompt
 
 tasks.MAX_EXIT_S = 0.1
@@ -219,7 +219,7 @@ class Endless:
 
 async def main():
     encoder = Encoder(Endless())
-    encoder.encode(Job([TextPrompt("text", 4)], lambda encoded, seconds: print(encoded), list))
+    encoder.encode(EncodeJob([TextPrompt("text", 4)], lambda encoded, seconds: print(encoded), list))
     await asyncio.sleep(0.1)
     encoder.close()
     await asyncio.sleep(0.1)

@@ -15,8 +15,8 @@ from aioengine.frontend.intake.encoder import (
     BATCH_BYTES,
     PIECE_CHARACTERS,
     Encoded,
+    EncodeJob,
     Encoder,
-    Job,
     TextSizes,
     longest_token,
 )
@@ -125,7 +125,7 @@ async def test_a_full_batch_of_texts_is_encoded_while_more_arrive() -> None:
             ended.set()
 
     def ask(size: int) -> None:
-        encoder.encode(Job([TextPrompt("x" * size, size)], done, check_nothing))
+        encoder.encode(EncodeJob([TextPrompt("x" * size, size)], done, check_nothing))
 
     for number in range(8):
         ask(BATCH_BYTES // 4 + number)
@@ -144,7 +144,7 @@ async def test_texts_of_one_loop_iteration_are_encoded_together() -> None:
     done = [asyncio.get_running_loop().create_future() for _ in range(5)]
     for future in done:
         encoder.encode(
-            Job([TextPrompt("x", 1)], lambda _, seconds, future=future: future.set_result(seconds), check_nothing)
+            EncodeJob([TextPrompt("x", 1)], lambda _, seconds, future=future: future.set_result(seconds), check_nothing)
         )
     assert tokenizer.batches == []
     await asyncio.gather(*done)
@@ -157,7 +157,7 @@ async def test_loop_runs_while_a_long_text_is_tokenized() -> None:
     done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     text = "Once upon a time there was a word, and 12 more. " * 2_000
     encoder.encode(
-        Job([TextPrompt(text, len(text))], lambda _encoded, seconds: done.set_result(seconds), check_nothing)
+        EncodeJob([TextPrompt(text, len(text))], lambda _encoded, seconds: done.set_result(seconds), check_nothing)
     )
     num_turns = 0
     while not done.done():

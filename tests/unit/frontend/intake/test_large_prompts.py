@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from aioengine.frontend.intake import prompts, requests
-from aioengine.frontend.intake.encoder import LONG_BYTES, Encoded, Encoder, Job, checked
+from aioengine.frontend.intake.encoder import LONG_BYTES, Encoded, EncodeJob, Encoder, checked
 from aioengine.frontend.intake.prompts import ChatPrompt, IdsPrompt, Prompt, PromptError, TextPrompt
-from aioengine.frontend.intake.requests import ROWS_IN_PIECE, CallRequest
+from aioengine.frontend.intake.requests import PROMPTS_IN_PIECE, CallRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -188,7 +188,7 @@ class TestChats:
         assert f"messages[{len(MANY_MESSAGES)}] has no role" in str(error)
 
 
-NUM_ROWS = ROWS_IN_PIECE + 3
+NUM_ROWS = PROMPTS_IN_PIECE + 3
 
 
 def all_of(request: CallRequest) -> list[Prompt | PromptError]:
@@ -204,7 +204,7 @@ class TestLongBatches:
     @pytest.mark.parametrize("kind", [list, tuple])
     def test_texts_of_a_long_batch_are_checked_in_pieces(self, kind: type[list[str]]) -> None:
         request = ask(kind(["a"] * (NUM_ROWS - 1) + ["é" * 9]))
-        assert (len(request.prompts), request.num_prompts, request.num_rows) == (ROWS_IN_PIECE, NUM_ROWS, NUM_ROWS)
+        assert (len(request.prompts), request.num_prompts, request.num_rows) == (PROMPTS_IN_PIECE, NUM_ROWS, NUM_ROWS)
         rows = all_of(request)
         assert rows[-2] == TextPrompt("a", 1)
         assert seen(rows[-1]) == TextPrompt("é" * 9, 18)
@@ -288,7 +288,7 @@ async def test_long_prompts_are_encoded_on_another_thread_than_short_ones(prompt
     tokenizer = Threads()
     encoder = Encoder(tokenizer)
     done: asyncio.Future[list[Encoded]] = asyncio.get_running_loop().create_future()
-    encoder.encode(Job([prompt], lambda encoded, _: done.set_result(encoded), accept))
+    encoder.encode(EncodeJob([prompt], lambda encoded, _: done.set_result(encoded), accept))
     assert await done == [[1]]
     assert tokenizer.names == [lane]
     encoder.close()

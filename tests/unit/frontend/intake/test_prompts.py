@@ -20,7 +20,7 @@ from aioengine.frontend.intake.prompts import (
     TextPrompt,
     ids_prompt,
 )
-from aioengine.frontend.intake.requests import ROWS_IN_PIECE, chat_request, generate_request
+from aioengine.frontend.intake.requests import PROMPTS_IN_PIECE, chat_request, generate_request
 
 
 class Letter(IntEnum):
@@ -114,9 +114,9 @@ class Rows:
 
 
 def test_the_rows_of_an_array_are_read_one_by_one() -> None:
-    rows = np.arange(6 * ROWS_IN_PIECE).reshape(-1, 3)
+    rows = np.arange(6 * PROMPTS_IN_PIECE).reshape(-1, 3)
     request = generate_request(None, None, Rows(rows), stream=False, options={})
-    assert (request.num_rows, len(request.prompts)) == (len(rows), ROWS_IN_PIECE)
+    assert (request.num_rows, len(request.prompts)) == (len(rows), PROMPTS_IN_PIECE)
     while not request.is_checked:
         request.check_more()
     prompts = [prompt.checked() for prompt in request.prompts if isinstance(prompt, IdsPrompt)]
