@@ -13,7 +13,7 @@ from aioengine.kernels.triton import launcher
 from aioengine.kernels.triton.launcher import KernelLauncher, compile_only, compiled_in_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
     from concurrent.futures import Executor
 
     from aioengine.kernels.triton.launcher import Compiled, Grid
@@ -54,6 +54,19 @@ def test_compile_only_requests_each_specialization_once_and_launches_nothing() -
     with compile_only():
         launcher(grid, "a", (3,), {})
     assert len(kernel.launched) == 2, "launched nothing, although the specialization exists"
+
+
+def test_norm_of_a_misaligned_tensor_has_another_specialization(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from aioengine.kernels.triton import norms
+
+    keys: list[Hashable] = []
+    monkeypatch.setattr(KernelLauncher, "__call__", lambda _self, _grid, key, *_: keys.append(key))
+    aligned, misaligned = torch.zeros(2, 3), torch.zeros(7)[1:].view(2, 3)
+    weight, epsilon = torch.ones(3), torch.tensor(1e-6)
+    for delta, residual in ((aligned, aligned), (misaligned, aligned), (aligned, misaligned), (None, misaligned)):
+        norms.add_rms_norm(delta, residual, weight, epsilon)
+    assert len(set(keys)) == 4
 
 
 @pytest.mark.parametrize(("device", "installed", "expected"), [("cpu", True, 0), ("cuda", False, 0), ("cuda", True, 1)])
