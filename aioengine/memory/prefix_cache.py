@@ -41,13 +41,13 @@ class Match(NamedTuple):
     path: one node for each page.
     pending: the last of the next pages that another request is computing now; None: there are none.
     salt: the cache namespace.
-    missing: the page boundary at which a snapshot would make more pages reusable.
+    missing_snapshot: the page boundary at which a snapshot would make more pages reusable.
     """
 
     path: list[Node]
     pending: Node | None
     salt: Salt = ""
-    missing: Boundary | None = None
+    missing_snapshot: Boundary | None = None
 
 
 class Allocation(Struct, eq=False):
@@ -96,8 +96,8 @@ class PrefixCache:
         """Session -> its pinned nodes, parents first. The least recently used session comes first."""
 
     @property
-    def num_free(self) -> int:
-        """Allocatable pages: free pages and cached pages that are not locked, pinned or not."""
+    def num_allocatable(self) -> int:
+        """Pages that can be allocated: free pages, and cached pages without a lock, even if they are pinned."""
         return len(self._free) + len(self._tree.unlocked) + self._tree.num_pinned
 
     @property
@@ -126,7 +126,7 @@ class PrefixCache:
         path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size, salt, known=known)
         if (snapshots := self.snapshots) is not None:
             num_usable = snapshots.num_usable(path)
-            missing = snapshots.missing(path, num_usable)
+            missing = snapshots.missing_snapshot(path, num_usable)
             is_coming = missing is not None and snapshots.has_producer(missing.node)
             return Match(path[:num_usable], missing.node if missing and is_coming else None, salt, missing)
         if path and path[-1].is_pending:
@@ -143,7 +143,7 @@ class PrefixCache:
                 break  # all nodes before it are locked too
             num_unlocked += 1
         num_missing = self.pages_for(num_tokens) - len(match.path)
-        return self.num_free - num_unlocked - num_missing - promised
+        return self.num_allocatable - num_unlocked - num_missing - promised
 
     # ------------------------------------------------------------ do
 
@@ -152,10 +152,10 @@ class PrefixCache:
 
         Check ``num_left`` first.
         """
-        missing = self.pages_for(len(token_ids)) - len(match.path)
+        num_new_pages = self.pages_for(len(token_ids)) - len(match.path)
         self._tree.lock(match.path)
         allocation = Allocation(match.salt, path=match.path.copy())
-        allocation.pages = [node.page for node in match.path] + self._allocate(missing)
+        allocation.pages = [node.page for node in match.path] + self._allocate(num_new_pages)
         allocation.num_matched = allocation.num_ready = len(match.path)
         allocation.capacity = len(allocation.pages) * self.page_size
         if self.enabled:
@@ -165,12 +165,12 @@ class PrefixCache:
                 parent, self._tree.keys(token_ids, first, allocation.salt), allocation.pages[first:]
             )
         if self.snapshots is not None:
-            allocation.snapshots = self.snapshots.begin(allocation.path, allocation.num_matched, match.missing)
+            allocation.snapshots = self.snapshots.begin(allocation.path, allocation.num_matched, match.missing_snapshot)
         return allocation
 
     def grow(self, allocation: Allocation) -> list[int] | None:
         """Add one page to a request and return it. If no page is left, return None and change nothing."""
-        if self.num_free == 0:
+        if self.num_allocatable == 0:
             return None
         page = self._allocate(1)
         allocation.pages += page
@@ -277,7 +277,7 @@ class PrefixCache:
     # ------------------------------------------------------------ inside
 
     def _allocate(self, count: int) -> list[int]:
-        """Allocate ``count`` pages. Evicts cached pages if needed. Raises ValueError if ``num_free`` is less."""
+        """Allocate ``count`` pages. Evicts cached pages if needed. Raises ValueError if ``num_allocatable`` is less."""
         if count > len(self._free):
             self.evict(count - len(self._free))
         first = len(self._free) - count

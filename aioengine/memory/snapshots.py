@@ -93,7 +93,7 @@ class Snapshots:
         counts = range(len(path) // pages_per_span * pages_per_span, 0, -pages_per_span)
         return next((count for count in counts if path[count - 1] in self._ids), 0)
 
-    def missing(self, path: list[Node], num_usable: int) -> Boundary | None:
+    def missing_snapshot(self, path: list[Node], num_usable: int) -> Boundary | None:
         """Return the boundary at which a snapshot would make more than ``num_usable`` pages of ``path`` reusable."""
         position = len(path) * self._page_size // self.span * self.span
         num_pages = position // self._page_size
@@ -109,7 +109,7 @@ class Snapshots:
 
     def begin(self, path: list[Node], num_matched: int, missing: Boundary | None) -> RequestSnapshots:
         """Start a request. path: its nodes; the first ``num_matched`` are reused, the others are pending.
-        missing: result of ``missing`` for this request.
+        missing: result of ``missing_snapshot`` for this request.
         """
         source = NO_SNAPSHOT
         if num_matched:

@@ -111,7 +111,7 @@ class WindowedCache(PrefixCache):
     def num_left(self, match: Match, num_tokens: int, promised: int) -> int:
         seen = [page for _, page in self._seen(match.path)]
         num_unlocked = sum(not page.num_locks for page in seen)
-        return self.num_free - num_unlocked - max(self.pages_for(num_tokens) - len(seen), 0) - promised
+        return self.num_allocatable - num_unlocked - max(self.pages_for(num_tokens) - len(seen), 0) - promised
 
     def num_promised(self, allocation: Allocation, num_tokens: int) -> int:
         """Return the pages that a running request still needs for its known tokens."""
@@ -155,7 +155,7 @@ class WindowedCache(PrefixCache):
         """Add one page of each group to a request and return them. If too few are left, return None."""
         assert isinstance(allocation, WindowedAllocation)
         num_groups = self._groups.num_groups
-        if self.num_free < num_groups:
+        if self.num_allocatable < num_groups:
             return None
         pages = self._allocate(num_groups)
         allocation.pages += pages

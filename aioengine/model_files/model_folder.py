@@ -366,12 +366,12 @@ def _read_config(
     Raises ValueError, which names the field, if a value is missing or not implemented.
     """
     file, is_embedding = folder / "config.json", wanted.is_embedding
-    raw = folder_files.read_json(file, dict[str, object])
-    if raw is None:
+    whole = folder_files.read_json(file, dict[str, object])
+    if whole is None:
         raise ValueError(f"{str(folder)!r} is no model folder: {_reason_without_config(folder)}")
     try:
-        method = quantization_method(raw)
-        raw, quantization = split_config(raw)
+        method = quantization_method(whole)
+        raw, quantization = split_config(whole)
         config = msgspec.convert({name: value for name, value in raw.items() if value is not None}, _ConfigFacts)
         implementation = _implementation(config, wanted.implementation)
         read: ReadConfig = read_fallback_config

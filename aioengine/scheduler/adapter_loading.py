@@ -142,7 +142,7 @@ class Adapters:
             except Exception as error:  # only its requests fail
                 self._placing[key] = Future()
                 self._placing[key].set_exception(error)
-        self._requests.release(released)
+        self._requests.requeue(released)
 
     def control(self, control: Control, answer: Callable[[Reply], None]) -> None:
         """Start "load_adapter" or do "unload_adapter". A load is answered after the read, or, if pinned, the copy."""

@@ -65,23 +65,23 @@ class Admission:
         match = self._cache.match(request.ids_to_match, request.salt, known=request.waits_for)
         request.wait_for(match.pending)
         if match.pending is not None:
-            if self._cache.snapshots is not None and match.missing is not None:
-                self._cache.snapshots.stop_at(match.missing)
+            if self._cache.snapshots is not None and match.missing_snapshot is not None:
+                self._cache.snapshots.stop_at(match.missing_snapshot)
             return Refusal.LATER
         cache = self._cache
-        num_free = cache.num_left(match, request.num_tokens, promised)
-        if num_free < 0:
+        num_left = cache.num_left(match, request.num_tokens, promised)
+        if num_left < 0:
             return Refusal.FULL
         if not running:
             return match
         num_missing = request.num_tokens - len(match.path) * cache.page_size
         most = cache.pages_for(reserve_for(request, num_missing, self._chunk_tokens))
-        if num_free < most * (len(running) + 1):  # then count the pages that they can need in so many steps
+        if num_left < most * (len(running) + 1):  # then count the pages that they can need in so many steps
             missing = [
-                cache.pages_for(member.max_tokens) - cache.pages_for(member.num_tokens)
+                cache.pages_for(member.next_limit) - cache.pages_for(member.num_tokens)
                 for member in (*running, request)
             ]
-            if num_free < sum(min(most, num_pages) for num_pages in missing):
+            if num_left < sum(min(most, num_pages) for num_pages in missing):
                 return Refusal.FULL
         return match
 

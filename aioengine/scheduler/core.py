@@ -68,6 +68,7 @@ class SchedulerCore(Generic[Ticket]):
         self._clock = clock
         self._trace = trace
         self._board = board
+        # The scheduler has its own queue of these plans, because it knows their requests but no tickets.
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._calls_between_steps: list[Callable[[], None]] = []
         self._num_launched = 0
@@ -151,7 +152,7 @@ class SchedulerCore(Generic[Ticket]):
         self._num_failures = 0
         collected_at = now if self._clock is None else self._clock()
         with trace.part("apply") if trace else _NOTHING:
-            return self.scheduler.apply(plan, result, collected_at)
+            return self.scheduler.apply(result, collected_at)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """End the requests of the plan. Raise ``error`` after ``MAX_FAILURES`` failures in a row."""

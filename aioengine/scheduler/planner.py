@@ -2,7 +2,8 @@
 
 Decode rows come first, ordered by rank: one for each running request whose newest token is in the runner. So decoding
 requests advance in every step, however long the prompts are. The remaining token budget is divided among the prompts of
-running requests, then among waiting requests that can be admitted.
+running requests, then among waiting requests that can be admitted. ``request`` defines ``decodes``, ``is_behind`` and
+``holds_last``, which decide the kind of a row.
 
 A decode row has more than one position if it has forced tokens or drafts. The next plan assumes that all drafts are
 accepted, and allocates pages for them. Rejected drafts lower the counts of the request when their result is applied;
@@ -88,14 +89,14 @@ class Planner:
         for request in self._requests.running:
             start = request.num_computed
             if request.decodes:
-                if start + 1 >= request.max_tokens:
+                if start + 1 >= request.next_limit:
                     continue  # its last token is in flight
             elif not request.num_missing or request.gates:
                 continue  # gated, or its last row is in flight
             elif request.is_behind and request.num_drafts:
                 continue  # the row of its forced tokens needs an exact start
             elif not request.is_behind:
-                if request.allocation.capacity >= request.num_tokens or self._has_pages(request):
+                if request.allocation.capacity >= request.num_tokens or self._allocate_chunk(request):
                     prompts.append(request)
                 continue
             if max_drafts or not request.decodes:
@@ -153,7 +154,7 @@ class Planner:
         request.is_behind = end < request.num_tokens
         if request.is_behind:
             return Row(request.uid, start, end - start, NOTHING, token_ids, pages)
-        num_drafts = max(0, min(self._settings.max_drafts, left - (end - start), request.max_tokens - 1 - end))
+        num_drafts = max(0, min(self._settings.max_drafts, left - (end - start), request.next_limit - 1 - end))
         while (capacity := request.allocation.capacity) < end + num_drafts:
             new_pages = self._requests.cache.grow(request.allocation)
             if new_pages is None:
@@ -166,9 +167,9 @@ class Planner:
         """Allocate pages for the next position, preempting other requests if none is left. Return None if the request
         must wait.
 
-        A request preempts itself last. If it is the only one, it first waits for its steps in flight: preempted at
-        once, it would be admitted again, lose the same tokens again, and never advance; and a chunk in flight may let
-        it release pages.
+        The last running request is preempted, even if it is ``request``. If it is also the only one, it first waits for
+        its steps in flight. Otherwise it could be admitted again and lose the same tokens again and again. A chunk in
+        flight may also release some of its pages.
         """
         running = self._requests.running
         while (pages := self._requests.cache.grow(request.allocation)) is None:
@@ -178,7 +179,7 @@ class Planner:
                 return None
         return pages
 
-    def _has_pages(self, request: Request) -> bool:
+    def _allocate_chunk(self, request: Request) -> bool:
         """Allocate pages for the next ``min_tokens`` tokens of a prompt whose pages are allocated chunk by chunk
         (``WindowedCache``). Return False if it gets no row in this step.
         """
@@ -254,7 +255,7 @@ class Planner:
             if request.gates and self._admission.waits(request):  # requests with other gates are not in the queue
                 continue
             adapter = request.submit.adapter
-            if adapter is not None and not self._requests.has_adapter(request, adapter):
+            if adapter is not None and self._requests.wait_unless_ready(request, adapter):
                 continue
             if not self._settings.splits_prompts and budget.left < min(request.num_tokens, self._settings.chunk_tokens):
                 return  # it will be the first of the next step

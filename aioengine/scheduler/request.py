@@ -37,11 +37,12 @@ class State(Enum):
 
 
 class Request:
-    """One request. Only ``Scheduler`` changes it.
+    """One request. Only ``Scheduler`` and its parts (``Requests``, ``Planner``, ``Admission``) change it.
 
     order: its unique position in the queue (the smallest is first); set by the policy.
     rank: its position among the running requests; the last one is preempted first.
-    max_tokens: prompt and output tokens until the request ends, or until its RoPE changes (see ``short_length``).
+    max_tokens: maximum number of prompt and output tokens.
+    next_limit: the number of prompt and output tokens at which it ends, or is recomputed because its RoPE changes.
     token_ids: known prompt and output tokens. Image positions have the ids of ``with_image_keys``.
     holds_last: whether the runner holds the newest token, so that a row does not carry it.
     kind: POOL ends with its vector, SCORE with its logprobs; both have no output tokens.
@@ -51,14 +52,13 @@ class Request:
         late if its request has another allocation than at the launch.
     is_behind: it has forced tokens that no row has computed. The runner does not hold them, so a row must carry them.
     short_length: longer requests use long RoPE factors for all positions. A request that reaches this length is
-        recomputed, so until then ``max_tokens`` is ``short_length + 1``. 0: RoPE does not depend on the length.
+        recomputed, so until then ``next_limit`` is ``short_length + 1``. 0: RoPE does not depend on the length.
     is_long: whether it uses long RoPE factors since its last admission.
     waits_for: the last node of its prefix that another request is computing or taking a snapshot of.
     num_drafts: drafts of its rows in flight. Until they are accepted, ``num_tokens`` and ``num_computed`` are upper
         bounds.
-    most_tokens: maximum number of prompt and output tokens. num_charged: tokens charged to its tenant.
     admitted_at: time of its first admission. num_cached: prompt tokens that it took from the prefix cache then.
-    is_text_open: whether its first token was reported.
+    num_charged: tokens charged to its tenant. is_text_open: whether its first token was reported.
     """
 
     def __init__(self, submit: Submit, *, number: int, max_tokens: int, short_length: int = 0) -> None:
@@ -74,7 +74,8 @@ class Request:
         self.num_computed = 0
         self.num_drafts = 0
         self.short_length = short_length
-        self.max_tokens = min(max_tokens, short_length + 1) if self.num_tokens <= short_length else max_tokens
+        self.max_tokens = max_tokens
+        self.next_limit = min(max_tokens, short_length + 1) if self.num_tokens <= short_length else max_tokens
         self.is_long = 0 < short_length < self.num_tokens
         self.stop_ids = frozenset(submit.limits.stop_token_ids)
         self.state = State.WAITING
@@ -86,7 +87,6 @@ class Request:
         self.is_behind = False
         self.gates: frozenset[Gate] = frozenset()
         self.waits_for: Node | None = None
-        self.most_tokens = max_tokens
         self.admitted_at: float | None = None
         self.num_cached = 0
         self.num_charged = 0
@@ -186,7 +186,7 @@ def end_of(request: Request) -> End | None:
     token_id = request.token_ids[-1]
     if token_id in request.stop_ids and request.num_output > request.submit.limits.min_new_tokens:
         return End(request.uid, FinishCode.STOP, token_id)
-    if len(request.token_ids) >= request.most_tokens:
+    if len(request.token_ids) >= request.max_tokens:
         return End(request.uid, FinishCode.LENGTH)
     return None
 

@@ -205,7 +205,7 @@ class Requests:
     ) -> None:
         """End requests in any state and free their pages at once. Ignores unknown uids.
 
-        STOP comes from the detokenizer, which has already told the frontend, so no ``End`` is sent.
+        STOP comes from the detokenizer, which reports the end to the frontend itself, so no ``End`` is sent.
         stage: where they failed, if ``code`` is FAILED.
         """
         stage = stage if code is FinishCode.FAILED else ""
@@ -235,8 +235,8 @@ class Requests:
             if request.state is State.GATED and not request.gates:
                 self._let_wait(request)
 
-    def release(self, uids: Iterable[int]) -> None:
-        """Return these requests to the queue: their adapters are ready, or they must be recomputed."""
+    def requeue(self, uids: Iterable[int]) -> None:
+        """Put these requests back into the queue: their adapters are ready, or they must be recomputed."""
         for request in self._living(uids):
             request.open_gate(Gate.ADAPTER)
             self._let_wait(request)
@@ -264,15 +264,15 @@ class Requests:
 
     # ------------------------------------------------------------ from the steps
 
-    def has_adapter(self, request: Request, adapter: Adapter) -> bool:
-        """Return whether the adapter of a waiting request is ready. If not, the request joins the load queue."""
+    def wait_unless_ready(self, request: Request, adapter: Adapter) -> bool:
+        """Move a waiting request to the load queue if it may not use its adapter now. Return whether it was moved."""
         key, waiter = key_of(adapter), Waiter(request.uid, request.submit.tenant, request.order)
         if self.adapters.may_use(key, waiter):
-            return True
+            return False
         request.close_gate(Gate.ADAPTER)
         self._let_wait(request)
         self.adapters.wait(key, waiter)
-        return False
+        return True
 
     def admit(self, request: Request, match: Match, now: float) -> None:
         """Start a waiting request with the pages of ``match`` and new pages for its other tokens."""
@@ -289,7 +289,7 @@ class Requests:
             self.adapters.use(key_of(request.submit.adapter), waiter)
         self.pace.note_admission(now, has_next=bool(self.waiting))
         if not request.num_charged:
-            request.num_charged = request.max_tokens
+            request.num_charged = request.next_limit
             self._tenants.charge(request.submit.tenant, request.num_charged)
         if request.admitted_at is None:
             request.admitted_at = now

@@ -89,12 +89,14 @@ class Scheduler:
 
     # ------------------------------------------------------------ results
 
-    def apply(self, plan: StepPlan, result: StepResult, now: float) -> StepOutput:
-        """Process the result of the oldest plan in flight. Check it with ``StepResult.check`` first.
+    def apply(self, result: StepResult, now: float) -> StepOutput:
+        """Process the result of the oldest plan in flight. ``SchedulerCore`` checks first that it has one entry for
+        each row with outputs.
 
         Return the accepted tokens and all events since the last call.
         """
         flight = self._flights.popleft()
+        plan = flight.plan
         self.requests.pace.note_step(now - max(flight.planned_at, self._applied_at), flight.num_prompt_tokens)
         self._applied_at = now
         cache = self.cache
@@ -109,7 +111,7 @@ class Scheduler:
             if request.allocation is not allocation:
                 limits[row.uid] = 0  # late
                 continue
-            if token_id < 0:
+            if token_id < 0:  # not exactly one token, see ``_by_row``
                 end = row.start + row.count - flight.rejected.get(row.uid, 0)
                 num_taken = self._take_other(row, request, result, others.get(row.uid), end=end, now=now)
                 if num_taken is not None:
@@ -122,13 +124,13 @@ class Scheduler:
             known.append(token_id)
             if not request.is_text_open:
                 self._events.open_text(request, now)
-            if token_id in request.stop_ids or len(known) >= request.max_tokens:
+            if token_id in request.stop_ids or len(known) >= request.next_limit:
                 ended = end_of(request)
                 if row.uid in result.complete and (ended is None or ended.code is FinishCode.LENGTH):
                     continue  # it ends with this token
                 if ended is not None:
                     self.requests.end(request, ended)
-                elif len(known) >= request.max_tokens:
+                elif len(known) >= request.next_limit:
                     self._restart_long(request)
         if result.complete:  # their grammars allow no further token
             for row, request, allocation in zip(plan.rows, flight.requests, flight.allocations, strict=True):
@@ -187,7 +189,7 @@ class Scheduler:
             return None if is_last else num_taken
         if is_complete:
             return None
-        if len(request.token_ids) >= request.max_tokens:
+        if len(request.token_ids) >= request.next_limit:
             self._restart_long(request)
         else:
             request.count_forced()
@@ -195,8 +197,8 @@ class Scheduler:
 
     def _restart_long(self, request: Request) -> None:
         """Recompute a running request without rows in flight from position 0, now with long RoPE factors."""
-        request.max_tokens = request.most_tokens
-        self.requests.release([request.uid])
+        request.next_limit = request.max_tokens
+        self.requests.requeue([request.uid])
 
     def fail(self, plan: StepPlan, message: str) -> None:
         """End the requests of the oldest or newest plan in flight, which has no result. Other requests continue.
@@ -212,7 +214,7 @@ class Scheduler:
         if is_newest:
             self.requests.closed = plan.closed + self.requests.closed
             running = {request.uid for request in self.requests.running}
-            self.requests.release(new.uid for new in plan.new_rows if new.uid in running)
+            self.requests.requeue(new.uid for new in plan.new_rows if new.uid in running)
 
     # ------------------------------------------------------------ figures
 
@@ -225,7 +227,7 @@ class Scheduler:
             num_running=len(requests.running),
             num_waiting=len(requests.waiting) + len(requests.gated),
             num_pages=cache.num_pages,
-            num_free_pages=cache.num_free,
+            num_free_pages=cache.num_allocatable,
             num_cached_pages=cache.num_cached,
             num_pinned_pages=cache.num_pinned,
             step_ended_at=self._applied_at,

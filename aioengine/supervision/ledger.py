@@ -344,15 +344,15 @@ class Ledger:
             self._forget(end.uid)
         if tokens.token_ids:
             self._has_progress = True
-        uid = self._quarantine.retried
-        if uid is None or not self.is_connected:  # a new child may send messages before the others are ready
+        retried = self._quarantine.retried
+        if retried is None or not self.is_connected:  # a new child may send messages before the others are ready
             return []
-        request = self._requests.get(uid)
+        request = self._requests.get(retried)
         due: list[ToScheduler] = []
-        if request is not None and request.num_known >= self._quarantine.requests.get(uid, 0):
-            self._quarantine.requests.pop(uid, None)
+        if request is not None and request.num_known >= self._quarantine.requests.get(retried, 0):
+            self._quarantine.requests.pop(retried, None)
             if request.is_suspended:  # the suspension was delayed by the retry
-                due.append(Suspend([uid]))
+                due.append(Suspend([retried]))
         return [*due, *self._release()] if self._quarantine.choose_next() else due
 
     def take_reports(self) -> list[ToFrontend]:

@@ -1,9 +1,9 @@
 """MatchingQueue limits the time that the detokenizer process spends on stop patterns.
 
-Matching may use ``STEP_BUDGET_S`` in each step and a quarter of the total time. Tokens of requests with slow patterns
-wait in the queue, so they do not delay the texts of other requests. They are matched in *turns* between the steps, with
-pauses in which other requests continue. Each request also has its own limit (``RegexSearch``): a request that exceeds
-it fails.
+In each step, matching may use ``STEP_BUDGET_S`` of CPU time. The remaining tokens, and all tokens of requests with slow
+patterns, wait in the queue, so they do not delay the texts of other requests. They are matched in *turns* between the
+steps. A turn has the same budget. A pause without turns follows a step that used up its budget, and also a turn if
+other requests are open. Each request also has its own limit (``RegexSearch``): a request that exceeds it fails.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ STEP_BUDGET_S: Final = 0.01
 """CPU time of matching in one step, and in one turn of the queue. After it is used up, no other search starts."""
 
 REST: Final = 3
-"""After a turn, the queue rests for this many times the CPU time of the turn."""
+"""A pause is this many times as long as the CPU time of the turn or step before it."""
 
 OVERDUE_S: Final = 0.2
-"""While there are chunks to send, a turn begins this much later."""
+"""While there are chunks to send, no turn begins until this long after the pause."""
 
 LONG_S: Final = 0.001
 """After a longer match, ``take`` chooses the request again."""
@@ -46,20 +46,21 @@ class MatchingQueue:
     """The waiting tokens of each request, and the time of the next turn. It has no clock.
 
     Attributes:
-        waiting: by uid. used_s: CPU time of matching in this step or turn.
+        waiting: uid -> its request, with its queued tokens and its end.
+        used_s: CPU time of matching in this step or turn.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[int, tuple[OpenText, deque[Token | End]]] = {}
         self.used_s = 0.0
-        self._next: int | None = None  # the request of the next entry, until one of its entries takes long
+        self._next_uid: int | None = None  # the request of the next entry, until one of its entries takes long
         self._rests_until = 0.0
 
     def spend(self, used_s: float) -> None:
         """Count CPU time of matching."""
         self.used_s += used_s
         if used_s > LONG_S:
-            self._next = None
+            self._next_uid = None
 
     @property
     def is_exhausted(self) -> bool:
@@ -87,9 +88,9 @@ class MatchingQueue:
 
         The same request is used again, until it has no entry or a match takes longer than ``LONG_S``.
         """
-        uid = self._next
+        uid = self._next_uid
         if uid is None or uid not in self.waiting:
-            uid = self._next = min(self.waiting, key=lambda uid: self.waiting[uid][0].expected_s)
+            uid = self._next_uid = min(self.waiting, key=lambda uid: self.waiting[uid][0].expected_s)
         request, entries = self.waiting[uid]
         entry = entries.popleft()
         if not entries:
@@ -97,7 +98,7 @@ class MatchingQueue:
         return request, entry
 
     def is_due(self, now: float, *, has_news: bool) -> bool:
-        """Whether a turn may begin. If there are chunks to send, it begins ``OVERDUE_S`` later."""
+        """Whether a turn may begin. has_news: there are chunks to send, see ``OVERDUE_S``."""
         return now >= self._rests_until + (OVERDUE_S if has_news else 0.0)
 
     def end(self, now: float, *, rests: bool) -> None:

@@ -79,14 +79,14 @@ class TokenTable(dict[int, TokenText]):
 
     def __missing__(self, token_id: int) -> TokenText:
         token = self._tokens.get(token_id)
-        text = "" if token is None else self._rule.write(token, is_first=False)
+        text = "" if token is None else self._rule.text_of(token, is_first=False)
         self[token_id] = text
         return text
 
     def first(self, token_id: int) -> TokenText | None:
         """Return the text of the token at the beginning of a text. None: no text; the next token is the first."""
         token = self._tokens.get(token_id)
-        return None if token is None else self._rule.write(token, is_first=True)
+        return None if token is None else self._rule.text_of(token, is_first=True)
 
 
 def read_token_table(tokenizer: TokenizerFile, *, skip_special_tokens: bool = True) -> TokenTable | None:
@@ -133,7 +133,7 @@ class DecoderRule:
     def has_first_rule(self) -> bool:
         return any(stage.first is not stage.later for stage in self.stages)
 
-    def write(self, token: str, *, is_first: bool) -> TokenText:
+    def text_of(self, token: str, *, is_first: bool) -> TokenText:
         """Return the text of ``token``."""
         for stage in self.stages:
             token = stage.first(token) if is_first else stage.later(token)
@@ -143,8 +143,8 @@ class DecoderRule:
 def read_decoder(decoder: Decoder | None) -> DecoderRule | None:
     """Return the rule of a decoder section, or None if it cannot be written as a rule.
 
-    Stages before the decoder that converts to bytes or joins the tokens work on single tokens. After it, a rule can
-    only strip the beginning of the text.
+    Stages before ``Fuse``, ``ByteLevel`` or ``ByteFallback`` work on single tokens. After ``ByteFallback``, only
+    ``Fuse`` may follow. After ``Fuse`` or ``ByteLevel``, only a ``Strip`` of the beginning of the text may follow.
     """
     rule = DecoderRule()
     if decoder is None:

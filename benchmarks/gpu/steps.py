@@ -55,10 +55,10 @@ class Steps:
             self.in_flight.append((plan, self.runner.launch(plan)))
         launched = collected = time.perf_counter()
         if len(self.in_flight) > 1 or plan is None:
-            oldest, ticket = self.in_flight.pop(0)
+            _, ticket = self.in_flight.pop(0)
             result: StepResult = self.runner.collect(ticket)  # type: ignore[arg-type]
             collected = time.perf_counter()
-            self.scheduler.apply(oldest, result, 0.0)
+            self.scheduler.apply(result, 0.0)
         ended = time.perf_counter()
         for name, seconds in (
             ("schedule", scheduled - started),

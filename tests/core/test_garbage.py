@@ -23,7 +23,7 @@ def run(scheduler: Scheduler, submits: list[Submit]) -> None:
         plan = scheduler.schedule(0.0)
         assert plan is not None
         uids = [row.uid for row in plan.rows if row.outputs == TOKENS]
-        scheduler.apply(plan, StepResult(TokenColumns(uids, [5] * len(uids))), 0.0)
+        scheduler.apply(StepResult(TokenColumns(uids, [5] * len(uids))), 0.0)
 
 
 def family(first: int) -> list[Submit]:

@@ -131,7 +131,7 @@ def test_a_result_without_the_vector_fails_that_request() -> None:
     world.submit(pooled(submit_of(1, [1, 2])))
     plan = world.scheduler.schedule(0.0)
     assert plan is not None
-    output = world.scheduler.apply(plan, StepResult(TokenColumns([1], [], [0])), 0.0)
+    output = world.scheduler.apply(StepResult(TokenColumns([1], [], [0])), 0.0)
     (ended,) = output.ended
     assert (ended.code, ended.message) == (FinishCode.FAILED, "the runner gave no vector")
     world.core.scheduler.check_integrity()

@@ -264,9 +264,9 @@ class Encoder:
                     ids = ChatIds(ids, prompt.images)
                 results[place] = ids
         if pooled and self._pool_encoder is not None:
-            all_ids = self._pool_encoder.encode([prompt for *_, prompt in pooled])
-            for (results, place, _), ids in zip(pooled, all_ids, strict=True):
-                results[place] = ids
+            pairs = self._pool_encoder.encode([prompt for *_, prompt in pooled])
+            for (results, place, _), pair in zip(pooled, pairs, strict=True):
+                results[place] = pair
         return encoded, time.monotonic() - began_at
 
     def _render(self, prompt: ChatPrompt) -> str | list[int] | ValueError:

@@ -67,7 +67,7 @@ def test_pending_pages_are_removed_with_their_request() -> None:
     assert not pending.is_pending
     assert cache.match([1, 2, 3, 4, 5]).pending is None
     assert num_matched(cache, [1, 2, 3, 4, 5]) == 2
-    assert cache.num_free == 8
+    assert cache.num_allocatable == 8
     assert cache.num_cached == 1
 
 
@@ -107,7 +107,7 @@ def test_a_page_computed_twice_is_cached_once_and_leaks_nothing() -> None:
     cache.check_integrity([second])
     cache.unlock(second)
     cache.check_integrity([])
-    assert cache.num_free == 8
+    assert cache.num_allocatable == 8
     assert cache.num_cached == 3
 
 
@@ -123,7 +123,7 @@ def test_a_page_that_another_request_computed_is_shared_when_it_is_ready() -> No
     cache.unlock(allocation)
     cache.unlock(other)
     cache.check_integrity([])
-    assert cache.num_free == 8
+    assert cache.num_allocatable == 8
 
 
 def test_matched_pages_without_a_lock_are_no_longer_allocatable() -> None:
@@ -134,7 +134,7 @@ def test_matched_pages_without_a_lock_are_no_longer_allocatable() -> None:
     match = cache.match(wanted)
     assert cache.num_left(match, len(wanted), 0) == -1
     assert num_matched(cache, wanted) == 2
-    assert cache.num_free == 2
+    assert cache.num_allocatable == 2
     cache.check_integrity([running])
 
 
@@ -164,7 +164,7 @@ def test_a_disabled_cache_shares_nothing() -> None:
     assert allocation.next_insert_at == NEVER
     assert cache.match([1, 2, 3]) == Match([], None)
     cache.unlock(allocation)
-    assert cache.num_free == 4
+    assert cache.num_allocatable == 4
     assert cache.num_cached == 0
 
 
@@ -198,21 +198,21 @@ def test_pinned_pages_of_the_least_recently_used_session_are_evicted_first() -> 
     answered(cache, 2, [2, 20])
     cache.touch(1)
     cache.unlock(computed(cache, [3, 30]))
-    assert (cache.num_free, cache.num_cached, cache.num_pinned) == (8, 6, 4)
+    assert (cache.num_allocatable, cache.num_cached, cache.num_pinned) == (8, 6, 4)
     assert cache.evict(2) == 2
     assert [num_matched(cache, [number, number * 10, 0]) for number in (1, 2, 3)] == [2, 2, 0]
     assert cache.evict(1) == 1
     assert [num_matched(cache, [number, number * 10, 0]) for number in (1, 2)] == [2, 1]
     assert cache.num_pinned == 2
     assert cache.clear()
-    assert (cache.num_free, cache.num_cached, cache.num_pinned) == (8, 0, 0)
+    assert (cache.num_allocatable, cache.num_cached, cache.num_pinned) == (8, 0, 0)
 
 
 def test_a_request_gets_the_pinned_pages_that_it_needs() -> None:
     cache = PrefixCache(num_pages=4, page_size=1)
     answered(cache, 1, [1, 2, 3, 4])
     allocation = open_(cache, [5, 6, 7])
-    assert cache.num_free == 1
+    assert cache.num_allocatable == 1
     assert cache.grow(allocation) is not None
     assert cache.grow(allocation) is None
     cache.check_integrity([allocation])
@@ -230,7 +230,7 @@ def test_turns_and_branches_of_a_session_share_their_pins() -> None:
     assert cache.evict(16) == 4
     cache.unpin(2)
     cache.unpin(3)
-    assert (cache.num_free, cache.num_pinned) == (16, 0)
+    assert (cache.num_allocatable, cache.num_pinned) == (16, 0)
 
 
 def test_invalid_pages_that_a_session_pinned_stay() -> None:
@@ -256,7 +256,7 @@ def test_invalid_pages_are_removed_unless_others_use_them() -> None:
     assert num_matched(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
     cache.unlock(other)
     cache.check_integrity([])
-    assert cache.num_free == 8
+    assert cache.num_allocatable == 8
     assert cache.num_cached == 2
 
 
@@ -268,7 +268,7 @@ def test_invalid_pages_with_valid_pages_below_them_stay() -> None:
     cache.unlock(invalid, is_invalid=True)
     cache.check_integrity([])
     assert num_matched(cache, [1, 2, 3, 4, 5]) == 2
-    assert cache.num_free == 8
+    assert cache.num_allocatable == 8
     assert cache.evict(8) == 2
 
 
@@ -422,7 +422,7 @@ class CacheMachine(RuleBasedStateMachine):
     def decode(self, data: st.DataObject, token_id: int) -> None:
         sharer = data.draw(st.sampled_from(self.sharers))
         if len(sharer.token_ids) == sharer.allocation.capacity:
-            could = self.cache.num_free > 0
+            could = self.cache.num_allocatable > 0
             if could:
                 self.evict_in_model(1)
             assert (self.cache.grow(sharer.allocation) is not None) == could
@@ -484,7 +484,7 @@ class CacheMachine(RuleBasedStateMachine):
         num_pinned = sum(not entry.num_locks and entry.num_pins > 0 for entry in self.naive.known.values())
         assert self.cache.num_pinned == num_pinned
         num_owned = sum(allocation.num_owned for allocation in allocations)
-        assert self.cache.num_free == self.cache.num_pages - num_used - num_unready - num_owned
+        assert self.cache.num_allocatable == self.cache.num_pages - num_used - num_unready - num_owned
 
 
 TestCache = CacheMachine.TestCase

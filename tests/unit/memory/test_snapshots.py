@@ -42,8 +42,8 @@ class World:
         """None: it has to wait, or there are no pages."""
         match = self.cache.match(token_ids, salt)
         if match.pending is not None:
-            assert match.missing is not None
-            self.snapshots.stop_at(match.missing)
+            assert match.missing_snapshot is not None
+            self.snapshots.stop_at(match.missing_snapshot)
             return None
         if self.cache.num_left(match, len(token_ids), 0) < 0:
             return None

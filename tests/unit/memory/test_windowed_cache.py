@@ -40,7 +40,7 @@ class Machine(RuleBasedStateMachine):
         for one in self.running:
             self.cache.unlock(one.allocation)
         assert self.cache.clear()
-        assert self.cache.num_free == 30
+        assert self.cache.num_allocatable == 30
         assert not self.cache._tree.root.children, "no node is left without pages"
 
     @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=14), salt=st.sampled_from(["", "", "a"]))
@@ -58,7 +58,7 @@ class Machine(RuleBasedStateMachine):
         end = one.num_computed + data.draw(st.integers(1, 4))
         one.token_ids += [1] * (end - len(one.token_ids))
         while one.allocation.capacity < end:
-            could = self.cache.num_free >= self.groups.num_groups
+            could = self.cache.num_allocatable >= self.groups.num_groups
             assert (self.cache.grow(one.allocation) is not None) == could
             if not could:
                 return

@@ -121,7 +121,7 @@ def test_asking_for_admission_changes_neither_cache_nor_requests(
     cache = PrefixCache(num_pages=num_pages, page_size=PAGE)
     others: list[Request] = []
     for uid, prompt in enumerate(prompts):
-        if cache.pages_for(len(prompt)) > cache.num_free:
+        if cache.pages_for(len(prompt)) > cache.num_allocatable:
             continue
         other = running(cache, uid, prompt, num_computed=data.draw(st.integers(0, len(prompt))))
         if data.draw(st.booleans()):

@@ -50,7 +50,7 @@ def step(of: Scheduler) -> StepPlan:
     for row in plan.rows:
         if row.outputs:
             tokens.add(row.uid, (7,))
-    of.apply(plan, StepResult(tokens), 0.0)
+    of.apply(StepResult(tokens), 0.0)
     return plan
 
 

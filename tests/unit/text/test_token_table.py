@@ -96,12 +96,12 @@ def test_old_spelling_of_metaspace() -> None:
     always = read_decoder({"type": "Metaspace", "replacement": "▁", "add_prefix_space": True})
     assert never is not None
     assert always is not None
-    assert (never.write("▁a", is_first=True), never.has_first_rule) == (" a", False)
-    assert (always.write("▁a", is_first=True), always.has_first_rule) == ("a", True)
+    assert (never.text_of("▁a", is_first=True), never.has_first_rule) == (" a", False)
+    assert (always.text_of("▁a", is_first=True), always.has_first_rule) == ("a", True)
 
 
 def test_a_strip_decoder_strips_single_tokens() -> None:
     rule = read_decoder({"type": "Strip", "content": "_", "start": 1, "stop": 2})
     assert rule is not None
     for token, text in [("__a___", "_a_"), ("_", ""), ("___", ""), ("a", "a"), ("", "")]:
-        assert rule.write(token, is_first=False) == text
+        assert rule.text_of(token, is_first=False) == text
