@@ -97,8 +97,8 @@ def test_every_counter_and_every_state_is_explained() -> None:
 
 
 def test_the_files_of_a_request_exist() -> None:
-    steps = table(text_of(PACKAGE / "README.md"), "step")
-    assert len(steps) == 12
+    steps = table(text_of(PACKAGE / "README.md"), "no.")
+    assert len(steps) == 13
     assert [cells[0] for cells in steps.values() if not (PACKAGE / links(cells[0])[0]).is_file()] == []
 
 

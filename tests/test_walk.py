@@ -8,7 +8,7 @@ from benchmarks.host import walk
 async def test_the_walk_goes_all_the_way() -> None:
     found = await walk.measure()
     files = list(found)
-    assert (files[0], found["api/engine.py"][0]) == ("api/engine.py", "EngineFace.async_generate")
+    assert (files[0], found["api/engine.py"][0]) == ("api/engine.py", "BaseEngine.async_generate")
     way = "tokenization/tokenizer scheduler/core memory/prefix_cache text/detokenizer frontend/calls/call"
     assert {f"{file}.py" for file in way.split()} <= {*files}
     assert [file for file in files if file.startswith(walk.STAND_INS)] == []

@@ -255,22 +255,22 @@ def _column(rows: Sequence[object], key: str) -> list[object]:
     return [cast("dict[str, object]", row).get(key) if isinstance(row, dict) else row for row in rows]
 
 
-class ExtraReader(Protocol):
+class ExtraDecoder(Protocol):
     """Collects extras of one row, and converts them to entries of ``meta_info``.
 
-    kinds: the kinds of extras that it reads. num_entries: the number of extras that it has read.
+    kinds: the kinds of extras that it decodes. num_entries: the number of entries that it has decoded.
     """
 
     kinds: ClassVar[frozenset[str]]
     num_entries: int
 
-    def read(self, extra: Extra) -> None: ...
+    def decode(self, extra: Extra) -> None: ...
     def lists(self, start: int, end: int, *, keeps: bool) -> dict[str, object]:
         """Return the entries of the output tokens from ``start`` to ``end``. ``keeps``: they may be needed again."""
         ...
 
 
-class StateReader:
+class HiddenStateDecoder:
     """Converts the hidden states of one row to arrays."""
 
     __slots__ = ("_arrays", "_shape", "num_entries")
@@ -282,8 +282,8 @@ class StateReader:
         self._shape = num_prompt, hidden_size
         self._arrays: dict[int, npt.NDArray[np.float32]] = {}
 
-    def read(self, extra: Extra) -> None:
-        """Read the state of a token, [D], or a block of the prompt's states. It replaces states that were read before.
+    def decode(self, extra: Extra) -> None:
+        """Add the state of a token, [D], or a block of the prompt's states. It replaces earlier states of its tokens.
 
         The array of the first token is [prompt, D].
         """
@@ -320,37 +320,35 @@ def ranked(results: Sequence[Answer | BaseException | None], top_n: int | None) 
     return [*best[:top_n], *(entry for entry in results if isinstance(entry, BaseException))]
 
 
-def finish_reason(finished: End, num_output: int, cause: RowError | None = None) -> FinishReason:
+def finish_reason(end: End, num_output: int, cause: RowError | None = None) -> FinishReason:
     """Return the finish reason of a request. ``cause``: its error, if it failed."""
-    match finished.code:
+    match end.code:
         case FinishCode.STOP:
-            return FinishReason(type="stop", matched=finished.matched)
+            return FinishReason(type="stop", matched=end.matched)
         case FinishCode.LENGTH:
             return FinishReason(type="length", length=num_output)
         case FinishCode.DEADLINE:
-            return FinishReason(type="deadline", which=finished.matched)
+            return FinishReason(type="deadline", which=end.matched)
         case FinishCode.SHUTDOWN:
-            return FinishReason(type="shutdown", message=finished.message or "the engine was drained or shut down")
+            return FinishReason(type="shutdown", message=end.message or "the engine was drained or shut down")
         case FinishCode.ABORT:
-            return FinishReason(type="abort", message=finished.message or "aborted by the caller")
+            return FinishReason(type="abort", message=end.message or "aborted by the caller")
         case _:
-            cause = cause or error(finished)
+            cause = cause or error(end)
             return FinishReason(type="abort", message=str(cause), err_type=type(cause).__name__)
 
 
-def error(finished: End) -> RowError | None:
+def error(end: End) -> RowError | None:
     """Return the error of a request; None if it has an answer, even an incomplete one."""
-    if finished.code is FinishCode.TOO_LARGE:
-        return RequestTooLargeError(finished.message)
-    if finished.code is FinishCode.UNSUPPORTED:
-        return UnsupportedSchemaError(finished.message, pointer=finished.stage, keyword=str(finished.matched or ""))
-    if finished.code is FinishCode.FAILED:
-        return RequestError(finished.stage, finished.message)
-    if finished.code is FinishCode.REFUSED:
-        missed_ms = finished.matched if isinstance(finished.matched, int) else 1000
-        return EngineOverloadedError(
-            f"the request would come too late: {finished.message}", retry_after=missed_ms / 1000
-        )
+    if end.code is FinishCode.TOO_LARGE:
+        return RequestTooLargeError(end.message)
+    if end.code is FinishCode.UNSUPPORTED:
+        return UnsupportedSchemaError(end.message, pointer=end.stage, keyword=str(end.matched or ""))
+    if end.code is FinishCode.FAILED:
+        return RequestError(end.stage, end.message)
+    if end.code is FinishCode.REFUSED:
+        missed_ms = end.matched if isinstance(end.matched, int) else 1000
+        return EngineOverloadedError(f"the request would come too late: {end.message}", retry_after=missed_ms / 1000)
     return None
 
 

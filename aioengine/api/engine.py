@@ -24,7 +24,7 @@ from aioengine.frontend.intake.pool_requests import encode_request, rerank_reque
 from aioengine.frontend.intake.score import ScoreResult, score, score_request
 from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S
 from aioengine.frontend.sessions.sessions import SessionOpening
-from aioengine.frontend.startup import parts_of
+from aioengine.frontend.startup import start_arguments
 from aioengine.supervision.tasks import runs_here
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from aioengine.api.signatures import EngineArguments
     from aioengine.errors import EngineError
     from aioengine.frontend.controls import Outcome, PauseMode
+    from aioengine.frontend.engine_parts import Blueprint
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.intake.pool_requests import EncodeOptions, Pairs, PoolOptions
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from aioengine.frontend.intake.requests import CallRequest
     from aioengine.frontend.intake.score import ScoreOptions
     from aioengine.frontend.loaded_adapters import AdapterResult
-    from aioengine.frontend.running import Blueprint
     from aioengine.settings.config import EngineConfig
     from aioengine.tokenization.tokenizer import Tokenizer
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 class TokenizerNamespace:
     """Has the tokenizer and ``abort_request`` of an engine, for programs written for other engines."""
 
-    def __init__(self, engine: EngineFace) -> None:
+    def __init__(self, engine: BaseEngine) -> None:
         self._engine = engine
 
     @property
@@ -74,7 +74,7 @@ class TokenizerNamespace:
         self._engine.abort_request(rid, abort_all)
 
 
-class EngineFace(ABC):
+class BaseEngine(ABC):
     """The shared part of both engines: constructors, the six ``async_`` calls, and calls from any thread."""
 
     _is_bound = False
@@ -84,13 +84,13 @@ class EngineFace(ABC):
 
     @signatures.engine_arguments
     def __init__(self, model_path: str | PurePath | None = None, **arguments: Unpack[EngineArguments]) -> None:
-        self._init(*parts_of(engine_config(model_path, arguments)))
+        self._init(*start_arguments(engine_config(model_path, arguments)))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
         """Make an engine from an ``EngineConfig``."""
         engine = cls.__new__(cls)
-        engine._init(*parts_of(config))
+        engine._init(*start_arguments(config))
         return engine
 
     @classmethod
@@ -105,11 +105,11 @@ class EngineFace(ABC):
         """``prepare`` makes the parts of the engine at its start; ``model_name`` may be empty."""
 
     @abstractmethod
-    def _running(self) -> Frontend:
+    def _frontend_here(self) -> Frontend:
         """Return the started frontend; raise an error if this thread or loop may not use it."""
 
     @abstractmethod
-    def _anywhere(self) -> Frontend:
+    def _frontend_anywhere(self) -> Frontend:
         """Return the started frontend, on any thread."""
 
     @abstractmethod
@@ -244,7 +244,7 @@ class EngineFace(ABC):
             RequestTooLargeError: the longest output would not fit.
             Exception: the errors of ``async_generate``.
         """
-        frontend = self._anywhere()
+        frontend = self._frontend_anywhere()
         mode = frontend.parts.settings.runner.logprobs_mode
         adapter = cast("str | None", sampling.pop("lora_path", None))
         options = search_options(beam_width, max_new_tokens, length_penalty, sampling, mode=mode)
@@ -269,11 +269,11 @@ class EngineFace(ABC):
             TypeError, ValueError: an argument is wrong.
             Exception: the errors of ``async_generate``.
         """
-        request = await score_request(query, items, label_token_ids, options, parts=self._running().parts)
+        request = await score_request(query, items, label_token_ids, options, parts=self._frontend_here().parts)
         return await score(request, generate=self.async_generate, encode=self.async_encode)
 
     def _open(self, make_request: Callable[[], CallRequest]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
-        frontend = self._running()
+        frontend = self._frontend_here()
         reader = frontend.open(make_request)
         if reader.call.is_stream:
             return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
@@ -285,12 +285,12 @@ class EngineFace(ABC):
         ``rid`` is the id of a call, of one prompt of a batch (``x_2``) or of one sample. Unknown ids are ignored.
         Raises ValueError without ``rid`` and ``abort_all``. May be called from any thread.
         """
-        self._anywhere().abort_request(rid, abort_all)
+        self._frontend_anywhere().abort_request(rid, abort_all)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, which does not need torch. Raises ValueError with ``skip_tokenizer_init``."""
-        tokenizer = self._anywhere().parts.tokenizer
+        tokenizer = self._frontend_anywhere().parts.tokenizer
         if tokenizer is None:
             raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")
         return tokenizer
@@ -298,7 +298,7 @@ class EngineFace(ABC):
     @property
     def tokenizer_manager(self) -> TokenizerNamespace:
         """An object with ``tokenizer`` and ``abort_request``, for programs written for other engines."""
-        self._anywhere()
+        self._frontend_anywhere()
         return TokenizerNamespace(self)
 
     @property
@@ -308,10 +308,10 @@ class EngineFace(ABC):
 
     def stats(self) -> dict[str, int]:
         """Return the last counters that the scheduler reported. May be called from any thread."""
-        return self._anywhere().stats()
+        return self._frontend_anywhere().stats()
 
 
-class AsyncEngine(EngineFace):
+class AsyncEngine(BaseEngine):
     """An LLM inference engine for asyncio. The model runs in separate processes.
 
     ``async with AsyncEngine(model_path=...) as engine`` starts it on the running loop and shuts it down at the end of
@@ -394,14 +394,14 @@ class AsyncEngine(EngineFace):
         if self._run is not None and self._run.kill_now():
             warnings.warn("an AsyncEngine was not shut down", ResourceWarning, stacklevel=1, source=self)
 
-    def _running(self) -> Frontend:
+    def _frontend_here(self) -> Frontend:
         """Return the started frontend; raise ``WrongLoopError`` on another loop."""
-        frontend = self._anywhere()
+        frontend = self._frontend_anywhere()
         if not runs_here(frontend.loop):
             raise callers.wrong_loop()
         return frontend
 
-    def _anywhere(self) -> Frontend:
+    def _frontend_anywhere(self) -> Frontend:
         """Return the started frontend, on any thread."""
         run = self._run
         if run is None or run.frontend is None or run.is_ended:
@@ -420,7 +420,7 @@ class AsyncEngine(EngineFace):
         Raises:
             ValueError: there is no such stream, or its text is shorter than ``from_offset``.
         """
-        frontend = self._running()
+        frontend = self._frontend_here()
         reader = frontend.attachments.attach(rid, from_offset, frontend)
         return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
 
@@ -448,7 +448,7 @@ class AsyncEngine(EngineFace):
         """
 
         async def opening() -> str:
-            return self._running().sessions.open(capacity_of_str_len, session_id, streaming, timeout)
+            return self._frontend_here().sessions.open(capacity_of_str_len, session_id, streaming, timeout)
 
         return SessionOpening(opening(), self.close_session)
 
@@ -457,7 +457,7 @@ class AsyncEngine(EngineFace):
 
         Ignores unknown sessions. Raises TypeError or ValueError if ``session_id`` cannot be an id.
         """
-        self._running().sessions.close(session_id)
+        self._frontend_here().sessions.close(session_id)
 
     # ------------------------------------------------------------ control
 
@@ -470,11 +470,11 @@ class AsyncEngine(EngineFace):
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
-        await self._running().overload.wait()
+        await self._frontend_here().overload.wait()
 
     async def flush_cache(self) -> Outcome:
         """Empty the prefix cache. If requests run or wait, do nothing and return a false outcome."""
-        return await self._running().controls.order("flush_cache")
+        return await self._frontend_here().controls.order("flush_cache")
 
     @signatures.own_arguments
     async def load_lora_adapter(self, lora_name: str, lora_path: str | PurePath, pinned: bool = False) -> AdapterResult:
@@ -486,7 +486,7 @@ class AsyncEngine(EngineFace):
         Raises:
             TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
         """
-        return await self._running().adapters.load(lora_name, lora_path, pinned)
+        return await self._frontend_here().adapters.load(lora_name, lora_path, pinned)
 
     @signatures.own_arguments
     async def unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
@@ -495,26 +495,26 @@ class AsyncEngine(EngineFace):
         If some still run after ``timeout`` seconds, or if this call is cancelled, the adapter stays loaded. It has the
         results and errors of ``load_lora_adapter``; an unknown name gives a false result.
         """
-        return await self._running().adapters.unload(lora_name, timeout)
+        return await self._frontend_here().adapters.unload(lora_name, timeout)
 
     async def list_lora_adapters(self) -> AdapterResult:
         """Return the loaded adapters in ``loaded_adapters``: name -> folder."""
-        return self._running().adapters.list()
+        return self._frontend_here().adapters.list()
 
     async def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
         """Stop computing until ``continue_generation``; new calls wait.
 
         ``mode``: "abort" ends all requests, "in_place" keeps them.
         """
-        return await self._running().controls.pause(mode)
+        return await self._frontend_here().controls.pause(mode)
 
     async def continue_generation(self) -> Outcome:
         """Continue after ``pause_generation``."""
-        return await self._running().controls.order("continue")
+        return await self._frontend_here().controls.order("continue")
 
     async def freeze_gc(self) -> None:
         """Exclude all present objects from garbage collection (``gc.freeze``), here and in the scheduler process."""
-        await self._running().controls.freeze_gc()
+        await self._frontend_here().controls.freeze_gc()
 
     async def start_profile(
         self, output_dir: str | os.PathLike[str] | None = None, **options: Unpack[ProfileOptions]
@@ -529,7 +529,7 @@ class AsyncEngine(EngineFace):
             RuntimeError: a profile is running already, or the folder is not writable.
         """
         requests.check_names(options, ("output_dir",), ProfileOptions.__annotations__)
-        await self._running().controls.start_profile(output_dir, options)
+        await self._frontend_here().controls.start_profile(output_dir, options)
 
     async def stop_profile(self) -> str:
         """End the trace, write it and return the path of the file. The engine computes nothing during this call.
@@ -537,7 +537,7 @@ class AsyncEngine(EngineFace):
         Raises:
             RuntimeError: no profile is running, or the file cannot be written.
         """
-        return await self._running().controls.stop_profile()
+        return await self._frontend_here().controls.stop_profile()
 
     @signatures.own_arguments
     async def drain(self, timeout: float | None = None) -> bool:
@@ -547,7 +547,7 @@ class AsyncEngine(EngineFace):
         Requests that are paused or suspended for a slow reader continue. Without ``timeout`` there is no limit. (The
         last rows of a large batch start only after its first rows were read.)
         """
-        return await self._running().drain(timeout)
+        return await self._frontend_here().drain(timeout)
 
     # ------------------------------------------------------------ state
 
@@ -576,13 +576,13 @@ class AsyncEngine(EngineFace):
 
     async def get_server_info(self) -> dict[str, object]:
         """Return the settings, the device, the chosen implementations, the memory and the scheduler's state."""
-        return await self._running().server_info()
+        return await self._frontend_here().server_info()
 
     async def get_model_info(self) -> ModelInfo:
         """Return facts about the served model."""
-        frontend = self._running()
+        frontend = self._frontend_here()
         return info.model_info(frontend.parts.settings, frontend.weight_version)
 
     async def wait_failed(self) -> EngineError | None:
         """Wait until the engine dies, and return the error. Return None if it is shut down."""
-        return await self._running().wait_failed()
+        return await self._frontend_here().wait_failed()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from aioengine.errors import WrongLoopError
 from aioengine.frontend.callers import running_loop
-from aioengine.frontend.calls.reader import EndOfOutput, resolve
+from aioengine.frontend.calls.reader import NOT_A_STREAM, EndOfOutput, resolve
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Generation(Coroutine[object, None, Result]):
             TypeError: without ``stream=True``.
         """
         if not self._reader.is_stream:
-            raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
+            raise TypeError(NOT_A_STREAM)
         return self
 
     async def __anext__(self) -> Chunk:

@@ -11,7 +11,7 @@ from functools import wraps
 from inspect import getdoc, signature
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from aioengine.api.engine import AsyncEngine, EngineFace
+from aioengine.api.engine import AsyncEngine, BaseEngine
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.frontend import callers, info
 from aioengine.frontend.calls.reader import EndOfOutput
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from aioengine.api.signatures import Chat, Encode, Generate, Method, Rerank, Score
     from aioengine.api.stream import Generation
     from aioengine.frontend.calls.reader import Reader
+    from aioengine.frontend.engine_parts import Blueprint
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health
     from aioengine.frontend.intake.score import ScoreResult
-    from aioengine.frontend.running import Blueprint
 
 
 class ChunkIterator(Iterator["Chunk"]):
@@ -112,13 +112,13 @@ def _on_loop(
 ) -> Callable[Concatenate[Engine, Options], Result]:
     """Return the synchronous form of a coroutine method: run it on the engine's loop, and wait for its result.
 
-    Of ``self``, the method uses only ``_running()``, which both engines have. returned: the type of the result for
-    ``help``, if the method is not declared with ``async``.
+    Of ``self``, the method uses only ``_frontend_here()``, which both engines have. returned: the type of the result
+    for ``help``, if the method is not declared with ``async``.
     """
 
     @wraps(method)
     def call(self: Any, /, *arguments: Options.args, **options: Options.kwargs) -> Result:
-        self._running().check_waiting(blocks=True)
+        self._frontend_here().check_waiting(blocks=True)
         result: Result = self._portal.call(method(self, *arguments, **options))
         return result
 
@@ -144,7 +144,7 @@ def _described(call: Method, method: Callable[..., object], returned: str) -> Me
     return call
 
 
-class Engine(EngineFace):
+class Engine(BaseEngine):
     """An LLM inference engine for synchronous code. It runs an event loop in its own thread.
 
     The constructor starts the engine. The end of a ``with`` block, ``shutdown()`` or the end of the program shut it
@@ -183,7 +183,7 @@ class Engine(EngineFace):
             self._portal.join(STOP_TIMEOUT_S)  # another thread may be shutting it down
 
     def __enter__(self) -> Self:
-        self._running()
+        self._frontend_here()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -194,23 +194,23 @@ class Engine(EngineFace):
         if finalizer is not None and finalizer.alive and os.getpid() == self._pid:
             warnings.warn("an Engine was not shut down", ResourceWarning, stacklevel=1, source=self)
 
-    def _running(self) -> Frontend:
+    def _frontend_here(self) -> Frontend:
         if os.getpid() != self._pid:
             raise callers.forked(self._pid)
         if not self._finalizer.alive:
             raise callers.closed()
         return self._frontend
 
-    _anywhere = _running
+    _frontend_anywhere = _frontend_here
 
     # ------------------------------------------------------------ generate
 
-    generate = cast("SyncGenerate", _waiting(EngineFace.async_generate))
-    chat = cast("SyncChat", _waiting(EngineFace.async_chat))
-    encode = cast("SyncEncode", _waiting(EngineFace.async_encode))
-    rerank = cast("SyncRerank", _waiting(EngineFace.async_rerank))
+    generate = cast("SyncGenerate", _waiting(BaseEngine.async_generate))
+    chat = cast("SyncChat", _waiting(BaseEngine.async_chat))
+    encode = cast("SyncEncode", _waiting(BaseEngine.async_encode))
+    rerank = cast("SyncRerank", _waiting(BaseEngine.async_rerank))
     beam_search = _on_loop(AsyncEngine.async_beam_search)
-    score = cast("SyncScore", _on_loop(cast("Any", EngineFace.async_score)))
+    score = cast("SyncScore", _on_loop(cast("Any", BaseEngine.async_score)))
 
     def _wait(self, generation: Generation[Answer]) -> Answer | BatchOutput | ChunkIterator:
         reader = generation._reader  # pyright: ignore[reportPrivateUsage]
@@ -226,7 +226,7 @@ class Engine(EngineFace):
 
     def attach(self, rid: str, from_offset: int = 0) -> ChunkIterator:
         """Continue a stream after its reader left, as ``AsyncEngine.attach``."""
-        frontend = self._running()
+        frontend = self._frontend_here()
         return ChunkIterator(frontend.attachments.attach(rid, from_offset, frontend), self)
 
     # ------------------------------------------------------------ sessions
@@ -244,8 +244,8 @@ class Engine(EngineFace):
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
-        self._running().check_waiting(blocks=True)
-        self._portal.call(self._running().overload.wait(threading.get_ident()))
+        self._frontend_here().check_waiting(blocks=True)
+        self._portal.call(self._frontend_here().overload.wait(threading.get_ident()))
 
     flush_cache = _on_loop(AsyncEngine.flush_cache)
     load_lora_adapter = _on_loop(AsyncEngine.load_lora_adapter)

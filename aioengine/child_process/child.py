@@ -85,7 +85,7 @@ class Child:
                 if outbox.to_frontend:
                     self.uplink.send(outbox.to_frontend)
                 self.uplink.flush()
-        except AskedToEnd:  # after a failure, skip the cleanup, because it might fail too
+        except AskedToEnd:  # clean up only here: after a failure, the cleanup might fail too
             service.close()
             raise
 

@@ -18,8 +18,8 @@ from aioengine.supervision.tasks import EngineTask, runs_here
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aioengine.frontend.engine_parts import Blueprint
     from aioengine.frontend.frontend import Frontend
-    from aioengine.frontend.running import Blueprint
 
 
 class EngineRun:
@@ -84,7 +84,7 @@ class EngineRun:
                     raise callers.closed()
                 if self.frontend is None:
                     self.frontend = await self._started(prepare, progress)
-                    _running.add(self)
+                    _started_runs.add(self)
                 elif self.frontend.failure is not None:
                     raise copy(self.frontend.failure)
         finally:
@@ -157,13 +157,13 @@ class EngineRun:
         return self.frontend is not None
 
 
-_running: weakref.WeakSet[EngineRun] = weakref.WeakSet()
+_started_runs: weakref.WeakSet[EngineRun] = weakref.WeakSet()
 """Started runs. Only its engine keeps a run alive, and kills it when the engine is garbage-collected."""
 
 
 @atexit.register
 def _kill_running() -> None:
-    for run in list(_running):
+    for run in list(_started_runs):
         run.kill_now()
 
 

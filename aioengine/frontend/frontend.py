@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from aioengine.frontend.calls.call import CallRow
+    from aioengine.frontend.engine_parts import EngineParts
     from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.frontend.running import Running
     from aioengine.protocol.messages import ToFrontend
 
 STOP_TIMEOUT_S: Final = 5.0
@@ -53,7 +53,7 @@ STOP_TIMEOUT_S: Final = 5.0
 class Frontend:
     """A started engine: opens calls, and delivers the messages of the processes. Created on the engine's loop.
 
-    The first methods may be called from any thread, the others only on the loop.
+    The first methods may be called from any thread, the others only on the loop. It implements ``ReaderActions``.
 
     Attributes:
         images: the images of prompts; None: the model reads only text.
@@ -62,7 +62,7 @@ class Frontend:
             keeps its frames alive, and all objects in them.
     """
 
-    def __init__(self, parts: Running) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         settings = parts.settings
         self.parts = parts
         self.loop = asyncio.get_running_loop()
@@ -99,7 +99,7 @@ class Frontend:
             limits=self.limits,
             sessions=self.sessions,
             send=parts.processes.send,
-            computed_since=partial(_computed_since, self),
+            rows_in_flight_if_no_step_since=partial(_rows_in_flight_if_no_step_since, self),
         )
         self.router = Router(self.calls.rows, lock, self.calls.row_ended)
         self.attachments = self.calls.attachments
@@ -319,14 +319,14 @@ def _end_calls(frontend: Frontend, error: EngineError) -> None:
     frontend.calls.submitter.end_some(sys.maxsize)
 
 
-def _computed_since(frontend: Frontend, since: float) -> Collection[int] | None:
-    """Return the requests in the scheduler's steps now. None: a step has ended since that time."""
+def _rows_in_flight_if_no_step_since(frontend: Frontend, since: float) -> Collection[int] | None:
+    """Return the uids in the scheduler's steps. None: a step has ended since that time."""
     last = frontend.last_stats
     has_stepped = last is not None and last.step_ended_at > since
     return None if has_stepped else frontend.parts.processes.rows_in_flight()
 
 
-def _encoder(parts: Running) -> Encoder:
+def _encoder(parts: EngineParts) -> Encoder:
     model, tokenizer = parts.settings.model, parts.tokenizer
     if tokenizer is None:
         return Encoder(None)

@@ -18,12 +18,12 @@ from msgspec.structs import replace
 from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 from aioengine.frontend.callers import closed
+from aioengine.frontend.engine_parts import Blueprint, EngineParts
 from aioengine.frontend.frontend import Frontend
 from aioengine.frontend.intake.encoder import longest_token
 from aioengine.frontend.intake.image_prompts import start_intake
 from aioengine.frontend.loaded_adapters import AdapterRules
 from aioengine.frontend.progress import ProgressBars, is_wanted
-from aioengine.frontend.running import Blueprint, Running
 from aioengine.logs import log, show_logs, warn_caller
 from aioengine.media.tokens._base import find_image_model
 from aioengine.model_files import model_folder
@@ -57,7 +57,7 @@ _QUIET_S: Final = 0.3
 """A longer start shows a progress bar before the processes report progress, because their imports take seconds."""
 
 
-def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
+def start_arguments(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
     """Return a function that returns the engine's blueprint at its start, ``progress``, and the name of the model.
 
     Raises:
@@ -250,7 +250,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], progress: bool | None
         settings = replace(settings, scheduler=replace(settings.scheduler, max_running=max_running))
         own_end = None if tokenizer is None else tokenizer.eos_token_id
         frontend = Frontend(
-            Running(
+            EngineParts(
                 blueprint=blueprint,
                 settings=settings,
                 eos_token_ids=end_ids(blueprint.eos_token_ids, own_end, settings.model.vocab_size),

@@ -129,7 +129,7 @@ class DetokenizerService:
         for message in messages:
             if isinstance(message, StepOutput):
                 self._board.begin(message.tokens.uids)
-                chunks = self._read(message, now)
+                chunks = self._convert(message, now)
                 self._board.end()
                 if chunks.has_news:
                     chunks.num_open = len(self._open)
@@ -161,7 +161,8 @@ class DetokenizerService:
         self._open.clear()
         self._matching = MatchingQueue()
 
-    def _read(self, output: StepOutput, now: float) -> TextChunks:
+    def _convert(self, output: StepOutput, now: float) -> TextChunks:
+        """Return the new text of one step, and end requests at their stop strings."""
         chunks = TextChunks()
         for opened in output.opened:
             self._begin(opened, chunks, now)
@@ -233,6 +234,7 @@ class DetokenizerService:
         if chunks.has_news:
             chunks.num_open = len(self._open)
             self._chunks.append(chunks)
+        # no pause if all open requests wait in the queue
         self._matching.end(now, rests=len(self._open) > len(self._matching.waiting))
 
     def _begin(self, opened: TextOpened, chunks: TextChunks, now: float) -> None:

@@ -105,12 +105,13 @@ class SchedulerService:
         if grammars is not None:
             grammars.needed = self._needed_grammars
         self._compiling: dict[int, Future[Any]] = {}  # uid -> grammar of a request that waits for it
-        self._refused: list[End] = []
+        self._failed_submits: list[End] = []
         self._replies: list[Message] = []
         self._stats_sent_at = 0.0
         self._sent_step_ended_at = -1.0
         self._was_busy = False
         self._has_replied = False
+        # each returns (success, message, data) of its ``Reply``
         self._controls: dict[str, Callable[..., tuple[bool, str, str]]] = {
             "flush_cache": self._flush_cache,
             "pause": partial(self._set_paused, True),
@@ -157,9 +158,9 @@ class SchedulerService:
             if not self._core.has_work:
                 self.adapters.wait(_WAIT_S)
             self.adapters.step()
-        if self._refused:
-            to_peer.append(StepOutput(ended=self._refused))
-            self._refused = []
+        if self._failed_submits:
+            to_peer.append(StepOutput(ended=self._failed_submits))
+            self._failed_submits = []
         output = self._core.step(now)
         if output is not None and not output.tokens.extras:
             to_peer.append(output)
@@ -171,7 +172,7 @@ class SchedulerService:
                     to_peer.append(part)
         to_frontend += self._replies
         self._replies = []
-        if stats := self._due_stats(now, has_tokens=output is not None):
+        if stats := self._due_stats(now, has_output=output is not None):
             to_frontend.append(stats)
             if not to_peer:
                 to_peer.append(StepOutput())
@@ -202,7 +203,7 @@ class SchedulerService:
             logger.warning("request %d was submitted twice", submit.uid)
         except Exception as error:
             logger.warning("request %d failed when it was queued", submit.uid, exc_info=True)
-            self._refused.append(End(submit.uid, FinishCode.FAILED, stage="schedule", message=describe(error)))
+            self._failed_submits.append(End(submit.uid, FinishCode.FAILED, stage="schedule", message=describe(error)))
 
     def _compile(self, submit: Submit, grammar: Grammar) -> None:
         """Compile the grammar of a request in the background. The gate of the request is closed until then."""
@@ -217,7 +218,10 @@ class SchedulerService:
         self._core.requests.close_gate([submit.uid], Gate.GRAMMAR)
 
     def _needed_grammars(self) -> set[tuple[str, str]]:
-        """Return the grammars of all requests. They stay cached: a step would wait for another compilation."""
+        """Return the grammars of all requests. They must stay cached.
+
+        A step that needs an evicted grammar would wait for its compilation.
+        """
         requests = self._core.requests
         living = (*requests.waiting, *requests.running, *requests.gated.values())
         grammars = (request.submit.sampling.grammar for request in living)
@@ -240,14 +244,14 @@ class SchedulerService:
                 continue
             del self._compiling[uid]
             if (error := compiled.exception()) is not None:
-                self._refuse(request, error)
+                self._end_uncompilable(request, error)
                 continue
             self._core.requests.open_gate([uid], Gate.GRAMMAR)
             if request.submit.text.stream:
                 streams.append(uid)
         return streams
 
-    def _refuse(self, request: Request, error: BaseException) -> None:
+    def _end_uncompilable(self, request: Request, error: BaseException) -> None:
         """End a request whose grammar cannot be enforced."""
         if not isinstance(error, ValueError):
             logger.warning("the grammar of request %d failed", request.uid, exc_info=error)
@@ -258,7 +262,7 @@ class SchedulerService:
         message = f"{parameter} cannot be enforced: {error}"
         self._core.requests.end(request, End(request.uid, FinishCode.UNSUPPORTED, keyword, pointer, message))
 
-    def _due_stats(self, now: float, *, has_tokens: bool) -> Stats | None:
+    def _due_stats(self, now: float, *, has_output: bool) -> Stats | None:
         """Return statistics if they are due: at intervals while steps run, after the last step, and as heartbeats.
 
         If there is work but no step ends, return None. The supervisor then detects a stall.
@@ -266,8 +270,8 @@ class SchedulerService:
         is_busy = self._core.has_work
         interval_s = self._settings.scheduler.stats_interval_s if is_busy else HEARTBEAT_S
         has_become_idle = self._was_busy and not is_busy
-        if has_become_idle and has_tokens and not self._has_replied:
-            return None  # send the last tokens first; the next ``step`` follows immediately and sends the statistics
+        if has_become_idle and has_output and not self._has_replied:
+            return None  # send the last output first; the next ``step`` follows immediately and sends the statistics
         self._was_busy = is_busy
         if not has_become_idle and now - self._stats_sent_at < interval_s:
             return None
@@ -281,7 +285,7 @@ class SchedulerService:
         self._sent_step_ended_at = stats.step_ended_at
         return stats
 
-    # ------------------------------------------------------------ control calls: success, message, data
+    # ------------------------------------------------------------ control calls
 
     def _control(self, control: Control, now: float) -> None:
         """Answer a call to the scheduler immediately, and a call to the runner when no step is in flight."""

@@ -277,8 +277,8 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
 class Abort(Struct, tag="abort", array_like=True, gc=False):
     """End these requests. Ignores unknown uids: these requests have just ended.
 
-    The detokenizer sends STOP after it has reported the end to the frontend, so the scheduler sends no ``End``. For
-    other codes, it sends one ``End`` per request.
+    The detokenizer sends code STOP for each request that it has ended, and reports the end to the frontend itself. So
+    the scheduler sends no ``End`` for STOP. For other codes, it sends one ``End`` per request.
     """
 
     uids: list[int]

@@ -6,7 +6,7 @@ Logprobs are sent as ``Extra``s. The runner writes the numbers of each position,
     int32:   the ids of the token itself and of the top tokens
 
 If the request wants texts, the detokenizer appends the texts of all these ids, then of the requested tokens, as one
-msgpack list. ``LogprobReader`` unpacks the values in the process of the caller. If a position has more than
+msgpack list. ``LogprobDecoder`` unpacks the values in the process of the caller. If a position has more than
 ``MAX_PLAIN`` entries, they are unpacked when the caller reads the position (``Positions``).
 """
 
@@ -227,11 +227,11 @@ _NAMES: Final = {
 """The names of ``_Lists`` in ``meta_info``."""
 
 
-class LogprobReader:
+class LogprobDecoder:
     """Collects the logprobs of one request, and returns them as the lists of ``meta_info``.
 
     Attributes:
-        num_entries: the number of entries that were read, of all kinds.
+        num_entries: the number of entries that were decoded, of all kinds.
     """
 
     kinds: ClassVar[frozenset[str]] = frozenset((OUTPUT_LOGPROBS, PROMPT_LOGPROBS, NEXT_LOGPROBS))
@@ -248,11 +248,11 @@ class LogprobReader:
         self._first = 0  # output token of the first entry in ``_output``
         self._is_next = False
 
-    def read(self, extra: Extra) -> None:
-        """Read an extra. It replaces earlier entries of the same positions."""
+    def decode(self, extra: Extra) -> None:
+        """Add the logprobs of an extra. It replaces earlier entries of the same positions."""
         is_plain = not (self._is_deep or self.rules.with_text)
         if is_plain and extra.kind == OUTPUT_LOGPROBS and extra.index - self._first == len(self._output[0]):
-            self._read_next(extra.data)
+            self._decode_next(extra.data)
             return
         data, count, is_prompt = extra.data, 1, extra.kind == PROMPT_LOGPROBS
         lists, place = self._output, extra.index - self._first
@@ -280,8 +280,8 @@ class LogprobReader:
                 kept += [entries[0]] * (place - len(kept))
             kept[place : place + len(entries)] = entries
 
-    def _read_next(self, data: bytes) -> None:
-        """Read the next output token. It runs for each token of each stream, so it builds no lists of one position."""
+    def _decode_next(self, data: bytes) -> None:
+        """Add the next output token. It runs for each token of each stream, so it builds no lists of one position."""
         rules, (own, top, asked) = self.rules, self._output
         num_top, num_values = rules.num_top, self._num_values
         values = self._format.unpack_from(data)
@@ -330,7 +330,7 @@ def _named(side: str, lists: _Lists, rules: LogprobRules) -> dict[str, object]:
 
 def with_texts(extra: Extra, rules: LogprobRules, text_of: Callable[[int], str]) -> Extra:
     """Return the extra with the texts of its tokens. An extra without logprobs is returned unchanged."""
-    if extra.kind not in LogprobReader.kinds:
+    if extra.kind not in LogprobDecoder.kinds:
         return extra
     id_format = Format(f"<{4 * rules.num_values}x{1 + rules.num_top}i")
     ids = [token_id for position in id_format.iter_unpack(extra.data) for token_id in position]

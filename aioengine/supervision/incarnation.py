@@ -103,7 +103,7 @@ class Heartbeats:
             if self._num_silent[role] > NUM_TICKS:
                 silent_s = self.age_s(role, time.monotonic()) or 0.0
                 text = (
-                    f"the {role} process is alive, but gave no sign of life and ended no step for {silent_s:.1f} "
+                    f"the {role} process is alive, but sent no message and ended no step for {silent_s:.1f} "
                     "seconds (stall_timeout), so it was killed; shut the engine down and start a new one"
                 )
                 on_stall(role, EngineStalledError(text))
@@ -126,10 +126,10 @@ class ProcessState(Struct, frozen=True):
 
 
 class Loss(Struct, frozen=True):
-    """The reason for the end of an incarnation.
+    """The loss of a child.
 
-    rows: the rows in the current steps of the lost child, uid -> end of the row. is_final: another incarnation would
-    fail too. is_mendable: only the detokenizer is lost.
+    rows: the rows in the current steps of the child, uid -> position after its last token. is_final: another
+    incarnation would fail too. is_mendable: only the detokenizer is lost.
     """
 
     error: EngineError
@@ -194,7 +194,7 @@ class Incarnation:
                 running.
         """
         self._on_progress = on_progress
-        return await self._begin([(self._roles, self._launcher.launch)])
+        return await self._run_stages([(self._roles, self._launcher.launch)])
 
     async def mend(self) -> dict[str, object]:
         """Replace the detokenizer, after a mendable loss.
@@ -208,7 +208,7 @@ class Incarnation:
                 self._replaced = child
                 child.kill()
                 await _wait_for_exits([child], KILL_WAIT_S)
-        return await self._begin(
+        return await self._run_stages(
             [
                 ((SCHEDULER,), self._launcher.begin_epoch),
                 ((DETOKENIZER,), self._launcher.launch_detokenizer),
@@ -216,14 +216,16 @@ class Incarnation:
             ]
         )
 
-    async def _begin(self, stages: list[tuple[Collection[Role], Callable[[], Awaitable[None]]]]) -> dict[str, object]:
-        """For each stage, run its launch and wait until the children with its roles are ready."""
+    async def _run_stages(
+        self, stages: list[tuple[Collection[Role], Callable[[], Awaitable[None]]]]
+    ) -> dict[str, object]:
+        """For each stage, run its action, and wait until the children with its roles are ready."""
         self._loop = asyncio.get_running_loop()
         facts: dict[str, object] = {}
         try:
-            for roles, launch in stages:
+            for roles, act in stages:
                 self._handshake = Handshake(roles)
-                await launch()
+                await act()
                 if self._pump is None or self._pump.is_done:
                     self._pump = EngineTask(self._run_pump(), name="aioengine-pump", on_failure=self._pump_failed)
                 self._watch_children()
@@ -240,7 +242,7 @@ class Incarnation:
             self.kill_now()
             raise
         except BaseException:
-            await self.end(polite_s=0.0)
+            await self.end(exit_timeout_s=0.0)
             raise
 
     def processes(self) -> list[ProcessState]:
@@ -259,7 +261,7 @@ class Incarnation:
         ]
 
     def rows_in_flight(self, role: Role) -> dict[int, int]:
-        """Return the rows in the current steps of the child with this role: uid -> end of the row.
+        """Return the rows in the current steps of the child with this role: uid -> position after its last token.
 
         If the child has exited, return the rows at its exit.
         """
@@ -355,12 +357,13 @@ class Incarnation:
         """Handle an exception or cancellation of the pump. Waiting calls must end, since no message can arrive."""
         cause = error.__cause__
         if isinstance(cause, LostFrameError):
-            self._fail("messages of the engine's processes came damaged", cause, is_final=False)
+            self._fail("a message of the engine's processes was lost or damaged", cause, is_final=False)
         elif cause is not None:
             self._fail("messages of the engine's processes could not be handled", cause)
         else:
             if self._state is _State.BROKEN:
-                self._state = _State.RUNNING  # cancelled by the program: this loss is final, so there is no mend
+                # The program cancelled the pump. ``_lose`` ignores other states, but this loss must be reported.
+                self._state = _State.RUNNING
             self._handshake.fail(str(error))
             self._lose(None, error, is_final=True)
 
@@ -441,9 +444,10 @@ class Incarnation:
             child.kill()
         for child in self._launcher.children:
             child.reap(KILL_WAIT_S)
-        loop = self._loop
-        is_elsewhere = loop is not None and loop.is_running() and not runs_here(loop)
-        if loop is None or not is_elsewhere or not post(loop, self._close):  # timers and sockets belong to its thread
+        loop, is_posted = self._loop, False
+        if loop is not None and loop.is_running() and not runs_here(loop):
+            is_posted = post(loop, self._close)  # timers and sockets belong to the loop's thread
+        if not is_posted:
             self._close()
 
     def _close(self) -> None:
@@ -453,15 +457,15 @@ class Incarnation:
                 self._pump.cancel()
             self._launcher.close()
 
-    async def end(self, polite_s: float) -> None:
-        """Ask the children to exit, wait up to ``polite_s``, then kill them. May be repeated."""
+    async def end(self, exit_timeout_s: float) -> None:
+        """Ask the children to exit, wait up to ``exit_timeout_s``, then kill them. May be repeated."""
         self._mark_ended()
         self._watch_children()  # a cancelled start may not have called it
         children = self._launcher.children
-        if polite_s > 0:
+        if exit_timeout_s > 0:
             for child in children:
                 child.terminate()
-            await _wait_for_exits(children, polite_s)
+            await _wait_for_exits(children, exit_timeout_s)
         for child in children:
             child.kill()
         await _wait_for_exits(children, KILL_WAIT_S)

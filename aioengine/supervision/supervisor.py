@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLITE_PART: Final = 0.6
+_EXIT_FRACTION: Final = 0.6
 """The fraction of the timeout of ``stop`` after which children that have not exited are killed."""
 
-_PATIENCE: Final = 10.0
-_MIN_PATIENCE_S: Final = 60.0
-"""A replacement times out after ``_PATIENCE`` times the duration of the first start, but at least after
-``_MIN_PATIENCE_S`` seconds."""
+_STARTUP_TIMEOUT_FACTOR: Final = 10.0
+_MIN_STARTUP_TIMEOUT_S: Final = 60.0
+"""The start of a replacement times out after the duration of the first start times the factor, or after the minimum if
+that is longer."""
 
 _MIN_RETRY_S: Final = 0.1
 _MAX_RETRY_S: Final = 3.0
@@ -116,7 +116,9 @@ class Supervisor:
         began_at = time.monotonic()
         facts = await self._incarnation.start(self._events.on_progress)
         took_s = time.monotonic() - began_at
-        self._startup_timeout_s = min(self._startup_timeout_s, max(_MIN_PATIENCE_S, _PATIENCE * took_s))
+        self._startup_timeout_s = min(
+            self._startup_timeout_s, max(_MIN_STARTUP_TIMEOUT_S, _STARTUP_TIMEOUT_FACTOR * took_s)
+        )
         # Replacements allocate a KV pool of the same size, because the frontend checks calls against this size.
         if isinstance(num_tokens := facts.get("max_total_tokens"), int):
             num_pages = num_tokens // self._settings.memory.page_size
@@ -144,7 +146,7 @@ class Supervisor:
         recovery, self._recovery = self._recovery, None
         if recovery is not None:
             await recovery.stop()
-        await self._incarnation.end(timeout_s * _POLITE_PART)
+        await self._incarnation.end(timeout_s * _EXIT_FRACTION)
 
     def kill_now(self) -> None:
         """Kill the children without an event loop, at exit of the interpreter or for engines that were not shut down.
@@ -270,7 +272,7 @@ class Supervisor:
         Raises:
             EngineStartupError: a child could not start. No child is left running.
         """
-        await self._incarnation.end(polite_s=0.0)
+        await self._incarnation.end(exit_timeout_s=0.0)
         if self._is_ended:  # ``kill_now`` may set it in another thread
             return
         self._incarnation = self._make()

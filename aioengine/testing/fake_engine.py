@@ -22,8 +22,8 @@ from aioengine.api import checks
 from aioengine.api.args import MAX_WEIGHT
 from aioengine.api.engine import AsyncEngine
 from aioengine.api.sync import Engine
+from aioengine.frontend.engine_parts import Blueprint
 from aioengine.frontend.loaded_adapters import AdapterRules
-from aioengine.frontend.running import Blueprint
 from aioengine.settings.config import (
     DeliveryConfig,
     LoraSettings,

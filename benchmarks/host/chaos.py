@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from aioengine.api.stream import Stream
-    from aioengine.frontend.running import Blueprint
+    from aioengine.frontend.engine_parts import Blueprint
 
 NUM_PROMPTS = 24
 MAX_OUTPUT = 120

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from aioengine.api.stream import Stream
-    from aioengine.frontend.running import Blueprint
+    from aioengine.frontend.engine_parts import Blueprint
 
 PANIC: Final = "\x06"
 """The tokenizer panics when a text has this character."""

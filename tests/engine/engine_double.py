@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from aioengine.api.engine import AsyncEngine
-from aioengine.frontend.running import Blueprint
+from aioengine.frontend.engine_parts import Blueprint
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Abort, Control, End, FinishCode, Reply, Stats, Submit, TextChunks
 from aioengine.settings.config import QueueConfig

@@ -213,7 +213,7 @@ async def test_short_ones_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> No
             params = {"max_new_tokens": 1}
             async for _ in engine.async_generate("a", params, stream=True, rid=f"{number}", resume_ttl=TTL_S):
                 pass
-        assert attachable_rids(engine._running()) == ["3", "4", "5", "6", "7"]
+        assert attachable_rids(engine._frontend_here()) == ["3", "4", "5", "6", "7"]
 
 
 @pytest.mark.parametrize("shows_prompt", [False, True])
@@ -227,7 +227,7 @@ async def test_kept_streams_keep_prompts_only_on_request(monkeypatch: pytest.Mon
                 "a" * 200, params, stream=True, rid=rid, resume_ttl=TTL_S, return_prompt_token_ids=shows_prompt
             )
             assert [chunk["meta_info"]["prompt_tokens"] async for chunk in stream] == [200]
-        found = engine._running().attachments
+        found = engine._frontend_here().attachments
         [attachment] = found._by_call.values()
         assert (attachment.num_kept, found._num_kept_tokens) == (num_counted, num_counted)
         ask, row = attachment.call.request, attachment.row
@@ -244,7 +244,7 @@ async def test_unread_output_is_kept_once() -> None:
         stream = engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S)
         await until(lambda: engine.stats()["num_streams"] == 0)
         await stream.aclose()
-        [attachment] = engine._running().attachments._by_call.values()
+        [attachment] = engine._frontend_here().attachments._by_call.values()
         assert not attachment.call.has_reader
         assert len("".join([chunk["text"] async for chunk in engine.attach("x")])) == 300
 
@@ -306,7 +306,7 @@ def test_any_rest_of_a_log(pieces: list[tuple[str, list[int]]], data: st.DataObj
 async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As another thread can: its row has ended, and the engine has not looked at that yet."""
     async with fake_async_engine() as engine:
-        frontend = engine._running()
+        frontend = engine._frontend_here()
         plain, attached = frontend.router._on_ended, list[Stream]()
 
         def on_ended(row: CallRow) -> None:
@@ -329,7 +329,7 @@ async def test_attaching_during_the_check_for_the_end_keeps_the_stream(
     async with slow_engine() as engine:
         whole = await expected(engine)
         await anext(engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S))
-        frontend = engine._running()
+        frontend = engine._frontend_here()
         [call] = frontend.calls.opened
         attached: list[Reader] = []
         attaching = threading.Thread(target=lambda: attached.append(frontend.attachments.attach("x", 0, frontend)))
@@ -353,7 +353,7 @@ async def test_attaching_during_the_check_for_the_end_keeps_the_stream(
 
 async def test_rows_of_a_call_are_read_under_the_lock() -> None:
     async with slow_engine() as engine:
-        frontend = engine._running()
+        frontend = engine._frontend_here()
 
         class Guarded(dict[int, CallRow]):
             """The rows of an output, which ``attach`` takes out of it."""

@@ -61,7 +61,7 @@ def expire(engine: AsyncEngine) -> None:
 
 
 def die(engine: AsyncEngine) -> None:
-    engine._running().fail(EngineDeadError("it died"))
+    engine._frontend_here().fail(EngineDeadError("it died"))
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -117,7 +117,7 @@ async def begun(world: World, **options: Any) -> Any:
 
 async def in_the_midst(world: World) -> None:
     """Some of its rows have ended, others not."""
-    [call] = world.engine._running().calls.opened
+    [call] = world.engine._frontend_here().calls.opened
     while call.num_started < MAX_ROWS_ENDED_AT_ONCE:  # noqa: ASYNC110  # it takes some turns
         await asyncio.sleep(0)
     assert call.num_started < MANY
@@ -125,7 +125,7 @@ async def in_the_midst(world: World) -> None:
 
 async def check_nothing_is_left(world: World) -> None:
     await until(lambda: world.engine.stats()["num_streams"] == 0)
-    frontend = world.engine._running()
+    frontend = world.engine._frontend_here()
     limits = frontend.limits
     assert (limits.num_calls, limits.num_tokens, limits.num_bytes) == (0, 0, 0)
     assert not frontend.router.rows
@@ -175,7 +175,7 @@ async def test_left_in_the_midst(is_stream: bool) -> None:
         await in_the_midst(world)
         await call.aclose()
         await check_nothing_is_left(world)
-        assert not engine._running().calls.submitter._ending
+        assert not engine._frontend_here().calls.submitter._ending
 
 
 @pytest.mark.parametrize("returns_exceptions", [True, False])
@@ -248,8 +248,8 @@ async def test_no_row_begins_whose_prompt_was_on_the_way_to_its_ids() -> None:
         stream: Stream = engine.async_generate(["a"] * 200, LONG, stream=True)
         await until(lambda: len(world.double.live) == 64 and len(world.tokenizer.batches) == 2)
         abort_all(engine)
-        [call] = engine._running().calls.opened
-        await until(lambda: call.num_started == 200 and not call.is_encoding)
+        [call] = engine._frontend_here().calls.opened
+        await until(lambda: call.num_started == 200 and not call.is_start_pending)
         assert len(world.double.submits) == 64
         assert (call.num_started, call.num_open) == (200, 64)
         await stream.aclose()
@@ -260,7 +260,7 @@ async def test_many_calls_that_end_at_once_take_turns() -> None:
         world.double.is_held = True
         calls = [engine.async_generate(["a"] * MANY, LONG) for _ in range(4)]
         await until(lambda: len(world.double.live) == 16)
-        open_calls = list(engine._running().calls.opened)
+        open_calls = list(engine._frontend_here().calls.opened)
         abort_all(engine)
         nums: list[int] = []
         while engine.stats()["num_streams"]:

@@ -42,7 +42,7 @@ PORTAL = portal.__file__
 
 
 def frontend_of(engine: AsyncEngine) -> Frontend:
-    return engine._running()
+    return engine._frontend_here()
 
 
 def is_clean(engine: AsyncEngine) -> bool:
@@ -322,7 +322,7 @@ def test_an_exception_anywhere_in_reading_ends_the_stream_or_loses_nothing() -> 
 def test_exception_anywhere_in_admit_loses_no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overload, "RESERVED_S", 0.02)
     with fake_engine(max_running=1, max_queued=0) as engine:
-        limits = engine._running().limits
+        limits = engine._frontend_here().limits
         num_places, is_raised = 0, True
         while is_raised:
             num_places += 1
@@ -380,7 +380,7 @@ async def test_a_reader_that_reads_while_it_is_suspended_is_not_forgotten(monkey
     """The reader, on another thread, takes the last unread row between the look at it and its suspension."""
     with fake_engine(slow_reader="pause", slow_reader_timeout_s=1000.0, step_time_s=0.001) as engine:
         expected = engine.generate("a", LONG)["text"]  # type: ignore[call-overload,index]
-        frontend = engine._running()
+        frontend = engine._frontend_here()
         stream = engine.generate("a", LONG, stream=True)
         chunks = [next(stream)]
         slow_readers, is_taken, plain = frontend._slow_readers, threading.Event(), frontend.calls.suspend

@@ -92,7 +92,7 @@ async def test_a_call_whose_rows_have_begun_in_part_ends_as_a_whole(
         if ends_by == "abort":
             engine.abort_request(abort_all=True)
         if ends_by == "death":
-            engine._running().fail(EngineDeadError("it died"))
+            engine._frontend_here().fail(EngineDeadError("it died"))
             with pytest.raises(EngineDeadError):
                 await answers
             return

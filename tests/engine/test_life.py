@@ -29,7 +29,7 @@ from aioengine.errors import (
     WrongLoopError,
 )
 from aioengine.frontend.calls.delivery import SlowReaders
-from aioengine.frontend.running import Blueprint
+from aioengine.frontend.engine_parts import Blueprint
 from aioengine.settings.config import DeliveryConfig
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.engine.engine_double import CONTEXT_LENGTH, CodePoints, Double, World, expected_text

@@ -34,7 +34,7 @@ def adapter_engine(**setup: object) -> AsyncEngine:
 
 
 def registry(engine: AsyncEngine) -> LoadedAdapters:
-    return engine._running().adapters
+    return engine._frontend_here().adapters
 
 
 async def load(engine: AsyncEngine, folder: Path, *names: str, **options: bool) -> None:

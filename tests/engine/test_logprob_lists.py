@@ -14,7 +14,7 @@ from aioengine.api.answers import Answer, Chunk
 from aioengine.api.engine import AsyncEngine
 from aioengine.frontend.intake import row_options
 from aioengine.protocol.columns import Extra
-from aioengine.protocol.packed_logprobs import OUTPUT_LOGPROBS, LogprobReader, LogprobRules
+from aioengine.protocol.packed_logprobs import OUTPUT_LOGPROBS, LogprobDecoder, LogprobRules
 from aioengine.testing.byte_tokenizer import VOCAB_SIZE
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine
 from aioengine.testing.fake_runner import fake_logprobs
@@ -42,10 +42,10 @@ def check_output(piece: Answer | Chunk, rules: LogprobRules = RULES) -> None:
         Extra(0, index, OUTPUT_LOGPROBS, fake_logprobs(rules, token_id, VOCAB_SIZE))
         for index, token_id in enumerate(piece["output_ids"])
     ]
-    reader = LogprobReader(rules, 0)
+    decoder = LogprobDecoder(rules, 0)
     for extra in extras:
-        reader.read(extra)
-    expected = reader.lists(0, len(extras), keeps=False)
+        decoder.decode(extra)
+    expected = decoder.lists(0, len(extras), keeps=False)
     found = {name: value for name, value in piece["meta_info"].items() if name.startswith("output_")}
     assert found == {name: value for name, value in expected.items() if name.startswith("output_")}
     assert len(entries_of(piece, "output", "token")) == len(piece["output_ids"])

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from aioengine import AsyncEngine, EngineOverloadedError, RequestError, RequestTooLargeError
-from aioengine.frontend.running import Blueprint
+from aioengine.frontend.engine_parts import Blueprint
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.settings.config import QueueConfig
 from aioengine.testing.fake_engine import FakeSetup
@@ -34,7 +34,7 @@ async def engine_of(max_logprob_bytes: int, **setup: Any) -> AsyncIterator[Async
 
 
 def num_reserved(engine: AsyncEngine) -> int:
-    return engine._running().limits.num_logprob_bytes
+    return engine._frontend_here().limits.num_logprob_bytes
 
 
 async def test_logprobs_that_can_never_fit_are_refused_with_their_figures() -> None:

@@ -102,11 +102,11 @@ async def test_no_turn_of_the_loop_handles_many_rows(turns: Turns, kind: str) ->
         counting = asyncio.create_task(turns.run())
         generation = CALLS[kind](world, params, [f"r{place}" for place in range(MANY)])
         waiting = asyncio.ensure_future(generation)
-        [call] = world.engine._running().calls.opened  # pyright: ignore[reportPrivateUsage]
+        [call] = world.engine._frontend_here().calls.opened  # pyright: ignore[reportPrivateUsage]
         await until(lambda: call.request.is_checked)
         assert len(world.double.submits) > 1
         waiting.cancel()
-        await until(lambda: not world.engine._running().calls.ids._names)  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: not world.engine._frontend_here().calls.ids._names)  # pyright: ignore[reportPrivateUsage]
         counting.cancel()
     turns.end()
     limits = limits_of_a_turn()
@@ -216,7 +216,7 @@ class TestLaterRows:
         generation = world.engine.async_generate(["a"] * MANY, ONE, rid=[f"r{place}" for place in range(MANY)])
         for _ in range(3):
             world.engine.abort_request("unknown")
-        [call] = world.engine._running().calls.opened  # pyright: ignore[reportPrivateUsage]
+        [call] = world.engine._frontend_here().calls.opened  # pyright: ignore[reportPrivateUsage]
         await until(lambda: call.request.is_checked)
         await asyncio.sleep(0.01)
         assert looks["unknown"] == 2 * 3

@@ -26,13 +26,13 @@ def prompts(number: int, size: int = NUM_PROMPT_TOKENS) -> list[list[int]]:
 
 
 def counted(world: World) -> int:
-    return world.engine._running().limits.num_tokens  # pyright: ignore[reportPrivateUsage]
+    return world.engine._frontend_here().limits.num_tokens  # pyright: ignore[reportPrivateUsage]
 
 
 def live(world: World) -> int:
     """The prompt tokens of the rows that the engine waits for, samples of one prompt taken together."""
     total = 0
-    for call in world.engine._running().calls.opened:  # pyright: ignore[reportPrivateUsage]
+    for call in world.engine._frontend_here().calls.opened:  # pyright: ignore[reportPrivateUsage]
         rows = [row for row in call.live.values() if row.uid >= 0]
         by_prompt = {row.position // call.request.num_samples: len(row.prompt_token_ids) for row in rows}
         total += sum(by_prompt.values())
@@ -106,7 +106,7 @@ async def test_queue_counts_are_correct_after_any_events(acts: list[tuple[str, i
     numbers = itertools.count()
     async with world.engine as engine, asyncio.timeout(30):
         world.double.is_held = True
-        frontend = engine._running()  # pyright: ignore[reportPrivateUsage]
+        frontend = engine._frontend_here()  # pyright: ignore[reportPrivateUsage]
         open_calls: list[Generation[object]] = []
 
         def begin(size: int, **options: object) -> None:
@@ -165,7 +165,7 @@ async def test_row_ended_by_the_frontend_keeps_its_counts(code: FinishCode) -> N
         world.double.events.on_messages([TextChunks(tokens, ["x"], first_tokens=first_tokens, preempted=[0])])
         first = (await anext(stream))["meta_info"]
         assert (first["cached_tokens"], first["num_preemptions"]) == (2, 1)
-        frontend = engine._running()  # pyright: ignore[reportPrivateUsage]
+        frontend = engine._frontend_here()  # pyright: ignore[reportPrivateUsage]
         [call] = frontend.calls.opened
         frontend.calls.give_up(call, code, "total")  # pyright: ignore[reportPrivateUsage]
         last = (await anext(stream))["meta_info"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from aioengine import Answer, BatchOutput, Engine
-    from aioengine.frontend.running import Blueprint
+    from aioengine.frontend.engine_parts import Blueprint
 
 PARAMS: dict[str, object] = {"temperature": 0, "max_new_tokens": 20}
 UNTIL_LEFT: dict[str, object] = {"temperature": 0, "max_new_tokens": None, "ignore_eos": True}

@@ -16,8 +16,8 @@ import uvloop
 
 from aioengine.api.sync import Engine
 from aioengine.errors import EngineClosedError, EngineStartupError, RequestTooLargeError
+from aioengine.frontend.engine_parts import Blueprint
 from aioengine.frontend.portal import Portal
-from aioengine.frontend.running import Blueprint
 from aioengine.utils import async_stream_and_merge, stream_and_merge
 from tests.engine.engine_double import CONTEXT_LENGTH, Double, World, expected_text
 from tests.kit.waiting import wait_until

@@ -97,7 +97,7 @@ async def test_an_error_while_rows_begin_ends_their_call_alone(world: World, row
     """In callbacks of the loop nobody else would see it."""
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     world.double.is_held = True
-    frontend = world.engine._running()  # pyright: ignore[reportPrivateUsage]
+    frontend = world.engine._frontend_here()  # pyright: ignore[reportPrivateUsage]
     submitter = frontend.calls.submitter  # pyright: ignore[reportPrivateUsage]
     plain = submitter._submit  # pyright: ignore[reportPrivateUsage]
 

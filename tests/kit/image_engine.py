@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from aioengine import AsyncEngine
-from aioengine.frontend.running import Blueprint
+from aioengine.frontend.engine_parts import Blueprint
 from aioengine.media.tokens._base import find_image_model
 from aioengine.settings.config import MediaConfig, TextSettings
 from aioengine.testing.fake_engine import FakeSetup

@@ -28,7 +28,7 @@ from tests.processes.restart_kit import ANSWERS, ROLES, ask_all, frontend_of, un
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aioengine.frontend.running import Blueprint
+    from aioengine.frontend.engine_parts import Blueprint
     from aioengine.supervision.supervisor import Events
 
 process = pytest.mark.process

@@ -27,8 +27,8 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from aioengine import AsyncEngine, EngineError, RequestError
+from aioengine.frontend.engine_parts import Blueprint
 from aioengine.frontend.intake import image_prompts
-from aioengine.frontend.running import Blueprint
 from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt, folder_base
 from aioengine.media.intake.sources import ImageSource
 from aioengine.media.service.worker import PixelGate

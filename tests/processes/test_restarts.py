@@ -215,8 +215,8 @@ async def test_failed_replacements_count_as_restarts(
     how: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how == "sleep":
-        monkeypatch.setattr("aioengine.supervision.supervisor._PATIENCE", 0.0)
-        monkeypatch.setattr("aioengine.supervision.supervisor._MIN_PATIENCE_S", 1.5)
+        monkeypatch.setattr("aioengine.supervision.supervisor._STARTUP_TIMEOUT_FACTOR", 0.0)
+        monkeypatch.setattr("aioengine.supervision.supervisor._MIN_STARTUP_TIMEOUT_S", 1.5)
     marker = tmp_path / "marker"
     settings = fake_settings(factory=factory_of("build_once"), step_time_s=0.01, marker=str(marker), how=how)
     async with Frontend(settings, max_restarts=2) as frontend:
@@ -248,8 +248,8 @@ async def test_replacement_that_is_killed_while_it_starts_is_replaced(tmp_path: 
 @process
 async def test_replacement_that_hangs_at_its_start_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeout is shorter than for a first start. Timeouts of requests pass meanwhile."""
-    monkeypatch.setattr("aioengine.supervision.supervisor._PATIENCE", 5.0)
-    monkeypatch.setattr("aioengine.supervision.supervisor._MIN_PATIENCE_S", 0.0)
+    monkeypatch.setattr("aioengine.supervision.supervisor._STARTUP_TIMEOUT_FACTOR", 5.0)
+    monkeypatch.setattr("aioengine.supervision.supervisor._MIN_STARTUP_TIMEOUT_S", 0.0)
     async with fake_async_engine(ANSWERS, faults=Faults(start_s=0.4), max_restarts=2) as engine:
         asking = asyncio.create_task(ask(engine, "plain", stream=True))
         os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, cast
 from msgspec import Struct
 
 from aioengine.api import answers
-from aioengine.api.answers import ChunkInfo, ExtraReader, RowError
+from aioengine.api.answers import ChunkInfo, ExtraDecoder, RowError
 from aioengine.protocol.columns import HIDDEN_STATES, Extra
 from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End, FinishCode, FirstToken
 
@@ -63,9 +63,9 @@ class CallRow(Struct, eq=False):
     Attributes:
         position: its index in the call. index: the same number in its chunks; None: the call has one row.
         tokenize_s: how long the tokenizer worked on its prompt, with the prompts of the same batch.
-        readers: convert the logprobs and hidden states of the row.
-        states: which hidden states it returns (``Sampling.hidden_states``).
-        newest_state: the newest hidden state that was read, if ``states`` asks only for the last one.
+        decoders: convert the logprobs and hidden states of the row.
+        hidden_states: which hidden states it returns (``Sampling.hidden_states``).
+        newest_hidden_state: the newest hidden state that was read, if the row returns only the last one.
         num_image_tokens: positions of the prompt that hold features of images.
         info: the ``meta_info`` that all its chunks share.
         uid: the engine's number of the row; -1: not submitted.
@@ -73,11 +73,11 @@ class CallRow(Struct, eq=False):
         text, more_texts: the unread text, in pieces.
         unread: the unread ids. A single id is an int: a new list for each row of a frame would trigger garbage
             collections.
-        extras: the unread extras that no object in ``readers`` converts, by token index and kind. If an extra arrives
+        extras: the unread extras that none of ``decoders`` converts, by token index and kind. If an extra arrives
             twice, the second one replaces the first.
         text_offset, token_offset: number of characters and ids that were read.
         token_ids: the ids of the last chunk that was taken.
-        finished: its end; None: it runs. error: why it has no answer.
+        end: its end; None: it has none yet. error: why it has no answer.
         is_queued: whether it is in ``Call.ready``; always true if the call is no stream.
         num_logprob_bytes: memory reserved for its logprobs (``QueueLimits.reserve_logprobs``).
     """
@@ -90,13 +90,13 @@ class CallRow(Struct, eq=False):
     tokenize_s: float = 0.0
     prompt_token_ids: list[int] = []
     shows_prompt: bool = False
-    readers: tuple[ExtraReader, ...] = ()
-    states: str = ""
+    decoders: tuple[ExtraDecoder, ...] = ()
+    hidden_states: str = ""
     num_image_tokens: int = 0
     is_queued: bool = False
     uid: int = -1
     first_token: FirstToken | None = None
-    newest_state: Extra | None = None
+    newest_hidden_state: Extra | None = None
     info: ChunkInfo = {}  # type: ignore[typeddict-item]  # set in __post_init__
     text: str = ""
     more_texts: list[str] = []
@@ -105,7 +105,7 @@ class CallRow(Struct, eq=False):
     text_offset: int = 0
     token_offset: int = 0
     token_ids: list[int] = []
-    finished: End | None = None
+    end: End | None = None
     delivered_at: float = 0.0
     error: RowError | None = None
     num_logprob_bytes: int = 0
@@ -127,7 +127,7 @@ class CallRow(Struct, eq=False):
             "num_preemptions": 0,
             "num_retractions": 0,
         }
-        if self.states:
+        if self.hidden_states:
             self.info["hidden_states"] = []
         if self.num_image_tokens:
             self.info["image_tokens"] = self.num_image_tokens
@@ -160,23 +160,23 @@ class CallRow(Struct, eq=False):
 
     def put_extra(self, extra: Extra) -> None:
         """Add an extra, unless its token was read. An extra of the prompt belongs to the first token."""
-        for reader in self.readers:
-            if extra.kind in reader.kinds:
-                reader.read(extra)
+        for decoder in self.decoders:
+            if extra.kind in decoder.kinds:
+                decoder.decode(extra)
                 return
         if extra.index >= self.token_offset or not self.token_offset:
             self.extras[extra.index, extra.kind] = extra
-        if self.states == LAST_STATES:
-            drop_old_states(self.extras, self.num_known())
+        if self.hidden_states == LAST_STATES:
+            drop_old_hidden_states(self.extras, self.num_known())
 
     def num_known(self) -> int:
         """Return the number of its output tokens."""
         num_unread = 1 if isinstance(self.unread, int) else len(self.unread)
         return self.token_offset + (num_unread if self.is_queued else 0)
 
-    def failure(self, finished: End) -> RowError | None:
+    def failure(self, end: End) -> RowError | None:
         """Return the error of a row with this end; None: the row has an answer."""
-        return answers.error(finished)
+        return answers.error(end)
 
     def free_logprobs(self, num_kept: int = 0) -> None:
         """Free the memory reserved for its logprobs, except ``num_kept`` bytes."""
@@ -218,14 +218,14 @@ class CallRow(Struct, eq=False):
             chunk["index"] = self.index
         if self.shows_prompt:
             chunk["prompt_token_ids"] = self.prompt_token_ids
-        if self.finished is not None:
-            self._add_end(info, self.finished)
-        if self.extras or self.readers:
+        if self.end is not None:
+            self._add_end(info, self.end)
+        if self.extras or self.decoders:
             self._add_extras(chunk)
         self.text_offset = text_offset + len(text)
         self.token_offset = num_tokens
         self.is_queued = False
-        if self.finished is not None:
+        if self.end is not None:
             self.call.num_held -= 1
             self.free_logprobs()
         return chunk
@@ -235,8 +235,8 @@ class CallRow(Struct, eq=False):
         token_ids = self.join()
         info = self.info.copy()
         info["completion_tokens"] = len(token_ids)
-        if self.finished is not None:
-            self._add_end(info, self.finished)
+        if self.end is not None:
+            self._add_end(info, self.end)
         answer: Answer = {  # type: ignore[typeddict-item]
             "text": self.text,
             "output_ids": token_ids,
@@ -244,7 +244,7 @@ class CallRow(Struct, eq=False):
         }
         if self.shows_prompt:
             answer["prompt_token_ids"] = self.prompt_token_ids
-        if self.extras or self.readers:
+        if self.extras or self.decoders:
             self._add_extras(answer)
         return answer
 
@@ -260,47 +260,47 @@ class CallRow(Struct, eq=False):
         """Add logprobs, hidden states and other extras of the tokens of ``output``."""
         info, token_offset = output["meta_info"], self.token_offset
         end = token_offset + len(self.token_ids)
-        for reader in self.readers:
-            cast("dict[str, object]", info).update(reader.lists(token_offset, end, keeps=self.keeps))
+        for decoder in self.decoders:
+            cast("dict[str, object]", info).update(decoder.lists(token_offset, end, keeps=self.keeps))
         extras = [extra for extra in self.extras.values() if extra.index < end]
         if len(extras) == len(self.extras):
             self.extras.clear()
         for extra in extras if self.extras else ():
             del self.extras[extra.index, extra.kind]
-        if self.states == LAST_STATES:
+        if self.hidden_states == LAST_STATES:
             states = [extra for extra in extras if extra.kind == HIDDEN_STATES]
             extras = [extra for extra in extras if extra.kind != HIDDEN_STATES]
             if states:
-                self.newest_state = max(states, key=lambda state: state.index)
+                self.newest_hidden_state = max(states, key=lambda state: state.index)
                 if info["finish_reason"] is not None:
-                    info["hidden_states"] = [answers.array(self.newest_state.data)]
+                    info["hidden_states"] = [answers.array(self.newest_hidden_state.data)]
         if extras:
             output["extras"] = extras
 
-    def _add_end(self, info: ChunkInfo, finished: End) -> None:
+    def _add_end(self, info: ChunkInfo, end: End) -> None:
         """Add the ``meta_info`` of a row that has ended.
 
-        If the frontend or the supervisor ended the row, ``finished`` has no values of its first token. They are then
+        If the frontend or the supervisor ended the row, ``end`` has no values of its first token. They are then
         taken from ``first_token``, or were counted in ``info``.
         """
-        if self.newest_state is not None:
-            info["hidden_states"] = [answers.array(self.newest_state.data)]
-        info["finish_reason"] = answers.finish_reason(finished, info["completion_tokens"], self.error)
-        num_cached = info["cached_tokens"] = max(finished.num_cached, info["cached_tokens"])
+        if self.newest_hidden_state is not None:
+            info["hidden_states"] = [answers.array(self.newest_hidden_state.data)]
+        info["finish_reason"] = answers.finish_reason(end, info["completion_tokens"], self.error)
+        num_cached = info["cached_tokens"] = max(end.num_cached, info["cached_tokens"])
         info["cached_tokens_details"] = {"device": num_cached, "host": 0}
-        info["num_preemptions"] = info["num_retractions"] = max(finished.num_preemptions, info["num_preemptions"])
+        info["num_preemptions"] = info["num_retractions"] = max(end.num_preemptions, info["num_preemptions"])
         info["e2e_latency"] = self.delivered_at - self.call.called_at
-        info["timings"] = self._timings(finished)
+        info["timings"] = self._timings(end)
 
-    def _timings(self, finished: End) -> Timings:
+    def _timings(self, end: End) -> Timings:
         """Return the seconds of each stage. A stage begins at the end of the one before.
 
         A stage that was not reached takes 0 s, and the stage before it ends with the row.
         """
         called_at, delivered_at = self.call.called_at, self.delivered_at
         begun_at = called_at + self.tokenize_s
-        ended_at = min(max(finished.ended_at, begun_at), delivered_at)
-        admitted_at, first_token_at = finished.admitted_at, finished.first_token_at
+        ended_at = min(max(end.ended_at, begun_at), delivered_at)
+        admitted_at, first_token_at = end.admitted_at, end.first_token_at
         if self.first_token is not None:
             admitted_at = self.first_token.admitted_at if admitted_at is None else admitted_at
             first_token_at = self.first_token.first_token_at if first_token_at is None else first_token_at
@@ -317,7 +317,7 @@ class CallRow(Struct, eq=False):
         }
 
 
-def drop_old_states(extras: dict[tuple[int, str], Extra], num_known: int) -> None:
+def drop_old_hidden_states(extras: dict[tuple[int, str], Extra], num_known: int) -> None:
     """Drop the hidden states of all tokens before the last of ``num_known`` tokens."""
     for index, kind in list(extras):
         if kind == HIDDEN_STATES and index < num_known - 1:
@@ -328,17 +328,17 @@ ReadPosition = tuple[CallRow, int, int]
 """A row, and how many of its characters and ids were read."""
 
 
-class Wants(IntEnum):
-    """When the engine wants ``ReaderActions.on_read`` from a reader.
+class NotifyOn(IntEnum):
+    """When the reader calls ``ReaderActions.on_read``.
 
     NOTHING: never.
-    ENDS: after the end of a row was read, because unstarted rows wait until ``Call.num_held`` is smaller.
-    READS: after each read, because the requests of the call are suspended.
+    END_READ: when it has read the end of a row, because unstarted rows wait until ``Call.num_held`` is smaller.
+    EACH_READ: after each read, because the requests of the call are suspended.
     """
 
     NOTHING = 0
-    ENDS = 1
-    READS = 2
+    END_READ = 1
+    EACH_READ = 2
 
 
 class Ending(NamedTuple):
@@ -361,7 +361,8 @@ class Call:
         num_started: number of started rows; they start in order. aborted: positions of rows that were aborted before
             their start.
         ending: how the unstarted rows end; None: they may start.
-        is_encoding: some prompts are on the tokenizer's thread, or their rows start in the next turns of the loop.
+        is_start_pending: the next rows wait for other work (tokens, images, the import of numpy), or start in the next
+            turn of the loop.
         is_accepted: its first rows are submitted. compiling: positions of the rows of a stream whose grammars are being
             compiled; the stream is accepted when all are compiled.
         live: started rows without an end, by position. num_open: number of rows without an end, started or not.
@@ -375,16 +376,16 @@ class Call:
         waiter: the future of a reader that waits on the engine's loop. Its result is the next chunk, or None for any
             other change.
         wakers: callbacks of all other waiting readers.
-        wants: when the engine wants ``on_read`` from the reader.
+        notify_on: when the reader calls ``on_read``.
         kept_row: the row of an attachable call.
         weight_version: version of the weights when the call began, for rows without a token.
     """
 
     __slots__ = (
         "aborted", "called_at", "compiling", "counter", "deadlines", "ending", "error", "has_reader", "is_accepted",
-        "is_encoding", "is_left", "is_over", "is_reserved", "is_stream", "kept_row", "live", "names", "num_bytes",
-        "num_held", "num_logprob_bytes", "num_open", "num_rows_of", "num_started", "num_tokens", "number", "ready",
-        "request", "results", "returns_exceptions", "rid", "timer", "waiter", "wakers", "wants", "weight_version",
+        "is_left", "is_over", "is_reserved", "is_start_pending", "is_stream", "kept_row", "live", "names", "notify_on",
+        "num_bytes", "num_held", "num_logprob_bytes", "num_open", "num_rows_of", "num_started", "num_tokens", "number",
+        "ready", "request", "results", "returns_exceptions", "rid", "timer", "waiter", "wakers", "weight_version",
     )  # fmt: skip
 
     request: CallRequest
@@ -405,7 +406,7 @@ class Call:
         self.num_started = 0
         self.aborted: set[int] = set()
         self.ending: Ending | None = None
-        self.is_encoding = False
+        self.is_start_pending = False
         self.is_accepted = False
         self.compiling: set[int] = set()
         self.live: dict[int, CallRow] = {}
@@ -421,7 +422,7 @@ class Call:
         self.has_reader = True
         self.waiter: asyncio.Future[Chunk | None] | None = None
         self.wakers: list[Callable[[], object]] = []
-        self.wants = Wants.NOTHING
+        self.notify_on = NotifyOn.NOTHING
         self.kept_row: CallRow | None = None
         self.weight_version = weight_version
 
@@ -503,16 +504,16 @@ class Call:
         if not self.compiling:
             self.accept()
 
-    def end_row(self, row: CallRow, finished: End, delivered_at: float, error: RowError | None = None) -> None:
+    def end_row(self, row: CallRow, end: End, delivered_at: float, error: RowError | None = None) -> None:
         """End a row. ``error``: the error, if the frontend detected it.
 
         A failed row fails the whole call, unless the user asked for exceptions in the list of answers.
         """
         if self.live.pop(row.position, None) is None:
-            return  # the call was settled already
-        row.finished = finished
+            return  # the row has an end already
+        row.end = end
         row.delivered_at = delivered_at
-        row.error = row.failure(finished) if error is None else error
+        row.error = row.failure(end) if error is None else error
         self.num_open -= 1
         self.is_over = self.is_over or self.num_open == 0
         if row.error is not None and not self.returns_exceptions:

@@ -11,7 +11,7 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from aioengine.frontend.calls.call import Ending, Wants
+from aioengine.frontend.calls.call import Ending, NotifyOn
 from aioengine.frontend.calls.call_ids import CallIds
 from aioengine.frontend.intake.submitter import Submitter
 from aioengine.frontend.sessions.attachments import Attachments
@@ -54,9 +54,9 @@ class Calls:
         limits: QueueLimits,
         sessions: Sessions,
         send: Callable[[list[Submit] | list[Abort] | list[Suspend] | list[Resume]], None],
-        computed_since: Callable[[float], Collection[int] | None],
+        rows_in_flight_if_no_step_since: Callable[[float], Collection[int] | None],
     ) -> None:
-        """``computed_since`` returns the requests in the scheduler's steps. None: a step has ended since that time."""
+        """``rows_in_flight_if_no_step_since``: the uids in the scheduler's steps; None: a step has ended since then."""
         self.opened: dict[Call, None] = {}
         self.num_opened = 0
         self.rows: dict[int, CallRow] = {}
@@ -72,7 +72,7 @@ class Calls:
         self._sessions = sessions
         self._images = checks.images
         self._send = send
-        self._computed_since = computed_since
+        self._rows_in_flight_if_no_step_since = rows_in_flight_if_no_step_since
 
     def open(self, call: Call) -> None:
         """Register a call whose request is checked. From any thread, under the lock.
@@ -106,9 +106,9 @@ class Calls:
         if call.is_attachable:
             self.attachments.on_read(call)
         if call in self.opened:
-            if call.wants is Wants.READS:
+            if call.notify_on is NotifyOn.EACH_READ:
                 with self._lock:
-                    call.wants = Wants.NOTHING
+                    call.notify_on = NotifyOn.NOTHING
                     uids = [row.uid for row in call.live.values()]
                 self._send([Resume(uids)])
             self.submitter.submit_next(call)
@@ -121,7 +121,7 @@ class Calls:
         with self._lock:
             if call.read_position != position:
                 return
-            call.wants = Wants.READS
+            call.notify_on = NotifyOn.EACH_READ
             uids = [row.uid for row in call.live.values()]
         self._send([Suspend(uids)])
 
@@ -135,7 +135,7 @@ class Calls:
             return
         with self._lock:
             self._free_row(row, time.monotonic())
-        if call.wants:
+        if call.notify_on:
             self.submitter.submit_next(call)
 
     def _free_row(self, row: CallRow, now: float) -> None:
@@ -264,8 +264,8 @@ class Calls:
             if call.returns_exceptions and not call.is_over:
                 now = time.monotonic()
                 for row in list(call.live.values()):
-                    finished = End(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)
-                    call.end_row(row, finished, now, error)
+                    end = End(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)
+                    call.end_row(row, end, now, error)
                 self.submitter.end_unstarted(call, Ending(FinishCode.FAILED, error=error))
             else:
                 call.fail(error)
@@ -300,7 +300,7 @@ class Calls:
             if which == "queue" and rows:
                 # The scheduler checks deadlines between steps. A row certainly waits if no step has ended since the
                 # call, and the steps that run now do not compute it.
-                computed = self._computed_since(call.called_at)
+                computed = self._rows_in_flight_if_no_step_since(call.called_at)
                 rows = [] if computed is None else [row for row in rows if row.uid not in computed]
             for row in rows:
                 call.end_row(row, End(row.uid, code, which, ended_at=now), now)

@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import describe
-from aioengine.frontend.calls.call import Wants
+from aioengine.frontend.calls.call import NotifyOn
 from aioengine.protocol.messages import End, FinishCode, TextChunks
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Router:
         self._on_ended = on_ended
         self._fresh: list[Call] = []
         self._waiting: dict[int, deque[TextChunks]] = {}
-        self._unread_bytes = MAX_EXTRA_BYTES  # that may still be read in this turn
+        self._bytes_left = MAX_EXTRA_BYTES  # of extras, in this turn
 
     def deliver(self, chunks: TextChunks) -> None:
         """Put the chunks of one frame into their rows, as far as this turn allows. Call ``wake`` afterwards."""
@@ -93,10 +93,10 @@ class Router:
                 fresh.append(row.call)
         if chunks.ended:
             now = time.monotonic()
-            for finished in chunks.ended:
-                row = rows.pop(finished.uid, None)
+            for end in chunks.ended:
+                row = rows.pop(end.uid, None)
                 if row is not None:
-                    row.call.end_row(row, finished, now)
+                    row.call.end_row(row, end, now)
                     ended.append(row)
         return ended
 
@@ -107,10 +107,10 @@ class Router:
             sizes[extra.uid] = sizes.get(extra.uid, 0) + len(extra.data) + EXTRA_BYTES
         parts = {uid: TextChunks() for uid in self._waiting}
         for uid, size in sizes.items():
-            if size > self._unread_bytes:
+            if size > self._bytes_left:
                 parts[uid] = TextChunks()
             elif uid not in parts:
-                self._unread_bytes -= size
+                self._bytes_left -= size
         if not parts:
             return chunks
         if not self._waiting:
@@ -132,16 +132,16 @@ class Router:
     def _read_waiting(self) -> None:
         """Read a bounded number of extras of waiting rows, and more in the next turns of the loop."""
         ended: list[CallRow] = []
-        unread_bytes = MAX_EXTRA_BYTES
+        bytes_left = MAX_EXTRA_BYTES
         with self._lock:
-            while self._waiting and unread_bytes > 0:
+            while self._waiting and bytes_left > 0:
                 uid = next(iter(self._waiting))
                 parts = self._waiting.pop(uid)
                 row, extras = self.rows.get(uid), parts[0].tokens.extras
                 if row is None:
                     continue  # it was ended elsewhere
-                piece_bytes = min(unread_bytes, MAX_EXTRA_BYTES // NUM_READ_TOGETHER)
-                unread_bytes -= piece_bytes
+                piece_bytes = min(bytes_left, MAX_EXTRA_BYTES // NUM_READ_TOGETHER)
+                bytes_left -= piece_bytes
                 try:
                     while extras and piece_bytes > 0:
                         piece_bytes -= len(extras[-1].data) + EXTRA_BYTES
@@ -150,7 +150,7 @@ class Router:
                     failed = End(uid, FinishCode.FAILED, stage="deliver", message=describe(error))
                     parts = deque([TextChunks(ended=[failed])])
                     extras = []
-                unread_bytes += piece_bytes
+                bytes_left += piece_bytes
                 if not extras:
                     ended += self._put(parts.popleft())
                 if parts:
@@ -167,7 +167,7 @@ class Router:
         Later chunks are merged with unread chunks meanwhile.
         """
         fresh = self._fresh
-        self._unread_bytes = MAX_EXTRA_BYTES
+        self._bytes_left = MAX_EXTRA_BYTES
         with self._lock:
             for call in fresh[:MAX_WOKEN]:
                 call.wake()
@@ -181,7 +181,10 @@ NUM_LOOKS: Final = 4
 
 
 class SlowReaders:
-    """Suspends or ends calls whose readers do not read, once until they read again. On the engine's loop."""
+    """Suspends or ends calls whose readers do not read. On the engine's loop.
+
+    A call is suspended again only after its reader has read.
+    """
 
     def __init__(self, config: DeliveryConfig, calls: Calls) -> None:
         self._config = config
@@ -200,7 +203,7 @@ class SlowReaders:
         if self._config.slow_reader == "pause":
             self.stop()
             for call in list(self._calls.opened):
-                if call.wants is Wants.READS:
+                if call.notify_on is NotifyOn.EACH_READ:
                     self._calls.on_read(call)
 
     def stop(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from aioengine.api.answers import Answer, BatchOutput, ranked
 from aioengine.errors import RequestError
-from aioengine.frontend.calls.call import Wants
+from aioengine.frontend.calls.call import NotifyOn
 
 if TYPE_CHECKING:
     import asyncio
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from aioengine.api.answers import Chunk
     from aioengine.frontend.calls.call import Call, CallRow
+
+
+NOT_A_STREAM: Final = "this generation gives one whole answer: await it, or pass stream=True to iterate it"
 
 
 def resolve(waiter: asyncio.Future[Chunk | None]) -> None:
@@ -52,7 +55,7 @@ class ReaderActions(Protocol):
         ...
 
     def on_read(self, call: Call) -> None:
-        """Start more rows of a batch, or resume suspended ones (``Wants``), because the reader has read."""
+        """Start more rows of a batch, or resume suspended ones (``NotifyOn``), because the reader has read."""
         ...
 
 
@@ -105,11 +108,13 @@ class Reader:
                 raise EndOfOutput
             if ready:
                 chunk = ready.popleft().take()
-                if call.wants and (call.wants is Wants.READS or chunk["meta_info"]["finish_reason"] is not None):
+                if call.notify_on and (
+                    call.notify_on is NotifyOn.EACH_READ or chunk["meta_info"]["finish_reason"] is not None
+                ):
                     self._actions.on_read(call)
                 return chunk
             if not self.is_stream:
-                raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
+                raise TypeError(NOT_A_STREAM)
             if call.error is not None:
                 raise call.error.with_traceback(None)
             if call.num_open == 0 or call.is_left:
@@ -164,7 +169,9 @@ class Reader:
         call = self.call
         self._actions.check_waiting(blocks=blocks)
         with self._lock:
-            if self._is_accepted if until_accepted else self.ready or self._is_closed or call.is_over:
+            has_news = bool(self.ready) or self._is_closed or call.is_over
+            is_ready = self._is_accepted if until_accepted else has_news
+            if is_ready:
                 return False
             call.wakers.append(wake)
             return True
@@ -194,9 +201,9 @@ class Reader:
             self._has_left = True
 
     def leave_if_interrupted(self, error: BaseException) -> None:
-        """Leave a stream whose ``take`` was interrupted by ``error``, which may have lost a chunk.
+        """Leave a stream after an exception in ``take``, because a chunk may be lost.
 
-        The call's own error interrupts nothing.
+        If ``error`` is the error of the call, do nothing.
         """
         if self.is_stream and error is not self.call.error:
             self._actions.leave(self.call, self.ready)

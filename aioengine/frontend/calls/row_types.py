@@ -10,7 +10,7 @@ from msgspec import field
 
 from aioengine.api import answers
 from aioengine.errors import RequestError
-from aioengine.frontend.calls.call import CallRow, drop_old_states
+from aioengine.frontend.calls.call import CallRow, drop_old_hidden_states
 from aioengine.protocol.columns import POOLED_VECTOR
 from aioengine.protocol.messages import LAST_STATES
 
@@ -47,11 +47,11 @@ class SessionRow(CallRow):
 class PooledRow(CallRow):
     """A row of a call that returns vectors or scores."""
 
-    def failure(self, finished: End) -> RowError | None:
+    def failure(self, end: End) -> RowError | None:
         """Return the error that this end means. A row without a vector has failed."""
-        error = answers.error(finished)
+        error = answers.error(end)
         if error is None and self._vector_data() is None:
-            reason = dict(answers.finish_reason(finished, 0))
+            reason = dict(answers.finish_reason(end, 0))
             error = RequestError("schedule", f"it ended before its vector was there: {reason}")
         return error
 
@@ -138,7 +138,7 @@ class LoggedRow(CallRow):
     @property
     def num_kept_tokens(self) -> int:
         """The memory of its output, and of the prompt if readers get it. A logprob counts as one token."""
-        num_entries = sum(reader.num_entries for reader in self.readers)
+        num_entries = sum(decoder.num_entries for decoder in self.decoders)
         return len(self.log.token_ids) + len(self.prompt_token_ids) + num_entries
 
     def put(self, text: str, new: int | list[int]) -> bool:
@@ -151,10 +151,10 @@ class LoggedRow(CallRow):
 
     def put_extra(self, extra: Extra) -> None:
         super().put_extra(extra)
-        if not any(extra.kind in reader.kinds for reader in self.readers):
+        if not any(extra.kind in decoder.kinds for decoder in self.decoders):
             self.log.extras[extra.index, extra.kind] = extra
-            if self.states == LAST_STATES:
-                drop_old_states(self.log.extras, self.num_known())
+            if self.hidden_states == LAST_STATES:
+                drop_old_hidden_states(self.log.extras, self.num_known())
 
     def num_known(self) -> int:
         return len(self.log.token_ids)
@@ -165,7 +165,7 @@ class LoggedRow(CallRow):
         self.extras.clear()
         for extra in self.log.extras.values():
             super().put_extra(extra)
-        is_ended = self.finished is not None and self.error is None
+        is_ended = self.end is not None and self.error is None
         self.is_queued = is_ended or offset < self.log.num_characters or self.token_offset < self.num_known()
         if self.is_queued:
             self.call.ready.append(self)

@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from msgspec import Struct, field
 
 from aioengine.api import checks
-from aioengine.api import params as wire
 from aioengine.api.answers import Answer, BatchOutput, FinishReason
 from aioengine.api.foreign_names import our_way
-from aioengine.api.params import SamplingParams, is_sampling_parameter
+from aioengine.api.params import SamplingParams, is_sampling_parameter, output_limit, stop_ids
 from aioengine.errors import RequestError
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS, make_detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
-    from aioengine.frontend.running import Running
+    from aioengine.frontend.engine_parts import EngineParts
 
 MAX_BEAMS: Final = 256
 MAX_LENGTH_PENALTY: Final = 10.0
@@ -169,7 +168,7 @@ def _check_prompt(prompt: object) -> None:
 
 
 async def beam_search(
-    generate: Callable[..., Awaitable[object]], parts: Running, prompt: object, options: SearchOptions
+    generate: Callable[..., Awaitable[object]], parts: EngineParts, prompt: object, options: SearchOptions
 ) -> BatchOutput:
     """Return the answers of the best beams, best first. ``generate``: ``async_generate`` of the engine.
 
@@ -183,7 +182,7 @@ async def beam_search(
         width=options.width,
         max_new_tokens=cast("int", params.max_new_tokens),
         length_penalty=options.length_penalty,
-        stop_ids=frozenset(wire.stop_ids(params, vocab_size=model.vocab_size, eos_token_ids=parts.eos_token_ids)),
+        stop_ids=frozenset(stop_ids(params, vocab_size=model.vocab_size, eos_token_ids=parts.eos_token_ids)),
         min_new_tokens=params.min_new_tokens,
     )
     ask = partial(
@@ -197,9 +196,7 @@ async def beam_search(
     if isinstance(first, list):  # of an array of two dimensions
         raise checks.wrong_type("prompt", PROMPT, prompt)
     prompt_ids = first.get("prompt_token_ids", [])
-    wire.output_limit(
-        params, len(prompt_ids), context_length=model.context_length, max_total_tokens=parts.max_total_tokens
-    )
+    output_limit(params, len(prompt_ids), context_length=model.context_length, max_total_tokens=parts.max_total_tokens)
     answers = [first]
     while True:
         search.extend([_likeliest(answer) for answer in answers])
@@ -221,7 +218,7 @@ def _likeliest(answer: Answer) -> Iterator[tuple[float, int]]:
 
 
 def _answer(
-    parts: Running, options: SearchOptions, first: Answer, beam: EndedBeam, *, index: int, total_s: float
+    parts: EngineParts, options: SearchOptions, first: Answer, beam: EndedBeam, *, index: int, total_s: float
 ) -> Answer:
     """Return the dict of the beam at ``index``. ``total_s``: duration of the search."""
     info = cast("dict[str, Any]", first["meta_info"])
@@ -247,7 +244,7 @@ def _answer(
     return cast("Answer", {"text": text, "output_ids": beam.token_ids, "meta_info": kept})
 
 
-def _text(parts: Running, params: SamplingParams, prompt_ids: list[int], beam: EndedBeam) -> str:
+def _text(parts: EngineParts, params: SamplingParams, prompt_ids: list[int], beam: EndedBeam) -> str:
     """Return the text of a beam after its prompt, without the stop token; empty without a tokenizer."""
     if parts.tokenizer is None:
         return ""

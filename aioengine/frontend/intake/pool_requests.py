@@ -79,12 +79,12 @@ def encode_request(prompt: object, input_ids: object, options: Mapping[str, obje
         truncates=checks.switch("truncate", options.get("truncate", False)),
         prompt_name=None if name is None else checks.text("prompt_name", name),
     )
-    make = partial(pooled_prompt, options=pooled)
+    check_prompt = partial(pooled_prompt, options=pooled)
     if isinstance(prompt, str):
-        request = CallRequest("prompt", [prompt], make, is_batch=False)
+        request = CallRequest("prompt", [prompt], check_prompt, is_batch=False)
     elif prompt is not None:
         texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
-        request = CallRequest("prompt", texts, make, is_batch=True)
+        request = CallRequest("prompt", texts, check_prompt, is_batch=True)
     else:
         if pooled.prompt_name is not None:
             raise ValueError("prompt_name is for texts, and input_ids are given; put the prompt's ids before them")

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 from msgspec import Meta, ValidationError, convert
 
 from aioengine.api import checks
-from aioengine.api import params as wire
+from aioengine.api.params import output_limit, sampling, stop_ids, text_rules
 from aioengine.errors import RequestTooLargeError
 from aioengine.frontend.intake.image_prompts import check_images
 from aioengine.frontend.intake.pooling import completed
 from aioengine.frontend.intake.prompts import ChatPrompt, EmbedsIds, IdsPrompt, PooledPrompt, TextPrompt
-from aioengine.frontend.intake.requests import ParamsParts
+from aioengine.frontend.intake.requests import MessageParts
 from aioengine.protocol.messages import ALL_STATES
 
 if TYPE_CHECKING:
     from aioengine.api.params import SamplingParams
+    from aioengine.frontend.engine_parts import EngineParts
     from aioengine.frontend.intake.encoder import Encoder
     from aioengine.frontend.intake.image_prompts import PromptImages
     from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.frontend.running import Running
 
 
 class RequestChecks:
@@ -31,13 +31,13 @@ class RequestChecks:
         parts: the engine. model: its model. images: None if the model reads only text.
     """
 
-    def __init__(self, parts: Running, encoder: Encoder, images: PromptImages | None = None) -> None:
+    def __init__(self, parts: EngineParts, encoder: Encoder, images: PromptImages | None = None) -> None:
         self.parts = parts
         self.model = model = parts.settings.model
         self.encoder = encoder
         self.images = images
         self._vocabulary = list[Annotated[int, Meta(ge=0, lt=model.vocab_size)]]  # checked in one pass
-        self._last_parts: ParamsParts | None = None
+        self._last_message_parts: MessageParts | None = None
 
     def check_more(self, request: CallRequest) -> None:
         """Check some more rows of a long batch."""
@@ -91,34 +91,36 @@ class RequestChecks:
         if not (isinstance(template, str) and template in names):
             raise ValueError(
                 f"chat_template={checks.shown(os.fspath(template))} is not the name of one of the model's templates "
-                f"({', '.join(names) or 'it has none'}), and requests cannot bring their own: make the engine with "
-                "allow_request_templates=True if none of them come from strangers"
+                f"({', '.join(names) or 'it has none'}), and requests may not contain a template; set "
+                "allow_request_templates=True if all clients are trusted"
             )
 
     def _check_params(self, request: CallRequest, params: SamplingParams) -> None:
-        """Convert parameters to ``request.parts``, and check them. Calls often share the object of the last call.
+        """Convert parameters to ``request.message_parts``, and check them.
+
+        Calls often share the object of the last call.
 
         Raises:
             ValueError: an id is outside the vocabulary, or a tokenizer is needed.
         """
-        parts, has_tokenizer = self._last_parts, self.encoder.has_tokenizer
+        parts, has_tokenizer = self._last_message_parts, self.encoder.has_tokenizer
         if parts is None or parts.params is not params:
-            parts = request.parts.get(id(params))
+            parts = request.message_parts.get(id(params))
         if parts is None:
             vocab_size, eos_token_ids = self.model.vocab_size, self.parts.eos_token_ids
-            parts = ParamsParts(
+            parts = MessageParts(
                 params,
-                wire.sampling(
+                sampling(
                     params,
                     vocab_size=vocab_size,
                     eos_token_ids=eos_token_ids,
                     tokenize=self.encoder.tokenize if has_tokenizer else None,
                     defaults=self.model.sampling_defaults,
                 ),
-                wire.stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids),
-                wire.text_rules(params, stream_interval=self.parts.blueprint.stream_interval),
+                stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids),
+                text_rules(params, stream_interval=self.parts.blueprint.stream_interval),
             )
-        request.parts[id(params)] = self._last_parts = parts
+        request.message_parts[id(params)] = self._last_message_parts = parts
         if not has_tokenizer and (parts.text.stop or parts.text.stop_regex):
             raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
         if not has_tokenizer and parts.sampling.grammar:
@@ -148,9 +150,9 @@ class RequestChecks:
     def output_limit(self, params: SamplingParams, num_ids: int) -> int:
         """Return the number of tokens that a row may generate. Raises RequestTooLargeError."""
         context_length, max_total_tokens = self.model.context_length, self.parts.max_total_tokens
-        return wire.output_limit(params, num_ids, context_length=context_length, max_total_tokens=max_total_tokens)
+        return output_limit(params, num_ids, context_length=context_length, max_total_tokens=max_total_tokens)
 
-    def check_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
+    def check_hidden_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
         """Raise RequestTooLargeError where the hidden states of a row may be larger than allowed."""
         num_positions = num_ids + max_new_tokens - 1 if states == ALL_STATES else 1
         num_bytes = 4 * self.model.hidden_size * num_positions

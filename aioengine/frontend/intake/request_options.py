@@ -132,7 +132,7 @@ class ChatOptions(PlainChatOptions, total=False):
 
     chat_template: the name of one of the model's chat templates instead of the default one. If the engine has
         ``allow_request_templates=True``, also the text of a template or a file (``pathlib.Path``). Templates run in
-        this process without a time limit: do not accept them from strangers.
+        this process without a time limit: accept them only from trusted clients.
     enable_thinking: whether the model thinks before it answers, if its template has this variable.
     tools: descriptions of functions that the model may call: dicts in JSON Schema form.
     chat_template_kwargs: more variables for the template, and the switches ``add_generation_prompt`` and

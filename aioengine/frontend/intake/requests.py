@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from msgspec import Struct
 
 from aioengine.api import checks
-from aioengine.api.answers import StateReader, named
+from aioengine.api.answers import HiddenStateDecoder, named
 from aioengine.api.args import ARGUMENTS
 from aioengine.api.foreign_names import ALIASES, MISSING_OPTIONS, our_way
 from aioengine.api.params import SamplingParams, is_sampling_parameter, num_token_ids
@@ -48,10 +48,10 @@ from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # 
 from aioengine.frontend.sessions.session_params import SessionParams, session_params
 from aioengine.media.intake.sources import NOT_TRUNCATED, GivenImages, given_images
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, Sampling, TextRules
-from aioengine.protocol.packed_logprobs import LogprobReader
+from aioengine.protocol.packed_logprobs import LogprobDecoder
 
 if TYPE_CHECKING:
-    from aioengine.api.answers import ExtraReader
+    from aioengine.api.answers import ExtraDecoder
     from aioengine.frontend.intake.request_options import Sampled
     from aioengine.protocol.packed_logprobs import LogprobRules
 
@@ -62,7 +62,7 @@ MAX_PRIORITY: Final = 2**63 - 1
 IDS_OR_ROWS: Final = "a list of token ids, or a list of such lists"
 
 MAX_WEIGHT_AT_ONCE: Final = 32_768
-"""About as many microseconds: the call checks this many, and so does the thread that checks the other rows."""
+"""Roughly the microseconds of checks in one piece: in the call, and later in each piece on the tokenizer's thread."""
 WORD_WEIGHT: Final = 64
 PATTERN_WEIGHT: Final = 4096
 
@@ -70,8 +70,8 @@ _TIMEOUTS: Final = (("total", "timeout"), ("queue", "queue_timeout"), ("first_to
 """Words of a finish reason, and the options that they belong to."""
 
 
-class ParamsParts(NamedTuple):
-    """The parts of a message that follow from sampling parameters; seed and text context are each row's own."""
+class MessageParts(NamedTuple):
+    """The parts of a ``Submit`` that depend only on the sampling parameters. Each row adds its seed and its context."""
 
     params: SamplingParams
     sampling: Sampling
@@ -83,7 +83,7 @@ class CallRequest(Struct):
     """The arguments of a call, checked. ``check_more`` checks later rows of a long batch.
 
     Attributes:
-        name, values: the argument with the prompts, and its entries. make: checks a prompt.
+        name: the argument with the prompts. values: its entries. check_prompt: returns a checked prompt.
         is_batch: whether the caller gave a list of prompts.
         prompts: the checked prompts; an exception is the error of a row that fails alone. A thread may add some.
         num_known: number of prompts that may start: they are checked, and their ids are registered.
@@ -93,7 +93,8 @@ class CallRequest(Struct):
         params: one for all prompts, or one for each checked prompt.
         given_params: the sampling parameters of each prompt as the caller gave them; None: all prompts share one.
         parsed: parsed parameters, or the error of parsing, by the ``id()`` of an entry of ``given_params``.
-        parts: parts of messages by the ``id()`` of parsed parameters.
+        message_parts: parts of the ``Submit`` messages, by the ``id()`` of parsed parameters. The request refers to all
+            these objects, so their ids stay unique.
         pooled: options for vectors; None: the call generates tokens.
         adapters: the adapters of the prompts; None: all use the base model.
         images: images from ``image_data``; None: there are none.
@@ -104,7 +105,7 @@ class CallRequest(Struct):
 
     name: str
     values: Sequence[object]
-    make: Callable[[str, object, CheckBudget], Prompt]
+    check_prompt: Callable[[str, object, CheckBudget], Prompt]
     is_batch: bool
     pooled: Pooled | None = None
     num_prompts: int = 0
@@ -118,7 +119,7 @@ class CallRequest(Struct):
     params: list[SamplingParams] = []
     given_params: list[object] | None = None
     parsed: dict[int, SamplingParams | Exception] = {}
-    parts: dict[int, ParamsParts] = {}
+    message_parts: dict[int, MessageParts] = {}
     adapters: AdapterChoice | None = None
     images: GivenImages | None = None
     rid: str | None = None
@@ -132,7 +133,7 @@ class CallRequest(Struct):
     shows_prompt: bool = False
     salts: PerPrompt[str] | None = None
     processors: PerPrompt[str] | None = None
-    states: PerPrompt[str] | None = None
+    hidden_states: PerPrompt[str] | None = None
     sessions: PerPrompt[SessionParams | None] | None = None
     logprobs: LogprobOptions | None = None
     lists: list[PerPrompt[Any]] = []
@@ -149,24 +150,26 @@ class CallRequest(Struct):
     def params_of(self, prompt: int) -> SamplingParams:
         return self.params[0 if self.given_params is None else prompt]
 
-    def states_of(self, prompt: int) -> str:
+    def hidden_states_of(self, prompt: int) -> str:
         """``Sampling.hidden_states`` of a prompt; empty if the prompt is not checked yet."""
-        return "" if self.states is None or prompt >= len(self.prompts) else self.states.of(prompt)
+        return "" if self.hidden_states is None or prompt >= len(self.prompts) else self.hidden_states.of(prompt)
 
     def logprobs_of(self, prompt: int) -> LogprobRules | None:
         """The logprobs that a prompt asks for; None if the prompt is not checked yet."""
         return None if self.logprobs is None or prompt >= len(self.prompts) else self.logprobs.of(prompt)
 
-    def readers_of(self, prompt: int, num_ids: int, hidden_size: int) -> tuple[ExtraReader, ...]:
-        """New readers of the logprobs and hidden states of a row. ``num_ids``: tokens of the prompt."""
+    def decoders_of(self, prompt: int, num_ids: int, hidden_size: int) -> tuple[ExtraDecoder, ...]:
+        """New decoders for the logprobs and hidden states of a row. ``num_ids``: tokens of the prompt."""
         rules = self.logprobs_of(prompt)
-        readers: tuple[ExtraReader, ...] = () if rules is None else (LogprobReader(rules, num_ids),)
-        return (*readers, StateReader(num_ids, hidden_size)) if self.states_of(prompt) == ALL_STATES else readers
+        decoders: tuple[ExtraDecoder, ...] = () if rules is None else (LogprobDecoder(rules, num_ids),)
+        if self.hidden_states_of(prompt) == ALL_STATES:
+            decoders = (*decoders, HiddenStateDecoder(num_ids, hidden_size))
+        return decoders
 
     def clear(self) -> None:
         """Free the prompts and parameters: the call is over, but its reader may keep it for long."""
         self.values, self.prompts, self.params, self.given_params = (), [], [], None
-        self.parsed, self.parts, self.images, self.lists = {}, {}, None, []
+        self.parsed, self.message_parts, self.images, self.lists = {}, {}, None, []
 
     def check_more(self) -> None:
         """Check some more rows of the call: their ids, parameters and prompts.
@@ -194,7 +197,7 @@ class CallRequest(Struct):
                     message = "is given without custom_logit_processor, which reads it; name one"
                     raise ValueError(f"custom_params={checks.shown(params.custom_params)} {message}")
                 name = f"{self.name}[{place}]" if self.is_batch else self.name
-                prompt: Prompt | PromptError = self.make(name, self.values[place], budget)
+                prompt: Prompt | PromptError = self.check_prompt(name, self.values[place], budget)
             except (TypeError, ValueError) as error:
                 if not self.rows_fail_alone:
                     raise named(error, place, self.num_prompts) from None
@@ -286,8 +289,8 @@ def generate_request(
             texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
             request = CallRequest("prompt", texts, partial(text_prompt, rules=rules), is_batch=True)
         else:
-            make = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
-            request = rows_request("input_ids", input_ids, make, options, allowed=IDS_OR_ROWS)
+            check_prompt = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
+            request = rows_request("input_ids", input_ids, check_prompt, options, allowed=IDS_OR_ROWS)
     return complete(request, sampling_params, stream=stream, options=options)
 
 
@@ -308,8 +311,8 @@ def chat_request(
         TypeError, ValueError: an argument is wrong; the message has its name and value.
     """
     check_names(options, ("messages", "sampling_params", "stream"), ChatOptions.__annotations__)
-    make = partial(chat_prompt, options=template_options(options), rules=encode_rules(options))
-    request = rows_request("messages", messages, make, options, allowed=MESSAGES)
+    check_prompt = partial(chat_prompt, options=template_options(options), rules=encode_rules(options))
+    request = rows_request("messages", messages, check_prompt, options, allowed=MESSAGES)
     return complete(request, sampling_params, stream=stream, options=options)
 
 
@@ -327,7 +330,7 @@ def _embeds_request(value: object, options: Mapping[str, object], rules: EncodeR
 def rows_request(
     name: str,
     value: object,
-    make: Callable[[str, object, CheckBudget], Prompt],
+    check_prompt: Callable[[str, object, CheckBudget], Prompt],
     options: Mapping[str, object],
     *,
     allowed: str,
@@ -342,11 +345,14 @@ def rows_request(
     first = given[: ROWS_IN_PIECE if options.get("return_exceptions") is True else 1]
     is_batch = any(isinstance(entry, list | tuple) or isinstance(checks.plain(entry), list) for entry in first)
     values = [given] if not is_batch else given if num_dimensions > 1 else list(given)
-    return CallRequest(name, values, make, is_batch)
+    return CallRequest(name, values, check_prompt, is_batch)
 
 
 def _num_dimensions(value: object) -> int:
-    """Of an array of numpy or torch, which gives its rows one by one: as lists, all of them could hold the loop."""
+    """Return the number of dimensions of a numpy or torch array; 0 for a list and for an empty array.
+
+    Arrays are read row by row, because converting a large array to lists would block the loop.
+    """
     if isinstance(value, list | tuple | memoryview):  # asked first: a protocol is slow to check
         return 0
     if not isinstance(value, checks.Array) or not checks.num_items(value):
@@ -410,7 +416,7 @@ def _set_options(request: CallRequest, options: Mapping[str, object]) -> None:
     request.adapters = adapter_choice(options, request)
     request.salts = per_prompt("cache_salt", options, _salt, request)
     request.processors = per_prompt("custom_logit_processor", options, _processor, request)
-    request.states = per_prompt("return_hidden_states", options, _states, request)
+    request.hidden_states = per_prompt("return_hidden_states", options, _hidden_states, request)
     request.sessions = per_prompt("session_params", options, session_params, request)
     request.logprobs = logprob_options(options, request)
     if request.resume_ttl_s is not None and (request.gives_batch or not request.is_stream):
@@ -419,7 +425,7 @@ def _set_options(request: CallRequest, options: Mapping[str, object]) -> None:
     request.images = given_images(image_data, is_batch=request.is_batch, num_prompts=request.num_prompts)
     if request.images is not None and options.get("truncate_prompt_tokens") is not None:
         raise ValueError(NOT_TRUNCATED)
-    per_row = [request.salts, request.processors, request.states, request.sessions, *(request.logprobs or ())]
+    per_row = [request.salts, request.processors, request.hidden_states, request.sessions, *(request.logprobs or ())]
     if request.adapters is not None:
         per_row.append(request.adapters.of_prompts)
     request.lists = [option for option in per_row if option is not None and option.is_list]
@@ -467,7 +473,7 @@ def _salt(value: object) -> str:
     return "" if value is None else checks.text("cache_salt", value, max_bytes=MAX_SALT_BYTES)
 
 
-def _states(value: object) -> str:
+def _hidden_states(value: object) -> str:
     """``Sampling.hidden_states``."""
     if value is None or isinstance(value, bool):
         return ALL_STATES if value else ""

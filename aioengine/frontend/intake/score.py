@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import TypeVar
 
-    from aioengine.frontend.running import Running
+    from aioengine.frontend.engine_parts import EngineParts
 
     Scores = TypeVar("Scores", default=list[float])
 else:
@@ -124,7 +124,7 @@ class ScoreRequest(Struct, kw_only=True):
 
 
 async def score_request(
-    query: object, items: object, labels: object, options: Mapping[str, object], *, parts: Running
+    query: object, items: object, labels: object, options: Mapping[str, object], *, parts: EngineParts
 ) -> ScoreRequest:
     """Check a call of ``score``, many items in several turns of the loop.
 
@@ -218,7 +218,7 @@ def _text_or_ids(name: str, value: object) -> str | list[int]:
         return [checks.whole(f"{name} entries", entry, 0) for entry in entries]
 
 
-async def _add_labels(request: ScoreRequest, value: object, parts: Running) -> None:
+async def _add_labels(request: ScoreRequest, value: object, parts: EngineParts) -> None:
     """Add the labels: one list for all items, or one list per item."""
     given = checks.items("label_token_ids", value, checks.MAX_COUNT, allowed=LABELS)
     if not given:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from aioengine.api.params import SamplingParams, drawn_seed
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
-from aioengine.frontend.calls.call import Wants
+from aioengine.frontend.calls.call import NotifyOn
 from aioengine.frontend.calls.row_types import row_type
 from aioengine.frontend.intake.encoder import Job
 from aioengine.frontend.intake.image_prompts import check_no_images
@@ -63,7 +63,7 @@ class Submitter:
 
     Attributes:
         checking: calls with unchecked rows.
-        after_checks: callbacks for the end of the checks of any of these calls.
+        after_checks: callbacks; each is called once, when the checks of one of these calls have ended.
     """
 
     def __init__(
@@ -141,15 +141,15 @@ class Submitter:
         An exception ends the call. Usually the loop calls this as a callback, and would only log the exception.
         """
         request = call.request
-        if call.is_encoding or call.ending is not None or call.is_over:
+        if call.is_start_pending or call.ending is not None or call.is_over:
             return
         try:
             with self._lock:
                 num_startable = 2 * self._settings.scheduler.max_running - call.num_held
                 if request.logprobs is not None:
                     num_startable = self._num_with_logprobs(call, num_startable)
-                if call.wants is not Wants.READS:
-                    call.wants = Wants.ENDS if num_startable <= 0 else Wants.NOTHING
+                if call.notify_on is not NotifyOn.EACH_READ:
+                    call.notify_on = NotifyOn.END_READ if num_startable <= 0 else NotifyOn.NOTHING
             first = call.num_started // request.num_samples
             most = max(1, min(num_startable, MAX_ROWS_AT_ONCE) // request.num_samples)
             prompts = request.prompts[first : min(first + most, request.num_known)]
@@ -157,8 +157,8 @@ class Submitter:
                 return
             if self._images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):
                 prompts = prompts[:1]  # a prompt waits for its images, so it starts alone
-            if (request.pooled or request.states) and not self._has_numpy:
-                call.is_encoding = True
+            if (request.pooled or request.hidden_states) and not self._has_numpy:
+                call.is_start_pending = True
                 self._encoder.run(partial(import_module, "numpy"), partial(self._numpy_imported, call))
                 return
             encoded: list[Encoded] = []
@@ -172,7 +172,7 @@ class Submitter:
             if len(encoded) == len(prompts):
                 start(call, encoded, 0.0)
             else:
-                call.is_encoding = True
+                call.is_start_pending = True
                 self._encoder.encode(Job(prompts, partial(start, call), self.checks.check_ids))
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))
@@ -226,12 +226,12 @@ class Submitter:
         def placed(ids: Encoded, more_s: float) -> None:
             self._start_rows(call, [ids], tokenize_s + more_s)
 
-        call.is_encoding = True
+        call.is_start_pending = True
         self._images.place(call, encoded[0], placed)
 
     def _numpy_imported(self, call: Call, work: Future[object]) -> None:
         """Start rows whose answers are arrays. The import takes some 50 ms, and most programs do not need it."""
-        call.is_encoding = False
+        call.is_start_pending = False
         try:
             work.result()
         except BaseException as error:
@@ -245,7 +245,7 @@ class Submitter:
 
         After ``MAX_BYTES_AT_ONCE``, or after a large first row of a scored call, the other rows start in the next turn.
         """
-        call.is_encoding = False
+        call.is_start_pending = False
         if call.ending is not None or call.is_over:
             return
         request, submits, num_bytes = call.request, list[Submit](), 0
@@ -253,12 +253,14 @@ class Submitter:
         end = (first + len(encoded)) * request.num_samples
         try:
             with self._lock:
-                while call.num_started < end and not (call.is_encoding or call.is_over):
+                while call.num_started < end and not (call.is_start_pending or call.is_over):
                     self._start_row(call, encoded[call.num_started // request.num_samples - first], tokenize_s, submits)
                     if submits and call.num_started < end:
                         num_bytes += _size(submits[-1])
-                        is_awaited = call.num_started == 1 and num_bytes > MIN_SHARED_BYTES and submits[0].kind is SCORE
-                        call.is_encoding = num_bytes >= MAX_BYTES_AT_ONCE or is_awaited
+                        others_wait_for_prefix = (
+                            call.num_started == 1 and num_bytes > MIN_SHARED_BYTES and submits[0].kind is SCORE
+                        )
+                        call.is_start_pending = num_bytes >= MAX_BYTES_AT_ONCE or others_wait_for_prefix
                 # A call with grammars is accepted when they are compiled. If rows may be refused late, the call is
                 # accepted with its first chunk.
                 if not call.compiling and not (request.refuses_late and submits):
@@ -270,7 +272,7 @@ class Submitter:
             raise
         if call.is_over:
             self._close_if_over(call)
-        elif call.is_encoding:
+        elif call.is_start_pending:
             rest = encoded[call.num_started // request.num_samples - first :]
             self._loop.call_soon(self._start_rows, call, rest, tokenize_s)
         elif call.num_started < request.num_rows:
@@ -326,7 +328,7 @@ class Submitter:
         request, position = call.request, call.num_started
         call.num_started += 1
         prompt = position // request.num_samples
-        has_extras = request.logprobs is not None or request.states is not None
+        has_extras = request.logprobs is not None or request.hidden_states is not None
         row = row_type(request)(
             call,
             position,
@@ -336,8 +338,8 @@ class Submitter:
             tokenize_s=tokenize_s,
             prompt_token_ids=ids,
             shows_prompt=request.shows_prompt,
-            readers=request.readers_of(prompt, len(ids), self._model.hidden_size) if has_extras else (),
-            states=request.states_of(prompt) if has_extras else "",
+            decoders=request.decoders_of(prompt, len(ids), self._model.hidden_size) if has_extras else (),
+            hidden_states=request.hidden_states_of(prompt) if has_extras else "",
             num_image_tokens=ids.num_image_tokens if isinstance(ids, MediaIds) else 0,
             is_queued=not call.is_stream,
         )
@@ -360,24 +362,24 @@ class Submitter:
         if rules is not None:
             has_ids = not isinstance(ids, EmbedsIds)
             check_lengths(rules, num_prompt=num_prompt, num_output=max_new_tokens, has_ids=has_ids)
-        if row.states:
-            self.checks.check_states(row.states, num_prompt, max_new_tokens)
+        if row.hidden_states:
+            self.checks.check_hidden_states(row.hidden_states, num_prompt, max_new_tokens)
         if rules is not None:
             num_positions = rules.num_prompt_positions(num_prompt) + max(1, max_new_tokens)
             self._limits.reserve_logprobs(row, rules.position_bytes * num_positions)
         elif max_new_tokens == 0 and request.pooled is None:
             return None
-        parts = request.parts[id(params)]
-        if call.is_stream and parts.sampling.grammar is not None:
+        message_parts = request.message_parts[id(params)]
+        if call.is_stream and message_parts.sampling.grammar is not None:
             call.compiling.add(row.position)
         row.uid = self._num_uids
         self._num_uids += 1
         self._limits.add_row(call, prompt, num_prompt)
         self._rows[row.uid] = row
-        sampling = replace(parts.sampling, seed=row.seed)
-        if request.processors is not None or row.states:
+        sampling = replace(message_parts.sampling, seed=row.seed)
+        if request.processors is not None or row.hidden_states:
             processor = "" if request.processors is None else request.processors.of(prompt)
-            sampling = replace(sampling, custom_processor=processor, hidden_states=row.states)
+            sampling = replace(sampling, custom_processor=processor, hidden_states=row.hidden_states)
         salt, embeds = "" if request.salts is None else request.salts.of(prompt), b""
         context = ids[-NUM_CONTEXT_TOKENS:]
         if isinstance(ids, EmbedsIds):
@@ -389,12 +391,12 @@ class Submitter:
             limits=Limits(
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=min(params.min_new_tokens, max_new_tokens),
-                stop_token_ids=parts.stop_ids,
+                stop_token_ids=message_parts.stop_ids,
                 deadlines=call.deadlines,
                 refuses_late=request.refuses_late,
             ),
             text=replace(
-                parts.text,
+                message_parts.text,
                 context_token_ids=tuple(context),
                 stream=call.is_stream,
                 logprobs=rules if rules is not None and rules.with_text else None,
@@ -468,8 +470,8 @@ def _end_row(row: CallRow, code: FinishCode, matched: str | None = None, error: 
     """End a row that never reached the scheduler."""
     now = time.monotonic()
     message = "" if error is None else str(error)
-    finished = End(uid=-1, code=code, matched=matched, stage="tokenize", message=message, ended_at=now)
-    row.call.end_row(row, finished, now, error)
+    end = End(uid=-1, code=code, matched=matched, stage="tokenize", message=message, ended_at=now)
+    row.call.end_row(row, end, now, error)
 
 
 def _size(submit: Submit) -> int:

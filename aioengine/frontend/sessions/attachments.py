@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, cast
 from msgspec import Struct
 
 from aioengine.api import checks
-from aioengine.frontend.calls.call import Call, CallRow, Wants
+from aioengine.frontend.calls.call import Call, CallRow, NotifyOn
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.calls.row_types import Log, LoggedRow
 
@@ -66,7 +66,7 @@ class Attachment(Struct, eq=False):
     def end(self) -> None:
         """The call is over: keep only what readers can still get."""
         self.is_ended = True
-        self.call.wants = Wants.ENDS  # the time to attach starts when a reader has read the end
+        self.call.notify_on = NotifyOn.END_READ  # the time to attach starts when a reader has read the end
         self.num_kept = TOKENS_PER_REQUEST
         if (row := self.row) is not None:
             if not row.shows_prompt:

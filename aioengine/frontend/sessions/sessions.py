@@ -96,7 +96,7 @@ class Turn(Struct, eq=False):
     def is_over(self) -> bool:
         """Whether it gets no more output. (Its call may still have other rows; see ``has_ended``.)"""
         row = self.row
-        return row is None or row.finished is not None or row.call.is_left
+        return row is None or row.end is not None or row.call.is_left
 
     @property
     def has_failed(self) -> bool:
@@ -104,9 +104,9 @@ class Turn(Struct, eq=False):
         row = self.row
         if row is None:  # failed turns without a row are dropped
             return False
-        if row.finished is None or row.error is not None:
+        if row.end is None or row.error is not None:
             return True
-        return self.session.is_streaming and row.finished.code not in ANSWERED
+        return self.session.is_streaming and row.end.code not in ANSWERED
 
     def history(self, num_ids: int) -> list[int]:
         """Return the first ``num_ids`` ids of its prompt and answer, from this turn and its sources."""

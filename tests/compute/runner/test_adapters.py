@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from aioengine.protocol.messages import Adapter, Sampling
-from aioengine.protocol.packed_logprobs import LogprobReader, LogprobRules
+from aioengine.protocol.packed_logprobs import LogprobDecoder, LogprobRules
 from aioengine.runner.build import build
 from aioengine.scheduler.plan import TOKENS, NewRow, Row, StepPlan
 from aioengine.settings.config import LoraSettings
@@ -220,12 +220,12 @@ def test_logprobs_of_a_prompt_equal_merged_weights(llama: tuple[Path, Path]) -> 
         ),
         StepPlan([Row(0, 20, len(prompt) - 20, TOKENS, prompt[20:])]),
     ]
-    reader = LogprobReader(rules, len(prompt))
+    decoder = LogprobDecoder(rules, len(prompt))
     for plan in plans:
         result = runner.collect(runner.launch(plan))
         for extra in result.tokens.extras:
-            reader.read(extra)
-    found = cast("dict[str, list]", reader.lists(0, 1, keeps=False))["input_token_logprobs"]
+            decoder.decode(extra)
+    found = cast("dict[str, list]", decoder.lists(0, 1, keeps=False))["input_token_logprobs"]
     with torch.inference_mode():
         logits = merged(AutoModelForCausalLM.from_pretrained(folder), path)(torch.tensor([prompt])).logits[0]
     expected = torch.log_softmax(logits, -1)[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.api.answers import StateReader
+from aioengine.api.answers import HiddenStateDecoder
 from aioengine.protocol.columns import (
     BLOCK_BYTES,
     HIDDEN_STATES,
@@ -114,9 +114,9 @@ def test_prompt_states_arrive_in_blocks_in_any_order(num_positions: int, hidden_
     states = np.arange(num_positions * hidden_size, dtype=np.float32).reshape(-1, hidden_size)
     blocks = block_extras(3, PROMPT_STATES, states[:-1].tobytes(), 4 * hidden_size)
     assert all(len(block.data) <= max(BLOCK_BYTES, 4 * hidden_size) for block in blocks)
-    reader = StateReader(num_positions, hidden_size)
+    decoder = HiddenStateDecoder(num_positions, hidden_size)
     for extra in [*blocks[::2], Extra(3, 0, HIDDEN_STATES, states[-1].tobytes()), *reversed(blocks)]:
-        reader.read(extra)
-    (found,) = reader.lists(0, 1, keeps=False)["hidden_states"]  # type: ignore[misc]
+        decoder.decode(extra)
+    (found,) = decoder.lists(0, 1, keeps=False)["hidden_states"]  # type: ignore[misc]
     assert np.array_equal(found, states)
     assert found.flags.writeable

@@ -12,7 +12,7 @@ import torch
 
 from aioengine.kernels.token_logprobs import SEGMENT, top_tokens
 from aioengine.protocol.messages import FinishCode, Sampling
-from aioengine.protocol.packed_logprobs import LogprobReader, LogprobRules
+from aioengine.protocol.packed_logprobs import LogprobDecoder, LogprobRules
 from aioengine.runner.logprobs import CPU_ROWS
 from aioengine.settings.config import Settings
 from tests.compute.runner_world import World, make_settings, save_model
@@ -46,10 +46,10 @@ def settings_of(saved: Saved, *, mode: str = "raw", **options: int) -> Settings:
 
 
 def lists_of(world: World, uid: int, rules: LogprobRules, num_prompt: int) -> dict[str, list]:
-    reader = LogprobReader(rules, num_prompt)
+    decoder = LogprobDecoder(rules, num_prompt)
     for extra in world.extras[uid]:
-        reader.read(extra)
-    return cast("dict[str, list]", reader.lists(0, len(world.extras[uid]), keeps=False))
+        decoder.decode(extra)
+    return cast("dict[str, list]", decoder.lists(0, len(world.extras[uid]), keeps=False))
 
 
 def check_position(lists: dict[str, list], side: str, place: int, token_id: int, expected: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.errors import EngineDeadError, RequestError
-from aioengine.frontend.calls.call import MAX_UNJOINED_TEXTS, CallRow, Wants
+from aioengine.frontend.calls.call import MAX_UNJOINED_TEXTS, CallRow, NotifyOn
 from aioengine.frontend.calls.delivery import MAX_WOKEN, Router
 from aioengine.frontend.calls.reader import EndOfOutput
 from aioengine.protocol.columns import TokenColumns
@@ -178,7 +178,7 @@ class TestLeaving:
     def test_reading_the_ends_of_rows_lets_later_rows_of_a_batch_start(self) -> None:
         slot = Slot(3)
         slot.call.num_open = 5
-        slot.call.wants = Wants.ENDS
+        slot.call.notify_on = NotifyOn.END_READ
         slot.rows[0].put("a", [1])
         slot.end(slot.rows[1])
         assert slot.call.num_held == 3

@@ -21,7 +21,7 @@ from aioengine.protocol.packed_logprobs import (
     NEXT_LOGPROBS,
     OUTPUT_LOGPROBS,
     PROMPT_LOGPROBS,
-    LogprobReader,
+    LogprobDecoder,
     LogprobRules,
     with_texts,
 )
@@ -40,10 +40,10 @@ PROMPT = Extra(5, 0, PROMPT_LOGPROBS, position(RULES, 40) + position(RULES, 50))
 
 def lists_of(rules: LogprobRules, extras: Sequence[Extra], num_prompt: int, num_output: int = 0) -> dict[str, Any]:
     """The lists of a request that gave these."""
-    reader = LogprobReader(rules, num_prompt)
+    decoder = LogprobDecoder(rules, num_prompt)
     for extra in extras:
-        reader.read(extra)
-    return cast("dict[str, Any]", reader.lists(0, num_output, keeps=False))
+        decoder.decode(extra)
+    return cast("dict[str, Any]", decoder.lists(0, num_output, keeps=False))
 
 
 def test_each_position_has_its_entries_in_order() -> None:
@@ -60,31 +60,31 @@ def test_each_position_has_its_entries_in_order() -> None:
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_chunks_have_the_logprobs_of_their_tokens(keeps: bool) -> None:
-    reader = LogprobReader(RULES, 3)
+    decoder = LogprobDecoder(RULES, 3)
     for extra in (*OUTPUTS, PROMPT):  # the second token is read before its text is there
-        reader.read(extra)
-    first = cast("dict[str, Any]", reader.lists(0, 1, keeps=keeps))
-    second = reader.lists(1, 2, keeps=keeps)
+        decoder.decode(extra)
+    first = cast("dict[str, Any]", decoder.lists(0, 1, keeps=keeps))
+    second = decoder.lists(1, 2, keeps=keeps)
     assert (first["output_token_logprobs"], second["output_token_logprobs"]) == (
         [(0.0, 0, None)],
         [(-10.0, 10, None)],
     )
     assert len(first["input_token_logprobs"]) == 2
     assert not any(name.startswith("input") for name in second)
-    assert (reader.lists(0, 1, keeps=True) == first) is keeps
-    assert reader.num_entries == 4 * RULES.num_values
+    assert (decoder.lists(0, 1, keeps=True) == first) is keeps
+    assert decoder.num_entries == 4 * RULES.num_values
 
 
 def test_repeated_extra_replaces_the_first_unless_it_was_delivered() -> None:
-    reader = LogprobReader(RULES, 3)
+    decoder = LogprobDecoder(RULES, 3)
     for extra in (*OUTPUTS, PROMPT):
-        reader.read(extra)
-    reader.read(Extra(5, 1, OUTPUT_LOGPROBS, position(RULES, 70)))
-    reader.read(Extra(5, 0, PROMPT_LOGPROBS, position(RULES, 80) + position(RULES, 90)))
-    first = reader.lists(0, 1, keeps=False)
+        decoder.decode(extra)
+    decoder.decode(Extra(5, 1, OUTPUT_LOGPROBS, position(RULES, 70)))
+    decoder.decode(Extra(5, 0, PROMPT_LOGPROBS, position(RULES, 80) + position(RULES, 90)))
+    first = decoder.lists(0, 1, keeps=False)
     assert first["input_token_logprobs"] == [(-80.0, 80, None), (-90.0, 90, None)]
-    reader.read(OUTPUTS[1])
-    assert reader.lists(1, 2, keeps=False)["output_token_logprobs"] == [(-70.0, 70, None)]
+    decoder.decode(OUTPUTS[1])
+    assert decoder.lists(1, 2, keeps=False)["output_token_logprobs"] == [(-70.0, 70, None)]
 
 
 @pytest.mark.parametrize("with_text", [True, False])

@@ -19,7 +19,7 @@ from aioengine.protocol.messages import LAST_STATES, End, FinishCode, TextChunks
 from aioengine.protocol.packed_logprobs import (
     OUTPUT_LOGPROBS,
     PROMPT_LOGPROBS,
-    LogprobReader,
+    LogprobDecoder,
     LogprobRules,
 )
 from tests.kit.calls import add_row, make_call, make_reader
@@ -28,14 +28,14 @@ RULES = LogprobRules(start=0, num_top=1_000)
 LARGE_PROMPT = MAX_EXTRA_BYTES // RULES.position_bytes
 
 
-class CountingReader(LogprobReader):
-    """Counts the bytes that were read since the last look."""
+class CountingDecoder(LogprobDecoder):
+    """Counts the bytes that were decoded since the last look."""
 
     num_bytes = 0
 
-    def read(self, extra: Extra) -> None:
-        CountingReader.num_bytes += len(extra.data) + EXTRA_BYTES
-        super().read(extra)
+    def decode(self, extra: Extra) -> None:
+        CountingDecoder.num_bytes += len(extra.data) + EXTRA_BYTES
+        super().decode(extra)
 
 
 class World:
@@ -46,23 +46,23 @@ class World:
         self.call = make_call(num_rows, is_batch=True, is_stream=is_stream)
         self.reader = make_reader(self.call, lock=lock)
         self.ended: list[CallRow] = []
-        readers = [CountingReader(RULES, num_prompt) for _ in range(num_rows)]
-        rows = {uid: add_row(self.call, uid, readers=(reader,)) for uid, reader in enumerate(readers)}
+        decoders = [CountingDecoder(RULES, num_prompt) for _ in range(num_rows)]
+        rows = {uid: add_row(self.call, uid, decoders=(decoder,)) for uid, decoder in enumerate(decoders)}
         self.router = Router(rows, lock, self.ended.append)
 
     def deliver(self, *frames: TextChunks) -> int:
         """Deliver them in one turn of the loop; returns how many bytes were read."""
-        CountingReader.num_bytes = 0
+        CountingDecoder.num_bytes = 0
         for frame in frames:
             self.router.deliver(frame)
         self.router.wake()
-        return CountingReader.num_bytes
+        return CountingDecoder.num_bytes
 
     async def turn(self) -> int:
         """One more turn of the loop."""
-        CountingReader.num_bytes = 0
+        CountingDecoder.num_bytes = 0
         await asyncio.sleep(0)
-        return CountingReader.num_bytes
+        return CountingDecoder.num_bytes
 
 
 def position(token_id: int) -> bytes:
@@ -199,7 +199,7 @@ def test_an_answer_is_freed_as_soon_as_its_caller_drops_it(is_batch: bool) -> No
 
 
 def test_a_reader_of_a_log_keeps_the_last_state_whatever_the_size_of_chunks() -> None:
-    row = add_row(make_call(is_stream=True, resume_ttl_s=1.0), states=LAST_STATES)
+    row = add_row(make_call(is_stream=True, resume_ttl_s=1.0), hidden_states=LAST_STATES)
     for end in (31, 60):  # the second chunk has fewer tokens
         for index in range(row.token_offset, end):
             row.put_extra(Extra(0, index, HIDDEN_STATES, pack("<f", index)))

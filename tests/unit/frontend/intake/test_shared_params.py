@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 async def test_rows_that_alternate_between_two_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fake_async_engine() as engine:
-        encoder = engine._running()._encoder
+        encoder = engine._frontend_here()._encoder
         assert encoder is not None
         tokenize, words = encoder.tokenize, list[str]()
 

@@ -1,4 +1,4 @@
-"""The parts of an engine: before its start (``Blueprint``), and after it (``Running``)."""
+"""The parts of an engine: before its start (``Blueprint``), and after it (``EngineParts``)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Blueprint(Struct, frozen=True, kw_only=True):
     warning: str = ""
 
 
-class Running(Struct, frozen=True, kw_only=True):
+class EngineParts(Struct, frozen=True, kw_only=True):
     """The parts of a started engine.
 
     settings: the settings of ``blueprint``, with ``max_running`` of the started engine. facts: the report of the
