@@ -70,8 +70,9 @@ class Compilation:
             BackendUnavailableError: a tool is missing, or a kernel does not compile.
             CompilationTimeoutError: the deadline has passed.
         """
-        own = [source for source in sources if not source.is_aot]
-        missing = [source for source in own if not source.is_compiled]
+        _add_scripts_to_path()  # ninja also runs if all kernels are compiled, to find outdated ones
+        to_build = [source for source in sources if not source.is_aot]
+        missing = [source for source in to_build if not source.is_compiled]
         if missing and (tools := missing_tools()):
             message = (
                 f"FlashInfer's kernels for this model ({', '.join(title(source.name) for source in missing)}) are not "
@@ -79,10 +80,9 @@ class Compilation:
                 "and a C++ compiler, or compiled kernels: the package flashinfer-jit-cache of FlashInfer's own index"
             )
             raise BackendUnavailableError(message)
-        for number, source in enumerate(own, 1):
-            label = (
-                f"compiling FlashInfer's {title(source.name)} (kernel {number} of {len(own)}, once for this machine)"
-            )
+        for number, source in enumerate(to_build, 1):
+            position = f"kernel {number} of {len(to_build)}, once for this machine"
+            label = f"compiling FlashInfer's {title(source.name)} ({position})"
             with self._lock(source):
                 source.write_ninja()
                 self._run_ninja(source, label)
@@ -91,14 +91,15 @@ class Compilation:
     def _lock(self, source: Source) -> Iterator[None]:
         """Hold FlashInfer's lock of this kernel."""
         lock = FileLock(source.lock_path, thread_local=False)
-        label = ""
+        label, is_reported = "", False
         while True:
             try:
-                lock.acquire(timeout=0 if not label else POLL_S, poll_interval=POLL_S / 4)
+                lock.acquire(timeout=POLL_S if is_reported else 0, poll_interval=POLL_S / 4)
                 break
             except Timeout:
                 holder = lock_holder(source.lock_path)
-            if not label:
+            if not is_reported:
+                is_reported = True
                 label = f"waiting for {holder}, which compiles FlashInfer's {title(source.name)}"
                 self.report(Progress(label, 0, 1))
             if time.monotonic() > self.deadline:
@@ -107,7 +108,7 @@ class Compilation:
                     "released it in time. End it if it hangs, or increase startup_timeout"
                 )
                 raise CompilationTimeoutError(message)
-        if label:
+        if is_reported:
             self.report(Progress(label, 1, 1))
         try:
             yield
@@ -123,7 +124,8 @@ class Compilation:
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
             try:
-                done, total = 0, 0 if source.is_compiled else 1
+                done = 0
+                total = 0 if source.is_compiled else 1
                 if total:
                     self.report(Progress(label, done, total, "files"))
                 while not _has_ended(process):
@@ -147,17 +149,20 @@ def title(name: str) -> str:
 
 
 def missing_tools() -> list[str]:
-    """Return the missing tools. If ninja is installed beside this Python, its folder is added to PATH."""
-    if shutil.which("ninja") is None:
-        scripts = sysconfig.get_path("scripts")
-        if shutil.which("ninja", path=scripts) is not None:
-            os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), scripts])
+    """Return the tools that cannot be found."""
     paths = {
         "nvcc": shutil.which(os.environ.get("FLASHINFER_NVCC", _nvcc())),
         "ninja": shutil.which("ninja"),
         "c++": shutil.which(os.environ.get("CXX", "c++")),
     }
     return [tool for tool, path in paths.items() if path is None]
+
+
+def _add_scripts_to_path() -> None:
+    """Add the folder of this Python's scripts to PATH, if ninja is only there. The environment may not be activated."""
+    scripts = sysconfig.get_path("scripts")
+    if shutil.which("ninja") is None and shutil.which("ninja", path=scripts) is not None:
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), scripts])
 
 
 def _nvcc() -> str:

@@ -1,1 +1,1 @@
-"""What an output must match, as callers write it: checked, and brought into the form of grammars."""
+"""Checks output constraints and converts them to grammars."""

@@ -4,11 +4,11 @@ Every value that the compiled schema allows is valid under the original schema. 
 the compiled schema is narrower:
 
 - Properties come in the order of the schema. Properties that are only in ``required`` come last.
-- ``oneOf`` is enforced if its branches exclude each other: by their types, or by a property that has other constants in
-  each branch. This property is then required.
+- ``oneOf`` is enforced if its branches exclude each other: by their types, or by a property that has different
+  constants in each branch. This property is then required.
 - Patterns have the meaning that ECMAScript and Python share: ``\\d`` and ``\\w`` are ASCII.
-- Exclusive bounds of numbers that are not integers become the next number with 15 digits, and so do bounds with more
-  than 15 digits. The library rounds longer numbers.
+- Exclusive bounds of numbers that are not integers become the nearest allowed number with 15 digits, and so do bounds
+  with more than 15 digits. The library rounds longer numbers.
 - Strings have no ``\\u`` escapes, and so no control characters without a two-character escape.
 
 Annotations are removed. Unknown keywords are refused, because they may be misspelled.
@@ -20,7 +20,7 @@ import json
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, NoReturn, cast
 
-from aioengine.api.checks import nearest
+from aioengine.api.checks import counted, nearest
 from aioengine.constraints.endless import endless_rule
 from aioengine.constraints.one_of import TYPES, exclusive
 from aioengine.constraints.schema_values import (
@@ -34,17 +34,18 @@ from aioengine.constraints.schema_values import (
 )
 
 MAX_BYTES: Final = 65_536
+"""Maximum size of the compiled schema."""
 MAX_CHARACTERS: Final = 262_144
-"""Of the JSON text, with annotations."""
+"""Maximum characters of the JSON text, with annotations."""
 MAX_DEPTH: Final = 64
 MAX_OPTIONAL: Final = 256
-"""Optional properties of an object. The parser keeps several entries for each."""
+"""Maximum optional properties of an object. The parser keeps several entries for each."""
 MAX_SCHEMAS: Final = 2048
-"""Subschemas of a schema or a structural tag."""
+"""Maximum subschemas of one parameter."""
 MAX_PATTERN_CHARACTERS: Final = 8192
-"""Of all patterns of a schema or a structural tag."""
+"""Maximum characters of all patterns of one parameter."""
 CHARACTERS_PER_PATTERN: Final = 8
-"""Counted for each pattern, in addition to its own."""
+"""Added to the length of each pattern, because a short pattern also takes time."""
 MAX_BRANCHES: Final = 256
 MAX_ALL_OF: Final = 16
 
@@ -68,7 +69,9 @@ _ENFORCED: Final = frozenset(
 )  # fmt: skip
 _KNOWN: Final = _ENFORCED | _ANNOTATIONS
 _MISSPELLED: Final = 0.8
-"""Similarity to a known keyword from which it is suggested. No other keyword of JSON Schema is so similar to one."""
+"""Minimum similarity of an unknown keyword to a known one, to suggest the known one. No other keyword of JSON Schema is
+so similar to a known one.
+"""
 
 
 class Budget:
@@ -82,14 +85,15 @@ class Budget:
         """Count a schema. Raises UnsupportedSchemaError if there are too many."""
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
-            schema.refuse("schema", f"is one of more than {MAX_SCHEMAS:,}")
+            schema.refuse("schema", f"is too much: at most {MAX_SCHEMAS:,} subschemas are enforced")
 
-    def take_pattern(self, schema: Subschema, pattern: object) -> None:
-        """Count a pattern. Raises UnsupportedSchemaError if all patterns together are too long."""
+    def take_pattern(self, schema: Subschema, keyword: str, pattern: object) -> None:
+        """Count a pattern of this keyword. Raises UnsupportedSchemaError if all patterns together are too long."""
         if isinstance(pattern, str):
             self._num_pattern_characters += len(pattern) + CHARACTERS_PER_PATTERN
         if self._num_pattern_characters > MAX_PATTERN_CHARACTERS:
-            schema.refuse("pattern", f"is one of several with more than {MAX_PATTERN_CHARACTERS:,} characters together")
+            limit = f"all patterns together may have {MAX_PATTERN_CHARACTERS:,} characters"
+            schema.refuse(keyword, f"is too long: {limit}, and each counts {CHARACTERS_PER_PATTERN} more")
 
 
 def compile_schema(text: str, budget: Budget | None = None) -> Schema:
@@ -139,7 +143,7 @@ class _Compiler:
         self._definitions: Schema = {}
         self._waiting: list[str] = []
         self._same_value: dict[str, list[str]] = {}  # pointer -> pointers of schemas that apply to the same value
-        self._alternatives: dict[str, list[list[str]]] = {}  # pointer -> for each type, schemas that a value needs
+        self._alternatives: dict[str, list[list[str]]] = {}  # rule -> its alternatives, for ``endless_rule``
 
     def compile(self) -> Schema:
         compiled = self._schema(self._root, "", 0)
@@ -163,7 +167,7 @@ class _Compiler:
         if depth > MAX_DEPTH:
             schema.refuse("schema", f"is nested more than {MAX_DEPTH} deep")
         self._budget.take_schema(schema)
-        self._budget.take_pattern(schema, schema.keywords.get("pattern"))
+        self._budget.take_pattern(schema, "pattern", schema.keywords.get("pattern"))
         for keyword in schema.keywords:
             if keyword not in _KNOWN and not keyword.startswith("x-"):
                 meant = nearest(keyword, _KNOWN, cutoff=_MISSPELLED)
@@ -174,7 +178,10 @@ class _Compiler:
         allowed = {types} if isinstance(types, str) else set(types)
         if "string" in allowed:
             string = compile_string(schema)
-            compiled |= string | ({"allOf": compiled.get("allOf", []) + string["allOf"]} if "allOf" in string else {})
+            second_pattern = string.pop("allOf", [])
+            compiled |= string
+            if second_pattern:
+                compiled["allOf"] = compiled.get("allOf", []) + second_pattern
         if allowed & {"number", "integer"}:
             compiled |= compile_number(schema, is_integer="number" not in allowed)
         if "object" in allowed:
@@ -253,7 +260,11 @@ class _Compiler:
         return target
 
     def _record_needs(self, schema: Subschema, compiled: Schema, types: set[str]) -> None:
-        """Record which other schemas a value of this schema needs. types: the types that it allows."""
+        """Record which other schemas a value of this schema needs. types: the types that it allows.
+
+        The pointer of a schema is a rule with an alternative for each type. If the schema has ``anyOf`` or ``oneOf``,
+        the pointer of ``anyOf`` is a rule with an alternative for each branch.
+        """
 
         def listed(keyword: str) -> list[str]:
             return [schema.at(keyword, i) for i in range(len(schema.keywords.get(keyword, ())))]
@@ -261,8 +272,9 @@ class _Compiler:
         same = ([schema.keywords["$ref"][1:]] if "$ref" in compiled else []) + listed("allOf")
         branches = listed("anyOf") + listed("oneOf")
         self._same_value[schema.pointer] = same + branches
+        needed = list(same)  # by a value of any type
         if branches:
-            same.append(schema.at("anyOf"))
+            needed.append(schema.at("anyOf"))
             self._alternatives[schema.at("anyOf")] = [[branch] for branch in branches]
         properties = [
             schema.at("properties", name)
@@ -272,10 +284,10 @@ class _Compiler:
         ]
         items = listed("prefixItems") if "prefixItems" in compiled else []
         parts = {"object": properties, "array": [*items, schema.at("items")][: compiled.get("minItems", 0)]}
-        self._alternatives[schema.pointer] = [same + parts.get(name, []) for name in types]
+        self._alternatives[schema.pointer] = [needed + parts.get(name, []) for name in types]
 
     def _check_recursion(self) -> None:
-        """Refuse references back to a schema, from the same value or from a part of all its values."""
+        """Refuse a schema that applies to itself at the same value, or that each of its values must contain again."""
         try:
             TopologicalSorter(self._same_value).prepare()
         except CycleError as error:
@@ -287,7 +299,10 @@ class _Compiler:
             self._users[f"#{endless}"].refuse("$ref", f"{f'#{endless}'[:80]!r} {reason}")
 
     def _resolve(self, schema: object) -> Schema:
-        """Return the target of a schema that is only a reference, or the schema itself."""
+        """Return the target of a schema that is only a reference, or the schema itself.
+
+        {}: the schema is a boolean, or it has too many references.
+        """
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict):
                 break
@@ -323,7 +338,7 @@ class _Compiler:
             compiled["properties"] = properties
         if required:
             compiled["required"] = required
-        return compiled | _num_properties(schema, compiled)
+        return compiled | _compile_property_counts(schema, compiled)
 
     def _by_name(self, schema: Subschema, keyword: str) -> Schema:
         """Compile a keyword that has a schema for each name."""
@@ -336,10 +351,13 @@ class _Compiler:
         }
 
     def _pattern_properties(self, schema: Subschema) -> Schema:
-        """Compile ``patternProperties``. They exclude ``properties``: a name could have to match two schemas."""
+        """Compile ``patternProperties``.
+
+        They are not enforced together with ``properties``, because one name could match both.
+        """
         compiled = self._by_name(schema, "patternProperties")
         for pattern in compiled:
-            self._budget.take_pattern(schema, pattern)
+            self._budget.take_pattern(schema, "patternProperties", pattern)
         if compiled and schema.keywords.get("additionalProperties") is not False:
             schema.refuse("patternProperties", 'is enforced only with "additionalProperties": false')
         if compiled and (schema.keywords.get("properties") or schema.keywords.get("required")):
@@ -354,14 +372,14 @@ class _Compiler:
         compiled: Schema = compile_counts(schema, "minItems", "maxItems")
         if "items" in keywords:
             if isinstance(keywords["items"], list):
-                schema.refuse("items", "as a list is of an older JSON schema; write 'prefixItems'")
+                schema.refuse("items", "is a list, as in older JSON schemas; write 'prefixItems'")
             compiled["items"] = self._schema(keywords["items"], schema.at("items"), schema.depth + 1)
         if "prefixItems" in keywords:
             compiled["prefixItems"] = self._list(schema, "prefixItems")
         return compiled
 
 
-def _num_properties(schema: Subschema, compiled: Schema) -> Schema:
+def _compile_property_counts(schema: Subschema, compiled: Schema) -> Schema:
     """Compile ``minProperties`` and ``maxProperties``. compiled: the other keywords of the object.
 
     They are enforced if all properties are listed: an unlisted property could be generated twice. The library counts
@@ -369,17 +387,17 @@ def _num_properties(schema: Subschema, compiled: Schema) -> Schema:
     """
     limits = compile_counts(schema, "minProperties", "maxProperties")
     num_required, num_listed = len(compiled.get("required", ())), len(compiled.get("properties", ()))
-    if limits.get("minProperties", 1) <= num_required:
-        limits.pop("minProperties", None)
+    if "minProperties" in limits and limits["minProperties"] <= num_required:
+        del limits["minProperties"]
     is_closed = compiled.get("additionalProperties") is False and "patternProperties" not in compiled
     if limits and not is_closed:
         schema.refuse(next(iter(limits)), 'is enforced only with "additionalProperties": false')
-    if limits.get("maxProperties", 0) >= num_listed:
-        limits.pop("maxProperties", None)
+    if "maxProperties" in limits and limits["maxProperties"] >= num_listed:
+        del limits["maxProperties"]
     for keyword, limit in limits.items():
-        reason = f"is {limit}, and {num_required} of {num_listed} properties are required"
+        required = counted(num_required, "required property", "required properties")
         if not num_required <= limit <= num_listed:
-            schema.refuse(keyword, f"{reason}: no value is valid")
+            schema.refuse(keyword, f"is {limit}; with {required} of {num_listed}, no value is valid")
         if limit != num_required + 1:
-            schema.refuse(keyword, f"{reason}: only {num_required + 1} can be enforced")
+            schema.refuse(keyword, f"is {limit}; with {required}, only {num_required + 1} can be enforced")
     return limits

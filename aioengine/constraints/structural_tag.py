@@ -107,7 +107,7 @@ class _TagReader:
                 return [self._json(node.get("json_schema"), f"{pointer}/json_schema")]
             case "regex":
                 pattern = _string(node, "pattern", pointer)
-                self._budget.take_pattern(schema, pattern)
+                self._budget.take_pattern(schema, "pattern", pattern)
                 expression = translate(pattern, pointer=f"{pointer}/pattern").replace("/", r"\/")
                 return [Terminal(f"/{expression}/", pointer)]
             case "any_text":

@@ -54,9 +54,9 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     GELU in 16 bits is our own kernel, with an error below 4e-7 before rounding.
     """
     if x.dtype != torch.float32 and approximate == "none" and launcher.serves(x) and x.is_contiguous():
-        from aioengine.kernels.triton import rows
+        from aioengine.kernels.triton import activation as kernels
 
-        return rows.gelu(x)
+        return kernels.gelu(x)
     if x.device.type != "cpu":
         return functional.gelu(x, approximate=approximate)
     if approximate == "none":
@@ -84,9 +84,9 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 def activate_and_mul(x: Tensor, activation: Activation) -> Tensor:
     """x [T, 2 I], gates first -> activation(gates) * ups [T, I]."""
     if launcher.serves(x) and activation != "relu":
-        from aioengine.kernels.triton import rows
+        from aioengine.kernels.triton import activation as kernels
 
-        return rows.activate_and_mul(x, activation)
+        return kernels.activate_and_mul(x, activation)
     gates, ups = x.chunk(2, dim=-1)
     return activate(gates, activation).mul_(ups)
 

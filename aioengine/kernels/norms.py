@@ -21,9 +21,9 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     length, because this takes fewer operations: with one token on a CPU, the call overhead dominates.
     """
     if x.ndim == 2 and launcher.serves(x):
-        from aioengine.kernels.triton import rows
+        from aioengine.kernels.triton import norms as kernels
 
-        return rows.add_rms_norm(None, x, weight, epsilon)
+        return kernels.add_rms_norm(None, x, weight, epsilon)
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     inverse = torch.addcmul(epsilon, length, length, value=1.0 / x.shape[-1]).rsqrt_()
@@ -36,9 +36,9 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, epsilon: Tenso
     """Return the norm of delta + residual [T, D], and store the sum in the residual. weight [D], epsilon [] fp32."""
     if not launcher.serves(residual):
         return rms_norm(residual.add_(delta), weight, epsilon)
-    from aioengine.kernels.triton import rows
+    from aioengine.kernels.triton import norms as kernels
 
-    return rows.add_rms_norm(delta, residual, weight, epsilon)
+    return kernels.add_rms_norm(delta, residual, weight, epsilon)
 
 
 def norm_and_add(delta: Tensor, residual: Tensor, post: Tensor, pre: Tensor | None, *, epsilon: Tensor) -> Tensor:
@@ -52,9 +52,9 @@ def norm_and_add(delta: Tensor, residual: Tensor, post: Tensor, pre: Tensor | No
     if not launcher.serves(residual):
         residual.add_(rms_norm(delta, post, epsilon))
         return residual if pre is None else rms_norm(residual, pre, epsilon)
-    from aioengine.kernels.triton import rows
+    from aioengine.kernels.triton import norms as kernels
 
-    return rows.norm_and_add(delta, residual, post, pre, epsilon=epsilon)
+    return kernels.norm_and_add(delta, residual, post, pre, epsilon=epsilon)
 
 
 def add_layer_norm(
@@ -64,9 +64,9 @@ def add_layer_norm(
     if not launcher.serves(residual):
         total = residual.add_(delta) if keeps_sum else residual + delta
         return functional.layer_norm(total, weight.shape, weight, bias, epsilon)
-    from aioengine.kernels.triton import rows
+    from aioengine.kernels.triton import norms as kernels
 
-    return rows.add_layer_norm(delta, residual, weight=weight, bias=bias, epsilon=epsilon, keeps_sum=keeps_sum)
+    return kernels.add_layer_norm(delta, residual, weight=weight, bias=bias, epsilon=epsilon, keeps_sum=keeps_sum)
 
 
 def gated_rms_norm(heads: Tensor, gates: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Build the tensors of a step from the rows of a plan, by operations on columns.
 
 T packed tokens of the step, R rows, P pages of the longest row, G layer groups with separate page tables, D model size,
-N extra output tokens.
+N extra output tokens, X rows whose last token only the device has.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class StepRows:
     known_ids: Ints
 
     def unknown_tokens(self) -> tuple[Ints, Ints]:
-        """Return the rows [X] whose last token only the device has, and the index [X] of this token in the step."""
+        """Return the rows [X], and the index [X] of the last token of each in the step."""
         rows = np.flatnonzero(self.num_known < self.counts)
         return rows, self.token_ends[rows] - 1
 
     def shifted(self, positions: Ints, short_length: int, row_of_token: Ints | slice) -> Ints:
-        """Return positions [T], with ``short_length`` added to those of long requests; see ``InputSpec``."""
+        """Return positions [T], with ``short_length`` added in rows of long requests; see ``InputSpec``."""
         if not short_length:
             return positions
         shifts = np.array([request.is_long * short_length for request in self.requests], dtype=np.int64)
@@ -127,7 +127,7 @@ class InputBuilder:
             if uid in row_indices:
                 self.states.take_snapshot(row_indices[uid], snapshot_id)
 
-    def read(self, rows: list[Row]) -> StepRows:
+    def columns_of(self, rows: list[Row]) -> StepRows:
         """Return the columns of these rows, whose requests must be open."""
         requests = [self.table.requests[row.uid] for row in rows]
         counts = np.array([row.count for row in rows], dtype=np.int64)
@@ -234,7 +234,10 @@ class InputBuilder:
         )
         if len(slots) > 1:
             groups = zip(upload(np.stack(slots)), upload(tables_GRP), tables_GRP, strict=True)
-            parts = [replace(batch, slot_mapping=own, page_table=ids, host_pages=host) for own, ids, host in groups]
+            parts = [
+                replace(batch, slot_mapping=slot_mapping, page_table=page_table, host_pages=host_pages)
+                for slot_mapping, page_table, host_pages in groups
+            ]
             batch = replace(batch, parts=parts)
         if images and spans and model.attention_shape.has_bidirectional_images:
             batch = replace(batch, bidirectional_images=images.bidirectional(spans))
@@ -254,7 +257,10 @@ class InputBuilder:
         ]
 
     def _with_embeds(self, model: Model, rows: StepRows, inputs: ModelInputs) -> ModelInputs:
-        """If rows compute prompts given as embeddings, return inputs with embeddings [T, D] instead of token ids."""
+        """If rows compute prompts given as embeddings, return inputs with embeddings [T, D] instead of token ids.
+
+        Frees the embeddings after the last row of the prompt.
+        """
         embeddings = inputs.embeddings
         for i, request in enumerate(rows.requests):
             if request.embeds is None:

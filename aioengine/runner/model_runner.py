@@ -166,12 +166,12 @@ class ModelRunner:
         if not rows.requests:
             return Ticket(with_outputs, [], [], Readback(torch.empty(0, dtype=torch.int64)), failed)
         sampled = rows.requests
-        silent: list[RequestRow] = []
+        without_token: list[RequestRow] = []
         pooled: PooledRows | None = None
         if not rows.samples.all():
-            sampled, silent = [], []
+            sampled, without_token = [], []
             for request, samples in zip(rows.requests, rows.samples.tolist(), strict=True):
-                (sampled if samples else silent).append(request)
+                (sampled if samples else without_token).append(request)
             if self._table.num_pooled:
                 pooled = self._pooler.rows(plan, rows.requests)
         values = Readback(self._compute(rows, sampled, pooled))
@@ -181,7 +181,7 @@ class ModelRunner:
         ticket = self._newest = Ticket(
             with_outputs,
             [request.uid for request in sampled],
-            [request.uid for request in silent],
+            [request.uid for request in without_token],
             values,
             failed,
             logprobs,
@@ -215,17 +215,19 @@ class ModelRunner:
         if is_simple and FAILED not in values:
             tokens = TokenColumns(ticket.with_outputs, values[: len(ticket.sampled)], None, extras)
             return StepResult(tokens, complete=ticket.complete)
-        value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True)) | dict.fromkeys(invalid, FAILED)
+        value_of = dict(zip([*ticket.sampled, *ticket.without_token], values, strict=True)) | dict.fromkeys(
+            invalid, FAILED
+        )
         bad = [uid for uid, value in value_of.items() if value == FAILED]
         requests = self._table.requests
         errors = {uid: self._custom.errors.pop(uid, "") or _failure_reason(requests.get(uid)) for uid in bad}
         for uid in requests.keys() & bad:  # the other requests were closed while the step was in flight
             self._failed.add(uid, errors[uid], is_poisoned=True)
         failed = {**ticket.failed, **errors}
-        without_token = ticket.repeated.union(ticket.silent).difference(bad)
+        empty = ticket.repeated.union(ticket.without_token).difference(bad)
         tokens = TokenColumns(extras=extras)
         for uid in ticket.with_outputs:
-            tokens.add(uid, () if uid in without_token else (value_of.get(uid, FAILED), *ticket.forced.get(uid, ())))
+            tokens.add(uid, () if uid in empty else (value_of.get(uid, FAILED), *ticket.forced.get(uid, ())))
         return StepResult(tokens, failed, ticket.complete)
 
     def close(self) -> None:
@@ -239,7 +241,7 @@ class ModelRunner:
 
     def _change_requests(self, plan: StepPlan) -> None:
         if plan.closed and self._newest is not None:
-            uids = [*self._newest.sampled, *self._newest.silent]
+            uids = [*self._newest.sampled, *self._newest.without_token]
             self._failed.clean_after_step(uids, self._newest.values.source, plan.closed)
         for uid in plan.closed:
             self._failed.close(uid)
@@ -262,13 +264,13 @@ class ModelRunner:
     def _read(self, rows: list[Row]) -> StepRows:
         """Return the rows that can be computed. The requests of the other rows fail."""
         failed = self._failed.reasons
-        columns = self._inputs.read([row for row in rows if row.uid not in failed] if failed else rows)
+        columns = self._inputs.columns_of([row for row in rows if row.uid not in failed] if failed else rows)
         errors = self._inputs.find_wrong_ids(columns)
         if not errors:
             return columns
         for uid, error in errors.items():
             self._failed.add(uid, error)
-        return self._inputs.read([row for row in rows if row.uid not in failed])
+        return self._inputs.columns_of([row for row in rows if row.uid not in failed])
 
     def _compute(self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None = None) -> Tensor | None:
         """Run forward and sampling of at least one row. Return ``Ticket.values`` [R]; None: sampled later."""
@@ -284,12 +286,12 @@ class ModelRunner:
         is_finite = hidden.isfinite().all(-1)
         if not sampled:
             return torch.where(is_finite, 0, FAILED)
-        silent_rows = self._table.upload(np.flatnonzero(~rows.samples))
-        silent = torch.where(is_finite[silent_rows], 0, FAILED)
+        rows_without_token = self._table.upload(np.flatnonzero(~rows.samples))
+        other_values = torch.where(is_finite[rows_without_token], 0, FAILED)
         row_indices, positions = rows.row_indices[rows.samples], (rows.starts + rows.counts)[rows.samples]
         sampled_rows = self._table.upload(np.flatnonzero(rows.samples))
         token_ids = self._sample(hidden[sampled_rows], self._table.sampled(sampled, row_indices, positions))
-        return torch.cat([token_ids, silent])
+        return torch.cat([token_ids, other_values])
 
     def _last_states(self, rows: StepRows) -> Tensor:
         """Run forward without a decode graph. Return the states [R, D] from which rows are sampled or pooled. Collects

@@ -22,8 +22,8 @@ class Ticket:
 
     Attributes:
         with_outputs: uids of the rows with outputs (``Row.outputs``), in the order of the plan.
-        sampled: uids of the computed rows that sample. silent: uids of the other computed rows.
-        values: a token or FAILED for each of ``sampled``, then 0 or FAILED (not finite) for each of ``silent``.
+        sampled: uids of the computed rows that sample. without_token: uids of the other computed rows.
+        values: a token or FAILED for each of ``sampled``, then 0 or FAILED (not finite) for each of ``without_token``.
         failed: uid -> error of rows that were not computed, or whose grammar cannot be followed.
         logprobs, states, pooled: requested logprobs, hidden states and vectors; None: there are none.
         constrained: index in ``sampled``, position, request and constraint of each token to follow.
@@ -34,7 +34,7 @@ class Ticket:
 
     with_outputs: list[int]
     sampled: list[int]
-    silent: list[int]
+    without_token: list[int]
     values: Readback
     failed: dict[int, str]
     logprobs: StepLogprobs | None = None

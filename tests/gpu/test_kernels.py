@@ -199,34 +199,34 @@ def test_sampling() -> None:
     seeds = generator.integers(0, 2**63, num_rows, dtype=np.uint64)
     positions = np.arange(num_rows) * 1000
     temperatures = np.linspace(0.3, 1.7, num_rows).astype(np.float32)
-    words = np.zeros((5, num_rows), dtype=np.int32)
-    words[0] = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
-    words[1] = (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)
-    words[2] = positions
-    words[3] = (1 / temperatures).view(np.int32)
-    words[4, :4] = 1
+    fields = np.zeros((5, num_rows), dtype=np.int32)
+    fields[0] = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
+    fields[1] = (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)
+    fields[2] = positions
+    fields[3] = (1 / temperatures).view(np.int32)
+    fields[4, :4] = 1
     kernels = SamplingKernels(max_rows=num_rows, vocab_size=vocab_size, device=torch.device("cuda"))
     out = torch.empty(num_rows, dtype=torch.int64, device="cuda")
     indices = torch.randperm(num_rows, dtype=torch.int32, device="cuda")
-    memory = torch.full((num_rows + 1,), 7, dtype=torch.int64, device="cuda")
-    kernels.sample(logits, Draws(torch.from_numpy(words).cuda()), out, (indices, memory))
-    assert torch.equal(memory[indices], out.clamp(min=0))
-    assert memory[-1] == 7
+    tokens = torch.full((num_rows + 1,), 7, dtype=torch.int64, device="cuda")
+    kernels.sample(logits, Draws(torch.from_numpy(fields).cuda()), out, (indices, tokens))
+    assert torch.equal(tokens[indices], out.clamp(min=0))
+    assert tokens[-1] == 7
     left_out, again = indices.clone(), torch.empty_like(out)
     left_out[9] = -1
-    memory.fill_(7)
-    kernels.sample(logits, Draws(torch.from_numpy(words).cuda()), again, (left_out, memory))
+    tokens.fill_(7)
+    kernels.sample(logits, Draws(torch.from_numpy(fields).cuda()), again, (left_out, tokens))
     expected = out.clone()
     expected[9] = -1
     assert torch.equal(again, expected)
-    assert memory[indices[9]] == 7
+    assert tokens[indices[9]] == 7
     assert torch.equal(out[:3], logits[:3].argmax(-1))
     assert out[[3, 6]].tolist() == [-1, -1]
     probabilities = torch.softmax(logits.cpu() / torch.from_numpy(temperatures)[:, None], -1).nan_to_num(1.0)
     uniform = uniforms(seeds, positions)
     good = [row for row in range(4, num_rows) if row != 6]
     same = (out.cpu().numpy() == draw(probabilities, uniform))[good]
-    assert same.mean() > 0.9, "a draw on a border may fall to the neighbour, seldom"
+    assert same.mean() > 0.9, "rarely, rounding selects the next token"
 
     rows = np.array(good, dtype=np.int32)
     rules = (
@@ -234,7 +234,7 @@ def test_sampling() -> None:
         generator.choice([0.1, 0.5, 0.9, 1.0], len(rows)).astype(np.float32),
         generator.choice([0.0, 0.1, 0.02], len(rows)).astype(np.float32),
     )
-    draws = Draws(torch.from_numpy(words).cuda(), tuple(torch.from_numpy(x).cuda() for x in (rows, *rules)))
+    draws = Draws(torch.from_numpy(fields).cuda(), tuple(torch.from_numpy(x).cuda() for x in (rows, *rules)))
     kernels.sample(logits, draws, out)
     num_same = 0
     for row, top_k, top_p, min_p in zip(rows, *rules, strict=True):

@@ -13,7 +13,7 @@ import triton.language as tl
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.heads import rotated
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.rows import rms_normed
+from aioengine.kernels.triton.norms import rms_normed
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -59,7 +59,9 @@ class KernelLauncher:
     """Launches a kernel. Looks up its specializations in a table, because Triton's lookup is slower than many kernels.
 
     The ``key`` of a specialization must differ whenever Triton compiles another one: it contains dtypes, constants, and
-    whether numbers and addresses are multiples of 16. ``arguments`` are all parameters in order, including constants.
+    whether numbers and addresses are multiples of 16. It may leave out the address of a tensor that has its own
+    allocation, such as the output, because torch aligns allocations. ``arguments`` are all parameters in order,
+    including constants.
     """
 
     def __init__(self, kernel: Kernel) -> None:

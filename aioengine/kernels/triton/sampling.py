@@ -4,7 +4,11 @@ The token of a row depends only on its logits, seed and position, because the su
 vocabulary size. Truncation rules and random numbers equal ``truncation`` and ``philox`` in ``runner.sampling``.
 The probability mass is accumulated over blocks of ``BLOCK`` tokens, then within the chosen block.
 
-S rows, V vocabulary, B blocks.
+Truncation compares weights: probabilities relative to the largest one, in fp32. Their bits as integers have the same
+order, because no weight is negative. A threshold is found by bisection over these bits; 0x3F800000 is 1.0, the largest
+weight, and the threshold -1 is below all weights.
+
+S rows, X truncated rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,11 +46,11 @@ class Draws:
 
 
 @triton.jit
-def _uniform(words: tl.tensor, stride: tl.tensor, row: tl.tensor) -> tl.tensor:
+def _uniform(fields: tl.tensor, field_stride: tl.tensor, row: tl.tensor) -> tl.tensor:
     """Return the random number in [0, 1) of this row: Philox4x32-10."""
-    key_0 = tl.load(words + row).to(tl.uint32, bitcast=True)
-    key_1 = tl.load(words + stride + row).to(tl.uint32, bitcast=True)
-    count_0 = tl.load(words + 2 * stride + row).to(tl.uint32, bitcast=True)
+    key_0 = tl.load(fields + row).to(tl.uint32, bitcast=True)
+    key_1 = tl.load(fields + field_stride + row).to(tl.uint32, bitcast=True)
+    count_0 = tl.load(fields + 2 * field_stride + row).to(tl.uint32, bitcast=True)
     count_1 = tl.zeros_like(count_0)
     count_2 = tl.zeros_like(count_0)
     count_3 = tl.zeros_like(count_0)
@@ -75,9 +79,9 @@ def _larger(first: tl.tensor, second: tl.tensor) -> tl.tensor:
     return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["words", "indices"])
+@triton.jit(do_not_specialize=["field_stride"], do_not_specialize_on_alignment=["fields", "indices"])
 def _blocks_kernel(
-    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, words: tl.tensor, num_rows: tl.tensor,
+    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, fields: tl.tensor, field_stride: tl.tensor,
     maxima: tl.tensor, argmax: tl.tensor, sums: tl.tensor, indices: tl.tensor,
 ) -> None:  # fmt: skip
     """Store for each block of a row its largest logit (NaN if it contains NaN), the mass relative to this logit, and in
@@ -90,21 +94,23 @@ def _blocks_kernel(
         inside = inside & (tl.load(indices + row) >= 0)
     x = tl.load(logits + row.to(tl.int64) * row_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
     largest = tl.reduce(x, 0, _larger)
-    scale = tl.load(words + 3 * num_rows + row).to(tl.float32, bitcast=True)
+    scale = tl.load(fields + 3 * field_stride + row).to(tl.float32, bitcast=True)
     base = tl.where(largest == -float("inf"), 0.0, largest)
     mass = tl.sum(tl.exp((x - base) * scale), 0)
     out = row * tl.num_programs(1) + block
     tl.store(maxima + out, largest)
     tl.store(sums + out, mass)
-    if tl.load(words + 4 * num_rows + row) != 0:
+    if tl.load(fields + 4 * field_stride + row) != 0:
         tl.store(argmax + out, tl.min(tl.where(x == largest, columns, num_tokens), 0))
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["words", "out", "indices", "memory"])
+@triton.jit(
+    do_not_specialize=["field_stride"], do_not_specialize_on_alignment=["fields", "out", "indices", "last_tokens"]
+)
 def _pick_kernel(
-    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, words: tl.tensor, num_rows: tl.tensor,
+    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, fields: tl.tensor, field_stride: tl.tensor,
     maxima: tl.tensor, argmax: tl.tensor, sums: tl.tensor, out: tl.tensor, num_blocks: tl.tensor, indices: tl.tensor,
-    memory: tl.tensor,
+    last_tokens: tl.tensor,
     BLOCKS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the token of a row: greedy or sampled. It is -1 if a logit is NaN or +inf, or if no logit is finite."""
@@ -115,13 +121,13 @@ def _pick_kernel(
     is_bad = tl.max((largest != largest).to(tl.int32), 0) > 0
     top = tl.max(largest, 0)
     is_bad = is_bad | (top == float("inf")) | (top == -float("inf"))
-    is_greedy = tl.load(words + 4 * num_rows + row) != 0
-    scale = tl.load(words + 3 * num_rows + row).to(tl.float32, bitcast=True)
+    is_greedy = tl.load(fields + 4 * field_stride + row) != 0
+    scale = tl.load(fields + 3 * field_stride + row).to(tl.float32, bitcast=True)
 
     mass = tl.load(sums + row * num_blocks + blocks, mask=inside, other=0.0)
     mass = tl.where(inside, mass * tl.exp((largest - top) * scale), 0.0).to(tl.float64)
     cumulated = tl.cumsum(mass, 0)
-    target = _uniform(words, num_rows, row) * tl.max(cumulated, 0)
+    target = _uniform(fields, field_stride, row) * tl.max(cumulated, 0)
     last = tl.max(tl.where(mass > 0.0, blocks, 0), 0)
     drawn = tl.min(tl.where(cumulated > target, blocks, last), 0)
     best = tl.min(tl.where(largest == top, blocks, BLOCKS), 0)
@@ -133,33 +139,41 @@ def _pick_kernel(
     inner = tl.exp((x - top) * scale).to(tl.float64)
     before = tl.sum(tl.where(blocks == block, cumulated - mass, 0.0), 0)
     above = tl.cumsum(inner, 0) + before > target
+    # The fallback is the last token with a mass: rounding may leave no column above the target. Otherwise it is never
+    # smaller than the sampled token, which is the first column above the target.
     fallback = tl.max(tl.where(inner > 0.0, columns, 0), 0)
     token = tl.min(tl.where(above, columns, fallback), 0)
-    # columns after the sampled token are above the target too; the fallback is never smaller than the sampled token
     token = tl.where(is_greedy, tl.load(argmax + row * num_blocks + block), token)
     tl.store(out + row, tl.where(is_bad, -1, token).to(tl.int64))
     if indices is not None:
         index = tl.load(indices + row)
-        tl.store(memory + index, tl.where(is_bad, 0, token).to(tl.int64), mask=index >= 0)
+        tl.store(last_tokens + index, tl.where(is_bad, 0, token).to(tl.int64), mask=index >= 0)
 
 
 @triton.jit
-def _weights(x: tl.tensor, columns: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Return probabilities relative to the largest, fp32."""
-    loaded = tl.load(x + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
+def _weights(
+    x_pointer: tl.tensor, columns: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor
+) -> tl.tensor:
+    """Return the weights of these tokens."""
+    loaded = tl.load(x_pointer + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
     return tl.exp((loaded - top) * scale)
 
 
 @triton.jit
 def _above(
-    x: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor, border: tl.tensor, COUNTS: tl.constexpr
+    x_pointer: tl.tensor,
+    num_tokens: tl.constexpr,
+    top: tl.tensor,
+    scale: tl.tensor,
+    threshold: tl.tensor,
+    COUNTS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the count or the mass (float64) of the tokens whose weight has bits above ``border``."""
+    """Return the count or the mass (float64) of the tokens whose weight is above ``threshold``."""
     total = tl.zeros((), tl.float64)
     for start in range(0, num_tokens, LOOP_BLOCK):
         columns = start + tl.arange(0, LOOP_BLOCK)
-        weight = _weights(x, columns, num_tokens, top, scale)
-        is_above = (weight.to(tl.int32, bitcast=True) > border) & (columns < num_tokens)
+        weight = _weights(x_pointer, columns, num_tokens, top, scale)
+        is_above = (weight.to(tl.int32, bitcast=True) > threshold) & (columns < num_tokens)
         if COUNTS:
             total += tl.sum(is_above.to(tl.int32), 0).to(tl.float64)
         else:
@@ -168,29 +182,32 @@ def _above(
 
 
 @triton.jit
-def _border(
-    x: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor, limit: tl.tensor, COUNTS: tl.constexpr
+def _find_threshold(
+    x_pointer: tl.tensor,
+    num_tokens: tl.constexpr,
+    top: tl.tensor,
+    scale: tl.tensor,
+    limit: tl.tensor,
+    COUNTS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the bits of the smallest weight above which the count or mass is less than ``limit``; -1: the count or
-    mass of all tokens is less.
-    """
+    """Return the smallest threshold above which the count or mass of the tokens is less than ``limit``."""
     low = tl.full((), -1, tl.int32)
     high = tl.full((), 0x3F800000, tl.int32)
-    high = tl.where(_above(x, num_tokens, top, scale, low, COUNTS) < limit, low, high)
+    high = tl.where(_above(x_pointer, num_tokens, top, scale, low, COUNTS) < limit, low, high)
     for _ in range(31):
         middle = (low + high) // 2
-        is_less = _above(x, num_tokens, top, scale, middle, COUNTS) < limit
+        is_less = _above(x_pointer, num_tokens, top, scale, middle, COUNTS) < limit
         high = tl.where(is_less, middle, high)
         low = tl.where(is_less, low, middle)
     return high
 
 
 @triton.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["words", "rows", "top_ks", "top_ps", "min_ps", "out"],
+    do_not_specialize=["field_stride"],
+    do_not_specialize_on_alignment=["fields", "rows", "top_ks", "top_ps", "min_ps", "out"],
 )
 def _truncated_kernel(
-    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.constexpr, words: tl.tensor, num_rows: tl.tensor,
+    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.constexpr, fields: tl.tensor, field_stride: tl.tensor,
     maxima: tl.tensor, num_blocks: tl.tensor, rows: tl.tensor, top_ks: tl.tensor, top_ps: tl.tensor, min_ps: tl.tensor,
     out: tl.tensor, BLOCKS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -201,62 +218,67 @@ def _truncated_kernel(
     largest = tl.load(maxima + row * num_blocks + blocks, mask=blocks < num_blocks, other=-float("inf"))
     top = tl.max(largest, 0)
     is_bad = (tl.max((largest != largest).to(tl.int32), 0) > 0) | (top == float("inf")) | (top == -float("inf"))
-    x = logits + row.to(tl.int64) * row_stride
-    scale = tl.load(words + 3 * num_rows + row).to(tl.float32, bitcast=True)
+    x_pointer = logits + row.to(tl.int64) * row_stride
+    scale = tl.load(fields + 3 * field_stride + row).to(tl.float32, bitcast=True)
     top_k = tl.load(top_ks + index).to(tl.float64)
     top_p = tl.load(top_ps + index).to(tl.float64)
     min_p = tl.load(min_ps + index)
     if not is_bad:
-        border = tl.full((), -1, tl.int32)
+        threshold = tl.full((), -1, tl.int32)
         num_ties = tl.full((), 1 << 30, tl.int32)
         if top_k < num_tokens:
-            border = _border(x, num_tokens, top, scale, top_k, True)
-            num_ties = (top_k - _above(x, num_tokens, top, scale, border, True)).to(tl.int32)
+            threshold = _find_threshold(x_pointer, num_tokens, top, scale, top_k, True)
+            num_ties = (top_k - _above(x_pointer, num_tokens, top, scale, threshold, True)).to(tl.int32)
         if top_p < 1.0:
-            mass = _above(x, num_tokens, top, scale, border, False)
-            if border >= 0:
-                mass += num_ties.to(tl.float64) * border.to(tl.float32, bitcast=True).to(tl.float64)
+            mass = _above(x_pointer, num_tokens, top, scale, threshold, False)
+            if threshold >= 0:
+                mass += num_ties.to(tl.float64) * threshold.to(tl.float32, bitcast=True).to(tl.float64)
             limit = top_p * mass
-            nucleus = _border(x, num_tokens, top, scale, limit, False)
-            if nucleus >= border:
+            nucleus = _find_threshold(x_pointer, num_tokens, top, scale, limit, False)
+            if nucleus >= threshold:
                 value = nucleus.to(tl.float32, bitcast=True).to(tl.float64)
-                missing = limit - _above(x, num_tokens, top, scale, nucleus, False)
+                missing = limit - _above(x_pointer, num_tokens, top, scale, nucleus, False)
                 fitting = tl.ceil(missing / tl.maximum(value, 1e-300)).to(tl.int32)
                 fitting = tl.maximum(fitting, 1)
-                num_ties = tl.where(nucleus == border, tl.minimum(num_ties, fitting), fitting)
-                border = nucleus
+                num_ties = tl.where(nucleus == threshold, tl.minimum(num_ties, fitting), fitting)
+                threshold = nucleus
         least = min_p.to(tl.int32, bitcast=True)
-        if (min_p > 0.0) & (least > border):
-            border = least - 1
+        if (min_p > 0.0) & (least > threshold):
+            threshold = least - 1
             num_ties = tl.full((), 0, tl.int32)
-        _draw_kept(x, num_tokens, top, scale, border, num_ties, _uniform(words, num_rows, row), out + row)
+        _draw_kept(
+            x_pointer, num_tokens, top, scale, threshold, num_ties, _uniform(fields, field_stride, row), out + row
+        )
 
 
 @triton.jit
 def _kept(
-    weight: tl.tensor, inside: tl.tensor, border: tl.tensor, num_ties: tl.tensor, num_seen: tl.tensor
+    weight: tl.tensor, inside: tl.tensor, threshold: tl.tensor, num_ties: tl.tensor, num_seen: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the weights of a block, 0 for tokens that are not kept, and the number of ties of all blocks so far."""
     bits = weight.to(tl.int32, bitcast=True)
-    is_tie = (bits == border) & inside
+    is_tie = (bits == threshold) & inside
     ties = is_tie.to(tl.int32)
     rank = num_seen + tl.cumsum(ties, 0) - ties
-    is_kept = ((bits > border) & inside) | (is_tie & (rank < num_ties))
+    is_kept = ((bits > threshold) & inside) | (is_tie & (rank < num_ties))
     return tl.where(is_kept, weight, 0.0), num_seen + tl.sum(ties, 0)
 
 
 @triton.jit
 def _draw_kept(
-    x: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor, border: tl.tensor, num_ties: tl.tensor,
-    uniform: tl.tensor, out: tl.tensor,
+    x_pointer: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor, threshold: tl.tensor,
+    num_ties: tl.tensor, uniform: tl.tensor, out: tl.tensor,
 ) -> None:  # fmt: skip
-    """Store the first token at which the cumulative mass of kept tokens exceeds ``uniform`` times their total mass."""
+    """Store the first token at which the cumulative mass of kept tokens exceeds ``uniform`` times their total mass.
+
+    num_ties: how many tokens with exactly the threshold weight are kept, in vocabulary order.
+    """
     whole = tl.zeros((), tl.float64)
     num_seen = tl.zeros((), tl.int32)
     for start in range(0, num_tokens, LOOP_BLOCK):
         columns = start + tl.arange(0, LOOP_BLOCK)
-        weight = _weights(x, columns, num_tokens, top, scale)
-        weight, num_seen = _kept(weight, columns < num_tokens, border, num_ties, num_seen)
+        weight = _weights(x_pointer, columns, num_tokens, top, scale)
+        weight, num_seen = _kept(weight, columns < num_tokens, threshold, num_ties, num_seen)
         whole += tl.sum(weight.to(tl.float64), 0)
     target = uniform * whole
     mass = tl.zeros((), tl.float64)
@@ -265,8 +287,8 @@ def _draw_kept(
     last = tl.zeros((), tl.int32)
     for start in range(0, num_tokens, LOOP_BLOCK):
         columns = start + tl.arange(0, LOOP_BLOCK)
-        weight = _weights(x, columns, num_tokens, top, scale)
-        weight, num_seen = _kept(weight, columns < num_tokens, border, num_ties, num_seen)
+        weight = _weights(x_pointer, columns, num_tokens, top, scale)
+        weight, num_seen = _kept(weight, columns < num_tokens, threshold, num_ties, num_seen)
         wide = weight.to(tl.float64)
         above = (tl.cumsum(wide, 0) + mass > target) & (weight > 0.0)
         token = tl.minimum(token, tl.min(tl.where(above, columns, 1 << 30), 0))
@@ -301,10 +323,10 @@ class SamplingKernels:
         num_rows, num_blocks, blocks = len(logits), self._num_blocks, next_power_of_2(self._num_blocks)
         inputs = (logits, logits.stride(0), self._vocab_size, draws.fields, draws.fields.stride(0), self._maxima)
         key = logits.dtype, logits.stride(0), self._vocab_size, logits.data_ptr() % 16
-        indices, memory = last_tokens or (None, None)
+        indices, tokens = last_tokens or (None, None)
         arguments = (*inputs, self._argmax, self._sums, indices)
         _blocks((num_rows, num_blocks, 1), (*key, indices is None), arguments, {"num_warps": 1})
-        arguments = (*inputs, self._argmax, self._sums, out, num_blocks, indices, memory, blocks)
+        arguments = (*inputs, self._argmax, self._sums, out, num_blocks, indices, tokens, blocks)
         _pick((num_rows, 1, 1), (*key, indices is None), arguments, {"num_warps": 8})
         if draws.rules is not None:
             arguments = (*inputs, num_blocks, *draws.rules, out, blocks)

@@ -15,7 +15,7 @@ import triton.language as tl
 from aioengine.kernels.triton import delta_blocks
 from aioengine.kernels.triton.causal_conv import rows_key, span_of
 from aioengine.kernels.triton.delta_blocks import LEAST_TOKENS, TOKENS
-from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,7 +112,7 @@ def state_space(
     has_blocks = in_blocks and rows.blocks is not None and key_size <= _MOST_KEYS
     tensors = channels, steps, weights.log_rate, weights.bias, weights.skip, state, rows.slots, rows.starts, rows.ends
     sizes = num_channels, steps.stride(0), num_heads, num_heads // num_groups, key_size, value_size
-    key = (channels.dtype, *sizes, *weights.limits, steps.data_ptr() % 16, has_blocks, *rows_key(rows))
+    key = (channels.dtype, *sizes, *weights.limits, *alignments(steps, state), has_blocks, *rows_key(rows))
     block_k, block_v = max(next_power_of_2(key_size), 16), max(next_power_of_2(value_size), 16)
     most = LEAST_TOKENS - 1 if has_blocks else sys.maxsize
     forms = (False, _VALUES[0], 1, most, 1), (True, _VALUES[1], LEAST_TOKENS, sys.maxsize, 8)

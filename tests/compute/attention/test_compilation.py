@@ -118,13 +118,19 @@ def test_missing_tool_is_reported_before_compiling(
     assert not machine.kernel.build_dir.exists()
 
 
-def test_ninja_beside_python_is_used(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_ninja_beside_python_is_used(machine: Machine, is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_compiled:
+        machine.kernel.write_ninja()
+        machine.kernel.shared_object.touch()
     scripts = machine.kernel.folder / "scripts"
     scripts.mkdir()
+    machine.tool("ninja", f"echo done > {scripts}/ran")
     (machine.bin / "ninja").rename(scripts / "ninja")
     monkeypatch.setenv("PATH", str(machine.bin))
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(scripts))
-    assert missing_tools() == []
+    machine.compile()
+    assert (scripts / "ran").exists()
 
 
 def test_nvcc_of_cuda_home_is_used(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ lengths = [49, 17 * 16 + 1, 1, 17 * 16 + 200, 64, 17 * 16 + 16, 700, 17 * 16 + 1
 for uid, (begin, length) in enumerate(zip(beginnings, lengths)):
     own = [order.pop() for _ in range(-(-length // PAGE_SIZE) - len(begin))]
     table.open(NewRow(uid, Sampling(uid), length, [1] * length, [*begin, *own]))
-rows = inputs.read([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
+rows = inputs.columns_of([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
 num_rows = len(lengths)
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
 _, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=num_rows)
@@ -125,7 +125,7 @@ steps = [(0, 46, [3, 4, 5]), (1, 272, []), (4, 62, [6, 7]), (7, 288, [])]
 for uid, start, known in steps:
     table.requests[uid].num_prompt = start
     table.last_tokens[table.requests[uid].row_index] = 8
-rows = inputs.read([Row(uid, start, len(known) or 1, TOKENS, known) for uid, start, known in steps])
+rows = inputs.columns_of([Row(uid, start, len(known) or 1, TOKENS, known) for uid, start, known in steps])
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
 assert can_expand(rows)
 found = expand_rows(rows, table)

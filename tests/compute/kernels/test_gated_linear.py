@@ -38,19 +38,19 @@ import torch
 from torch.nn import functional
 
 from aioengine.kernels.norms import norm_and_add
-from aioengine.kernels.triton import rows
+from aioengine.kernels.triton import activation, norms
 
 torch.manual_seed(0)
 for num_rows, size in ((3, 40), (1, 1500), (5, 64)):
     x = torch.randn(num_rows, 2 * size) * 4
     for name, approximate in (("gelu", "none"), ("gelu_tanh", "tanh")):
-        result = rows.activate_and_mul(x, name)
+        result = activation.activate_and_mul(x, name)
         expected = functional.gelu(x[:, :size], approximate=approximate) * x[:, size:]
         torch.testing.assert_close(result, expected, atol=2e-5, rtol=1e-5)
     weight, epsilon = torch.randn(2 * size), torch.tensor(1e-6)
     half = x.bfloat16()
     wide = half.float() * torch.rsqrt(half.float().square().mean(-1, keepdim=True) + epsilon)
-    result = rows.add_rms_norm(None, half, weight, epsilon)
+    result = norms.add_rms_norm(None, half, weight, epsilon)
     torch.testing.assert_close(result, (wide * weight).bfloat16(), atol=0, rtol=0.008)
     pre_weight = torch.randn(2 * size)
     for kind, wide in ((torch.float32, torch.float32), (torch.float16, torch.float32), (torch.float16, torch.float16)):
@@ -58,7 +58,7 @@ for num_rows, size in ((3, 40), (1, 1500), (5, 64)):
             delta, stream, post = torch.randn_like(x).to(kind), x.to(kind, copy=True), weight.to(wide)
             expected_stream = stream.clone()
             expected = norm_and_add(delta, expected_stream, post, pre, epsilon=epsilon)
-            result = rows.norm_and_add(delta, stream, post, pre, epsilon=epsilon)
+            result = norms.norm_and_add(delta, stream, post, pre, epsilon=epsilon)
             torch.testing.assert_close(result, expected, atol=2e-2, rtol=2e-3)
             torch.testing.assert_close(stream, expected_stream, atol=2e-2, rtol=2e-3)
 """

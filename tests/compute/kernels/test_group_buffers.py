@@ -37,7 +37,7 @@ for uid, length in enumerate(lengths):
     if length == 37:
         pages[1:3] = [-1, -1]  # freed before the row was opened
     table.open(NewRow(uid, Sampling(uid), length, [1] * length, pages))
-rows = inputs.read([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
+rows = inputs.columns_of([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
 _, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=len(lengths))
 hosts = np.full((3, 4000), 77, dtype=np.int32)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from aioengine.kernels.state_types import SpaceWeights, StateRows
 from aioengine.kernels.triton import launcher
 from aioengine.kernels.triton.launcher import KernelLauncher, compile_only, compiled_in_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
     from concurrent.futures import Executor
 
     from aioengine.kernels.triton.launcher import Compiled, Grid
@@ -54,6 +55,32 @@ def test_compile_only_requests_each_specialization_once_and_launches_nothing() -
     with compile_only():
         launcher(grid, "a", (3,), {})
     assert len(kernel.launched) == 2, "launched nothing, although the specialization exists"
+
+
+def test_norm_of_a_misaligned_tensor_has_another_specialization(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from aioengine.kernels.triton import norms
+
+    keys: list[Hashable] = []
+    monkeypatch.setattr(KernelLauncher, "__call__", lambda _self, _grid, key, *_: keys.append(key))
+    aligned, misaligned = torch.zeros(2, 3), torch.zeros(7)[1:].view(2, 3)
+    weight, epsilon = torch.ones(3), torch.tensor(1e-6)
+    for delta, residual in ((aligned, aligned), (misaligned, aligned), (aligned, misaligned), (None, misaligned)):
+        norms.add_rms_norm(delta, residual, weight, epsilon)
+    assert len(set(keys)) == 4
+
+
+def test_misaligned_state_has_another_specialization(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from aioengine.kernels.triton.state_space import state_space
+
+    keys: list[Hashable] = []
+    monkeypatch.setattr(KernelLauncher, "__call__", lambda _self, _grid, key, *_: keys.append(key))
+    channels, steps, ints = torch.zeros(1, 5), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64)
+    weights = SpaceWeights(log_rate=steps[0], bias=steps[0], skip=steps[0], limits=(0.0, 1.0))
+    for state in (torch.zeros(2, 1, 1, 3), torch.zeros(7)[1:].view(2, 1, 1, 3)):
+        state_space(channels, steps, weights, state, rows=StateRows(ints, ints, ints, None), in_blocks=False)
+    assert len(set(keys)) == 2
 
 
 @pytest.mark.parametrize(("device", "installed", "expected"), [("cpu", True, 0), ("cuda", False, 0), ("cuda", True, 1)])

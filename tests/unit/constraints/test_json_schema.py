@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -67,6 +68,7 @@ def closed(*names: str) -> Schema:
         ({"type": "string", "maxLength": 10**9}, "", "maxLength"),
         ({"anyOf": [{"anyOf": [{}] * 200}] * 20}, "/anyOf/10/anyOf/36", "schema"),
         ({"anyOf": [{"pattern": "a" * 5000}] * 2}, "/anyOf/1", "pattern"),
+        ({"patternProperties": {"a" * 9000: {}}, "additionalProperties": False}, "", "patternProperties"),
         ({"allOf": [{}] * 50}, "", "allOf"),
         ({"enum": [f"value {i}" for i in range(20_000)]}, "", "json_schema"),
         ({"items": {"const": {"a": ["\x1b[0m"]}}}, "/items", "const"),
@@ -84,6 +86,30 @@ def test_keywords_that_are_not_enforced_are_refused_with_their_pointer(
     assert (caught.value.pointer, caught.value.keyword) == (pointer, keyword)
     assert repr(keyword) in str(caught.value) or keyword == "pattern"
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (
+            {"pattern": "a" * 9000},
+            "'pattern' at # is too long: all patterns together may have 8,192 characters, and each counts 8 more",
+        ),
+        ({"allOf": [{"anyOf": [{}] * 250}] * 10}, "is too much: at most 2,048 subschemas are enforced"),
+        ({"items": [{}]}, "'items' at # is a list, as in older JSON schemas; write 'prefixItems'"),
+        (
+            {"minProperties": 3, "required": ["a"], **closed("a", "b", "c")},
+            "'minProperties' at # is 3; with 1 required property, only 2 can be enforced",
+        ),
+        (
+            {"minProperties": 4, "required": ["a", "b"], **closed("a", "b", "c")},
+            "'minProperties' at # is 4; with 2 required properties of 3, no value is valid",
+        ),
+    ],
+)
+def test_refusals_name_the_limit(schema: object, message: str) -> None:
+    with pytest.raises(UnsupportedSchemaError, match=re.escape(message)):
+        made(schema)
 
 
 OWN = {"$ref": "#/$defs/a"}

@@ -112,7 +112,7 @@ def test_rows_of_a_group_are_adjacent() -> None:
     for uid, row in pages.items():
         table.open(NewRow(uid, Sampling(uid), 60, [1] * 60, row))
     inputs = InputBuilder(table, page_size=16, num_embeddings=100)
-    rows = inputs.read([Row(uid, 60, 1, TOKENS) for uid in pages])
+    rows = inputs.columns_of([Row(uid, 60, 1, TOKENS) for uid in pages])
     prefixes = SharedPrefixes(table, WORTH, page_size=16)
     found = prefixes.find(rows)
     assert found is not None
@@ -122,12 +122,12 @@ def test_rows_of_a_group_are_adjacent() -> None:
     assert found.pages.row_ends.tolist() == [3]
     assert found.pages.num_pages.tolist() == [3]
     assert found.pages.page_ids.tolist() == [2, 3, 4]  # pages in the pool, after the padding page
-    later = inputs.read([Row(uid, 61, 1, TOKENS) for uid in pages])
+    later = inputs.columns_of([Row(uid, 61, 1, TOKENS) for uid in pages])
     assert prefixes.find(later) is found, "the search is not repeated for the same rows"
-    assert prefixes.find(inputs.read([Row(uid, 61, 1, TOKENS) for uid in (1, 4)])) is None
+    assert prefixes.find(inputs.columns_of([Row(uid, 61, 1, TOKENS) for uid in (1, 4)])) is None
     table.close(0)
     table.open(NewRow(9, Sampling(9), 60, [1] * 60, [30, 31, 32, 33]))  # in the same row of the table
-    changed = prefixes.find(inputs.read([Row(uid, 61, 1, TOKENS) for uid in (9, 1, 2, 3, 4)]))
+    changed = prefixes.find(inputs.columns_of([Row(uid, 61, 1, TOKENS) for uid in (9, 1, 2, 3, 4)]))
     assert changed is not None
     assert changed.num_shared.tolist() == [3, 3, 0, 0, 0]
 

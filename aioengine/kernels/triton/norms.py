@@ -1,0 +1,136 @@
+"""Norms on a GPU, each in one pass over the memory. T rows, D columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@triton.jit
+def rms_normed(x: tl.tensor, weight: tl.tensor, num_columns: tl.tensor, eps: tl.tensor) -> tl.tensor:
+    """Return the RMS norm of a row x [D] times its weight [D]. With an fp32 weight the result is rounded once."""
+    wide = x.to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + eps)
+    normed = wide * inverse * weight if weight.dtype == tl.float32 else (wide * inverse).to(x.dtype) * weight
+    return normed.to(x.dtype)
+
+
+@triton.jit
+def _norm_kernel(
+    delta: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, row_stride: tl.tensor,
+    num_columns: tl.tensor, epsilon: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < num_columns
+    scale = tl.load(weight + columns, mask=mask, other=0.0)  # weights do not depend on the previous kernel
+    eps = tl.load(epsilon)
+    start_next_and_wait()
+    x = tl.load(residual + row * row_stride + columns, mask=mask, other=0.0)
+    if delta is not None:
+        x = x + tl.load(delta + row * num_columns + columns, mask=mask, other=0.0)
+        tl.store(residual + row * row_stride + columns, x, mask=mask)
+    tl.store(out + row * num_columns + columns, rms_normed(x, scale, num_columns, eps), mask=mask)
+
+
+@triton.jit
+def _norm_and_add_kernel(
+    delta: tl.tensor, residual: tl.tensor, post: tl.tensor, pre: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
+    epsilon: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < num_columns
+    offsets = row * num_columns + columns
+    first_scale = tl.load(post + columns, mask=mask, other=0.0)
+    if pre is not None:
+        second_scale = tl.load(pre + columns, mask=mask, other=0.0)
+    eps = tl.load(epsilon)
+    start_next_and_wait()
+    added = rms_normed(tl.load(delta + offsets, mask=mask, other=0.0), first_scale, num_columns, eps)
+    x = tl.load(residual + offsets, mask=mask, other=0.0) + added
+    tl.store(residual + offsets, x, mask=mask)
+    if pre is not None:
+        tl.store(out + offsets, rms_normed(x, second_scale, num_columns, eps), mask=mask)
+
+
+@triton.jit
+def _layer_norm_kernel(
+    delta: tl.tensor, residual: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
+    EPSILON: tl.constexpr, KEEPS_SUM: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < num_columns
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    shift = tl.zeros_like(scale)
+    if bias is not None:
+        shift = tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    start_next_and_wait()
+    offsets = row * num_columns + columns
+    x = tl.load(residual + offsets, mask=mask, other=0.0) + tl.load(delta + offsets, mask=mask, other=0.0)
+    if KEEPS_SUM:
+        tl.store(residual + offsets, x, mask=mask)
+    wide = x.to(tl.float32)
+    wide = tl.where(mask, wide - tl.sum(wide, 0) / num_columns, 0.0)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + EPSILON)
+    tl.store(out + offsets, (wide * inverse * scale + shift).to(x.dtype), mask=mask)
+
+
+def _num_warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)
+
+
+_norm = KernelLauncher(_norm_kernel)
+_norm_and_add = KernelLauncher(_norm_and_add_kernel)
+_layer_norm = KernelLauncher(_layer_norm_kernel)
+
+
+def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
+    """Add delta, if there is one, to the residual [T, D] in place, and return the norm.
+
+    With an fp32 weight the result is rounded once.
+    """
+    num_rows, num_columns = residual.shape
+    out = torch.empty((num_rows, num_columns), dtype=residual.dtype, device=residual.device)
+    stride, block = residual.stride(0), next_power_of_2(num_columns)
+    arguments = (delta, residual, weight, out, stride, num_columns, epsilon, block)
+    aligned = alignments(residual if delta is None else delta, residual)
+    key = (residual.dtype, weight.dtype, num_columns, stride, delta is None, *aligned)
+    _norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
+    return out
+
+
+def norm_and_add(delta: Tensor, residual: Tensor, post: Tensor, pre: Tensor | None, *, epsilon: Tensor) -> Tensor:
+    """See ``kernels.norms.norm_and_add``: contiguous delta and residual [T, D], weights post and pre [D] -> [T, D]."""
+    num_rows, num_columns = residual.shape
+    out = residual if pre is None else torch.empty_like(residual)
+    block = next_power_of_2(num_columns)
+    arguments = (delta, residual, post, pre, out, num_columns, epsilon, block)
+    key = (residual.dtype, post.dtype, num_columns, pre is None, *alignments(delta, residual))
+    _norm_and_add((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
+    return out
+
+
+def add_layer_norm(
+    delta: Tensor, residual: Tensor, *, weight: Tensor, bias: Tensor | None, epsilon: float, keeps_sum: bool
+) -> Tensor:
+    """Return the norm of delta + residual, contiguous [T, D]. keeps_sum: store the sum in the residual."""
+    out = torch.empty_like(residual)
+    num_rows, num_columns = residual.shape
+    block = next_power_of_2(num_columns)
+    arguments = (delta, residual, weight, bias, out, num_columns, epsilon, keeps_sum, block)
+    key = (residual.dtype, num_columns, epsilon, bias is None, keeps_sum, *alignments(delta, residual))
+    _layer_norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
+    return out
