@@ -177,7 +177,7 @@ class Frontend:
 
     def abort_request(self, rid: str | None, abort_all: bool) -> None:
         """End the live rows with an id, or all rows. Unknown ids are ignored, because their rows may have ended."""
-        if abort_all:
+        if checks.switch("abort_all", abort_all):
             post(self.loop, self.calls.abort_opened, self.calls.num_opened)
         elif rid is None:
             raise ValueError("abort_request needs a rid, or abort_all=True")

@@ -175,6 +175,8 @@ class TestAbort:
             world.engine.abort_request(odd)
         with pytest.raises(ValueError, match="needs a rid, or abort_all=True"):
             world.engine.abort_request()
+        with pytest.raises(TypeError, match="abort_all must be True or False, got 'false'"):
+            world.engine.abort_request(abort_all="false")  # type: ignore[arg-type]  # would abort every request
         with pytest.raises(TypeError, match="rid must be a string, got 5"):
             world.engine.abort_request(5)  # type: ignore[arg-type]
         world.engine.tokenizer_manager.abort_request("mine")
