@@ -332,7 +332,7 @@ class AsyncEngine(BaseEngine):
         self._model_name = model_name
         self._prepare = prepare
         self._progress = progress
-        self._choice = threading.Lock()
+        self._start_lock = threading.Lock()
         self._is_closed = False
 
     # ------------------------------------------------------------ life
@@ -350,14 +350,14 @@ class AsyncEngine(BaseEngine):
         """
         running_loop()
         run = self._run
-        if run is not None and not run.is_forked and (run.is_ended or run.loop.is_closed()):
-            await run.end()  # the memory of the GPU is free only after the last process has ended
-        with self._choice:  # another thread may start it at the same time
+        if run is not None and not run.is_forked and (run.is_shutting_down or run.loop.is_closed()):
+            await run.shutdown()  # the memory of the GPU is free only after the last process has ended
+        with self._start_lock:  # another thread may start it at the same time
             run = self._run
             if run is None or not run.is_in_use:
                 self._run = run = EngineRun()
                 self._is_closed = False
-            run.join()
+            run.announce_start()
         await run.start(self._prepare, self._progress)
 
     def shutdown(self) -> Coroutine[object, None, None]:
@@ -367,13 +367,13 @@ class AsyncEngine(BaseEngine):
         before it runs, the engine still ends.
         """
         run = self._run if self._run is not None and self._run.is_in_use and not self._run.is_forked else None
-        if run is None or run.start_end():
+        if run is None or run.begin_shutdown():
             self._is_closed = True
         return self._shutdown(run)
 
     async def _shutdown(self, run: EngineRun | None) -> None:
         if run is not None:
-            await run.end()
+            await run.shutdown()
         self._is_closed = True
 
     if not TYPE_CHECKING:  # type checkers report ``with`` themselves
@@ -404,7 +404,7 @@ class AsyncEngine(BaseEngine):
     def _frontend_anywhere(self) -> Frontend:
         """Return the started frontend, on any thread."""
         run = self._run
-        if run is None or run.frontend is None or run.is_ended:
+        if run is None or run.frontend is None or run.is_shutting_down:
             raise callers.closed() if self._is_closed else callers.not_started()
         if os.getpid() != run.pid:
             raise callers.forked(run.pid)

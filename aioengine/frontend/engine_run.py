@@ -29,7 +29,7 @@ class EngineRun:
         loop, pid: the event loop and the process to which it belongs.
         frontend: set when the start has succeeded, and kept after the shutdown.
         has_failed: the last start failed.
-        is_ended: a shutdown has started. is_over: it is complete, and no process is left.
+        is_shutting_down: a shutdown has begun; True also after its end. is_shut_down: no process is left.
     """
 
     def __init__(self) -> None:
@@ -37,18 +37,18 @@ class EngineRun:
         self.pid = os.getpid()
         self.frontend: Frontend | None = None
         self.has_failed = False
-        self.is_ended = False
-        self.is_over = False
+        self.is_shutting_down = False
+        self.is_shut_down = False
         self._lock = asyncio.Lock()
         self._num_starters = 0
-        self._start: asyncio.Task[Frontend] | None = None
-        self._end: EngineTask | None = None
+        self._start_task: asyncio.Task[Frontend] | None = None
+        self._shutdown_task: EngineTask | None = None
 
     @property
     def is_in_use(self) -> bool:
         """Whether it runs or is about to: then no other run may start."""
-        if self.is_ended:
-            return not self.is_over
+        if self.is_shutting_down:
+            return not self.is_shut_down
         return self.frontend is not None or self._num_starters > 0
 
     @property
@@ -56,7 +56,7 @@ class EngineRun:
         """Whether this process is a fork of its process."""
         return os.getpid() != self.pid
 
-    def join(self) -> None:
+    def announce_start(self) -> None:
         """Announce a call of ``start``, which must follow.
 
         Raises:
@@ -75,90 +75,92 @@ class EngineRun:
         They are killed at the end of the interpreter.
 
         Raises:
-            EngineClosedError: ``end`` was called.
+            EngineClosedError: ``shutdown`` was called.
             EngineError: the engine has died.
         """
         try:
             async with self._lock:
-                if self.is_ended:
+                if self.is_shutting_down:
                     raise callers.closed()
                 if self.frontend is None:
-                    self.frontend = await self._started(prepare, progress)
+                    self.frontend = await self._run_start(prepare, progress)
                     _started_runs.add(self)
                 elif self.frontend.failure is not None:
                     raise copy(self.frontend.failure)
         finally:
             self._num_starters -= 1
 
-    async def _started(self, prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
-        """Runs in its own task, which a shutdown can cancel without cancelling the caller."""
+    async def _run_start(self, prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
+        """Run ``start_frontend`` in its own task, so that a shutdown can cancel it without cancelling the caller."""
         self.has_failed = False
-        self._start = task = self.loop.create_task(start_frontend(prepare, progress))
+        self._start_task = task = self.loop.create_task(start_frontend(prepare, progress))
         try:
             frontend = await task
-            if self.is_ended:  # it succeeded although it was cancelled
+            if self.is_shutting_down:  # it succeeded although it was cancelled
                 raise callers.closed()
         except BaseException as error:
             self.has_failed = True
             if task.done() and not task.cancelled() and task.exception() is None:
-                await _stop(task.result())
-            if isinstance(error, asyncio.CancelledError) and self.is_ended and not _is_cancelled():
+                await _stop_frontend(task.result())
+            if isinstance(error, asyncio.CancelledError) and self.is_shutting_down and not _is_cancelled():
                 raise callers.closed() from None
             raise
         finally:
-            self._start = None
+            self._start_task = None
         return frontend
 
-    def start_end(self) -> bool:
+    def begin_shutdown(self) -> bool:
         """Begin to end the processes or the current start. Returns False on another loop."""
-        if self.is_over:
+        if self.is_shut_down:
             return True
         if self.loop.is_closed():
             self.kill_now()
             return True
         if not runs_here(self.loop):
             return False
-        self.is_ended = True
-        if self._end is None:
-            if self._start is not None:
-                self._start.cancel()
+        self.is_shutting_down = True
+        if self._shutdown_task is None:
+            if self._start_task is not None:
+                self._start_task.cancel()
             # If the program cancels all tasks of the loop before this task starts, ``on_failure`` ends the processes.
-            self._end = EngineTask(self._stop(), name="aioengine-shutdown", on_failure=lambda _: self.kill_now())
+            self._shutdown_task = EngineTask(
+                self._run_shutdown(), name="aioengine-shutdown", on_failure=lambda _: self.kill_now()
+            )
         return True
 
-    async def end(self) -> None:
-        """End the processes or the current start. May be called twice; cancelling the wait does not stop it.
+    async def shutdown(self) -> None:
+        """End the processes or the current start. May be called twice. Cancelling the wait does not stop the shutdown.
 
         Raises:
             WrongLoopError: this is another loop.
         """
-        if not self.start_end() and not runs_here(self.loop):
+        if not self.begin_shutdown():
             raise callers.wrong_loop()
-        if self._end is not None and not self.is_over:
-            await self._end.wait()
+        if self._shutdown_task is not None and not self.is_shut_down:
+            await self._shutdown_task.wait()
             self.kill_now()  # if it did not end in time
 
-    async def _stop(self) -> None:
+    async def _run_shutdown(self) -> None:
         async with self._lock:
             if self.frontend is not None:
-                await _stop(self.frontend)
-            self.is_over = True
+                await _stop_frontend(self.frontend)
+            self.is_shut_down = True
 
     def kill_now(self) -> bool:
-        """End the processes now, without a loop. Returns False in a fork, and if no process runs."""
-        if self.is_forked or self.is_over:
+        """End the processes now, without a loop. Returns whether a started engine was ended."""
+        if self.is_forked or self.is_shut_down:
             return False
-        self.is_ended = self.is_over = True
+        self.is_shutting_down = self.is_shut_down = True
         if self.frontend is not None:
             with contextlib.suppress(OSError):
                 self.frontend.close_now()
-        elif self._start is not None and self.loop.is_closed():
-            self._start.get_coro().close()  # the start was in progress; it kills its processes
+        elif self._start_task is not None and self.loop.is_closed():
+            self._start_task.get_coro().close()  # the start was in progress; it kills its processes
         return self.frontend is not None
 
 
 _started_runs: weakref.WeakSet[EngineRun] = weakref.WeakSet()
-"""Started runs. Only its engine keeps a run alive, and kills it when the engine is garbage-collected."""
+"""Started runs. An engine has the only strong reference to its run. It kills the run when it is garbage-collected."""
 
 
 @atexit.register
@@ -173,7 +175,7 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def _stop(frontend: Frontend) -> None:
+async def _stop_frontend(frontend: Frontend) -> None:
     try:
         await frontend.stop()
     except BaseException:  # cancelled

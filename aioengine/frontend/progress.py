@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BYTES = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{remaining}, {rate_fmt}]"
+_BYTES_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{remaining}, {rate_fmt}]"
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -37,7 +37,7 @@ def _is_notebook(stream: TextIO | None) -> bool:
 class NotebookLine:
     """One line of a notebook's cell, as a text file for tqdm. A carriage return clears the line.
 
-    The saved notebook would keep text on stderr and the widgets of tqdm.
+    Used because text on stderr, and the widgets of tqdm, would stay in the saved notebook.
     """
 
     encoding = "utf-8"
@@ -57,12 +57,11 @@ class NotebookLine:
         """Do nothing: every line is shown at once."""
 
 
-def is_wanted(is_shown: bool | None) -> bool:
-    """Return whether to draw bars. They need a stderr that can be written to.
-
-    is_shown: the wish of the user; None: yes if stderr is a terminal or a notebook.
-    """
-    if not (is_terminal(sys.stderr) or _is_notebook(sys.stderr) if is_shown is None else is_shown):
+def is_wanted(progress: bool | None) -> bool:
+    """Return whether to draw bars. They need a stderr that can be written to. progress: see ``EngineConfig``."""
+    if progress is None:
+        progress = is_terminal(sys.stderr) or _is_notebook(sys.stderr)
+    if not progress:
         return False
     with contextlib.suppress(Exception):
         sys.stderr.write("")
@@ -71,10 +70,11 @@ def is_wanted(is_shown: bool | None) -> bool:
 
 
 class ProgressBars:
-    """One bar for each label until its work is done. In a notebook, all share a line. is_shown: see ``is_wanted``."""
+    """One bar for each label until its work is done. In a notebook, all share a line."""
 
-    def __init__(self, is_shown: bool | None) -> None:
-        self.is_shown = is_wanted(is_shown)
+    def __init__(self, progress: bool | None) -> None:
+        """progress: see ``EngineConfig``."""
+        self.is_shown = is_wanted(progress)
         self._bars: dict[str, tqdm[NoReturn]] = {}
         self._notebook_line: NotebookLine | None = None
 
@@ -110,6 +110,7 @@ class ProgressBars:
         self._drop()
 
     def _drop(self) -> None:
+        """Disable all bars. Later progress is not drawn."""
         self.is_shown = False
         for bar in self._bars.values():
             bar.disable = True
@@ -130,7 +131,7 @@ def _bar(progress: Progress, notebook_line: NotebookLine | None) -> tqdm[NoRetur
         total=progress.total,
         unit=progress.unit,
         unit_scale=progress.unit == "B",
-        bar_format={"B": _BYTES, "": "{desc}"}.get(progress.unit),
+        bar_format={"B": _BYTES_FORMAT, "": "{desc}"}.get(progress.unit),
         file=notebook_line or sys.stderr,
         position=0 if notebook_line else None,
         leave=False,

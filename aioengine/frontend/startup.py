@@ -206,7 +206,7 @@ def _loaded(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, int | None]:
 async def start_frontend(prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
     """Start an engine on the running loop. If the start fails or is cancelled, no process is left running.
 
-    prepare: reads or downloads files, on a thread. progress: whether to show progress bars; None: see ``ProgressBars``.
+    prepare: reads or downloads files, on a thread. progress: whether to show progress bars; None: see ``EngineConfig``.
 
     Raises:
         ValueError, TypeError: the model folder or an argument cannot be served.

@@ -1,1 +1,1 @@
-"""Where the past is kept: pages and the prefix cache. Pure bookkeeping; the tensors live in the runner."""
+"""Page ids and the prefix cache. Pure Python: the tensors are in the runner."""

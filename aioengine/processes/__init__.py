@@ -1,1 +1,1 @@
-"""What each process runs. Started by ``supervision`` by name, never imported by it."""
+"""The main functions of the child processes. ``supervision`` starts them by name and never imports them."""

@@ -18,7 +18,7 @@ from aioengine.media.service.worker import MediaWorker
 from aioengine.protocol.media import CancelJob, MediaReady, decode_job, decode_media_orders, encode_line
 
 if TYPE_CHECKING:
-    from aioengine.protocol.media import Job, JobEnd, Waits
+    from aioengine.protocol.media import JobEnd, JobWaiting, MediaJob
 
 MAX_LINE: Final = 1 << 20
 """Maximum bytes of a message. Only URLs and paths are long."""
@@ -46,13 +46,13 @@ async def _serve(channel: socket.socket, worker: MediaWorker) -> None:
     reader, writer = await asyncio.open_connection(sock=channel, limit=MAX_LINE)
     tasks: set[asyncio.Task[None]] = set()
 
-    def send(reply: MediaReady | Waits | JobEnd) -> None:
+    def send(reply: MediaReady | JobWaiting | JobEnd) -> None:
         writer.write(encode_line([reply]))
 
-    def report(waits: Waits) -> None:
-        loop.call_soon_threadsafe(send, waits)
+    def report(waiting: JobWaiting) -> None:
+        loop.call_soon_threadsafe(send, waiting)
 
-    async def do(job: Job) -> None:
+    async def do(job: MediaJob) -> None:
         send(await worker.do(job, report))
 
     send(MediaReady())

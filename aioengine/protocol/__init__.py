@@ -1,1 +1,1 @@
-"""What crosses a process border: messages, and how they become bytes."""
+"""Messages between processes, and their encoding."""

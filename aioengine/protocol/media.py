@@ -1,7 +1,7 @@
 """Messages between the frontend and the media process: one JSON object per line, over a pair of sockets.
 
 frontend --> media process      MediaOrders (first), then FetchJob, PrepareJob, and CancelJob for a job in progress
-media process --> frontend      MediaReady (first), Waits, and one ``JobEnd`` per job
+media process --> frontend      MediaReady (first), JobWaiting, and one ``JobEnd`` per job
 """
 
 from __future__ import annotations
@@ -14,20 +14,17 @@ from msgspec import Struct
 from aioengine.media.tokens._base import ImageShape
 from aioengine.settings.config import MediaConfig
 
-NUM_FETCHES: Final = 16
-"""Downloads at a time, in addition to the images that are prepared."""
-
 RESIZE_BITS: Final = 22
-"""Fractional bits of the weights with which a device resizes a picture."""
+"""Fractional bits of the weights with which a device resizes an image."""
 
 
 class MediaOrders(Struct, frozen=True, kw_only=True):
     """The settings of a media process.
 
     processor: the image processor of transformers, "module:class". settings: its fields. options: of its calls.
-    limits: ``max_image_pixels`` limits one image, and all that are decoded at a time.
-    num_workers: images that are prepared at a time.
-    leaves_resizing: pictures are resized on the device if that gives the same bits.
+    limits: ``max_image_pixels`` is the limit for one image, and for the sum of the images that are decoded at a time.
+    num_workers: number of images that are prepared at a time.
+    resizes_on_device: images are resized on the device if that gives the same bits.
     """
 
     parent_pid: int
@@ -37,7 +34,7 @@ class MediaOrders(Struct, frozen=True, kw_only=True):
     options: dict[str, bool]
     limits: MediaConfig
     num_workers: int
-    leaves_resizing: bool = False
+    resizes_on_device: bool = False
 
 
 class FetchJob(Struct, tag="fetch", frozen=True):
@@ -49,7 +46,7 @@ class FetchJob(Struct, tag="fetch", frozen=True):
 
 
 class PrepareJob(Struct, tag="prepare", frozen=True):
-    """Decode the picture in the file ``source``, prepare it for the model, and write the arrays to the file ``path``.
+    """Decode the image in the file ``source``, prepare it for the model, and write the arrays to the file ``path``.
 
     ``size``: (width, height) if the source is RGB bytes; (0, 0) if it is an image file.
     """
@@ -70,7 +67,7 @@ class MediaReady(Struct, tag="ready", frozen=True):
     """The media process accepts jobs."""
 
 
-class Waits(Struct, tag="waits", frozen=True):
+class JobWaiting(Struct, tag="waiting", frozen=True):
     """The job waits for other jobs, or (``is_over``) continues. This time does not count for its timeout."""
 
     id: int
@@ -78,14 +75,14 @@ class Waits(Struct, tag="waits", frozen=True):
 
 
 class Fetched(Struct, tag="fetched", frozen=True):
-    """``digest``: sha256 of the body, in hexadecimal."""
+    """The download is complete. ``digest``: sha256 of the body, in hexadecimal."""
 
     id: int
     digest: str
 
 
 class PreparedImage(Struct, tag="prepared", frozen=True):
-    """``num_bytes``: size of the arrays in the file."""
+    """The image is prepared. ``num_bytes``: size of the arrays in the file."""
 
     id: int
     shape: ImageShape
@@ -93,14 +90,14 @@ class PreparedImage(Struct, tag="prepared", frozen=True):
 
 
 class Refused(Struct, tag="refused", frozen=True):
-    """The picture or its URL is invalid. ``reason`` is the end of a sentence about the picture."""
+    """The image or its URL is invalid. ``reason`` is the end of a sentence about the image."""
 
     id: int
     reason: str
 
 
 class Broken(Struct, tag="broken", frozen=True):
-    """The media process failed, for a reason that is not the picture."""
+    """The media process failed, for a reason that is not the image."""
 
     id: int
     reason: str
@@ -112,10 +109,10 @@ class Cancelled(Struct, tag="cancelled", frozen=True):
     id: int
 
 
-Job = FetchJob | PrepareJob
+MediaJob = FetchJob | PrepareJob
 JobEnd = Fetched | PreparedImage | Refused | Broken | Cancelled
 
 encode_line = msgspec.json.Encoder().encode_lines
-decode_job = msgspec.json.Decoder(Job | CancelJob).decode
-decode_reply = msgspec.json.Decoder(MediaReady | Waits | JobEnd).decode
+decode_job = msgspec.json.Decoder(MediaJob | CancelJob).decode
+decode_reply = msgspec.json.Decoder(MediaReady | JobWaiting | JobEnd).decode
 decode_media_orders = msgspec.json.Decoder(MediaOrders).decode

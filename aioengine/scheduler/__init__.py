@@ -1,1 +1,1 @@
-"""What runs next. Pure: no torch, no sockets, no asyncio, no clock."""
+"""Chooses the rows of the next step. Pure: no torch, no sockets, no asyncio, no clock."""

@@ -1,1 +1,1 @@
-"""Who starts and watches the processes, and carries messages to and from them. They are named, never imported."""
+"""Starts and watches the processes, and passes messages to and from them. It never imports their modules."""

@@ -46,7 +46,7 @@ class Fleet:
     """Owns the replicas of one engine from ``start`` to ``stop``. Belongs to one event loop."""
 
     def __init__(self, makers: Sequence[Callable[[Events], Supervisor]], events: Events) -> None:
-        """makers: one function per replica; it builds the replica, and the replica reports to the events."""
+        """makers: one function per replica; it returns a ``Supervisor`` that reports to the given events."""
         self._events = events
         self._routes = Routes(len(makers))
         self._stats: dict[int, Stats] = {}  # replica -> latest statistics
@@ -181,11 +181,12 @@ class Fleet:
             return
         replica = self._replicas[number]
         reason = describe_loss(error)
-        warn(logger, "replica %d has failed; %d others continue its requests: %s", number, len(self._living), reason)
+        text = "replica %d has failed; its requests continue in the other replicas (number left: %d): %s"
+        warn(logger, text, number, len(self._living), reason)
         self._stops.append(EngineTask(replica.stop(_STOP_TIMEOUT_S), name="aioengine-stop", on_failure=_ignore))
         requests, quarantined = replica.ledger.hand_over(describe_loss(error), time.monotonic())
         reports = replica.ledger.take_reports()
-        if number in self._stats:  # keep its totals; the gauges become 0
+        if number in self._stats:  # keep its totals; the current counts become 0
             reports.append(Stats(*msgspec.structs.astuple(self._stats[number])[:_NUM_TOTALS]))
         self._num_open[number] = 0
         self._on_messages(number, reports)
@@ -200,7 +201,7 @@ Processes = Supervisor | Fleet
 
 
 def _sum(parts: Iterable[Stats]) -> Stats:
-    """Return the statistics of all replicas: the latest of times, the sum of everything else."""
+    """Return the statistics of all replicas. Times are the latest; all other fields are sums."""
     columns = zip(*map(msgspec.structs.astuple, parts), strict=True)
     named = zip(Stats.__struct_fields__, columns, strict=True)
     return Stats(**{name: max(column) if name in _LATEST else sum(column) for name, column in named})

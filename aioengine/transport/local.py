@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from aioengine.protocol.codec import BadFrameError, FrameDecoder, FrameEncoder
+from aioengine.protocol.codec import FrameDecoder, FrameEncoder
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
@@ -18,15 +18,9 @@ MAX_FRAMES = 10_000
 
 
 class LocalReceiver:
-    """The receiver, for one task.
-
-    Attributes:
-        num_bad_frames: number of dropped frames that could not be decoded.
-        frames: unread frames.
-    """
+    """Receives the frames of its ``LocalSender``s. One task may read it. frames: unread frames."""
 
     def __init__(self, epoch: int) -> None:
-        self.num_bad_frames = 0
         self.frames: deque[bytes] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._decoder = FrameDecoder(epoch, time.monotonic)
@@ -42,10 +36,7 @@ class LocalReceiver:
         """Return the messages of unread frames without waiting."""
         messages: list[Message] = []
         while self.frames:
-            try:
-                messages += self._decoder.decode(self.frames.popleft())
-            except BadFrameError:
-                self.num_bad_frames += 1
+            messages += self._decoder.decode(self.frames.popleft())
         return messages
 
     def wake(self) -> None:
@@ -62,7 +53,7 @@ class LocalReceiver:
 
 
 class LocalSender:
-    """One of the senders of a receiver."""
+    """Sends frames to one ``LocalReceiver``. A receiver may have several senders."""
 
     def __init__(self, receiver: LocalReceiver, epoch: int) -> None:
         self._receiver = receiver

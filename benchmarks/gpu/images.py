@@ -171,7 +171,7 @@ def prepare_ms(folder: Path, repeat: int) -> tuple[float, float, float]:
         options=dict(images.family.options),
         limits=images.limits,
         num_workers=1,
-        leaves_resizing=True,
+        resizes_on_device=True,
     )
     worker = MediaWorker(orders, *load_processor(orders))
     times: list[tuple[float, float, float]] = []

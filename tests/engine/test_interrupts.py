@@ -50,7 +50,7 @@ def is_clean(engine: AsyncEngine) -> bool:
     frontend = frontend_of(engine)
     limits = frontend.limits
     counts = (limits.num_calls, limits.num_tokens, limits.num_bytes)
-    return not (frontend.calls.opened or frontend.calls.ids._names or frontend.router.rows or any(counts))
+    return not (frontend.calls.opened or frontend.calls.ids._owners or frontend.router.rows or any(counts))
 
 
 # ---------------------------------------------------------------- handlers and finalizers

@@ -127,8 +127,8 @@ class TestStart:
         from aioengine.frontend.progress import ProgressBars
         from aioengine.protocol.messages import Progress
 
-        for is_shown, is_expected in ((True, True), (False, False), (None, False)):
-            bars = ProgressBars(is_shown)
+        for progress, is_expected in ((True, True), (False, False), (None, False)):
+            bars = ProgressBars(progress)
             for done in range(4):
                 bars.show(Progress("loading weights", done, 3, "shards"))
             bars.close()

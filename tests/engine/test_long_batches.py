@@ -12,7 +12,7 @@ import pytest
 from aioengine.api.params import SamplingParams
 from aioengine.errors import EngineClosedError
 from aioengine.frontend.calls import call_ids
-from aioengine.frontend.calls.call_ids import MAX_NAMES_FREED, CallIds
+from aioengine.frontend.calls.call_ids import MAX_IDS_FREED, CallIds
 from aioengine.frontend.intake import prompts, requests
 from aioengine.frontend.intake.request_checks import RequestChecks
 from aioengine.frontend.intake.requests import PROMPTS_IN_PIECE
@@ -89,7 +89,7 @@ def limits_of_a_turn() -> dict[str, int]:
         **dict.fromkeys(names, num_rows),
         "parse": num_rows + 2,
         "_find": 4 * num_rows,
-        "_free": 2 * MAX_NAMES_FREED,
+        "_free": 2 * MAX_IDS_FREED,
     }
 
 
@@ -106,7 +106,7 @@ async def test_no_turn_of_the_loop_handles_many_rows(turns: Turns, kind: str) ->
         await until(lambda: call.request.is_checked)
         assert len(world.double.submits) > 1
         waiting.cancel()
-        await until(lambda: not world.engine._frontend_here().calls.ids._names)  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: not world.engine._frontend_here().calls.ids._owners)  # pyright: ignore[reportPrivateUsage]
         counting.cancel()
     turns.end()
     limits = limits_of_a_turn()

@@ -33,7 +33,7 @@ from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt, fol
 from aioengine.media.intake.sources import ImageSource
 from aioengine.media.service.worker import PixelGate
 from aioengine.media.tokens._base import find_image_model
-from aioengine.protocol.media import Waits, encode_line
+from aioengine.protocol.media import JobWaiting, encode_line
 from aioengine.protocol.messages import Submit
 from aioengine.settings.config import MediaConfig
 from aioengine.testing.fake_engine import FakeSetup
@@ -421,7 +421,7 @@ async def test_waiting_time_does_not_count_for_the_timeout(
     with ours, theirs, monkeypatch.context() as patch:
         patch.setattr(process, "_channel", ours)
         for is_over in (False, True):
-            theirs.sendall(encode_line([Waits(number, is_over)]))
+            theirs.sendall(encode_line([JobWaiting(number, is_over)]))
             process._read()
             assert (process._running[number].timer is None) != is_over
     os.kill(process.child.pid, signal.SIGCONT)

@@ -40,8 +40,8 @@ BARS = """
 from aioengine.frontend.progress import ProgressBars
 from aioengine.protocol.messages import Progress
 
-for is_shown in (None, True, False):
-    bars = ProgressBars(is_shown)
+for progress in (None, True, False):
+    bars = ProgressBars(progress)
     for done in range(4):
         bars.show(Progress("loading", done, 3, "B"))
     bars.show(Progress("more", 1, 3, "B"))

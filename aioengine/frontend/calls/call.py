@@ -354,7 +354,7 @@ class Call:
 
     Attributes:
         number: the number of the call in the engine, from 1; 0: not registered.
-        deadlines: name in a finish reason -> absolute time. names: its ids in ``CallIds``.
+        deadlines: name in a finish reason -> absolute time. ids: its ids in ``CallIds``.
         is_reserved: True from ``QueueLimits.reserve`` to ``QueueLimits.release``.
         num_bytes: bytes of its prompts. num_tokens: number of prompt tokens of its rows in the scheduler.
         num_rows_of: index of a prompt -> number of its rows in the scheduler.
@@ -382,10 +382,11 @@ class Call:
     """
 
     __slots__ = (
-        "aborted", "called_at", "compiling", "counter", "deadlines", "ending", "error", "has_reader", "is_accepted",
-        "is_left", "is_over", "is_reserved", "is_start_pending", "is_stream", "kept_row", "live", "names", "notify_on",
-        "num_bytes", "num_held", "num_logprob_bytes", "num_open", "num_rows_of", "num_started", "num_tokens", "number",
-        "ready", "request", "results", "returns_exceptions", "rid", "timer", "waiter", "wakers", "weight_version",
+        "aborted", "called_at", "compiling", "counter", "deadlines", "ending", "error", "has_reader", "ids",
+        "is_accepted", "is_left", "is_over", "is_reserved", "is_start_pending", "is_stream", "kept_row", "live",
+        "notify_on", "num_bytes", "num_held", "num_logprob_bytes", "num_open", "num_rows_of", "num_started",
+        "num_tokens", "number", "ready", "request", "results", "returns_exceptions", "rid", "timer", "waiter",
+        "wakers", "weight_version",
     )  # fmt: skip
 
     request: CallRequest
@@ -397,7 +398,7 @@ class Call:
     def __init__(self, called_at: float, weight_version: str = DEFAULT_WEIGHT_VERSION) -> None:
         self.called_at = called_at
         self.number = 0
-        self.names: list[str] = []
+        self.ids: list[str] = []
         self.timer: asyncio.TimerHandle | None = None
         self.is_reserved = False
         self.num_bytes = 0

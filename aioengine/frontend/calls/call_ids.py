@@ -14,8 +14,8 @@ MAX_PARTS: Final = 2
 MAX_DIGITS: Final = 10
 """Digits of such a number. No batch has more rows, and Python converts only some thousand digits."""
 
-MAX_NAMES_FREED: Final = 1024
-"""Ids that are freed in one turn of the loop."""
+MAX_IDS_FREED: Final = 1024
+"""Maximum number of ids that are freed in one turn of the loop."""
 
 WHOLE: Final = -1
 """In place of a prompt: the id means all rows of the call."""
@@ -24,118 +24,125 @@ WHOLE: Final = -1
 class CallIds:
     """The known ids, and the rows that they mean. Under the engine's lock.
 
+    Numbers may be appended to an id. With ``rid="x"``, 3 prompts and ``n=2``, ``x`` means rows 0 to 5 of the call,
+    ``x_1`` means rows 2 and 3 (prompt 1), and ``x_1_0`` means row 2. Only ``x`` is a known id.
+
     Attributes:
-        _names: the call of each id, and the prompt that it means, or ``WHOLE``.
-        _by_base: for a possible id, the known ids that consist of it and appended numbers.
+        _owners: known id -> its call and the index of its prompt, or ``WHOLE``.
+        _by_base: known id without its last numbers -> the known ids.
     """
 
     def __init__(self) -> None:
-        self._names: dict[str, tuple[Call, int]] = {}
+        self._owners: dict[str, tuple[Call, int]] = {}
         self._by_base: dict[str, set[str]] = {}
 
     def add(self, call: Call) -> None:
         """Register the ids of a new call, or of the prompts that have been checked since the last time.
 
-        If rows fail alone, a row whose id is in use gets its error in its place.
+        These prompts may then start (``CallRequest.num_known``). If rows fail alone, a row whose id is in use fails.
 
         Raises:
             ValueError: an id is in use.
         """
         request, first = call.request, call.request.num_known
-        names = {call.rid: (call, WHOLE)} if first == 0 else {}
+        owners = {call.rid: (call, WHOLE)} if first == 0 else {}
         rids = request.rids or []
         if request.rid is not None:  # a random id is always free
-            self._check_free(call, names)
+            self._check_free(call, owners)
         for prompt in range(first, min(len(request.prompts), len(rids))):
             rid = rids[prompt]
             try:
-                if rid in names:
+                if rid in owners:
                     raise _repeated_id(rid)
                 if rid:
                     self._check_free(call, {rid: (call, prompt)})
-                    names[rid] = call, prompt
+                    owners[rid] = call, prompt
             except ValueError as error:
                 rids[prompt] = ""
                 request.fail_prompt(prompt, error)
-        call.names += names
+        call.ids += owners
         if request.rid is not None or rids:  # a random id has no number at its end
-            for rid in names:
+            for rid in owners:
                 for base in _bases(rid):
                     self._by_base.setdefault(base, set()).add(rid)
-        self._names |= names
+        self._owners |= owners
         request.num_known = len(request.prompts)
 
     def find(self, rid: str) -> tuple[Call, range] | None:
         """Return the call and the rows of an id, or of an id with ``_0``, ``_1`` ... appended."""
-        return _find(self._names, rid)
+        return _find(self._owners, rid)
 
-    def _check_free(self, call: Call, names: dict[str, tuple[Call, int]]) -> None:
-        """Check that no id is in use: neither ``names``, nor one of them with appended numbers, and vice versa.
+    def _check_free(self, call: Call, owners: dict[str, tuple[Call, int]]) -> None:
+        """Check the new ids of a call. Free known ids of other calls that are over, if they conflict with a new id.
 
-        A request that is over gives up its id, even if the engine's loop has not closed it yet.
+        Raises:
+            ValueError: a new id is in use, or is a known id with numbers appended, or a known id is a new id with
+                numbers appended.
         """
-        taken = [(name, rows[0]) for name in names if (rows := self.find(name)) is not None]
-        if any(_rows(*entry)[1] for entry in names.values()):
-            longer = {name for base in names for name in self._by_base.get(base, ()) if name in self._names}
-            taken += [(name, self._names[name][0]) for name in longer if _find(names, name) is not None]
-        for name, owner in taken:
-            if owner is call:
-                raise _repeated_id(name)
-            if not owner.is_over or owner.is_attachable:
+        conflicts = [(rid, known[0]) for rid in owners if (known := self.find(rid)) is not None]
+        if any(_rows(*owner)[1] for owner in owners.values()):  # numbers may be appended to a new id
+            extended = {rid for base in owners for rid in self._by_base.get(base, ()) if rid in self._owners}
+            conflicts += [(rid, self._owners[rid][0]) for rid in extended if _find(owners, rid) is not None]
+        for rid, other in conflicts:
+            if other is call:
+                raise _repeated_id(rid)
+            if not other.is_over or other.is_attachable:
                 raise ValueError(
-                    f"rid {name!r} is in use by a live request, or one that can be attached to; choose another, or "
+                    f"rid {rid!r} is in use by a live request, or one that can be attached to; choose another, or "
                     "wait for its end"
                 )
-            self._free(name, owner)
+            self._free(rid, other)
 
     def free(self, call: Call) -> bool:
-        """Free at most ``MAX_NAMES_FREED`` of its ids. Returns whether all are free."""
-        for name in call.names[-MAX_NAMES_FREED:]:
-            self._free(name, call)
-        del call.names[-MAX_NAMES_FREED:]
-        return not call.names
+        """Free at most ``MAX_IDS_FREED`` ids of a call. Returns whether all are free."""
+        for rid in call.ids[-MAX_IDS_FREED:]:
+            self._free(rid, call)
+        del call.ids[-MAX_IDS_FREED:]
+        return not call.ids
 
-    def _free(self, name: str, call: Call) -> None:
-        if (entry := self._names.get(name)) is not None and entry[0] is not call:
+    def _free(self, rid: str, call: Call) -> None:
+        if (owner := self._owners.get(rid)) is not None and owner[0] is not call:
             return
-        self._names.pop(name, None)
-        for base in _bases(name):
-            longer = self._by_base.get(base, set())
-            longer.discard(name)
-            if not longer:
+        self._owners.pop(rid, None)
+        for base in _bases(rid):
+            extended = self._by_base.get(base, set())
+            extended.discard(rid)
+            if not extended:
                 self._by_base.pop(base, None)
 
 
 def _rows(call: Call, prompt: int) -> tuple[range, tuple[int, ...]]:
-    """Return the rows of an id, and the numbers of rows of this id with one and with two numbers appended."""
+    """Return the rows of an id, and widths: how many rows the id means with one number appended, then with two."""
     request = call.request
     samples = request.num_samples
     widths = (1,) if samples > 1 else ()
     if prompt != WHOLE:
         return range(prompt * samples, (prompt + 1) * samples), widths
-    return range(request.num_rows), (samples, *widths) if request.is_batch and request.rids is None else widths
+    if request.is_batch and request.rids is None:
+        widths = (samples, *widths)
+    return range(request.num_rows), widths
 
 
-def _find(names: dict[str, tuple[Call, int]], rid: str) -> tuple[Call, range] | None:
+def _find(owners: dict[str, tuple[Call, int]], rid: str) -> tuple[Call, range] | None:
     """Return the rows of a known id, or of a known id with one or two numbers appended. Any string is allowed."""
     numbers: list[str] = []
-    while (entry := names.get(rid)) is None:
+    while (owner := owners.get(rid)) is None:
         rid, separator, number = rid.rpartition("_")
         if not separator or len(numbers) == MAX_PARTS:
             return None
         numbers.append(number)
-    rows, widths = _rows(*entry)
+    rows, widths = _rows(*owner)
     for number in reversed(numbers):
         if not widths or not number.isdecimal() or len(number) > MAX_DIGITS or str(int(number)) != number:
             return None
         rows, widths = rows[int(number) * widths[0] :][: widths[0]], widths[1:]
         if not rows:
             return None
-    return entry[0], rows
+    return owner[0], rows
 
 
 def _bases(rid: str) -> list[str]:
-    """Return the ids that could mean this one, with one or two numbers appended."""
+    """Return ``rid`` without its last number, and without its last two numbers."""
     bases: list[str] = []
     for _ in range(MAX_PARTS):
         rid, separator, number = rid.rpartition("_")

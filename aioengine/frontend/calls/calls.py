@@ -282,9 +282,9 @@ class Calls:
         which = call.expired_deadline(now)
         if which is not None and call.num_started < call.request.num_rows:
             self.submitter.end_unstarted(call, Ending(FinishCode.DEADLINE, matched=which))
-        for late, deadline in call.deadlines.items():
+        for name, deadline in call.deadlines.items():
             if now >= deadline + BACKSTOP_S:
-                self.give_up(call, FinishCode.DEADLINE, late)
+                self.give_up(call, FinishCode.DEADLINE, name)
         self.close_if_over(call)
         if call in self.opened:
             times = [when for deadline in call.deadlines.values() for when in (deadline, deadline + BACKSTOP_S)]

@@ -25,7 +25,6 @@ from aioengine.media.intake.media_jobs import MediaProcess
 from aioengine.media.intake.sources import read_source
 from aioengine.media.tokens._base import ImageShape
 from aioengine.protocol.media import (
-    NUM_FETCHES,
     Broken,
     Cancelled,
     Fetched,
@@ -45,6 +44,9 @@ if TYPE_CHECKING:
 
     from aioengine.media.intake.sources import ImageSource
     from aioengine.media.tokens._base import ImageModel
+
+MAX_FETCHES: Final = 16
+"""Maximum number of downloads at a time, in addition to the images that are prepared."""
 
 NUM_THREADS: Final = 4
 MAX_WORKERS: Final = 16
@@ -202,7 +204,7 @@ class ImageIntake:
                 options=dict(model.family.options),
                 limits=replace(model.limits, allowed_local_media_path=None),  # for files, which are read here
                 num_workers=self._num_workers,
-                leaves_resizing=is_for_gpu,
+                resizes_on_device=is_for_gpu,
             ),
             lambda: Path(self._folder_path()),
         )
@@ -267,7 +269,7 @@ class ImageIntake:
 
     def _begin_waiting(self) -> None:
         """Begin with waiting images, up to the limits of downloads and of other images."""
-        limits = {True: NUM_FETCHES, False: self._num_workers + NUM_THREADS}
+        limits = {True: MAX_FETCHES, False: self._num_workers + NUM_THREADS}
         still_waiting: deque[_PromptImage] = deque()
         while self._waiting and not self._is_closed and any(self._active[kind] < limits[kind] for kind in limits):
             image = self._waiting.popleft()

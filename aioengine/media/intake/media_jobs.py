@@ -26,11 +26,11 @@ from aioengine.protocol.media import (
     Broken,
     CancelJob,
     Cancelled,
-    Job,
     JobEnd,
+    JobWaiting,
+    MediaJob,
     MediaReady,
     PrepareJob,
-    Waits,
     decode_reply,
     encode_line,
 )
@@ -60,7 +60,7 @@ _READ_BYTES: Final = 1 << 18
 class _QueuedJob(Struct, eq=False):
     """``timer``: runs while the media process works on the job, and ends a job that hangs."""
 
-    job: Job
+    job: MediaJob
     done: Callable[[JobEnd], None]
     timer: asyncio.TimerHandle | None = None
 
@@ -95,7 +95,7 @@ class MediaProcess:
         self._running: dict[int, _QueuedJob] = {}
         self._start_timer: asyncio.TimerHandle | None = None
 
-    def do(self, job: Job, done: Callable[[JobEnd], None]) -> None:
+    def do(self, job: MediaJob, done: Callable[[JobEnd], None]) -> None:
         """Queue a job. ``done`` is called with its end on the loop, exactly once unless this is closed."""
         self._waiting.append(_QueuedJob(job, done))
         self._give_jobs()
@@ -242,7 +242,7 @@ class MediaProcess:
                 self._waiting.appendleft(self._running.pop(queued.job.id))
             self._lost(child, f"the media process takes no more jobs: {describe(error)}")
 
-    def _send(self, messages: Sequence[Job | CancelJob]) -> None:
+    def _send(self, messages: Sequence[MediaJob | CancelJob]) -> None:
         """Raises OSError if the process has ended, or its socket is full."""
         if self._channel is not None and self.child is not None:
             line = encode_line(messages)
@@ -275,7 +275,7 @@ class MediaProcess:
                     self._start_timer.cancel()
             elif (queued := self._running.get(reply.id)) is not None:
                 queued.stop_timer()
-                if not isinstance(reply, Waits):
+                if not isinstance(reply, JobWaiting):
                     del self._running[reply.id]
                     self._loop.call_soon(queued.done, reply)
                 elif reply.is_over:

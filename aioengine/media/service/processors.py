@@ -49,7 +49,7 @@ def load_processor(orders: MediaOrders) -> tuple[Preprocess, DeviceResize | None
     module = importlib.import_module(module_name)
     kind: Any = getattr(module, name)
     device_resize = None
-    if orders.leaves_resizing and hasattr(kind, "patchify") and (rows_first := find_order()) is not None:
+    if orders.resizes_on_device and hasattr(kind, "patchify") and (rows_first := find_order()) is not None:
         plain = kind.from_dict(dict(orders.settings))
         device_resize = DeviceResize(plain, value_table(plain), module.smart_resize, rows_first)
     return with_bytes(kind).from_dict(dict(orders.settings)), device_resize

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from aioengine.errors import describe
 from aioengine.media import pictures
 from aioengine.media.tokens._base import ImageShape
-from aioengine.protocol.media import Broken, Cancelled, Fetched, FetchJob, PreparedImage, Refused, Waits
+from aioengine.protocol.media import Broken, Cancelled, Fetched, FetchJob, JobWaiting, PreparedImage, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sized
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from aioengine.media.service.download import Downloader
     from aioengine.media.service.processors import Preprocess
     from aioengine.media.service.resizing import DeviceResize
-    from aioengine.protocol.media import Job, JobEnd, MediaOrders, PrepareJob
+    from aioengine.protocol.media import JobEnd, MediaJob, MediaOrders, PrepareJob
 
 
 class PixelGate:
@@ -81,7 +81,7 @@ class MediaWorker:
         self._gate = PixelGate(orders.limits.max_image_pixels)
         self._cancels: dict[int, Callable[[], object]] = {}
 
-    async def do(self, job: Job, report: Callable[[Waits], None]) -> JobEnd:
+    async def do(self, job: MediaJob, report: Callable[[JobWaiting], None]) -> JobEnd:
         """Do a job, and return how it ended. ``report`` is called from threads before that."""
         loop = asyncio.get_running_loop()
         try:
@@ -115,14 +115,14 @@ class MediaWorker:
 
         return Downloader(self._orders.limits)
 
-    def _prepare(self, job: PrepareJob, is_cancelled: threading.Event, report: Callable[[Waits], None]) -> JobEnd:
+    def _prepare(self, job: PrepareJob, is_cancelled: threading.Event, report: Callable[[JobWaiting], None]) -> JobEnd:
         """Run on a thread."""
         with Path(job.source).open("rb") as file:
             if job.size != (0, 0):
                 image = Image.frombytes("RGB", job.size, file.read())
             else:
                 image = pictures.open_picture(file, self._orders.limits.max_image_pixels)
-            with self._gate.holding(image.width * image.height, lambda is_over: report(Waits(job.id, is_over))):
+            with self._gate.holding(image.width * image.height, lambda is_over: report(JobWaiting(job.id, is_over))):
                 if is_cancelled.is_set():
                     return Cancelled(job.id)
                 pixels = np.asarray(pictures.decode(image))

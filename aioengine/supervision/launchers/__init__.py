@@ -1,1 +1,1 @@
-"""One launcher a file, its name is the file's: how the scheduler and the detokenizer come to run."""
+"""Launchers run the scheduler and the detokenizer. One file per launcher; the file name is its name."""

@@ -55,7 +55,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> MediaWorker:
         options={},
         limits=MediaConfig(max_image_pixels=1 << 24),
         num_workers=1,
-        leaves_resizing=True,
+        resizes_on_device=True,
     )
     return MediaWorker(orders, *load_processor(orders))
 

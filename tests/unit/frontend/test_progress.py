@@ -39,7 +39,7 @@ def test_bars_are_drawn_on_terminals_or_where_asked_for(
     stream: Stream | None, expected: dict[bool | None, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
-    assert {asked: is_wanted(asked) for asked in (None, True, False)} == expected
+    assert {progress: is_wanted(progress) for progress in (None, True, False)} == expected
 
 
 def drawn(*steps: Progress, monkeypatch: pytest.MonkeyPatch) -> str:

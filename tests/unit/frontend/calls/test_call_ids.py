@@ -65,7 +65,7 @@ def test_opening_a_call_looks_up_few_ids_however_many_are_open(ids: CallIds, mon
         open_call(ids, "a", rid="x3_3_7")
     for call in opened:
         ids.free(call)
-    assert (ids._names, ids._by_base) == ({}, {})  # pyright: ignore[reportPrivateUsage]
+    assert (ids._owners, ids._by_base) == ({}, {})  # pyright: ignore[reportPrivateUsage]
 
 
 def test_an_id_conflicts_with_equal_ids_of_rows_in_either_order(ids: CallIds) -> None:
