@@ -55,8 +55,8 @@ class ForwardBatch:
         kv_lengths: R host ints, number of positions of a row with K and V, including this step's tokens.
         host_pages: ``page_table`` on the host, for backends that search for shared pages; None: no search.
         bidirectional_images: the images in this step, if ``AttentionShape.has_bidirectional_images``.
-        parts: if layer groups have separate page tables, the batch of each layer group, with its own ``slot_mapping``
-            and ``page_table``. In this page table, positions before the group's window are on the padding page.
+        parts: the batch of each page group, with its own ``slot_mapping`` and ``page_table``. In this page table,
+            positions before the group's window are on the padding page. Empty: all layers share one page table.
     """
 
     slot_mapping: Tensor
@@ -111,14 +111,14 @@ class AttentionShape:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of each layer group. All layers of a group have the same window (``layer_groups``)."""
+        """Groups of layers with the same window, see ``layer_groups``. Each has its own backend."""
         if not self.is_causal or not self.windows:
             return (tuple(range(self.num_layers)),)
         return layer_groups(self.windows)[0]
 
     @property
     def page_windows(self) -> tuple[int | None, ...]:
-        """The window of each layer group, if the groups have separate page tables; empty: there is one page table."""
+        """The window of each page group; empty: all layers share one page table."""
         return layer_groups(self.windows)[1] if self.is_causal else ()
 
     def part(self, layers: tuple[int, ...]) -> AttentionShape:
@@ -242,7 +242,7 @@ class DecodeBuffers:
         last_lengths: [R], number of positions on the last page of each row.
         page_ids: the concatenated page tables.
         max_pages: pages of the longest possible row.
-        parts: if layer groups have separate page tables, the buffers of each layer group.
+        parts: the buffers of each page group; empty: all layers share one page table.
     """
 
     slot_mapping: Tensor
@@ -256,7 +256,7 @@ class DecodeBuffers:
 class FixedDecode(StepAttention, Protocol):
     """Attention of decode steps with a fixed number of rows. The caller fills the buffers before each step."""
 
-    def plan_first(self, kv_lengths: Ints) -> None:
+    def plan_capture(self, kv_lengths: Ints) -> None:
         """Plan the capture: fill the buffers for rows of ``kv_lengths`` [R] positions, all on page 0."""
         ...
 

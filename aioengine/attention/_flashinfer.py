@@ -275,9 +275,9 @@ class FixedFlashInferCascade(FixedDecodeRows):
         plan = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=layers.device)
         self._wrapper.reset_workspace_buffer(layers.workspace, plan)
 
-    def plan_first(self, kv_lengths: Ints) -> None:
+    def plan_capture(self, kv_lengths: Ints) -> None:
         """Plan the capture, for rows of ``kv_lengths`` [R] positions. All rows share page 0."""
-        super().plan_first(kv_lengths)
+        super().plan_capture(kv_lengths)
         one = np.ones(1, dtype=np.int32)
         self.plan_shared(SharedPages(one * self._num_rows, one, np.zeros(1, dtype=np.int32)))
 

@@ -1,6 +1,7 @@
 """Decode rows on a GPU: the inputs of the kernel in ``kernels/triton/decode.py``, for all backends.
 
-R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
+R rows, T tokens, H query heads, K kv heads, E head size, V value size, L layers, N pages of the pool, S page size, P
+pages of the longest row, X entries.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class AttentionLayers:
 
     Attributes:
         pool: for each layer, keys [N, K, S, E] and values [N, K, S, V].
-        rules: for each layer.
+        rules: the ``ScoreRules`` of each layer.
     """
 
     shape: AttentionShape
@@ -71,7 +72,7 @@ def pinned(column: Ints) -> Tensor:
 
 
 def starts_of(lengths: Ints) -> Tensor:
-    """Return the start of each of R runs and the end of the last one: [R + 1] int32 on the host."""
+    """Return the start of each of R rows and the end of the last one: [R + 1] int32 on the host."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=starts[1:])
     return pinned(starts)
@@ -86,7 +87,7 @@ def tiles_of(query_lengths: Ints, size: int) -> Ints:
 
 
 def page_columns(kv_lengths: Ints, page_size: int) -> tuple[Tensor, Tensor]:
-    """Return the start of each row's pages [R + 1], and the positions on its last page [R]; int32 on the host."""
+    """Return the start of each row's pages [R + 1], and the number of positions on its last page [R]; int32 on host."""
     num_pages = -(-kv_lengths // page_size)
     return starts_of(num_pages), pinned(kv_lengths - (num_pages - 1) * page_size)
 
@@ -133,7 +134,7 @@ def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, pa
     """Prepare R rows of a step: kv_lengths [R] on the host, page_starts [R + 1] and page_ids on the device."""
     num_rows, device = len(kv_lengths), page_ids.device
     splits = pinned(plan_splits(kv_lengths, max_splits(num_rows, shape.num_kv_heads), shape.common_window))
-    num_done = torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device)
+    num_done = torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device)  # see ``DecodeRows``
     return DecodeRows(page_starts, page_ids, splits.to(device, non_blocking=True), num_done)
 
 
@@ -151,7 +152,7 @@ class PagedStep(ABC):
 
 
 class PagedAttention:
-    """Attention of a prepared step. Implements ``FixedDecode`` without plans, and a part of ``CapturableAttention``."""
+    """Attention of a prepared step. Implements ``FixedDecode``, and a part of ``CapturableAttention``."""
 
     def __init__(self, layers: AttentionLayers, step: PagedStep | None = None) -> None:
         """step: None: ``prepare`` sets it."""
@@ -163,7 +164,7 @@ class PagedAttention:
         assert self._prepared is not None, "prepare was not called"
         return self._prepared
 
-    def plan_first(self, kv_lengths: Ints) -> None:
+    def plan_capture(self, kv_lengths: Ints) -> None:
         """Fill the buffers for rows of ``kv_lengths`` [R] positions, all on page 0."""
         rows, (starts, last_lengths) = self._step.rows, page_columns(kv_lengths, self._layers.page_size)
         rows.page_starts.copy_(starts)
@@ -179,7 +180,7 @@ class PagedAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E] -> [T, H * V]; k and v are read in the pool."""
         out = q.new_empty(*q.shape[:2], self._layers.shape.output_size)
-        self._step.attend(q, layer, out=out)
+        self.attend_into(q, k, v, layer, out=out)
         return out.flatten(1)
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
@@ -204,7 +205,7 @@ class FixedDecodeRows:
         self._splits = torch.empty(COLUMNS, num_entries, dtype=torch.int32, pin_memory=True)
         self._copied = torch.cuda.Event()
 
-    def plan_first(self, kv_lengths: Ints) -> None:
+    def plan_capture(self, kv_lengths: Ints) -> None:
         """Plan the capture, for rows of ``kv_lengths`` [R] positions, all on page 0."""
         starts, last_lengths = page_columns(kv_lengths, self._layers.page_size)
         self._rows.page_starts.copy_(starts)

@@ -1,4 +1,4 @@
-"""Attention of models with different windows per layer: each layer group with one window has its own backend.
+"""Attention of models with different windows per layer: layers with the same window have their own backend.
 
 So a backend has one window and one page table, and models with one window have no overhead.
 T packed tokens, H query heads, K kv heads, E head size, L layers of a part, N pages of the pool, S page size.
@@ -87,10 +87,10 @@ class MixedGPUAttention(MixedAttention[CapturableAttention]):
 class MixedDecode(_Layers[FixedDecode]):
     """Implements ``FixedDecode``."""
 
-    def plan_first(self, kv_lengths: Ints) -> None:
+    def plan_capture(self, kv_lengths: Ints) -> None:
         """Plan the capture, for rows of ``kv_lengths`` [R] positions."""
         for part in self.parts:
-            part.plan_first(kv_lengths)
+            part.plan_capture(kv_lengths)
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
         """Plan a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R]."""
@@ -101,7 +101,7 @@ class MixedDecode(_Layers[FixedDecode]):
 def build(
     plugin: Callable[[AttentionShape, Tensor], AttentionBackend], shape: AttentionShape, kv_pools: Sequence[Tensor]
 ) -> AttentionBackend:
-    """Build the backend for the pools [L, 1 or 2, N, K, S, E] of the layer groups (``AttentionShape.groups``)."""
+    """Build the backend for the pools [L, 1 or 2, N, K, S, E] of ``shape.groups``."""
     groups = shape.groups
     parts = [plugin(shape.part(layers), kv_pool) for layers, kv_pool in zip(groups, kv_pools, strict=True)]
     if len(parts) == 1:

@@ -1,7 +1,8 @@
 """The tensors of a model's checkpoint. Torch-free.
 
-Linear layers are described by a function, because a quantized checkpoint stores them differently. It receives the full
-name of a layer, so it can keep some layers unquantized. Its counterpart with torch is ``ModelOptions.format_of``.
+Linear layers are described by a function, because a quantized checkpoint stores them differently. It receives a
+``LinearShape`` with the full name of the layer, so it can keep some layers unquantized. Its counterpart with torch is
+``ModelOptions.format_of``.
 """
 
 from __future__ import annotations
@@ -147,7 +148,10 @@ def _stateful_linears(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size:
 
 
 def _attention(config: DecoderConfig, layer: int) -> TensorSpecs:
-    """Return the other tensors of a layer's attention or its replacement. Names are relative to the block."""
+    """Return the tensors of a layer's attention, or its replacement, that are not linear layers.
+
+    Names are relative to the block.
+    """
     if config.stateful is not None and config.keeps_state(layer):
         return _prefixed(config.stateful.prefix, _stateful(config.stateful, config.hidden_size))
     attention, specs = config.attention, TensorSpecs()
@@ -188,7 +192,10 @@ def _stateful(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size: int) ->
 def expert_tensors(
     config: ExpertsConfig, hidden_size: int, prefix: str = "", linear_tensors: LinearTensors = plain_tensors
 ) -> TensorSpecs:
-    """Return the tensors of the experts of a block. ``prefix``: of their names."""
+    """Return the tensors of the router, the experts and the shared expert of a block.
+
+    ``prefix``: the beginning of their names.
+    """
     num_experts, inner, router = config.num_experts, config.inner_size, config.router
     linears = [LinearShape(f"{prefix}{router.name}", num_experts, hidden_size, router.has_bias)]
     if (shared := config.shared) is not None:
@@ -200,25 +207,28 @@ def expert_tensors(
     shapes: dict[str, tuple[int, ...]] = {}
     if router.has_choice_bias:
         shapes[f"{router.name}.{CHOICE_BIAS}"] = (num_experts,)
-    packed: TensorSpecs = {}
-    gate_up, down = config.names[-2:]
+    mxfp4_specs: TensorSpecs = {}
     if config.stored == "separate":
         gate, up, down = config.names
         for expert in range(num_experts):
             shapes |= {f"experts.{expert}.{name}.weight": (inner, hidden_size) for name in (gate, up)}
             shapes[f"experts.{expert}.{down}.weight"] = hidden_size, inner
-    elif config.stored == "packed":
-        shapes |= {gate_up: (num_experts, 2 * inner, hidden_size), down: (num_experts, hidden_size, inner)}
     else:
-        shapes |= {f"{gate_up}_bias": (num_experts, 2 * inner), f"{down}_bias": (num_experts, hidden_size)}
-    if config.stored == "interleaved":
-        shapes |= {gate_up: (num_experts, hidden_size, 2 * inner), down: (num_experts, inner, hidden_size)}
-    elif config.stored == "mxfp4":
-        for name, rows, columns in ((gate_up, 2 * inner, hidden_size), (down, hidden_size, inner)):
-            scales = num_experts, rows, columns // MXFP4_BLOCK
-            packed[f"{name}_blocks"] = TensorSpec((*scales, MXFP4_BLOCK // 2), "U8", per_element=2, is_converted=True)
-            packed[f"{name}_scales"] = TensorSpec(scales, "U8", per_element=0, is_converted=True)
-    specs = {name: TensorSpec(shape) for name, shape in shapes.items()} | packed
+        gate_up, down = config.names
+        if config.stored == "packed":
+            shapes |= {gate_up: (num_experts, 2 * inner, hidden_size), down: (num_experts, hidden_size, inner)}
+        else:
+            shapes |= {f"{gate_up}_bias": (num_experts, 2 * inner), f"{down}_bias": (num_experts, hidden_size)}
+        if config.stored == "interleaved":
+            shapes |= {gate_up: (num_experts, hidden_size, 2 * inner), down: (num_experts, inner, hidden_size)}
+        elif config.stored == "mxfp4":
+            for name, rows, columns in ((gate_up, 2 * inner, hidden_size), (down, hidden_size, inner)):
+                scales = num_experts, rows, columns // MXFP4_BLOCK
+                mxfp4_specs[f"{name}_blocks"] = TensorSpec(
+                    (*scales, MXFP4_BLOCK // 2), "U8", per_element=2, is_converted=True
+                )
+                mxfp4_specs[f"{name}_scales"] = TensorSpec(scales, "U8", per_element=0, is_converted=True)
+    specs = {name: TensorSpec(shape) for name, shape in shapes.items()} | mxfp4_specs
     return _linears(linears, linear_tensors) | _prefixed(prefix, specs)
 
 

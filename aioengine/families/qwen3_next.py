@@ -19,7 +19,8 @@ _MAX_HEAD: Final = 128
 class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
     """The base class of families with gated delta nets, and gated attention with partial rotary embedding.
 
-    By default, every ``full_attention_interval``-th layer has attention, and the others have a delta net.
+    By default, every ``full_attention_interval``-th layer has attention, and the others have a delta net. ``config``
+    copies attributes with the names of ``DecoderConfig`` fields, such as ``delta_net``.
 
     Attributes:
         is_grouped: see ``DeltaNetConfig``.
@@ -31,7 +32,7 @@ class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
     is_grouped: ClassVar[bool] = True
     limits: ClassVar[Mapping[str, tuple[int, int]]] = {
         "full_attention_interval": (1, 2**14),
-        "linear_conv_kernel_dim": (2, _MAX_HEAD),
+        "linear_conv_kernel_dim": (2, 128),
         "linear_key_head_dim": (1, _MAX_HEAD),
         "linear_value_head_dim": (1, _MAX_HEAD),
         "linear_num_value_heads": (1, 2**14),

@@ -46,7 +46,7 @@ class GatedDeltaNet(Mixer):
         self._sizes = config.num_channels, values, num_heads, num_heads
         self.parts = ("", self._input), ("norm.", self._norm), ("", self._output)
 
-    def tensors(self) -> dict[str, Target]:
+    def own_weights(self) -> dict[str, Target]:
         return {
             "conv1d.weight": Target(self._filter.unsqueeze(1)),
             "A_log": Target(self._log_rate),

@@ -27,7 +27,7 @@ class EmbeddingTable(Layer):
         self._batch_invariant = placement.batch_invariant
         self._head: Matmul | None = None
 
-    def tensors(self) -> dict[str, Target]:
+    def own_weights(self) -> dict[str, Target]:
         return {"weight": Target(self.weight)}
 
     def __call__(self, input_ids: Tensor) -> Tensor:

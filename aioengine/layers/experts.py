@@ -45,7 +45,7 @@ class ExpertRouter(Layer):
         if router.has_choice_bias:
             self._bias = torch.empty(config.num_experts, dtype=torch.float32, device=placement.device)
 
-    def tensors(self) -> dict[str, Target]:
+    def own_weights(self) -> dict[str, Target]:
         return {} if self._bias is None else {f"{self._config.name}.{CHOICE_BIAS}": Target(self._bias)}
 
     def __call__(self, x: Tensor) -> ChosenExperts:
@@ -77,11 +77,12 @@ class SparseMLP(Layer):
         self._batch_invariant = placement.batch_invariant
         self._router = ExpertRouter(hidden_size, config, placement)
         self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, placement)
+        # Open for loading: ``_tensors`` is set. Otherwise ``_experts`` has the weights for the kernels.
         self._tensors: ExpertTensors | None = expert_tensors.empty(config, hidden_size, placement)
         self._experts: Experts | None = None
         self.parts = ("", self._router), ("", self._shared)
 
-    def tensors(self) -> dict[str, Target]:
+    def own_weights(self) -> dict[str, Target]:
         assert self._tensors is not None, "the layer is not open for loading"
         return {name: Target(tensor) for name, tensor in self._tensors.tensors.items()}
 

@@ -161,7 +161,7 @@ class HeadNorms(Layer):
         if config.extent == "head" and isinstance(query_norm, RMSNorm) and isinstance(key_norm, RMSNorm):
             self.fused = query_norm.weight, key_norm.weight, query_norm.epsilon
 
-    def tensors(self) -> dict[str, Target]:
+    def own_weights(self) -> dict[str, Target]:
         targets: dict[str, Target] = {}
         for name, norm, num_heads in zip(self._config.names, self._norms, self._num_heads, strict=True):
             names = self._config.parts(name, num_heads)

@@ -95,7 +95,7 @@ class LatentAttention(Mixer):
             ("", self._output),
         )
 
-    def tensors(self) -> dict[str, Target]:
+    def own_weights(self) -> dict[str, Target]:
         return {"kv_b_proj.weight": Target(self._expansion.flatten(0, 1))}
 
     def finish_loading(self) -> None:

@@ -21,8 +21,8 @@ class Layer:
     is_adaptable: bool = True
     parts: Sequence[tuple[str, Layer | None]] = ()
 
-    def tensors(self) -> dict[str, Target]:
-        """Map tensor names to targets, for the tensors that are not in ``parts``."""
+    def own_weights(self) -> dict[str, Target]:
+        """Map tensor names to targets, without the tensors of ``parts``."""
         return {}
 
     def weights(self, prefix: str = "") -> dict[str, Target]:
@@ -30,7 +30,7 @@ class Layer:
 
         Valid until ``finish_loading``, and again after ``open_for_loading``.
         """
-        targets = {f"{prefix}{name}": target for name, target in self.tensors().items()}
+        targets = {f"{prefix}{name}": target for name, target in self.own_weights().items()}
         for part_prefix, part in self.parts:
             if part is not None:
                 targets |= part.weights(f"{prefix}{part_prefix}")

@@ -118,7 +118,7 @@ class Linear(Layer):
             self._tensors = self._format.empty(self._spec)
         return super().weights(prefix)
 
-    def tensors(self) -> dict[str, Target]:
+    def own_weights(self) -> dict[str, Target]:
         assert self._is_open, "the layer is not open for loading"
         return {
             f"{part}.{name}": Target(self._as_stored(piece), self._source(part, name, piece))

@@ -43,7 +43,7 @@ class Mamba(Mixer):
         self.parts = ("", self._input), ("norm.", self._norm), ("", self._output)
         self._in_blocks = not placement.batch_invariant and placement.dtype != torch.float32
 
-    def tensors(self) -> dict[str, Target]:
+    def own_weights(self) -> dict[str, Target]:
         targets = {
             "conv1d.weight": Target(self._filter.unsqueeze(1)),
             "A_log": Target(self._weights.log_rate),

@@ -47,7 +47,7 @@ class RMSNorm(Layer):
         self._offset, self._order = offset, order
         self._loaded = torch.empty_like(self.weight) if offset or order is not None else self.weight
 
-    def tensors(self) -> dict[str, Target]:
+    def own_weights(self) -> dict[str, Target]:
         return {"weight": Target(self._loaded)}
 
     def finish_loading(self) -> None:
@@ -73,7 +73,7 @@ class LayerNorm(Layer):
         self._bias = placement.empty(size) if bias else None
         self._epsilon = epsilon
 
-    def tensors(self) -> dict[str, Target]:
+    def own_weights(self) -> dict[str, Target]:
         targets = {"weight": Target(self._weight)} if self._has_weight else {}
         return targets if self._bias is None else {**targets, "bias": Target(self._bias)}
 

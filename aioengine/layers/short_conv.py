@@ -30,7 +30,7 @@ class ShortConv(Mixer):
         self._bias = placement.empty(hidden_size) if config.has_bias else None
         self.parts = ("", self._input), ("", self._output)
 
-    def tensors(self) -> dict[str, Target]:
+    def own_weights(self) -> dict[str, Target]:
         targets = {"conv.weight": Target(self._filter.unsqueeze(1))}
         return targets if self._bias is None else {**targets, "conv.bias": Target(self._bias)}
 

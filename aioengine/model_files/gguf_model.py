@@ -60,7 +60,10 @@ _READ: Final = (
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
 )
+"""Other keys that are used or checked below."""
+
 _REQUIRED: Final = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+"""Keys that every file has."""
 
 _NAMES: Final = {
     "token_embd": "model.embed_tokens",
@@ -78,6 +81,8 @@ _NAMES: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+"""llama.cpp's tensor names -> names in a model folder. Names in a block are without their prefixes."""
+
 _BLOCK: Final = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias)")
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -112,7 +117,7 @@ def config_of(header: Header, file: BinaryIO) -> dict[str, object]:
     if architecture == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
-    _check_heads(architecture, own, config)
+    _set_head_size(architecture, own, config)
     if (rope := _rope(architecture, own, tensors.get(_ROPE_FACTORS), file)) is not None:
         config["rope_scaling"] = rope
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
@@ -136,7 +141,8 @@ def tensors_of(header: Header) -> dict[str, tuple[TensorInfo, int]]:
     tensors: dict[str, tuple[TensorInfo, int]] = {}
     for info in header.tensors:
         stem, _, suffix = info.name.rpartition(".")
-        name, heads = f"{_NAMES[stem]}.{suffix}" if stem in _NAMES else info.name, 0
+        name = f"{_NAMES[stem]}.{suffix}" if stem in _NAMES else info.name
+        heads = 0
         if (match := _BLOCK.fullmatch(info.name)) is not None and match[2] in _NAMES:
             name = f"model.layers.{int(match[1])}.{_NAMES[match[2]]}.{match[3]}"
             heads = num_heads.get(match[2], 0)
@@ -194,7 +200,7 @@ def _check_known(architecture: str, own: Mapping[str, Scalar]) -> None:
             raise ValueError(f"{shown} {checks.shown(value)} is not implemented; what works: {allowed}")
 
 
-def _check_heads(architecture: str, own: Mapping[str, Scalar], config: dict[str, object]) -> None:
+def _set_head_size(architecture: str, own: Mapping[str, Scalar], config: dict[str, object]) -> None:
     """Set ``head_dim``. Raise ValueError if values differ from keys in size, or only a part of a head is rotated."""
     hidden, heads = own["embedding_length"], own["attention.head_count"]
     rotated = own.get("rope.dimension_count")
@@ -255,7 +261,9 @@ def _llama3(own: Mapping[str, Scalar], info: TensorInfo, file: BinaryIO) -> dict
     is_usual = 1 < scaling["factor"] < 1e6 and isinstance(theta, float) and 1 < theta < math.inf
     expected = _llama3_factors(scaling["factor"], float(theta), len(factors)) if is_usual else ()
     if not is_usual or not all(map(partial(math.isclose, rel_tol=1e-4), factors, expected)):
-        raise ValueError(f"the factors in {_ROPE_FACTORS} are not implemented; what works: Llama 3.1 to 3.3")
+        raise ValueError(
+            f"the factors in {_ROPE_FACTORS} are not implemented; what works: the factors of Llama 3.1 to 3.3"
+        )
     return {"rope_type": "llama3", **scaling}
 
 

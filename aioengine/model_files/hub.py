@@ -31,7 +31,7 @@ def download(
     argument: str = "model_path",
     configs_only: bool = False,
 ) -> str:
-    """Download the files of a model or tokenizer that are not in the hub's cache. Return the local folder.
+    """Download the files of a model or tokenizer that are not in the local cache. Return the local folder.
 
     Args:
         argument: the constructor's argument that names the model.
@@ -44,8 +44,8 @@ def download(
     from huggingface_hub import errors
 
     # Our own threads download the files: the threads of snapshot_download keep the program from exiting after
-    # Ctrl-C until all files are complete. It only lists the missing files, and returns the folder at the end.
-    find: Callable[..., Any] = partial(
+    # Ctrl-C until all files are complete. ``snapshot_download`` only lists the missing files, and returns the folder.
+    snapshot: Callable[..., Any] = partial(
         huggingface_hub.snapshot_download,  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
         name,
         revision=revision,
@@ -58,14 +58,14 @@ def download(
             name, file.filename, revision=file.commit_hash, cache_dir=download_dir
         )
 
-    with _errors_named(argument, name, revision, cache=download_dir or huggingface_hub.constants.HF_HUB_CACHE):
+    with _as_value_errors(argument, name, revision, cache=download_dir or huggingface_hub.constants.HF_HUB_CACHE):
         with suppress(errors.DryRunError):  # the hub cannot be reached, but the cache may have all files
             with _bars(are_shown=False):
-                files: list[huggingface_hub.DryRunFileInfo] = find(dry_run=True)
+                files: list[huggingface_hub.DryRunFileInfo] = snapshot(dry_run=True)
             with _bars(are_shown=progress):
                 _call_in_threads(fetch, [file for file in files if file.will_download])
         with _bars(are_shown=False):
-            folder: str = find()
+            folder: str = snapshot()
             return folder
 
 
@@ -78,7 +78,7 @@ def weight_shapes(name: str, *, revision: str | None) -> dict[str, tuple[int, ..
     from huggingface_hub import errors
 
     try:
-        with _errors_named("model_path", name, revision, cache=None), _bars(are_shown=False):
+        with _as_value_errors("model_path", name, revision, cache=None), _bars(are_shown=False):
             metadata = huggingface_hub.HfApi().get_safetensors_metadata(name, revision=revision)
     except errors.NotASafetensorsRepoError as error:
         raise ValueError(f"the hub's model {name!r} has no *.safetensors files; other formats are not read") from error
@@ -89,7 +89,7 @@ def weight_shapes(name: str, *, revision: str | None) -> dict[str, tuple[int, ..
 
 
 @contextmanager
-def _errors_named(argument: str, name: str, revision: str | None, *, cache: str | None) -> Generator[None]:
+def _as_value_errors(argument: str, name: str, revision: str | None, *, cache: str | None) -> Generator[None]:
     """Convert errors of the hub to ValueErrors with a remedy.
 
     ``cache``: the folder of downloads in which the model was searched; None if only the hub was asked.
@@ -108,7 +108,7 @@ def _errors_named(argument: str, name: str, revision: str | None, *, cache: str 
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, http, OSError) as error:
         tried = _not_here(argument, name)
         if cache is not None:
-            tried += f", the cache {cache!r} lacks files of the hub's model of this name"
+            tried += f", the cache {cache!r} does not have all files of the hub's model of this name"
         if constants.HF_HUB_OFFLINE:
             raise ValueError(
                 f"{tried}, and HF_HUB_OFFLINE is set, so the hub was not asked for the model's files; unset it, or "

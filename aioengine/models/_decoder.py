@@ -97,7 +97,7 @@ class DecoderModel(TextModel):
             ("", self._head),
         )
 
-    def tensors(self) -> dict[str, Target]:
+    def own_weights(self) -> dict[str, Target]:
         names, attention = self._config.names, self._config.block.attention
         return {
             f"{names.block(layer)}{attention}sinks": Target(sinks)

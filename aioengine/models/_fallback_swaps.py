@@ -318,7 +318,7 @@ def find_norm(module: nn.Module, x: Tensor, placement: Placement) -> RMSNorm | N
     for scales_in_fp32, offset in ((False, 0.0), (True, 0.0), (True, 1.0)):
         on_host = replace(placement, device=torch.device("cpu"))
         norm = RMSNorm(size, epsilon, on_host, scales_in_fp32=scales_in_fp32, offset=offset)
-        norm.tensors()["weight"].tensor.copy_(trial_weight)
+        norm.own_weights()["weight"].tensor.copy_(trial_weight)
         norm.finish_loading()
         if _agree(expected, norm(rows[0])[None]):
             return RMSNorm(size, epsilon, placement, scales_in_fp32=scales_in_fp32, offset=offset)

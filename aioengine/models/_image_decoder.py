@@ -43,10 +43,10 @@ class ImageDecoder(DecoderModel):
         self._device = options.device
         self._tower = _tower(raw, options)
 
-    def tensors(self) -> dict[str, Target]:
+    def own_weights(self) -> dict[str, Target]:
         renamed = self._towers_config.renamed
         parameters = {f"model.{name}": parameter for name, parameter in self._tower.named_parameters()}
-        return super().tensors() | {
+        return super().own_weights() | {
             new_name(name, renamed): Target(parameter.data) for name, parameter in parameters.items()
         }
 

@@ -87,7 +87,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         max_positions=settings.model.context_length,
         batch_invariant=settings.runner.batch_invariant,
     )
-    with memory.take("the weights", advice=advice, need=_weights_bytes(settings, options)), torch.no_grad():
+    with memory.record("the weights", advice=advice, need=_weights_bytes(settings, options)), torch.no_grad():
         model = _model(settings, options)
         if device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
             _compile_sampling(model, vocab_size, settings.runner.logprobs_mode)
@@ -114,7 +114,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
             settings, scheduler=scheduler, runner=replace(settings.runner, cuda_graph_max_rows=graph_rows)
         )
     times.end("largest_step")
-    with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
+    with memory.record("the KV pool and attention's workspace", advice=_LESS_POOL):
         page_size = settings.memory.page_size
         kv_pool = KVPool(shape, num_pages=pool.num_pages, page_size=page_size, dtype=kv_dtype, device=device)
         attention = choice.build(shape, kv_pool.tensors)
@@ -152,7 +152,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     for package in ("torch", "triton", "flashinfer-python"):
         with suppress(metadata.PackageNotFoundError):
             facts[f"{package.removesuffix('-python')}_version"] = metadata.version(package)
-    with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
+    with memory.record("CUDA graphs", advice=_LESS_GRAPHS):
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
             warm_up_device(runner, parts, report=report, times=times)
@@ -172,7 +172,7 @@ def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype
     if not isinstance(model, AdaptableModel):
         raise ValueError("enable_lora: this model does not support LoRA adapters; decoders do, such as llama")
     need = slots_bytes(model.linears(), lora, dtype)
-    with memory.take("the LoRA adapter slots", advice=_LESS_ADAPTERS, need=need):
+    with memory.record("the LoRA adapter slots", advice=_LESS_ADAPTERS, need=need):
         return AdapterPool(
             model.linears(), lora, dtype=dtype, device=memory.device, batch_invariant=settings.runner.batch_invariant
         )
@@ -239,7 +239,7 @@ class AttentionChoice:
     warning: str = ""
 
     def build(self, shape: AttentionShape, kv_pools: list[Tensor]) -> AttentionBackend:
-        """Build the backend for the pools [L, 1 or 2, N, K, S, E] of the layer groups."""
+        """Build the backend for the pools [L, 1 or 2, N, K, S, E] of ``AttentionShape.groups``."""
         backend = _mixed.build(plugins.load("attention", self.name), shape, kv_pools)
         return _image_attention.build(backend, shape, kv_pools) if shape.has_bidirectional_images else backend
 

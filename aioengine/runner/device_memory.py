@@ -1,6 +1,6 @@
 """Device memory: usage by purpose, the size of the KV pool, and the errors if memory is short.
 
-The memory of a step beside weights and pool is measured, so that steps never run out of memory.
+The memory of a step, in addition to weights and pool, is measured, so that steps never run out of memory.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.taken: dict[str, int] = {}
+        self.recorded: dict[str, int] = {}
 
     @contextmanager
-    def take(self, purpose: str, *, advice: str, need: int | None = None) -> Iterator[None]:
-        """Record the memory that the body allocates under ``purpose``. need: its bytes, if known, for the message.
+    def record(self, purpose: str, *, advice: str, need: int | None = None) -> Iterator[None]:
+        """Record, under ``purpose``, the memory that the body allocates. need: its bytes, if known, for the message.
 
         Raises:
             ValueError: not enough memory. The message has the free memory, the memory of this engine and of other
@@ -83,12 +83,12 @@ class DeviceMemory:
             message = f"not enough GPU memory for {purpose}{needed}: {cause}. {self.describe()}. {advice}"
             raise ValueError(message) from None
         torch.cuda.synchronize(self.device)
-        self.taken[purpose] = torch.cuda.memory_reserved(self.device) - before
+        self.recorded[purpose] = torch.cuda.memory_reserved(self.device) - before
 
     def pool_budget(self, model: Model, settings: Settings, adapters: AdapterPool | None) -> PoolBudget:
         """Return the memory for the KV pool and states, after the weights and the adapter slots are allocated.
 
-        It is a share of all memory, or all free memory for a pool of a requested size.
+        If the size of the pool was requested, it is all free memory, else the part that ``mem_fraction_static`` allows.
         """
         limits = settings.scheduler
         fraction = settings.memory.mem_fraction_static if settings.memory.num_pages is None else None
@@ -98,14 +98,14 @@ class DeviceMemory:
             explanation = f"{format_bytes(free)} are free" + (f", and {limit} of it may be used" if limit else "")
             return PoolBudget(int(free * (1.0 if fraction is None else fraction)), explanation)
         advice = "Lower chunked_prefill_size or max_running_requests"
-        with self.take("a step of the largest size", advice=advice):
+        with self.record("a step of the largest size", advice=advice):
             peak = peak_memory(model, self.device, limits, adapters)
         steps = with_margin(peak)
         reserved = reserved_bytes(peak, max_running=limits.max_running, vocab_size=model.vocab_size)
         num_captured = longest_graph(settings, model.num_active)
         reserved += captured_bytes(model, num_captured) + steps * num_captured // limits.max_step_tokens
         if isinstance(model, VisionModel):  # the vision tower runs before the step, in the same memory
-            with self.take("the largest image", advice="Lower context_length, which limits the images of a prompt"):
+            with self.record("the largest image", advice="Lower context_length, which limits the images of a prompt"):
                 image_tokens = min(settings.model.context_length, MAX_IMAGE_TOKENS)
                 peak, feature_bytes = image_memory(model, self.device, image_tokens)
             reserved += max(with_margin(peak) - steps, 0) + feature_bytes + GPU_FEATURE_BYTES
@@ -125,7 +125,7 @@ class DeviceMemory:
             text = f"{name} has {format_bytes(total)}, {format_bytes(free)} free"
         except RuntimeError:
             text = "CUDA itself is out of memory"
-        own = [f"{purpose} {format_bytes(size)}" for purpose, size in self.taken.items() if size]
+        own = [f"{purpose} {format_bytes(size)}" for purpose, size in self.recorded.items() if size]
         if own:
             text += f"; used by this engine: {', '.join(own)}"
         processes = other_processes(self.device)
@@ -138,7 +138,7 @@ class DeviceMemory:
         free, total = torch.cuda.mem_get_info(self.device)
         return {
             "device_name": torch.cuda.get_device_name(self.device),
-            "graphs_bytes": self.taken.get("CUDA graphs", 0),
+            "graphs_bytes": self.recorded.get("CUDA graphs", 0),
             "free_bytes": free,
             "total_bytes": total,
         }
@@ -159,8 +159,8 @@ class NoAttention:
 
 
 def captured_bytes(model: Model, num_tokens: int) -> int:
-    """Return the memory of the buffers of q, k, v, attention output and input embeddings that all graphs of steps with
-    prompts share. They also share the intermediate tensors of the largest step, of ``num_tokens`` tokens.
+    """Return the bytes of the buffers that all graphs of steps with prompts share: q, k, v, attention output and input
+    embeddings of ``num_tokens`` tokens. ``pool_budget`` adds the intermediate tensors, which they share too.
     """
     shape = model.attention_shape
     token_size = shape.num_input_heads * shape.query_size
@@ -170,14 +170,15 @@ def captured_bytes(model: Model, num_tokens: int) -> int:
 
 @torch.inference_mode()
 def peak_memory(model: Model, device: torch.device, limits: SchedulerSettings, adapters: AdapterPool | None) -> int:
-    """Measure the bytes of the largest step beside weights and pool, with the fp32 logits of ``SAMPLED_ROWS`` rows,
-    without the token counts of penalties.
+    """Measure the bytes of the largest step, in addition to weights and pool: with the fp32 logits of ``SAMPLED_ROWS``
+    rows, without the token counts of penalties.
 
     Raises:
         torch.OutOfMemoryError: the step does not fit.
     """
     attention = NoAttention(model.attention_shape)
-    with compile_only():  # warm up: one-time allocations of kernels and libraries are not part of a step
+    # Compile Triton kernels and run torch's operations once: both allocate memory that is not part of a step.
+    with compile_only():
         for num_rows in _WARMUP_ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
             model.compute_logits(model.forward(model_inputs(model, ids, ids), attention))
@@ -232,10 +233,10 @@ def other_processes(device: torch.device) -> list[str]:
         output = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True).stdout
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return []
-    return listed_processes(output, os.getpid())
+    return parse_processes(output, os.getpid())
 
 
-def listed_processes(output: str, own_pid: int) -> list[str]:
+def parse_processes(output: str, own_pid: int) -> list[str]:
     """Parse lines "pid, path, MiB" of nvidia-smi."""
     processes: list[str] = []
     for line in output.splitlines():
@@ -257,7 +258,7 @@ def kv_cache_of(shape: AttentionShape) -> KVCache:
     """Return the sizes of the KV cache of a model."""
     return KVCache(
         num_layers=shape.num_kv_layers,
-        numbers=shape.num_sides * shape.num_kv_heads * shape.head_size,
+        layer_elements=shape.num_sides * shape.num_kv_heads * shape.head_size,
         windows=shape.windows if shape.is_causal else (),
     )
 

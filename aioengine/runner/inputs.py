@@ -1,7 +1,7 @@
 """Build the tensors of a step from the rows of a plan, by operations on columns.
 
-T packed tokens of the step, R rows, P pages of the longest row, G layer groups with separate page tables, D model size,
-N extra output tokens, X rows whose last token only the device has.
+T packed tokens of the step, R rows, P pages of the longest row, G page groups, D model size, N extra output tokens,
+X rows whose last token only the device has.
 """
 
 from __future__ import annotations

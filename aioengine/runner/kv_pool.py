@@ -38,12 +38,11 @@ class KVPool:
 
     A bidirectional model has no KV cache: its pages have no memory.
 
-    If layer groups have separate page tables, they share the memory: a page contains some positions of one group, and
-    has the size for the largest group.
+    Page groups share the memory: a page contains some positions of one group, and has the size for the largest group.
 
     Attributes:
         num_pages: pages for requests; the tensors have the padding page before them.
-        groups: layer groups with separate page tables; None: all layers share one page table.
+        groups: the page groups; None: all layers share one page table.
         tensors: one for each of ``AttentionShape.groups``, in the layout of ``attention._base.kv_pool_shape``.
     """
 

@@ -101,7 +101,7 @@ class ModelRunner:
         vocab_size = self._vocab_size = min(parts.vocab_size, num_embeddings)
         self._custom = CustomProcessors(settings.runner.logits_processors, vocab_size=vocab_size)
         processors = logits_processors.in_order([self._custom])
-        # Pages of the longest request. Steps in flight never compute positions after the context length. With layer
+        # Pages of the longest request. Steps in flight never compute positions after the context length. With page
         # groups, a request frees pages, so over time it may have more pages than the pool.
         num_pages = -(-settings.model.context_length // pool.page_size)
         if pool.groups is None:
@@ -121,7 +121,7 @@ class ModelRunner:
         )
         processor = self._sampler if settings.runner.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processor)
-        self._states = HiddenStates(self._table.upload)
+        self._hidden_states = HiddenStates(self._table.upload)
         self._pooler = Pooler(parts.model, settings.model.pooling.kind, self._table.upload)
         self._graphs: DecodeGraphs | None = None
         self.prompt_graphs: PieceGraphs | EncoderGraphs | None = None
@@ -176,7 +176,7 @@ class ModelRunner:
                 pooled = self._pooler.rows(plan, rows.requests)
         values = Readback(self._compute(rows, sampled, pooled))
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
-        states = self._states.take() if self._table.num_with_states else None
+        hidden_states = self._hidden_states.take() if self._table.num_with_hidden_states else None
         self._inputs.take_snapshots(plan.snapshots, rows)
         ticket = self._newest = Ticket(
             with_outputs,
@@ -185,7 +185,7 @@ class ModelRunner:
             values,
             failed,
             logprobs,
-            states,
+            hidden_states,
             pooled,
         )
         if self._table.num_with_grammar:
@@ -203,8 +203,8 @@ class ModelRunner:
             self._constrained.finish()
         values = ticket.values.wait()
         extras, invalid = ([], set[int]()) if ticket.logprobs is None else ticket.logprobs.extras()
-        if ticket.states is not None:
-            extras += ticket.states.extras()
+        if ticket.hidden_states is not None:
+            extras += ticket.hidden_states.extras()
         if ticket.pooled is not None:
             extras += ticket.pooled.extras()
         if ticket.constrained:
@@ -277,7 +277,7 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
         self._constrained.finish()
-        hidden = self._last_states(rows)
+        hidden = self._last_hidden(rows)
         if pooled is not None:
             self._pooler.pool(hidden, pooled)
         if len(sampled) == len(rows.requests):
@@ -293,19 +293,19 @@ class ModelRunner:
         token_ids = self._sample(hidden[sampled_rows], self._table.sampled(sampled, row_indices, positions))
         return torch.cat([token_ids, other_values])
 
-    def _last_states(self, rows: StepRows) -> Tensor:
-        """Run forward without a decode graph. Return the states [R, D] from which rows are sampled or pooled. Collects
-        the requested hidden states and logprobs of prompts.
+    def _last_hidden(self, rows: StepRows) -> Tensor:
+        """Run forward without a decode graph. Return the hidden states [R, D] from which rows are sampled or pooled.
+        Collect the requested hidden states and logprobs of prompts.
         """
         prompts = self._logprobs.find_prompts(rows) if self._table.num_with_logprobs else None
-        states = self._states.find_prompts(rows) if self._table.num_with_states else None
+        hidden_states = self._hidden_states.find_prompts(rows) if self._table.num_with_hidden_states else None
         num_outputs = self._num_padded(len(rows.requests))
         graphs = self.prompt_graphs
         encoder_step = None
         if isinstance(graphs, EncoderGraphs) and self._table.adapters.slots(rows.row_indices) is None:
             encoder_step = graphs.find(len(rows.requests), int(rows.token_ends[-1]))
         with part("prepare"):
-            extra_outputs = [extra.token_indices for extra in (states, prompts) if extra is not None]
+            extra_outputs = [extra.token_indices for extra in (hidden_states, prompts) if extra is not None]
             inputs, batch = self._inputs.build(
                 self._model,
                 rows,
@@ -329,11 +329,11 @@ class ModelRunner:
             with part("prepare"):
                 self._attention.prepare(batch)
             hidden = self._model.forward(inputs, self._attention)
-        num_states = 0 if states is None else len(states.token_indices)
-        if states is not None:
-            self._states.add_prompts(hidden[num_outputs : num_outputs + num_states], states)
+        num_hidden = 0 if hidden_states is None else len(hidden_states.token_indices)
+        if hidden_states is not None:
+            self._hidden_states.add_prompts(hidden[num_outputs : num_outputs + num_hidden], hidden_states)
         if prompts is not None:
-            self._logprobs.add_prompts(hidden[num_outputs + num_states :], prompts)
+            self._logprobs.add_prompts(hidden[num_outputs + num_hidden :], prompts)
         return self._pooler.states(hidden, rows)
 
     def _num_padded(self, num_rows: int) -> int:
@@ -352,21 +352,21 @@ class ModelRunner:
             return self._draw(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
         if self._table.num_with_logprobs:
             self._logprobs.add_sampled(graphs.logits(step), sampled, step.token_ids, step.order)
-        if self._table.num_with_states:
-            self._states.add_sampled(step.hidden, sampled)
+        if self._table.num_with_hidden_states:
+            self._hidden_states.add_sampled(step.hidden, sampled)
         return step.token_ids
 
     def _draw(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor | None:
         """Return ``_sample`` [S]; None: it is deferred, because masks depend on tokens that are not known yet."""
         draw = partial(self._sample, hidden, rows, logits)
-        has_extras = self._table.num_with_logprobs or self._table.num_with_states
+        has_extras = self._table.num_with_logprobs or self._table.num_with_hidden_states
         return self._constrained.draw(rows, draw, max_rows=SAMPLED_ROWS, is_urgent=bool(has_extras))
 
     def _sample(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor:
         """Sample token ids [S] from hidden states [S, D], and store them. logits: [>= S, V] if already computed."""
         num_rows = len(hidden)
-        if self._table.num_with_states:
-            self._states.add_sampled(hidden, rows)
+        if self._table.num_with_hidden_states:
+            self._hidden_states.add_sampled(hidden, rows)
         if logits is None:
             num_missing = self._num_padded(num_rows) - num_rows
             padded = functional.pad(hidden, (0, 0, 0, num_missing)) if num_missing else hidden

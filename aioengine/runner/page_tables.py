@@ -1,6 +1,6 @@
 """The page tables of open requests.
 
-R rows of a step, P pages of the longest row, G layer groups with separate page tables.
+R rows of a step, P pages of the longest row, G page groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PageTables:
         tables: [G, max_rows, max_row_pages] int32 on the host, page ids in the pool. The first ``counts`` pages of a
             row are its own; the rest is the padding page.
         counts: [max_rows] int64 on the host.
-        groups: the layer groups; None: all layers share one page table, and no pages are freed early.
+        groups: the page groups; None: all layers share one page table, and no pages are freed early.
     """
 
     def __init__(self, *, max_rows: int, max_row_pages: int, groups: PageGroups | None = None) -> None:

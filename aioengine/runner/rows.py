@@ -75,8 +75,8 @@ class RowTable:
         sampling: [max_rows] of SAMPLING_RECORD.
         num_opened: number of requests opened so far. While it is unchanged, rows belong to the same requests.
         num_pooled: number of open requests of kind POOL.
-        num_with_grammar, num_with_logprobs, num_with_states: number of open requests with a grammar, with logprobs,
-            with hidden states.
+        num_with_grammar, num_with_logprobs, num_with_hidden_states: number of open requests with a grammar, with
+            logprobs, with hidden states.
         num_with_embeds: number of open requests whose prompt embeddings are not all computed.
         adapters: the adapter slot of each row.
         images: the images of open requests; None: the model reads no images.
@@ -103,7 +103,7 @@ class RowTable:
         self.num_pooled = 0
         self.num_with_grammar = 0
         self.num_with_logprobs = 0
-        self.num_with_states = 0
+        self.num_with_hidden_states = 0
         self.num_with_embeds = 0
         self.images = images
         self.adapters = RowAdapters(max_rows, adapters)
@@ -139,7 +139,7 @@ class RowTable:
         self.num_opened += 1
         self.num_pooled += request.is_pooled
         self.num_with_grammar += sampling.grammar is not None
-        self.num_with_states += bool(sampling.hidden_states)
+        self.num_with_hidden_states += bool(sampling.hidden_states)
         self.adapters.open(row_index, opened.adapter_slot)
         if sampling.has_penalties and self.last_tokens.is_cuda:
             request.token_ids = opened.token_ids
@@ -170,7 +170,7 @@ class RowTable:
             self.num_pooled -= request.is_pooled
             self.num_with_grammar -= request.sampling.grammar is not None
             self.num_with_logprobs -= request.logprobs is not None
-            self.num_with_states -= bool(request.sampling.hidden_states)
+            self.num_with_hidden_states -= bool(request.sampling.hidden_states)
             self.num_with_embeds -= request.embeds is not None
             if self.images is not None:
                 self.images.close(uid, request.row_index)

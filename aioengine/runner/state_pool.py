@@ -25,8 +25,8 @@ def _num_blocks(num_tokens: int, num_rows: int) -> int:
     return num_tokens // BLOCK_TOKENS + num_rows
 
 
-def first_rows(states: StepStates, num_tokens: int, num_rows: int) -> StepStates:
-    """Return views of ``StatePool.padded`` for fewer rows and tokens."""
+def states_for_graph(states: StepStates, num_tokens: int, num_rows: int) -> StepStates:
+    """Return views of ``StatePool.padded`` for a graph of ``num_tokens`` tokens and ``num_rows`` rows."""
     slots, starts, ends, blocks = states.rows
     assert blocks is not None
     most = _num_blocks(num_tokens, num_rows)

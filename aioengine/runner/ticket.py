@@ -25,7 +25,7 @@ class Ticket:
         sampled: uids of the computed rows that sample. without_token: uids of the other computed rows.
         values: a token or FAILED for each of ``sampled``, then 0 or FAILED (not finite) for each of ``without_token``.
         failed: uid -> error of rows that were not computed, or whose grammar cannot be followed.
-        logprobs, states, pooled: requested logprobs, hidden states and vectors; None: there are none.
+        logprobs, hidden_states, pooled: requested logprobs, hidden states and vectors; None: there are none.
         constrained: index in ``sampled``, position, request and constraint of each token to follow.
         repeated: uids of the rows whose token was already returned as a forced token.
         forced: uid -> tokens that the grammar forces after the sampled token.
@@ -38,7 +38,7 @@ class Ticket:
     values: Readback
     failed: dict[int, str]
     logprobs: StepLogprobs | None = None
-    states: StepHiddenStates | None = None
+    hidden_states: StepHiddenStates | None = None
     pooled: PooledRows | None = None
     constrained: list[Awaited] = field(default_factory=list["Awaited"])
     repeated: set[int] = field(default_factory=set[int])

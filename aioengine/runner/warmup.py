@@ -170,7 +170,7 @@ class WarmupLimits(NamedTuple):
     """Limits of warm-up steps.
 
     max_rows, max_tokens: of a step. context_length: tokens of a request. num_pages: pages of the pool for each of
-    ``num_groups`` layer groups with separate page tables. samples: False for a model that only computes vectors.
+    ``num_groups`` page groups. samples: False for a model that only computes vectors.
     """
 
     max_rows: int

@@ -1,6 +1,6 @@
 """How an engine divides the memory of a device: the sizes and formulas of ``plan`` and the runner. Torch-free.
 
-Sizes are in bytes; ``numbers`` are elements of the model's dtype.
+Sizes are in bytes, or in elements of the model's dtype if the name says so.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def active_parameters(config: TransformerConfig) -> int:
     return count
 
 
-def step_numbers(config: TransformerConfig) -> int:
+def step_elements(config: TransformerConfig) -> int:
     """Estimate the elements per token that are alive at a time in a step, without logits."""
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size  # q, k, v and the attention output
     is_gated = not isinstance(config, DecoderConfig) or config.mlp.is_gated
@@ -117,23 +117,23 @@ class KVCache(Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_layers: layers with a KV cache.
-        numbers: elements per token in each of these layers.
+        layer_elements: elements per token in each of these layers.
         windows: the window of each of these layers; empty if no layer has one.
     """
 
     num_layers: int
-    numbers: int
+    layer_elements: int
     windows: tuple[int | None, ...] = ()
 
     @property
-    def numbers_per_token(self) -> int:
+    def elements_per_token(self) -> int:
         """Elements per token in all layers."""
-        return self.num_layers * self.numbers
+        return self.num_layers * self.layer_elements
 
     def pages(self) -> tuple[int, tuple[int | None, ...]]:
         """Return the elements per token in a page, and the window of each page group (``PageGroups``)."""
         groups, windows = layer_groups(self.windows)
-        return (len(groups[0]) * self.numbers, windows) if windows else (self.numbers_per_token, (None,))
+        return (len(groups[0]) * self.layer_elements, windows) if windows else (self.elements_per_token, (None,))
 
 
 def kv_cache(config: TransformerConfig, context_length: int) -> KVCache:
@@ -144,7 +144,7 @@ def kv_cache(config: TransformerConfig, context_length: int) -> KVCache:
     windows = tuple(None if window is None or window >= context_length else window for window in config.windows)
     return KVCache(
         num_layers=config.num_layers - num_states if config.is_causal else 0,
-        numbers=sides * config.num_kv_heads * config.head_size,
+        layer_elements=sides * config.num_kv_heads * config.head_size,
         windows=windows if config.is_causal and any(windows) else (),
     )
 
@@ -222,11 +222,11 @@ class PoolDemand(Struct, frozen=True, kw_only=True):
     def of(cls, settings: Settings, cache: KVCache, *, itemsize: int, state_bytes: int) -> PoolDemand:
         """Return the demand of an engine. ``itemsize``: of the dtype of the KV cache."""
         page_size, num_pages = settings.memory.page_size, settings.memory.num_pages
-        numbers, windows = cache.pages()
+        elements, windows = cache.pages()
         return cls(
             num_tokens=None if num_pages is None else num_pages * page_size,
             groups=PageGroups(windows=windows, page_size=page_size, min_tokens=settings.scheduler.min_tokens),
-            page_bytes=numbers * itemsize * page_size,
+            page_bytes=elements * itemsize * page_size,
             context_length=settings.model.context_length,
             max_running=settings.scheduler.max_running,
             state_bytes=state_bytes,

@@ -36,7 +36,7 @@ from aioengine.settings.memory_model import (
     num_parameters,
     reserved_bytes,
     state_bytes,
-    step_numbers,
+    step_elements,
     weights_bytes,
 )
 from aioengine.settings.resolve import resolve
@@ -195,7 +195,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     itemsize = DTYPE_BYTES[settings.model.dtype]
     count, num_weights_bytes = _weights(family, facts, itemsize, is_on_cpu=is_on_cpu)
     activations = _activations(family, settings, itemsize)
-    activations += _adapter_numbers(settings, facts.linear_layers) * itemsize
+    activations += _adapter_elements(settings, facts.linear_layers) * itemsize
     share = settings.memory.mem_fraction_static if settings.memory.num_pages is None else 1.0
     if is_on_cpu:
         num_bytes = int((device_memory - num_weights_bytes) * share)
@@ -271,7 +271,7 @@ def _weights(family: TransformerConfig, facts: ModelFacts, itemsize: int, *, is_
 def _activations(family: TransformerConfig, settings: Settings, itemsize: int) -> int:
     """Estimate the memory of the largest step, with its logits, CUDA graphs and cached image features."""
     max_running, vocab_size = settings.scheduler.max_running, family.vocab_size
-    step = settings.scheduler.max_step_tokens * step_numbers(family) * itemsize
+    step = settings.scheduler.max_step_tokens * step_elements(family) * itemsize
     if settings.runner.device == "cpu":
         return step + vocab_size * 4
     if family.task == "generate":
@@ -280,7 +280,7 @@ def _activations(family: TransformerConfig, settings: Settings, itemsize: int) -
     return reserved + (GPU_FEATURE_BYTES if isinstance(family, VisionConfig) else 0)
 
 
-def _adapter_numbers(settings: Settings, layers: Mapping[str, tuple[int, int]]) -> int:
+def _adapter_elements(settings: Settings, layers: Mapping[str, tuple[int, int]]) -> int:
     """Return the elements of all adapter slots. ``layers``: (outputs, inputs) of the layers that may change."""
     lora = settings.runner.lora
     if lora is None:

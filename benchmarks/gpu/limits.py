@@ -60,7 +60,7 @@ def limits(config: DecoderConfig, step: Step, peaks: tuple[float, float]) -> Lim
     head, experts, others = _weights(config)
     num_experts, top_k = (config.experts.num_experts, config.experts.top_k) if config.experts else (1, 1)
     read = head + others + experts * min(step.num_hit, num_experts) / num_experts
-    num_bytes = ITEMSIZE * (read + _kv_read(config, step) + num_tokens * kv_cache(config, 1).numbers_per_token)
+    num_bytes = ITEMSIZE * (read + _kv_read(config, step) + num_tokens * kv_cache(config, 1).elements_per_token)
     num_bytes += step.num_rows * state_bytes(config, ITEMSIZE) * (2 if step.num_before else 1)
     products = num_tokens * (others + experts * top_k / num_experts) + step.num_rows * head
     products += step.num_rows * _attention(config, step)
@@ -88,7 +88,7 @@ def _kv_read(config: DecoderConfig, step: Step) -> float:
     """Numbers of keys and values of earlier positions."""
     kept = [layer for layer in range(config.num_layers) if not config.keeps_state(layer)]
     seen = sum(min(step.num_before, _window(config, layer)) for layer in kept)
-    return step.num_rows * seen * kv_cache(config, 1).numbers
+    return step.num_rows * seen * kv_cache(config, 1).layer_elements
 
 
 def _attention(config: DecoderConfig, step: Step) -> float:

@@ -111,7 +111,7 @@ def test_decode_rows_against_torch(num_rows: int) -> None:
         max_pages=40,
     )
     fixed = build(replace(shape, expansions=(expansion.bfloat16(),)), pool).fixed_decode(num_rows, buffers)
-    fixed.plan_first(np.ones(num_rows, dtype=np.int32))
+    fixed.plan_capture(np.ones(num_rows, dtype=np.int32))
     angles = torch.randn(num_rows, 1, 32, device="cuda")
     tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
     norm = torch.randn(512, device="cuda").bfloat16(), torch.tensor(1e-6, device="cuda")

@@ -47,7 +47,7 @@ class DecodeRows:
         page_starts: [R + 1] start of each row in ``page_ids``.
         page_ids: the concatenated page tables.
         splits: [5, X], the result of ``attention._gpu_splits.plan_splits``. X is a multiple of 16.
-        num_done: [R * K] zeros, which are zeros again after the kernel.
+        num_done: [R * K] counters of the kernel: zeros, which are zeros again after it.
     """
 
     page_starts: Tensor

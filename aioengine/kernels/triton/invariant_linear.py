@@ -1,7 +1,7 @@
 """Batch-invariant matmul on a GPU: x [T, I], weight [O, I], bias [O] -> [T, O].
 
-Each element is summed over the inputs from first to last, by tensor core instructions of the same depth in every tile
-size. So the tile size can be chosen for speed.
+Each element is summed over the inputs from first to last, by tensor core instructions of the same depth. So every tile
+size gives the same bits, and the fastest one can be chosen.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _num_tiles(num_rows: int, num_outputs: int, tile: Tile) -> int:
 
 
 def tile_for(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
-    """Return the largest tile size that still fills the GPU."""
+    """Return the largest tile size that still fills the GPU; SMALL if none does. fp32 has only one size."""
     if dtype == torch.float32:
         return FP32
     fitting = (tile for tile in (LARGE, MEDIUM) if _num_tiles(num_rows, num_outputs, tile) >= ENOUGH_TILES)

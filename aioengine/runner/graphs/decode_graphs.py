@@ -11,7 +11,7 @@ a graph (``runner.graphs.expanded_rows``).
 A graph samples each row with its temperature only. If rows need more (top-k, penalties...), the step uses the hidden
 states of the graph and samples outside of it.
 
-R rows of a step, B rows of its graph, D model size, P pages of the longest row, G layer groups after the first.
+R rows of a step, B rows of its graph, D model size, P pages of the longest row, G page groups after the first.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ class DecodeGraphs:
         self._inputs = inputs
         self._table = table
         self._device = device
-        # The memory of a step. First: columns, starts of page ids, page ids. For each further layer group with separate
-        # page tables: slots, page ids. The groups share all other inputs.
+        # The memory of a step. First: columns, starts of page ids, page ids. For each further page group: slots, page
+        # ids. The groups share all other inputs.
         num_groups, _, max_pages = table.page_tables.tables.shape
         capacity = _COLUMNS * max_rows + max_rows + 1 + max_rows * max_pages
         host = torch.zeros(num_groups, capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -201,12 +201,12 @@ class DecodeGraphs:
             for size, fixed in [*rows.items(), *cascades.items()]:
                 self._step(size, fixed)()
                 if tiles is not None and size in (1, 2, self.max_rows):  # these use all adapter kernels
-                    self._step(size, fixed, tiles.of(size))()
+                    self._step(size, fixed, tiles.for_graph(size))()
         pool = torch.cuda.graph_pool_handle()
         num_graphs = len(rows) + len(cascades)
         if tiles is not None:
             for size, fixed in rows.items():
-                self._graphs_with_adapters[size] = self._captured(size, fixed, pool, tiles.of(size))
+                self._graphs_with_adapters[size] = self._captured(size, fixed, pool, tiles.for_graph(size))
         report(0, num_graphs)
         for size, fixed in rows.items():
             self._graphs[size] = self._captured(size, fixed, pool)
@@ -264,7 +264,7 @@ class DecodeGraphs:
             inverse = cascade.inverse
             token_ids = None if token_ids is None else token_ids[inverse]
             return DecodeStep(token_ids, chosen.hidden[inverse], chosen, inverse)
-        has_readers = table.num_with_logprobs or table.num_with_states
+        has_readers = table.num_with_logprobs or table.num_with_hidden_states
         needs_masks = not (is_drawn or has_readers) and is_simple(sampled, aside_from=table.mask_bit)
         if expanded is None:
             return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None, needs_masks)
@@ -313,8 +313,8 @@ class DecodeGraphs:
         expanded: ExpandedRows | None = None,
         is_drawn: bool,
     ) -> list[int]:
-        """Write the inputs of the graph of ``size`` rows to ``hosts``, an array [X] for each layer group with separate
-        page tables. Return the number of integers written to each of them.
+        """Write the inputs of the graph of ``size`` rows to ``hosts``, an array [X] for each page group. Return the
+        number of integers written to each of them.
         """
         page_size, ends = self._inputs.page_size, _COLUMNS * size
         order = cascade.order if cascade else expanded.row_of_token if expanded else slice(None)
@@ -384,7 +384,7 @@ class DecodeGraphs:
         columns = self._columns(size)
         for memory in self._memory:
             memory.zero_()
-        attention.plan_first(np.ones(size, dtype=np.int32))
+        attention.plan_capture(np.ones(size, dtype=np.int32))
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         rows = torch.arange(size, device=self._device) if self._model.input_spec.rows else None
         adapters = None if tiles is None else FixedAdapters(tiles, tiles)

@@ -9,7 +9,7 @@ import torch
 
 from aioengine.models._base import ModelInputs
 from aioengine.runner.lora.grouping import FixedAdapters, FixedTiles, StepAdapters, TileRows
-from aioengine.runner.state_pool import first_rows
+from aioengine.runner.state_pool import states_for_graph
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,15 +26,15 @@ class PaddedAdapters:
         self._tokens = FixedTiles(num_tokens, group, device)
         self._outputs = FixedTiles(num_rows, group, device)
 
-    def of(self, num_tokens: int, num_rows: int) -> FixedAdapters:
+    def for_graph(self, num_tokens: int, num_rows: int) -> FixedAdapters:
         """Return the tiles that a graph of ``num_tokens`` tokens and ``num_rows`` rows reads."""
-        return FixedAdapters(self._tokens.of(num_tokens), self._outputs.of(num_rows))
+        return FixedAdapters(self._tokens.for_graph(num_tokens), self._outputs.for_graph(num_rows))
 
-    def fill(self, rows: StepAdapters, *, num_tokens: int, num_rows: int) -> None:
-        """Write a step that fits. Padding tokens and rows use the base model."""
+    def fill(self, rows: StepAdapters, *, graph_tokens: int, graph_rows: int) -> None:
+        """Write a step for a graph of this size. Padding tokens and rows use the base model."""
         assert rows.output_slots is not None
-        self._tokens.fill(rows.token_slots, num_tokens)
-        self._outputs.fill(rows.output_slots[:num_rows], num_rows)
+        self._tokens.fill(rows.token_slots, graph_tokens)
+        self._outputs.fill(rows.output_slots[:graph_rows], graph_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class PaddedInputs:
 
     Attributes:
         inputs: ``outputs`` [R] is the last token of each row.
-        slots: [G, T] int64, ``ForwardBatch.slot_mapping`` of each of G layer groups with separate page tables.
+        slots: [G, T] int64, ``ForwardBatch.slot_mapping`` of each of G page groups.
         adapters: memory of ``inputs.adapters``, for graphs of steps with adapters.
         states: the pool of ``inputs.states``; None for a model without states.
     """
@@ -60,7 +60,7 @@ class PaddedInputs:
         """Return memory for up to ``num_tokens`` T tokens in up to ``num_rows`` R rows, filled with zeros."""
         spec, num_groups = model.input_spec, max(1, len(model.attention_shape.page_windows))
 
-        def zeros(*size: int) -> Tensor:
+        def int_zeros(*size: int) -> Tensor:
             """[*size] int64 zeros."""
             return torch.zeros(size, dtype=torch.int64, device=device)
 
@@ -68,16 +68,16 @@ class PaddedInputs:
         if spec.embeddings:
             embeddings = torch.zeros(num_tokens, model.hidden_size, dtype=model.dtype, device=device)
         inputs = ModelInputs(
-            positions=zeros(num_tokens) if spec.position_axes == 1 else zeros(spec.position_axes, num_tokens),
-            token_ids=None if spec.embeddings else zeros(num_tokens),
+            positions=int_zeros(num_tokens) if spec.position_axes == 1 else int_zeros(spec.position_axes, num_tokens),
+            token_ids=None if spec.embeddings else int_zeros(num_tokens),
             embeddings=embeddings,
-            rows=zeros(num_tokens) if spec.rows else None,
-            outputs=zeros(num_rows),
+            rows=int_zeros(num_tokens) if spec.rows else None,
+            outputs=int_zeros(num_rows),
             states=None if states is None else states.padded(num_tokens, num_rows),
         )
-        return cls(inputs, zeros(num_groups, num_tokens), states=states)
+        return cls(inputs, int_zeros(num_groups, num_tokens), states=states)
 
-    def first(self, num_tokens: int, num_rows: int) -> PaddedInputs:
+    def for_graph(self, num_tokens: int, num_rows: int) -> PaddedInputs:
         """Return views for a graph of ``num_tokens`` tokens and ``num_rows`` rows."""
         inputs = self.inputs
         assert inputs.outputs is not None
@@ -87,14 +87,14 @@ class PaddedInputs:
             embeddings=None if inputs.embeddings is None else inputs.embeddings[:num_tokens],
             rows=None if inputs.rows is None else inputs.rows[:num_tokens],
             outputs=inputs.outputs[:num_rows],
-            states=None if inputs.states is None else first_rows(inputs.states, num_tokens, num_rows),
+            states=None if inputs.states is None else states_for_graph(inputs.states, num_tokens, num_rows),
         )
         return PaddedInputs(part, self.slots[:, :num_tokens], states=self.states)
 
     def with_adapters(self, adapters: PaddedAdapters) -> PaddedInputs:
         """Return the same inputs for a graph of steps with adapters."""
         assert self.inputs.outputs is not None
-        fixed = adapters.of(self.slots.shape[1], len(self.inputs.outputs))
+        fixed = adapters.for_graph(self.slots.shape[1], len(self.inputs.outputs))
         return PaddedInputs(replace(self.inputs, adapters=fixed), self.slots, adapters, self.states)
 
     def fill(self, inputs: ModelInputs, batch: ForwardBatch) -> None:
@@ -127,4 +127,4 @@ class PaddedInputs:
             self.states.fill(into.states.rows, inputs.states.rows)
         if self.adapters is not None:
             assert isinstance(inputs.adapters, StepAdapters)
-            self.adapters.fill(inputs.adapters, num_tokens=self.slots.shape[1], num_rows=len(into.outputs))
+            self.adapters.fill(inputs.adapters, graph_tokens=self.slots.shape[1], graph_rows=len(into.outputs))

@@ -140,7 +140,7 @@ class PieceGraphs:
         captured: dict[int, _Pieces] = {}
         for num_done, size in enumerate(reversed(sizes), 1):
             num_rows = min(self._max_rows, size)  # each has at least one token
-            step = inputs.first(size, num_rows)
+            step = inputs.for_graph(size, num_rows)
             slots = {layer: slots for slots, layers in zip(step.slots, self._groups, strict=True) for layer in layers}
             splitter = _GraphSplitter(self._kv_pool, slots, self._heads[:size], self._attended[:size])
             # Run the kernels once first: they must not be compiled or loaded during the capture.

@@ -105,7 +105,7 @@ class FixedTiles:
         self._memory = torch.full((capacity,), -1, dtype=torch.int32, device=device)
         self._content: tuple[int, bytes] = (0, b"")
 
-    def of(self, num_rows: int) -> AdapterTiles:
+    def for_graph(self, num_rows: int) -> AdapterTiles:
         """Return the tiles that a graph of ``num_rows`` rows reads."""
         size = self._group.size(num_rows)
         num_tiles = max_tiles(num_rows, self._group.num_slots, size)

@@ -101,7 +101,7 @@ def test_graph_tiles_equal_the_tiles_of_the_padded_step(max_rows: int) -> None:
     for num_rows, num_used in ((max_rows, max_rows), (1, 1), (24, 17), (max_rows, 30), (24, 20)):
         slots = np.random.default_rng(num_used).integers(0, 4, num_used).astype(np.int32)
         fixed.fill(slots, num_rows)
-        tiles, size = fixed.of(num_rows), group.size(num_rows)
+        tiles, size = fixed.for_graph(num_rows), group.size(num_rows)
         order, tile_slots = tile(np.pad(slots, (0, num_rows - num_used)), num_slots=3, size=size)
         assert torch.equal(tiles.order, torch.from_numpy(order))
         assert torch.equal(tiles.slots, torch.from_numpy(tile_slots))
@@ -114,7 +114,7 @@ def test_step_is_regrouped_for_a_padded_graph() -> None:
     assert isinstance(rows.tokens, AdapterTiles)
     assert rows.tokens.slots.tolist() == [0, 1, 1, 2]
     padded = PaddedAdapters(64, 8, group, torch.device("cpu"))
-    fixed = padded.of(32, 3)
+    fixed = padded.for_graph(32, 3)
     padded.fill(rows, num_tokens=32, num_rows=3)
     assert fixed.tokens.slots.tolist() == [0, 1, 1, 2]
     assert sorted(fixed.tokens.order[0][fixed.tokens.order[0] >= 0].tolist()) == [20, 21, 22, 28, 29, 30, 31]

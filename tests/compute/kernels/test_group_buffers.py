@@ -1,4 +1,4 @@
-"""The inputs of a decode graph if layer groups have separate page tables."""
+"""The inputs of a decode graph of a model with page groups."""
 
 from __future__ import annotations
 

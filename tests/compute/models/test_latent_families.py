@@ -149,7 +149,7 @@ def test_bf16_bits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 def test_kv_cache_holds_one_vector_per_token(tmp_path: Path) -> None:
     _, ours = pair(YoutuConfig(**SIZES), tmp_path)
-    assert kv_cache_of(ours.attention_shape).numbers_per_token == 3 * (24 + 8)
+    assert kv_cache_of(ours.attention_shape).elements_per_token == 3 * (24 + 8)
     raw = {**YoutuConfig(**SIZES).to_dict(), "architectures": ["YoutuForCausalLM"]}
     ours.open_for_loading()
     specs = checkpoint_tensors(YoutuFamily.read(raw))

@@ -31,7 +31,7 @@ DEMAND = PoolDemand(
 
 def test_kv_cache_of_an_attention_shape() -> None:
     shape = AttentionShape(num_layers=3, num_heads=8, num_kv_heads=2, head_size=64, scale=1.0)
-    assert kv_cache_of(shape).numbers_per_token == 2 * 3 * 2 * 64
+    assert kv_cache_of(shape).elements_per_token == 2 * 3 * 2 * 64
 
 
 def budget(num_bytes: int) -> PoolBudget:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from aioengine.attention._base import AttentionShape
 from aioengine.models._base import InputSpec
 from aioengine.runner import device_memory
-from aioengine.runner.device_memory import DeviceMemory, captured_bytes, listed_processes
+from aioengine.runner.device_memory import DeviceMemory, captured_bytes, parse_processes
 from tests.compute.runner_world import make_settings
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_error_has_needed_and_available_memory_and_advice(reserved: list[int]) -> None:
     memory = DeviceMemory(GPU)
-    with memory.take("the weights", advice=""):
+    with memory.record("the weights", advice=""):
         reserved.append(5 * GIB)
-    taking = memory.take("a pool", advice="Less.", need=GIB)
-    with pytest.raises(ValueError, match="not enough GPU memory") as caught, taking:
+    recording = memory.record("a pool", advice="Less.", need=GIB)
+    with pytest.raises(ValueError, match="not enough GPU memory") as caught, recording:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has ...")
     assert str(caught.value) == (
         "not enough GPU memory for a pool (1.0 GiB): CUDA out of memory. NVIDIA H100 has 80.0 GiB, 2.0 GiB free; used "
@@ -59,26 +59,26 @@ def test_out_of_memory_of_cuda_itself_is_reported(reserved: list[int], monkeypat
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
     words = "CUDA itself is out of memory; used by other processes: process 12"
-    with pytest.raises(ValueError, match=words), DeviceMemory(GPU).take("the weights", advice="End them"):
+    with pytest.raises(ValueError, match=words), DeviceMemory(GPU).record("the weights", advice="End them"):
         fail(0)
 
 
 def test_other_errors_are_passed_on(reserved: list[int]) -> None:
-    with pytest.raises(RuntimeError, match="^CUDA error: illegal"), DeviceMemory(GPU).take("x", advice=""):
+    with pytest.raises(RuntimeError, match="^CUDA error: illegal"), DeviceMemory(GPU).record("x", advice=""):
         raise RuntimeError("CUDA error: illegal memory access")
 
 
 def test_memory_of_a_cpu_is_not_recorded() -> None:
     memory = DeviceMemory(CPU)
-    with memory.take("the weights", advice=""):
+    with memory.record("the weights", advice=""):
         pass
-    assert memory.taken == {}
+    assert memory.recorded == {}
     assert memory.facts()["device_name"] == "cpu"
 
 
 def test_processes_of_nvidia_smi_are_parsed() -> None:
     output = "12, /usr/bin/python3, 3174\n13, python, [N/A]\n99, self, 10\nNo running processes found\n"
-    assert listed_processes(output, 99) == ["process 12 (python3) 3.1 GiB", "process 13 (python)"]
+    assert parse_processes(output, 99) == ["process 12 (python3) 3.1 GiB", "process 13 (python)"]
 
 
 def test_without_nvidia_smi_other_processes_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_hidden_states_equal_transformers_beside_rows_without_them(saved: Saved,
     assert (world.num_cached[uids[0]], world.num_cached[uids[3]]) == (0, 40)
     assert all(world.extras[uid] == [] for uid in world.extras.keys() - set(uids))
     world.answers([[5, 6]], [PLAIN])  # its plan reports the end of the requests before it
-    assert world.runner._table.num_with_states == 0  # type: ignore[attr-defined]
+    assert world.runner._table.num_with_hidden_states == 0  # type: ignore[attr-defined]
 
 
 def test_hidden_states_survive_preemption(saved: Saved) -> None:

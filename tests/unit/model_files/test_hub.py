@@ -98,7 +98,9 @@ def test_error_without_network_says_which_places_were_tried(monkeypatch: pytest.
     assert str(caught.value).endswith("; unset it, or give the path of a folder with the files")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match=f"no such folder in .*, the cache '{tmp_path}' lacks files of") as caught:
+    with pytest.raises(
+        ValueError, match=f"no such folder in .*, the cache '{tmp_path}' does not have all files of"
+    ) as caught:
         locate("owner/name", download_dir=str(tmp_path))
     assert "could not be downloaded from http://127.0.0.1:9: ConnectError: " in str(caught.value)
     assert str(caught.value).endswith(

@@ -167,7 +167,7 @@ def test_leftovers_of_a_larger_step_are_not_read(model: Model) -> None:
     padded = PaddedInputs.zeros(model, 64, 4, CPU)
     rows = [(5, 30), (0, 30)]
     padded.fill(make_inputs(model, rows), make_batch(rows, [list(range(1, 10)), list(range(10, 20))], PAGE_SIZE))
-    smaller = padded.first(32, 4)
+    smaller = padded.for_graph(32, 4)
     smaller.fill(make_inputs(model, [(7, 2)]), make_batch([(7, 2)], [[30, 31, 32]], PAGE_SIZE))
     assert smaller.slots[0].tolist() == [31 * 4 + 3, 32 * 4, *[0] * 30]
     outputs, positions = smaller.inputs.outputs, smaller.inputs.positions
