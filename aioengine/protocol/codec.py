@@ -1,7 +1,7 @@
 """Encodes and decodes frames: one version byte, then msgpack.
 
 Each direction of each channel has its own encoder or decoder. Decoding is strict and has a size limit: bytes that are
-not a complete frame of this protocol raise BadFrameError. ZMQ receivers count these errors and continue.
+not a complete frame of this protocol raise BadFrameError. Receivers drop such frames and continue.
 """
 
 from __future__ import annotations

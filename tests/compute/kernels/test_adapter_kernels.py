@@ -115,7 +115,7 @@ def test_step_is_regrouped_for_a_padded_graph() -> None:
     assert rows.tokens.slots.tolist() == [0, 1, 1, 2]
     padded = PaddedAdapters(64, 8, group, torch.device("cpu"))
     fixed = padded.for_graph(32, 3)
-    padded.fill(rows, num_tokens=32, num_rows=3)
+    padded.fill(rows, graph_tokens=32, graph_rows=3)
     assert fixed.tokens.slots.tolist() == [0, 1, 1, 2]
     assert sorted(fixed.tokens.order[0][fixed.tokens.order[0] >= 0].tolist()) == [20, 21, 22, 28, 29, 30, 31]
     assert fixed.outputs.slots.tolist() == [0, 1, 2]
