@@ -4,8 +4,9 @@ On a CPU, torch's kernels multiply 4-bit codes in groups of 32, 64, 128 or 256 i
 output. Both give a row the same bits for every T. Fp8 weights are converted to the dtype of x once, and other weights
 for each product.
 
-On a GPU, up to 64 rows use our own kernel, which reads the weight at the rate of memory. For more rows the weight is
-dequantized first. An fp8 weight with a scale per output is then multiplied by fp8 inputs, which have a scale per row.
+On a GPU, up to 64 rows use our own kernel, which dequantizes the weight in registers. For more rows the weight is
+dequantized in memory first. In bf16, an fp8 weight with a scale per output is instead multiplied by fp8 inputs, which
+have a scale per row.
 """
 
 from __future__ import annotations
@@ -39,11 +40,6 @@ class PreparedCodes(NamedTuple):
     restore: Callable[[], Codes]
 
 
-def reference(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
-    """Compute x [T, D], codes [O, D], bias [O] -> [T, O] in torch."""
-    return functional.linear(x, codes.dequantized(x.dtype), bias)
-
-
 def prepare(codes: Codes, bias: Tensor | None, dtype: torch.dtype, *, batch_invariant: bool = False) -> PreparedCodes:
     """Prepare the product with codes [O, D] and bias [O]. dtype: of the inputs.
 
@@ -52,7 +48,7 @@ def prepare(codes: Codes, bias: Tensor | None, dtype: torch.dtype, *, batch_inva
     if launcher.serves(codes.packed):
         return PreparedCodes(_OnDevice(codes, bias, batch_invariant=batch_invariant), lambda: codes)
     if codes.packed.device.type != "cpu":
-        return PreparedCodes(lambda x: reference(x, codes, bias), lambda: codes)
+        return PreparedCodes(lambda x: functional.linear(x, codes.dequantized(x.dtype), bias), lambda: codes)
     if codes.packed.dtype == FP8:
         return _wide(codes, bias, dtype)
     prepared = _of_bytes(codes, dtype) or _of_nibbles(codes, dtype)
@@ -64,33 +60,34 @@ def prepare(codes: Codes, bias: Tensor | None, dtype: torch.dtype, *, batch_inva
 
 def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> PreparedCodes:
     """Convert an fp8 weight [O, D] to the dtype of the inputs. bias: [O]."""
-    scales = codes.scales
     weight = linear.pack(codes.dequantized(dtype), has_bias=bias is not None)
+    sizes = codes._replace(packed=codes.packed.to("meta"))  # without the fp8 weight, whose memory is freed
 
     def restore() -> Codes:
-        return Codes((linear.unpack(weight).float() / codes.expanded(scales)).to(FP8), scales)
+        numbers = linear.unpack(weight).float() / sizes.expanded(sizes.scales)
+        return Codes(numbers.to(FP8), sizes.scales)
 
     return PreparedCodes(linear.prepare(weight, bias), restore)
 
 
 def _of_bytes(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
     """Use torch's kernel for int8 with a scale per output, on a CPU; None: it cannot compute the product."""
-    values, zeros, codes_scales = codes.packed, codes.zeros, codes.scales
-    scale = codes_scales[:, 0].to(dtype)
-    if codes.bits != 8 or codes.scales.shape[1] > 1 or codes.order is not None:
+    values, zeros, scales = codes.packed, codes.zeros, codes.scales
+    if codes.bits != 8 or scales.shape[1] > 1 or codes.order is not None:
         return None
     if zeros is not None:
         if not (zeros == 128).all():
             return None
         values = (values ^ 128).view(torch.int8)
+    factors = scales[:, 0].to(dtype)
 
     def matmul(x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
-        return torch.ops.aten._weight_int8pack_mm(x, values, scale)
+        return torch.ops.aten._weight_int8pack_mm(x, values, factors)
 
     return PreparedCodes(
         matmul,
-        lambda: Codes(values if zeros is None else values.view(torch.uint8) ^ 128, codes_scales, zeros),
+        lambda: Codes(values if zeros is None else values.view(torch.uint8) ^ 128, scales, zeros),
     )
 
 
@@ -168,11 +165,9 @@ class _OnDevice:
             if self._is_fp8 and x.dtype == torch.bfloat16:
                 return fp8_matmul(x, codes, bias)
         weight = self._kernels.dequantize(codes, x.dtype)
-        return (
-            linear.prepare(weight, bias, batch_invariant=True)(x)
-            if self._batch_invariant
-            else functional.linear(x, weight, bias)
-        )
+        if self._batch_invariant:
+            return linear.prepare(weight, bias, batch_invariant=True)(x)
+        return functional.linear(x, weight, bias)
 
 
 def fp8_matmul(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from aioengine.model_files.quantization import FP8_BLOCK, WORD
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-WORD: Final = 32
-BLOCK: Final = 128
-"""Columns of a group if D is no multiple of the number of groups."""
 PACKED_COLUMNS: Final = 32
 """4-bit codes are packed in pieces of this many columns: byte i has column i in its low bits, then column i + 16."""
 
@@ -73,9 +72,9 @@ class Codes(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Columns that share a scale and a zero point. Only the last group may be smaller."""
+        """Columns that share a scale and a zero point. Only the last group of fp8 blocks may be smaller."""
         size, num_groups = self.shape[1], self.scales.shape[1]
-        return BLOCK if size % num_groups else size // num_groups
+        return FP8_BLOCK if size % num_groups else size // num_groups
 
     def unpacked(self) -> Tensor:
         """Return the numbers or codes [O, D]."""

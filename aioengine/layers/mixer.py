@@ -5,6 +5,7 @@ Shape letters: T tokens, S selected tokens, D hidden size, P outputs of the firs
 
 from __future__ import annotations
 
+from abc import ABCMeta, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ class BlockStep:
         return [tensor[layer] for tensor in self.states.pool], self.states.rows
 
 
-class Mixer(Layer):
+class Mixer(Layer, metaclass=ABCMeta):
     """Mixes the tokens of a request: [T, D] -> [T, D], or [S, D] for selected tokens.
 
     Subclasses set the first and the last matmul.
@@ -67,10 +68,10 @@ class Mixer(Layer):
             rows = None if adapters is None else adapters.outputs
         return self._output(self.finish(*mixed), rows)
 
+    @abstractmethod
     def mix(self, projected: Tensor, step: BlockStep, layer: int) -> tuple[Tensor, ...]:
         """Update the KV cache or the states of a layer. projected [T, P] -> arguments of ``finish`` [T, ...]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, *mixed: Tensor) -> Tensor:
         """Results of ``mix`` for the selected tokens [S, ...] -> inputs of the last matmul [S, I]."""
-        raise NotImplementedError

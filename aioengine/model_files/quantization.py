@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, NoReturn, cast
 
 from msgspec import Struct
 
+from aioengine.api.checks import shown
 from aioengine.families._block_config import TensorSpec, TensorSpecs
 from aioengine.families._fields import decode, not_implemented
 from aioengine.families._tensors import plain_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from aioengine.families._block_config import LinearShape
 
 FP8_BLOCK: Final = 128
-NF4_BLOCK: Final = 64
 WORD: Final = 32
 """Bits of the integers that hold packed codes."""
 
@@ -153,8 +153,8 @@ class Quantization(Struct, frozen=True, kw_only=True):
 
 ALL: Final = "Linear"
 """Stands for all linear layers."""
-_HEADS: Final = ("lm_head", "score", "embed_out", "output")
-"""Layers that are stored as they are if config.json does not mention them."""
+_HEADS: Final = ("lm_head", "score", "embed_out")
+"""Layers that most methods do not quantize, and do not list in config.json."""
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -266,9 +266,19 @@ def read_quantization(raw: Mapping[str, object]) -> Quantization:
             return _gptq(config, skipped)
         case "compressed-tensors":
             groups = tuple((group.targets, _compressed(group)) for group in config.config_groups.values())
+            _check_expressions([*(config.ignore or ()), *(name for names, _ in groups for name in names)])
             return Quantization(method=method, groups=groups, skipped=tuple(config.ignore or ()))
         case _:
             _refuse("quant_method", method, "fp8, fbgemm_fp8, modelopt, awq, gptq, compressed-tensors")
+
+
+def _check_expressions(patterns: Sequence[str]) -> None:
+    """Raise ValueError for a pattern that is no valid regular expression."""
+    for pattern in patterns:
+        try:
+            _matches(pattern, "")
+        except re.error as error:
+            raise ValueError(f"quantization_config has the pattern {shown(pattern)}, which is wrong: {error}") from None
 
 
 def _refuse(field: str, value: object, implemented: str) -> NoReturn:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aioengine import models, plugins
+from aioengine.layers.linear import Linear
+from aioengine.layers.placement import Placement
 from aioengine.model_files.checkpoint import check_folder
 from aioengine.model_files.quantization import split_config
 from aioengine.models._base import Model, ModelOptions
+from aioengine.quantization._base import LinearSpec
 from aioengine.quantization.stored import formats
 from aioengine.runner import weights
 from tests.compute.quantized import METHODS, quantize_checkpoint
@@ -21,6 +26,8 @@ from tests.compute.runner_world import save_model
 from tests.compute.stepping import Stepper
 
 CPU = torch.device("cpu")
+INPUTS = 1056
+"""Enough for sums whose order differs between row counts, and no multiple of 128."""
 PROMPT = [5, 9, 200, 31, 7, 8, 150]
 
 
@@ -38,6 +45,67 @@ def loaded(folder: Path, tensors: dict[str, Tensor], quantization: object, dtype
     model = models.build(config, options)
     weights.load(model, folder, load_format="auto", seed=0, report=lambda done, total: None)
     return model
+
+
+def loaded_layer(name: str, dtype: torch.dtype) -> tuple[Linear, dict[str, Tensor]]:
+    """Return a layer of two fused parts, and the tensors that were loaded into it."""
+    method = METHODS[name]
+    _, quantization = split_config({"quantization_config": method.config})
+    assert quantization is not None
+    layer = Linear(
+        INPUTS, {"a_proj": 48, "b_proj": 32}, Placement(dtype=dtype, device=CPU, format_of=formats(quantization))
+    )
+    torch.manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    for part, size in (("a_proj", 48), ("b_proj", 32)):
+        stored = method.quantize(torch.randn(size, INPUTS)).tensors
+        tensors |= {f"{part}.{last}": tensor for last, tensor in stored.items()}
+    for target_name, target in layer.weights().items():
+        target.tensor.copy_(tensors[target_name].view(target.shape))
+    layer.finish_loading()
+    return layer, tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", METHODS)
+def test_reopened_layer_has_the_loaded_tensors(name: str, dtype: torch.dtype) -> None:
+    layer, tensors = loaded_layer(name, dtype)
+    x = torch.randn(3, INPUTS).to(dtype)
+    before = layer(x)
+    layer.open_for_loading()
+    for target_name, target in layer.weights().items():
+        assert torch.equal(target.tensor, tensors[target_name].view(target.shape).to(target.tensor.dtype)), target_name
+    layer.finish_loading()
+    assert torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", METHODS)
+def test_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> None:
+    layer, _ = loaded_layer(name, dtype)
+    x = torch.randn(70, INPUTS).to(dtype)
+    alone = torch.cat([layer(row) for row in x.split(1)])
+    for num_rows in (2, 7, 33, 70):
+        assert torch.equal(layer(x[:num_rows]), alone[:num_rows]), num_rows
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "w8a8"])
+def test_loaded_tensors_are_freed_if_the_product_reads_others(name: str) -> None:
+    _, quantization = split_config({"quantization_config": METHODS[name].config})
+    assert quantization is not None
+    linear_format = formats(quantization)("model.layers.0.mlp.up_proj")
+    layer = LinearSpec(256, (48, 32), False, torch.float32, CPU)
+    tensors = linear_format.empty(layer)
+    for part in tensors.values():
+        part.zero_()
+    if (order := tensors.get("g_idx", tensors.get("weight_g_idx"))) is not None:
+        order.copy_(torch.arange(256) // 32)
+    largest = weakref.ref(max(tensors.values(), key=lambda tensor: tensor.nbytes))
+    prepared = linear_format.prepare(layer, tensors)
+    del tensors, part, order
+    gc.collect()
+    assert largest() is None
+    assert prepared.matmul(torch.zeros(1, 256)).shape == (1, 80)
 
 
 @pytest.mark.parametrize("name", METHODS)

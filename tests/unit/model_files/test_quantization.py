@@ -26,6 +26,10 @@ def test_layers_that_config_skips_are_not_quantized() -> None:
         assert quantization.scheme_of(name) == Scheme(layout="fp8", group=-1), name
 
 
+def test_layers_named_output_are_quantized() -> None:
+    assert read_quantization(FP8).scheme_of("encoder.layer.0.attention.output.dense") is not None
+
+
 def test_head_is_quantized_if_gptq_says_so() -> None:
     assert read_quantization(GPTQ).scheme_of("lm_head") is None
     assert read_quantization(GPTQ | {"lm_head": True}).scheme_of("lm_head") is not None
@@ -77,6 +81,7 @@ def test_tensors_of_a_layer_are_described() -> None:
         (GPTQ | {"dynamic": {"-:x": {}}}, "dynamic .*works: null"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' .*works: FP8"),
         ({"bits": 4}, "quant_method"),
+        ({"quant_method": "compressed-tensors", "ignore": ["re:("]}, r"has the pattern 're:\(', which is wrong"),
     ],
 )
 def test_formats_that_are_not_implemented_are_refused_by_name(config: dict[str, Any], message: str) -> None:
