@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     )
     from aioengine.frontend.intake.score import PlainScoreOptions, ScoreOptions, ScoreResult
 
-    No = Literal[False]
-    Yes = Literal[True]
+    OnlyFalse = Literal[False]
+    OnlyTrue = Literal[True]
     Params = Sampled | None
     BatchParams = BatchSampled | None
     Query = str | TokenIds | None
@@ -58,19 +58,19 @@ if TYPE_CHECKING:
     class RaisingRequest(PlainRequestOptions, total=False):
         """The options of a batch that raises the error of any row."""
 
-        return_exceptions: No
+        return_exceptions: OnlyFalse
 
     class RaisingChat(PlainChatOptions, total=False):
-        return_exceptions: No
+        return_exceptions: OnlyFalse
 
     class RaisingEncode(PlainEncodeOptions, total=False):
-        return_exceptions: No
+        return_exceptions: OnlyFalse
 
     class RaisingRerank(PlainPoolOptions, total=False):
-        return_exceptions: No
+        return_exceptions: OnlyFalse
 
     class RaisingScore(PlainScoreOptions, total=False):
-        return_exceptions: No
+        return_exceptions: OnlyFalse
 
 
 class Dtype(Protocol):
@@ -207,7 +207,7 @@ class Generate(Protocol[One, Batch, Caught, Chunks]):
         sampling_params: Params = None,
         input_ids: TokenIds | None = None,
         *,
-        stream: No = False,
+        stream: OnlyFalse = False,
         input_embeds: Embeds | None = None,
         **options: Unpack[RequestOptions],
     ) -> One: ...
@@ -218,7 +218,7 @@ class Generate(Protocol[One, Batch, Caught, Chunks]):
         sampling_params: BatchParams = None,
         input_ids: BatchIds | None = None,
         *,
-        stream: No = False,
+        stream: OnlyFalse = False,
         input_embeds: BatchEmbeds | None = None,
         **options: Unpack[RaisingRequest],
     ) -> Batch: ...
@@ -229,7 +229,7 @@ class Generate(Protocol[One, Batch, Caught, Chunks]):
         sampling_params: BatchParams = None,
         input_ids: BatchIds | None = None,
         *,
-        stream: No = False,
+        stream: OnlyFalse = False,
         input_embeds: BatchEmbeds | None = None,
         **options: Unpack[RequestOptions],
     ) -> Caught: ...
@@ -240,7 +240,7 @@ class Generate(Protocol[One, Batch, Caught, Chunks]):
         sampling_params: BatchParams = None,
         input_ids: Ids | None = None,
         *,
-        stream: Yes,
+        stream: OnlyTrue,
         input_embeds: Embeds | BatchEmbeds | None = None,
         **options: Unpack[RequestOptions],
     ) -> Chunks: ...
@@ -273,7 +273,12 @@ class Chat(Protocol[One, Batch, Caught, Chunks]):
 
     @overload
     def __call__(
-        self, messages: Messages, sampling_params: Params = None, *, stream: No = False, **options: Unpack[ChatOptions]
+        self,
+        messages: Messages,
+        sampling_params: Params = None,
+        *,
+        stream: OnlyFalse = False,
+        **options: Unpack[ChatOptions],
     ) -> One: ...
     @overload
     def __call__(
@@ -281,7 +286,7 @@ class Chat(Protocol[One, Batch, Caught, Chunks]):
         messages: Chats,
         sampling_params: BatchParams = None,
         *,
-        stream: No = False,
+        stream: OnlyFalse = False,
         **options: Unpack[RaisingChat],
     ) -> Batch: ...
     @overload
@@ -290,7 +295,7 @@ class Chat(Protocol[One, Batch, Caught, Chunks]):
         messages: Chats,
         sampling_params: BatchParams = None,
         *,
-        stream: No = False,
+        stream: OnlyFalse = False,
         **options: Unpack[ChatOptions],
     ) -> Caught: ...
     @overload
@@ -299,7 +304,7 @@ class Chat(Protocol[One, Batch, Caught, Chunks]):
         messages: Conversations,
         sampling_params: BatchParams = None,
         *,
-        stream: Yes,
+        stream: OnlyTrue,
         **options: Unpack[ChatOptions],
     ) -> Chunks: ...
     @overload
