@@ -23,6 +23,7 @@ TYPES = {
     torch.int64: "*i64",
     torch.bool: "*i1",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 

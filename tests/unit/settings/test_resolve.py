@@ -191,6 +191,11 @@ def test_kv_cache_dtype_fits_the_device_and_the_model() -> None:
         settings(kv_cache_dtype="fp8_e4m3")
     with pytest.raises(ValueError, match="'int8' is not available on a GPU; 'auto', 'bfloat16' and 'fp8_e4m3' are"):
         settings(machine=gpu, kv_cache_dtype="int8")
+    fp8 = settings(machine=gpu, kv_cache_dtype="fp8")
+    assert (fp8.memory.kv_dtype, fp8.runner.attention_backend) == ("fp8_e4m3", "flashinfer")
+    with pytest.raises(ValueError, match="'fp8_e4m3' is not available for latent attention on a GPU.*'auto' is"):
+        settings(replace(MODEL, is_latent=True), gpu, kv_cache_dtype="fp8_e4m3")
+    assert settings(replace(MODEL, is_latent=True), kv_cache_dtype="int8").memory.kv_dtype == "int8"
     with pytest.raises(ValueError, match="kv_cache_dtype='int8': this model has no KV cache; 'auto' works"):
         settings(replace(MODEL, is_causal=False), kv_cache_dtype="int8")
 
