@@ -83,6 +83,12 @@ class Codes(NamedTuple):
         pieces = self.packed.unflatten(1, (-1, PACKED_COLUMNS // 2))
         return torch.stack((pieces & 15, pieces >> 4), 2).flatten(1)
 
+    def rows(self, indices: Tensor) -> Codes:
+        """Return the rows ``indices`` [R] int64."""
+        zeros = None if self.zeros is None else self.zeros.index_select(0, indices)
+        packed, scales = self.packed.index_select(0, indices), self.scales.index_select(0, indices)
+        return self._replace(packed=packed, scales=scales, zeros=zeros)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [O, D], with its columns in the order of the inputs."""
         weight = self.unpacked().float()
