@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from aioengine.kernels import linear
-from aioengine.kernels.codes import Codes
+from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
@@ -72,36 +72,24 @@ def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> PreparedCode
 
 def _of_bytes(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
     """Use torch's kernel for int8 with a scale per output, on a CPU; None: it cannot compute the product."""
-    values, zeros, scales = codes.packed, codes.zeros, codes.scales
-    if codes.bits != 8 or scales.shape[1] > 1 or codes.order is not None:
+    if codes.bits != 8 or codes.scales.shape[1] > 1 or codes.offsets is not None or codes.order is not None:
         return None
-    if zeros is not None:
-        if not (zeros == 128).all():
-            return None
-        values = (values ^ 128).view(torch.int8)
-    factors = scales[:, 0].to(dtype)
-
-    def matmul(x: Tensor) -> Tensor:
-        """[T, D] -> [T, O]."""
-        return torch.ops.aten._weight_int8pack_mm(x, values, factors)
-
-    return PreparedCodes(
-        matmul,
-        lambda: Codes(values if zeros is None else values.view(torch.uint8) ^ 128, scales, zeros),
-    )
+    factors = codes.scales[:, 0].to(dtype)
+    return PreparedCodes(lambda x: torch.ops.aten._weight_int8pack_mm(x, codes.packed, factors), lambda: codes)
 
 
 def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
     """Use torch's kernel for 4 bits on a CPU; None: it cannot compute the product."""
     outputs, inputs = codes.shape
     size = next((size for size in GROUP_SIZES if codes.group % size == 0), None)
-    if codes.bits != 4 or size is None or outputs % 16 or codes.zeros is None:
+    if codes.bits != 4 or size is None or outputs % 16 or codes.table is not None:
         return None
-    middle, order, scales, zeros = 8, codes.order, codes.scales, codes.zeros
-    offsets = (middle - zeros.float()) * scales
+    middle, order, scales = 8, codes.order, codes.scales
+    offsets = middle * scales if codes.offsets is None else codes.offsets + middle * scales
     parameters = torch.stack((scales, offsets), -1).repeat_interleave(codes.group // size, 1)
     parameters = parameters.transpose(0, 1).contiguous().to(dtype)  # [D / size, O, 2]
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.unpacked().int(), 1)
+    rest = codes._replace(packed=codes.packed[:0])  # without the weight, whose memory is freed
 
     def matmul(x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
@@ -112,7 +100,7 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
         """Multiply with a scale of 1 and the identity, because torch has no function that unpacks."""
         ones = torch.tensor([1.0, middle]).expand(*parameters.shape).contiguous()
         values = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(inputs), packed, size, ones)
-        return Codes.of(values.t().round().to(torch.uint8), scales, zeros, 4, order)
+        return rest._replace(packed=pack_nibbles(values.t().round().to(torch.uint8)))
 
     return PreparedCodes(matmul, restore)
 
@@ -150,7 +138,7 @@ class _OnDevice:
         self._batch_invariant = batch_invariant
         num_tiles = code_linear.num_tiles(codes.shape[0])
         self._num_done = torch.zeros(num_tiles, dtype=torch.int32, device=codes.packed.device)
-        self._programs = code_linear.shape_of_programs(*codes.shape, codes.group)
+        self._programs = code_linear.shape_of_programs(*codes.shape, codes.group, codes.bits)
         self._is_fp8 = codes.packed.dtype == FP8 and codes.scales.shape[1] == 1 and codes.shape[1] % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aioengine import models
 from aioengine.kernels import code_linear
-from aioengine.kernels.codes import Codes
+from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.model_files.quantization import split_config
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization.plain import plain
@@ -79,15 +79,14 @@ def test_logits_are_those_of_the_dequantized_checkpoint(name: str, batch_invaria
 
 
 def random_codes(bits: int, shape: tuple[int, int], group: int) -> Codes:
-    outputs, inputs = shape
-    groups = outputs, inputs // group
-    numbers = torch.randint(0, 2**bits, shape, dtype=torch.uint8, device=CUDA)
-    zeros = torch.randint(0, 2**bits, groups, dtype=torch.int16, device=CUDA)
-    return Codes.of(numbers, torch.rand(groups, device=CUDA) * 0.01, zeros, bits)
+    scales, offsets = torch.randn(2, shape[0], shape[1] // group, device=CUDA) * 0.01
+    if bits == 8:
+        return Codes(torch.randint(-128, 128, shape, dtype=torch.int8, device=CUDA), scales, offsets)
+    return Codes(pack_nibbles(torch.randint(0, 16, shape, dtype=torch.uint8, device=CUDA)), scales, offsets, bits=4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 128), (8, 128)])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 128), (8, 16), (8, 32), (8, 128)])
 def test_products_of_codes_match_the_reference(bits: int, group: int, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     codes, bias = random_codes(bits, shape, group), torch.randn(shape[0], device=CUDA, dtype=torch.bfloat16)
