@@ -90,9 +90,9 @@ class Codes(NamedTuple):
 
     def rows(self, indices: Tensor) -> Codes:
         """Return the rows ``indices`` [R] int64."""
-        zeros = None if self.zeros is None else self.zeros.index_select(0, indices)
+        offsets = None if self.offsets is None else self.offsets.index_select(0, indices)
         packed, scales = self.packed.index_select(0, indices), self.scales.index_select(0, indices)
-        return self._replace(packed=packed, scales=scales, zeros=zeros)
+        return self._replace(packed=packed, scales=scales, offsets=offsets)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [O, D], with its columns in the order of the inputs."""
