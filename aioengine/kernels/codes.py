@@ -97,6 +97,12 @@ class Codes(NamedTuple):
         low, high = self.packed.unflatten(1, (-1, piece_of(self.shape[1]) // 4, 2)).unbind(-1)
         return torch.stack((low & 15, low >> 4, high & 15, high >> 4), 2).flatten(1)
 
+    def rows(self, indices: Tensor) -> Codes:
+        """Return the rows ``indices`` [R] int64."""
+        offsets = None if self.offsets is None else self.offsets.index_select(0, indices)
+        packed, scales = self.packed.index_select(0, indices), self.scales.index_select(0, indices)
+        return self._replace(packed=packed, scales=scales, offsets=offsets)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [O, D], with its columns in the order of the inputs."""
         codes = self.unpacked()
