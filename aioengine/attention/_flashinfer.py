@@ -230,7 +230,7 @@ class ConvertedRows:
         self._slots: Tensor | None = None
 
     def plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints, host_pages: Ints | None = None) -> None:
-        """Plan R >= 1 rows, as ``PrefillRows.plan``."""
+        """Plan R >= 1 rows, as ``PrefillRows.plan``: page_table [R, P] on the device, lengths [R] on the host."""
         layers, total = self._layers, int(kv_lengths.sum())
         self._slots = None
         if int(query_lengths.sum()) < MIN_FRESH_TOKENS or total * layers.position_bytes > MAX_COPY_BYTES:

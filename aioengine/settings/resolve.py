@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aioengine.api import checks
+from aioengine.model_files import quantized_formats
 from aioengine.model_files.adapter_folder import FUSED
 from aioengine.settings.config import (
     TRANSFORMERS,
@@ -229,14 +230,10 @@ def _kv_dtype(config: EngineConfig, model: ModelFacts, dtype: str, backend: str,
         return None
     if not model.is_causal:
         raise ValueError(f"kv_cache_dtype={wanted!r}: this model has no KV cache; 'auto' works")
-    small, device = ("fp8_e4m3", "GPU") if is_on_gpu else ("int8", "CPU")
-    if wanted not in {"bfloat16", small}:
-        raise ValueError(
-            f"kv_cache_dtype={wanted!r} is not available on a {device}; 'auto', 'bfloat16' and {small!r} are"
-        )
+    quantized_formats.check("kv_cache_dtype", wanted, "cuda" if is_on_gpu else "cpu")
     if is_on_gpu and model.is_latent and backend != "torch":
         raise ValueError(
-            f"kv_cache_dtype={wanted!r} is not available for latent attention on a GPU, which this model has; 'auto' is"
+            f"kv_cache_dtype={wanted!r} does not work on a GPU with this model's latent attention; 'auto' works"
         )
     return wanted
 
