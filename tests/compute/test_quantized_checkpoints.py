@@ -16,7 +16,7 @@ from aioengine import models, plugins
 from aioengine.layers.linear import Linear
 from aioengine.layers.placement import Placement
 from aioengine.model_files.checkpoint import check_folder
-from aioengine.model_files.quantization import split_config
+from aioengine.model_files.quantization import TEXTS, split_config
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization._base import LinearSpec
 from aioengine.quantization.stored import formats
@@ -26,7 +26,7 @@ from tests.compute.runner_world import save_model
 from tests.compute.stepping import Stepper
 
 CPU = torch.device("cpu")
-INPUTS = 1056
+INPUTS = 1088
 """Enough for sums whose order differs between row counts, and no multiple of 128."""
 PROMPT = [5, 9, 200, 31, 7, 8, 150]
 
@@ -61,7 +61,10 @@ def loaded_layer(name: str, dtype: torch.dtype) -> tuple[Linear, dict[str, Tenso
         stored = method.quantize(torch.randn(size, INPUTS)).tensors
         tensors |= {f"{part}.{last}": tensor for last, tensor in stored.items()}
     for target_name, target in layer.weights().items():
-        target.tensor.copy_(tensors[target_name].view(target.shape))
+        tensor = tensors[target_name]
+        if target_name.endswith(TEXTS):
+            tensor = tensors[target_name] = torch.nn.functional.pad(tensor, (0, target.shape[0] - len(tensor)))
+        target.tensor.copy_(tensor.view(target.shape))
     layer.finish_loading()
     return layer, tensors
 
@@ -96,8 +99,11 @@ def test_loaded_tensors_are_freed_if_the_product_reads_others(name: str) -> None
     linear_format = formats(quantization)("model.layers.0.mlp.up_proj")
     layer = LinearSpec(256, (48, 32), False, torch.float32, CPU)
     tensors = linear_format.empty(layer)
-    for part in tensors.values():
+    for tensor_name, part in tensors.items():
         part.zero_()
+        if tensor_name.endswith(TEXTS):
+            text = b'{"blocksize": 64, "nested_blocksize": 256, "nested_offset": 0.5}'
+            part[:, : len(text)] = torch.tensor(list(text))
     if (order := tensors.get("g_idx", tensors.get("weight_g_idx"))) is not None:
         order.copy_(torch.arange(256) // 32)
     largest = weakref.ref(max(tensors.values(), key=lambda tensor: tensor.nbytes))
@@ -111,7 +117,7 @@ def test_loaded_tensors_are_freed_if_the_product_reads_others(name: str) -> None
 @pytest.mark.parametrize("name", METHODS)
 def test_logits_are_those_of_the_dequantized_checkpoint(name: str, tmp_path: Path) -> None:
     method = METHODS[name]
-    save_model("qwen2", tmp_path, tie_word_embeddings=False)
+    save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128)
     quantized, plain = quantize_checkpoint(load_file(tmp_path / "model.safetensors"), method)
     expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
     result = Stepper(loaded(tmp_path, quantized, method.config, torch.float32)).run(PROMPT, [4, 2])

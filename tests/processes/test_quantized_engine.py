@@ -61,9 +61,7 @@ def test_plan_counts_the_stored_bytes(tmp_path: Path) -> None:
 
 def test_another_method_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, "awq")
-    with pytest.raises(ValueError, match="quantization='gptq', but config.json has 'awq'; leave it out"):
+    with pytest.raises(ValueError, match="quantization='gptq', but the model has 'awq'; leave it out"):
         Engine(quantized, device="cpu", quantization="gptq")
-    with pytest.raises(
-        ValueError, match="quantization='gptq', but config.json has no quantization_config; leave it out"
-    ):
+    with pytest.raises(ValueError, match="quantization='gptq', but the model has no quantization_config; leave it out"):
         Engine(plain, device="cpu", quantization="gptq")
