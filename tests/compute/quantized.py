@@ -233,16 +233,21 @@ METHODS: dict[str, Method] = {
 }
 
 
-def quantize_checkpoint(tensors: Mapping[str, Tensor], method: Method) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Quantize the layers with "proj" in their names. Return the checkpoint, and the plain one that it stands for."""
+def quantize_checkpoint(
+    tensors: Mapping[str, Tensor], method: Method, layers: tuple[str, ...] = ("proj",), *, is_transposed: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Quantize the layers with parts of ``layers`` in their names.
+
+    Return the checkpoint, and the plain one that it stands for. is_transposed: the plain one has weights [D, O].
+    """
     quantized: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if not name.endswith("proj.weight"):
+        if not name.endswith(".weight") or tensor.dim() < 2 or not any(part in name for part in layers):
             quantized[name] = plain[name] = tensor
             continue
-        layer = method.quantize(tensor.float())
+        layer = method.quantize((tensor.T if is_transposed else tensor).float())
         prefix = name.removesuffix("weight")
         quantized |= {f"{prefix}{part}": value.contiguous() for part, value in layer.tensors.items()}
-        plain[name] = layer.weight
+        plain[name] = layer.weight.T.contiguous() if is_transposed else layer.weight
     return quantized, plain
