@@ -23,7 +23,7 @@ from aioengine.layers.linear import Linear, Stored
 from aioengine.layers.mixer import Mixer
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target
-from aioengine.quantization.plain import PLAIN
+from aioengine.quantization.stored import StoredFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,7 +98,7 @@ class LatentAttention(Mixer):
         )
 
     def weights(self, prefix: str = "") -> dict[str, Target]:
-        if self._stored is None and self._placement.format_of(f"{prefix}kv_b_proj") is not PLAIN:
+        if self._stored is None and isinstance(self._placement.format_of(f"{prefix}kv_b_proj"), StoredFormat):
             outputs = self._expansion.flatten(0, 1).shape[0]
             self._stored = Linear(self._sizes.rank, {"kv_b_proj": outputs}, self._placement)
             self._stored.is_adaptable = False

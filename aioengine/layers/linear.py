@@ -12,10 +12,10 @@ import torch
 
 from aioengine.layers.layer import Layer
 from aioengine.layers.placement import Slice, Target, Units, rank_ranges
-from aioengine.quantization._base import LinearSpec
+from aioengine.quantization._base import CodesFormat, LinearSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -122,14 +122,21 @@ class Linear(Layer):
     def own_weights(self) -> dict[str, Target]:
         assert self._is_open, "the layer is not open for loading"
         return {
-            f"{part}.{name}": Target(piece.t() if self._is_transposed(name) else piece, self._source(part, name))
-            for name, tensor in self._tensors.items()
-            for part, piece in zip(self.sizes, self._format.split(self._spec, name, tensor), strict=True)
+            f"{part}.{name}": self._as_stored(name, target)._replace(source=self._source(part, name, target.tensor))
+            for name, targets in unplaced_targets(self._format, self._spec, self._tensors)
+            for part, target in zip(self.sizes, targets, strict=True)
         }
 
-    def _is_transposed(self, name: str) -> bool:
-        """Return whether the checkpoint stores a tensor as [D, outputs]."""
-        return self.stored.is_transposed and name == "weight" and self._tensors[name].dtype == self._spec.dtype
+    def _as_stored(self, name: str, target: Target) -> Target:
+        """Transpose the target of a weight if the checkpoint stores it as [D, outputs]."""
+        tensor, writer = target.tensor, target.writer
+        if not self._is_transposed(name, tensor):
+            return target
+        return Target(tensor.t(), writer=None if writer is None else writer.transposed())
+
+    def _is_transposed(self, name: str, tensor: Tensor) -> bool:
+        """Return whether the checkpoint stores a tensor [...] as [D, outputs]. Quantized weights have other dtypes."""
+        return self.stored.is_transposed and name == "weight" and tensor.dtype == self._spec.dtype
 
     def _output_ranges(self, parts: Mapping[str, int], units: Sequence[Units]) -> dict[str, list[tuple[int, int]]]:
         """Return the ranges of each part in the checkpoint that this rank loads, and set the order of its outputs."""
@@ -143,8 +150,8 @@ class Linear(Layer):
             for part, (start, stop) in zip(parts, bounds, strict=True)
         }
 
-    def _source(self, part: str, name: str) -> Slice | None:
-        """Return the part of a checkpoint tensor that this rank loads; None for all of it."""
+    def _source(self, part: str, name: str, tensor: Tensor) -> Slice | None:
+        """Return the part of a checkpoint tensor that this rank loads into ``tensor`` [...]; None for all of it."""
         place = None if self._divided is None else self._format.dim_of(name, self._divided)
         if place is None:
             return None
@@ -152,7 +159,7 @@ class Linear(Layer):
         if any(bound % unit for pair in self._ranges[part] for bound in pair):
             raise ValueError(f"{part}.{name} cannot be divided among ranks: an entry has {unit} {self._divided}")
         ranges = tuple((start // unit, stop // unit) for start, stop in self._ranges[part])
-        if self._is_transposed(name):
+        if self._is_transposed(name, tensor):
             dim = 1 - dim
         return Slice(dim, ranges, self._totals[part] // unit)
 
@@ -199,6 +206,18 @@ class Linear(Layer):
             return self._adapters.add(self._prepared.matmul, x, rows)
         assert self._matmul is not None, "finish_loading was not called"
         return self._matmul(x)
+
+
+def unplaced_targets(
+    linear_format: LinearFormat, layer: LinearSpec, tensors: Tensors
+) -> Iterator[tuple[str, list[Target]]]:
+    """Yield the names of checkpoint tensors, with a target for each fused layer."""
+    writers = linear_format.writers(layer, tensors) if isinstance(linear_format, CodesFormat) else {}
+    for name, parts in writers.items():
+        yield name, [Target(writer.placeholder, writer=writer) for writer in parts]
+    for name, tensor in tensors.items():
+        if name not in writers and (pieces := linear_format.split(layer, name, tensor)):
+            yield name, [Target(piece) for piece in pieces]
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from aioengine.families._fields import decode, not_implemented
 from aioengine.families._tensors import plain_tensors
 from aioengine.model_files import folder_files
 from aioengine.model_files.config_patterns import ConfigPatterns
+from aioengine.model_files.quantized_formats import working
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -342,11 +343,10 @@ def _rules(config: _Config) -> _Rules:
             return skipped + _compressed_rules(config)
         case "bitsandbytes":
             return [*_skipped(config.llm_int8_skip_modules or _HEADS), (ALL, _bitsandbytes(config))]
+        case "mxfp4":
+            _refuse("quant_method", "mxfp4", "mxfp4 in models of type gpt_oss")
         case method:
-            _refuse("quant_method", method, f"{_METHODS}, and models that are not quantized")
-
-
-_METHODS: Final = "awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, modelopt"
+            _refuse("quant_method", method, f"{working('quant_method')}, and models that are not quantized")
 
 
 def _skipped(*patterns: Iterable[str] | None) -> _Rules:

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from aioengine.kernels import code_linear, int8_linear
-from aioengine.kernels.codes import PACKED_COLUMNS, Codes, pack, pack_nibbles, unpack
+from aioengine.kernels.codes import Codes, pack, pack_nibbles, piece_of, unpack
 from aioengine.model_files.quantization import BLOCK_SCALES
 from aioengine.quantization.plain import PLAIN
 
@@ -179,7 +179,7 @@ class StoredFormat:
             codes, zeros = codes[:, :inputs], zeros[: len(scales)].int()
             if bits == 8:
                 codes, zeros = (codes ^ 128).view(torch.int8), zeros - 128
-        if (zeros is not None and inputs % num_groups) or (bits == 4 and inputs % PACKED_COLUMNS):
+        if (zeros is not None and inputs % num_groups) or (bits == 4 and not piece_of(inputs)):
             raise ValueError(f"{inputs} inputs cannot have {num_groups} equal groups of codes with {bits} bits")
         offsets = (-zeros * scales).contiguous() if zeros is not None and zeros.any() else None
         whole = Codes(codes, scales.contiguous(), offsets, table=table)

@@ -216,7 +216,7 @@ def _weights_bytes(settings: Settings, options: ModelOptions) -> int:
     options = dataclasses.replace(options, device=torch.device("meta"))
     if settings.model.implementation == TRANSFORMERS:
         return _fallback(settings).num_bytes(options)
-    return sum(target.tensor.nbytes for target in _model(settings, options).weights().values())
+    return sum(target.num_bytes for target in _model(settings, options).weights().values())
 
 
 def _fallback(settings: Settings) -> TransformersFolder:

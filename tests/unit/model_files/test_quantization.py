@@ -137,10 +137,10 @@ def test_tensors_of_a_layer_are_described() -> None:
     [
         (
             {"quant_method": "quark"},
-            "quant_method 'quark' .*works: awq, .* modelopt, and models that are not quantized",
+            "quant_method 'quark' .*works: fp8, .* gptq, .*and models that are not quantized",
         ),
-        ({"quant_method": "torchao"}, "quant_method 'torchao' .*works: awq, .* and models that are not quantized"),
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' .*works: awq, .* and models that are not quantized"),
+        ({"quant_method": "torchao"}, "quant_method 'torchao' .*works: fp8, .*and models that are not quantized"),
+        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' .*works: mxfp4 in models of type gpt_oss"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' .*works: FP8, FP8_PER_CHANNEL"),
         (BITSANDBYTES | {"load_in_8bit": True}, "load_in_8bit True .*works: load_in_4bit, and models that are not"),
         (BITSANDBYTES | {"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type 'int4' .*works: nf4, fp4"),
