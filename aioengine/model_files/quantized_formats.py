@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from aioengine.families._fields import not_implemented
+from aioengine.api.checks import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +60,11 @@ FORMATS: Final[dict[Source, tuple[Format, ...]]] = {
     ),
     "load_format": (Format("gguf", "the blocks of [GGUF files](gguf.md)", WIDENED, WIDENED),),
     "quantization": (),  # of 16-bit weights, while they are loaded
-    "kv_cache_dtype": (),
+    "kv_cache_dtype": (
+        Format("bfloat16", "keys and values, with any `dtype`", "16 bits", "16 bits"),
+        Format("fp8_e4m3", "keys and values", "8 bits", ""),
+        Format("int8", "keys and values, with a scale per head", "", "8 bits"),
+    ),
 }
 
 
@@ -72,7 +76,10 @@ def working(source: Source, device: str | None = None) -> str:
 def check(source: Source, name: str, device: str) -> None:
     """Raise ValueError if a format does not work on a device. The message names the formats that work there."""
     if not any(row.name == name and row.kept(device) for row in FORMATS[source]):
-        not_implemented(source, name, f"{working(source, device)} (device={device!r})")
+        kind = "CPU" if device == "cpu" else "GPU"
+        raise ValueError(
+            f"{source}={shown(name)} does not work on a {kind}; what works there: {working(source, device)}"
+        )
 
 
 def table() -> Iterator[tuple[str, ...]]:

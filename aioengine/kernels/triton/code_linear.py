@@ -31,9 +31,9 @@ ROWS = 64
 OUTPUTS = 64
 """Minimum outputs of a program."""
 MANY_OUTPUTS = 16_384
-MAX_SPLITS = 8
-ENOUGH_PROGRAMS = 132
-"""The multiprocessors of an H200."""
+MAX_SPLITS = 4
+PROCESSORS = 132
+"""Of an H200."""
 DEQUANTIZED_COLUMNS = 1024
 PIECE = tl.constexpr(PIECES[0])
 _EXACT = 1e-3
@@ -47,10 +47,10 @@ Programs = tuple[int, int, int, int, int, int]
 def _expanded(pointers: tl.tensor, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
     """Load the values of groups [outputs, GROUPS] -> [outputs, GROUPS * WIDTH]; one group is only broadcast."""
     values = tl.load(pointers)
-    if GROUPS == 1:
-        return values
-    values = tl.broadcast_to(tl.expand_dims(values, 2), (values.shape[0], GROUPS, WIDTH))
-    return tl.reshape(values, (values.shape[0], GROUPS * WIDTH))
+    if GROUPS > 1:
+        wide = tl.broadcast_to(tl.expand_dims(values, 2), (values.shape[0], GROUPS, WIDTH))
+        values = tl.reshape(wide, (values.shape[0], GROUPS * WIDTH))
+    return values
 
 
 @triton.jit
@@ -268,15 +268,14 @@ def shape_of_programs(num_outputs: int, size: int, bits: int, num_rows: int) -> 
     Measured on an H200 for the layers of an 8B model.
     """
     rows = min(max(next_power_of_2(num_rows), LEAST_ROWS), ROWS)
-    if num_outputs >= MANY_OUTPUTS:
-        if bits == 4:
-            return 2 * OUTPUTS, PIECES[0], 1, 5 if num_rows <= ROWS // 2 else 4, 4, rows
-        if num_rows <= LEAST_ROWS:
-            return 2 * OUTPUTS, PIECES[0], 1, 3, 8, rows
-    splits, tiles = 1, num_tiles(num_outputs, num_rows)
-    while splits < MAX_SPLITS and tiles * splits < ENOUGH_PROGRAMS and size % (2 * splits * PIECES[0]) == 0:
+    is_small = num_rows <= ROWS and (num_outputs < MANY_OUTPUTS or (bits == 8 and num_rows > LEAST_ROWS))
+    outputs = OUTPUTS if is_small else 2 * OUTPUTS
+    tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
+    splits, enough = 1, 2 * PROCESSORS if is_small else PROCESSORS
+    while splits < MAX_SPLITS and tiles * splits < enough and size % (2 * splits * PIECES[0]) == 0:
         splits *= 2
-    return OUTPUTS, PIECES[0], splits, 4, 4, rows
+    stages = 5 if bits == 4 and splits == 1 and num_rows <= ROWS // 2 else 4 if splits == 1 else 3
+    return outputs, PIECES[0], splits, stages, 8 if bits == 8 and not is_small else 4, rows
 
 
 def num_tiles(num_outputs: int, num_rows: int = MAX_ROWS) -> int:

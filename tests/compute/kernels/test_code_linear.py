@@ -72,8 +72,8 @@ from aioengine.kernels.triton.code_linear import dequantize, device_codes, matmu
 
 for dtype, shape, bits, group, has_offsets in (
     (torch.float8_e4m3fn, (256, 1024), 8, 1024, False), (torch.float8_e4m3fn, (256, 1024), 8, 128, False),
-    (torch.int8, (256, 1024), 8, 16, True), (torch.uint8, (256, 512), 4, 32, True),
-    (torch.uint8, (256, 512), 4, 64, False),
+    (torch.int8, (256, 1024), 8, 16, True), (torch.int8, (256, 1024), 8, 128, True),
+    (torch.uint8, (256, 512), 4, 32, True), (torch.uint8, (256, 512), 4, 64, False),
 ):
     scales = torch.ones(256, 1024 // group)
     codes = Codes(torch.zeros(shape, dtype=dtype), scales, scales * 0.3 if has_offsets else None, bits)
