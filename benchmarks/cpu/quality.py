@@ -3,7 +3,7 @@
     python -m benchmarks.cpu.quality  # a table of all formats that work on the device
     python -m benchmarks.cpu.quality --formats awq 'quantization="int8"' --device cuda
 
-bits        per parameter of the demo model in bfloat16, as ``aioengine.plan`` counts them
+bits        per parameter of the demo model, as ``aioengine.plan`` counts them
 perplexity  of the demo model on documents that it was not trained on, of the tokens that it learns to write
 answers     share of these documents whose second half it continues with the same 32 greedy tokens as the plain model
 KL          mean of the divergence from the plain model, of the next token after 16 prompts. The model has the shape of
@@ -192,7 +192,7 @@ def table_rows(options: argparse.Namespace, random_model: Path) -> Iterator[tupl
         arguments = {"device": options.device, "dtype": options.dtype, **variant.arguments}
         with tempfile.TemporaryDirectory() as demo_folder, tempfile.TemporaryDirectory() as random_folder:
             path = saved(DEMO_MODEL, variant, Path(demo_folder))
-            plan = aioengine.plan(path, **arguments | {"dtype": "bfloat16"})
+            plan = aioengine.plan(path, **arguments)
             demo = run_demo(path, texts, arguments)
             logprobs = distributions(saved(random_model, variant, Path(random_folder)), arguments)
         plain = plain or (demo, logprobs)
