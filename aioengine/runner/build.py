@@ -19,9 +19,8 @@ from aioengine.attention._base import BackendUnavailableError
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
-from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
-from aioengine.model_files.quantization import split_config
+from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import AdaptableModel, ModelOptions
 from aioengine.protocol.messages import Progress
@@ -203,7 +202,7 @@ def _model(settings: Settings, options: ModelOptions) -> Model:
     if settings.model.implementation == TRANSFORMERS:
         return _fallback(settings).load(options)
     folder = Path(settings.model.path)
-    config = folder_files.read_json(folder / "config.json", dict[str, object])
+    config = read_config(folder)
     if config is None:
         raise ValueError(f"{folder} has no config.json, which a model folder must have")
     if settings.model.task == Task.EMBED:
