@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 NUM_TRAINED = 500_000
 """Documents of the demo model's training, with seed 0."""
 NUM_NEW = 32
+STOP_IDS = [0, 2]
+"""The end of a text and of a turn. GGUF files have only one."""
 NUM_PROMPTS = 16
 
 
@@ -129,7 +131,7 @@ def run_demo(folder: Path, texts: list[Text], arguments: dict[str, Any]) -> Demo
         )
         answers = engine.generate(
             input_ids=[prompt[: (len(prompt) + 1) // 2] for prompt in prompts],
-            sampling_params={"temperature": 0, "max_new_tokens": NUM_NEW},
+            sampling_params={"temperature": 0, "max_new_tokens": NUM_NEW, "stop_token_ids": STOP_IDS},
         )
     logprobs = [
         logprob
