@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,7 +146,7 @@ def test_logits_are_those_of_the_dequantized_checkpoint(name: str, tmp_path: Pat
         torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 
-LATENT: dict[str, object] = {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16, "intermediate_size": 128}
+LATENT: dict[str, Any] = {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16, "intermediate_size": 128}
 """Sizes that are multiples of the groups."""
 
 
@@ -251,3 +252,15 @@ def test_transformers_code_reads_quantized_linear_layers(name: str, changes: dic
         weights.load(model, tmp_path, load_format="auto", seed=0, report=lambda done, total: None)
         results.append(Stepper(model).run(PROMPT, [4, 2]))
     torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_dummy_weights_have_finite_results(name: str, tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": METHODS[name].config}
+    config, quantization = split_config(raw)
+    assert quantization is not None
+    options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, format_of=formats(quantization))
+    model = models.build(config, options)
+    weights.load(model, tmp_path, load_format="dummy", seed=0, report=lambda done, total: None)
+    assert Stepper(model).run(PROMPT, [7]).isfinite().all()
