@@ -199,8 +199,6 @@ def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str) -> None
 
 
 def _model(settings: Settings, options: ModelOptions) -> Model:
-    if settings.model.implementation == TRANSFORMERS:
-        return _fallback(settings).load(options)
     folder = Path(settings.model.path)
     config = read_config(folder)
     if config is None:
@@ -210,6 +208,8 @@ def _model(settings: Settings, options: ModelOptions) -> Model:
     config, quantization = split_config(config)
     if quantization is not None:
         options = dataclasses.replace(options, format_of=formats(quantization))
+    if settings.model.implementation == TRANSFORMERS:
+        return _fallback(settings).load(options)
     return models.build(config, options)
 
 
