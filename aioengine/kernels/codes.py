@@ -1,4 +1,4 @@
-"""Weights of few bits: codes with a scale and a zero point per group. O outputs, D inputs, G groups of D / G inputs."""
+"""Weights of few bits: numbers with a scale per group. O outputs, D inputs, G groups of D / G inputs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-PACKED_COLUMNS: Final = 32
-"""4-bit codes are packed in pieces of this many columns: byte i has column i in its low bits, then column i + 16."""
+PIECES: Final = (128, 64, 32)
+"""4-bit codes are packed in pieces of P columns: the largest of these sizes that divides D. A piece has P / 4 words of
+16 bits. Bits 4 i to 4 i + 3 of word j are the code of column i * P / 4 + j.
+"""
 
 
 def unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] = ()) -> Tensor:
@@ -39,31 +41,37 @@ def pack(codes: Tensor, bits: int, dim: int, order: Sequence[int] = ()) -> Tenso
     return words.to(torch.int32).movedim(-1, dim)  # the conversion keeps the low 32 bits
 
 
+def piece_of(size: int) -> int:
+    """Return P for D = size; see ``PIECES``."""
+    return next((piece for piece in PIECES if size % piece == 0), 0)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Pack 4-bit codes [..., D] uint8 -> [..., D / 2]; see ``PIECES``."""
+    parts = codes.unflatten(-1, (-1, 4, piece_of(codes.shape[-1]) // 4))
+    return torch.stack(
+        (parts[..., 0, :] | parts[..., 1, :] << 4, parts[..., 2, :] | parts[..., 3, :] << 4), -1
+    ).flatten(-3)
+
+
 class Codes(NamedTuple):
-    """A weight [O, D]: numbers, or codes minus zero points, times scales.
+    """A weight [O, D]: each number is multiplied by the scale of its group, and the offset of its group is added.
 
     Attributes:
-        packed: [O, D] of one byte each: uint8 codes, int8 or fp8. With 4 bits, [O, D / 2] uint8; see
-            ``PACKED_COLUMNS``.
+        packed: [O, D] int8 or fp8. With 4 bits, unsigned codes [O, D / 2] uint8; see ``PIECES``.
         scales: [O, G] fp32.
-        zeros: [O, G] int16; None for int8 and fp8.
+        offsets: [O, G] fp32; None: 0.
         bits: 4 or 8.
         order: [D] int64, the input of each column; None: columns are in the order of the inputs.
+        table: [16] fp32, the number of each 4-bit code; None: the code itself.
     """
 
     packed: Tensor
     scales: Tensor
-    zeros: Tensor | None = None
+    offsets: Tensor | None = None
     bits: int = 8
     order: Tensor | None = None
-
-    @classmethod
-    def of(cls, codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, order: Tensor | None = None) -> Codes:
-        """Pack codes [O, D] uint8."""
-        if bits == 4:
-            low, high = codes.unflatten(1, (-1, 2, PACKED_COLUMNS // 2)).unbind(2)
-            codes = (low | high << 4).flatten(1)
-        return cls(codes.contiguous(), scales.contiguous(), zeros.contiguous(), bits, order)
+    table: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -72,23 +80,37 @@ class Codes(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Columns that share a scale and a zero point. Only the last group of fp8 blocks may be smaller."""
+        """Columns that share a scale. Only the last group of fp8 blocks may be smaller."""
         size, num_groups = self.shape[1], self.scales.shape[1]
         return FP8_BLOCK if size % num_groups else size // num_groups
+
+    def split(self, sizes: Sequence[int]) -> list[Codes]:
+        """Divide the outputs into parts of these sizes."""
+        offsets = [None] * len(sizes) if self.offsets is None else self.offsets.split(sizes)
+        tensors = zip(self.packed.split(sizes), self.scales.split(sizes), offsets, strict=True)
+        return [self._replace(packed=packed, scales=scales, offsets=offsets) for packed, scales, offsets in tensors]
 
     def unpacked(self) -> Tensor:
         """Return the numbers or codes [O, D]."""
         if self.bits == 8:
             return self.packed
-        pieces = self.packed.unflatten(1, (-1, PACKED_COLUMNS // 2))
-        return torch.stack((pieces & 15, pieces >> 4), 2).flatten(1)
+        low, high = self.packed.unflatten(1, (-1, piece_of(self.shape[1]) // 4, 2)).unbind(-1)
+        return torch.stack((low & 15, low >> 4, high & 15, high >> 4), 2).flatten(1)
+
+    def rows(self, indices: Tensor) -> Codes:
+        """Return the rows ``indices`` [R] int64."""
+        offsets = None if self.offsets is None else self.offsets.index_select(0, indices)
+        packed, scales = self.packed.index_select(0, indices), self.scales.index_select(0, indices)
+        return self._replace(packed=packed, scales=scales, offsets=offsets)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [O, D], with its columns in the order of the inputs."""
-        weight = self.unpacked().float()
-        if self.zeros is not None:
-            weight -= self.expanded(self.zeros)
-        return self.in_input_order((weight * self.expanded(self.scales)).to(dtype))
+        codes = self.unpacked()
+        weight = codes.float() if self.table is None else self.table[codes.int()]
+        weight *= self.expanded(self.scales)
+        if self.offsets is not None:
+            weight += self.expanded(self.offsets)
+        return self.in_input_order(weight.to(dtype))
 
     def expanded(self, groups: Tensor) -> Tensor:
         """Expand values of groups [O, G] to columns [O, D]."""

@@ -12,10 +12,10 @@ import torch
 
 from aioengine.layers.layer import Layer
 from aioengine.layers.placement import Slice, Target, Units, rank_ranges
-from aioengine.quantization._base import LinearSpec
+from aioengine.quantization._base import CodesFormat, LinearSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -121,14 +121,17 @@ class Linear(Layer):
     def own_weights(self) -> dict[str, Target]:
         assert self._is_open, "the layer is not open for loading"
         return {
-            f"{part}.{name}": Target(self._as_stored(piece), self._source(part, name, piece))
-            for name, tensor in self._tensors.items()
-            for part, piece in zip(self.sizes, self._format.split(self._spec, name, tensor), strict=True)
+            f"{part}.{name}": self._as_stored(target)._replace(source=self._source(part, name, target.tensor))
+            for name, targets in unplaced_targets(self._format, self._spec, self._tensors)
+            for part, target in zip(self.sizes, targets, strict=True)
         }
 
-    def _as_stored(self, piece: Tensor) -> Tensor:
-        """Return the view of ``piece`` [...] with the shape in the checkpoint."""
-        return piece.t() if self.stored.is_transposed and piece.dim() == 2 else piece
+    def _as_stored(self, target: Target) -> Target:
+        """Transpose the target if the checkpoint stores weights as [D, outputs]."""
+        tensor, writer = target.tensor, target.writer
+        if not self.stored.is_transposed or tensor.dim() != 2:
+            return target
+        return Target(tensor.t(), writer=None if writer is None else writer.transposed())
 
     def _output_ranges(self, parts: Mapping[str, int], units: Sequence[Units]) -> dict[str, list[tuple[int, int]]]:
         """Return the ranges of each part in the checkpoint that this rank loads, and set the order of its outputs."""
@@ -202,6 +205,18 @@ class Linear(Layer):
             return self._adapters.add(self._prepared.matmul, x, rows)
         assert self._matmul is not None, "finish_loading was not called"
         return self._matmul(x)
+
+
+def unplaced_targets(
+    linear_format: LinearFormat, layer: LinearSpec, tensors: Tensors
+) -> Iterator[tuple[str, list[Target]]]:
+    """Yield the names of checkpoint tensors, with a target for each fused layer."""
+    writers = linear_format.writers(layer, tensors) if isinstance(linear_format, CodesFormat) else {}
+    for name, parts in writers.items():
+        yield name, [Target(writer.placeholder, writer=writer) for writer in parts]
+    for name, tensor in tensors.items():
+        if name not in writers and (pieces := linear_format.split(layer, name, tensor)):
+            yield name, [Target(piece) for piece in pieces]
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:

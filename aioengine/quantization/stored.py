@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from aioengine.kernels import code_linear, int8_linear
-from aioengine.kernels.codes import PACKED_COLUMNS, Codes, pack, unpack
+from aioengine.kernels.codes import Codes, pack, pack_nibbles, piece_of, unpack
 from aioengine.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _DTYPES: Final = {"": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32}
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output i of eight is at this place in its word."""
+_SMALL: Final = ("bias", "qzeros", "weight_zero_point", "g_idx", "weight_g_idx")
+"""Tensors that are kept to restore them."""
 
 
 class StoredFormat:
@@ -59,12 +61,12 @@ class StoredFormat:
 
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
         bias = tensors.get("bias")
-        others = {} if bias is None else {"bias": bias}
+        others = {name: tensor for name, tensor in tensors.items() if name in _SMALL}
         if self.scheme.layout == "int8":
             matmul = int8_linear.prepare(tensors["weight"], self._scales(layer, tensors), bias)
             return layer.prepared(matmul, lambda: tensors)
         if self.scheme.layout == "fp8":
-            others = {name: tensor for name, tensor in tensors.items() if name != "weight"}
+            others[self.scheme.scale] = tensors[self.scheme.scale]
             loaded = [Codes(tensors["weight"], self._scales(layer, tensors))]
         else:
             loaded = self._codes(layer, tensors)
@@ -79,7 +81,7 @@ class StoredFormat:
             return torch.cat([part.matmul(x) for part in parts], 1)
 
         def restore() -> Tensors:
-            return others | self._stored(layer, [part.restore() for part in parts])
+            return others | self._stored([part.restore() for part in parts])
 
         return layer.prepared(joined if len(parts) > 1 else parts[0].matmul, restore)
 
@@ -96,6 +98,7 @@ class StoredFormat:
     def _codes(self, layer: LinearSpec, tensors: Tensors) -> list[Codes]:
         """Return the codes of the layer, or of each part if the parts have different orders of inputs."""
         bits, outputs, scales = self.scheme.bits, sum(layer.sizes), tensors[self.scheme.scale]
+        zeros = torch.full((), 1 << bits - 1, device=scales.device)
         match self.scheme.layout:
             case "awq":
                 codes = unpack(tensors["qweight"], bits, 1, _AWQ_ORDER).t()
@@ -103,56 +106,55 @@ class StoredFormat:
                 scales = scales.t()
             case "gptq":
                 codes = unpack(tensors["qweight"], bits, 0).t()
-                zeros = unpack(tensors["qzeros"], bits, 1).t() + self.scheme.zero_shift
+                zeros = unpack(tensors["qzeros"], bits, 1).t().int() + self.scheme.zero_shift
                 scales = scales.t()
             case _:
                 codes = unpack(tensors["weight_packed"], bits, 1)
-                zeros = torch.full_like(scales, 1 << bits - 1)
                 if self.scheme.has_zeros:
                     zeros = unpack(tensors["weight_zero_point"], bits, 0)
-        if layer.in_features % scales.shape[1] or (bits == 4 and layer.in_features % PACKED_COLUMNS):
+        if layer.in_features % scales.shape[1] or (bits == 4 and not piece_of(layer.in_features)):
             inputs, num_groups = layer.in_features, scales.shape[1]
             raise ValueError(f"{inputs} inputs cannot have {num_groups} equal groups of codes with {bits} bits")
-        codes, zeros = codes[:, : layer.in_features], zeros[:outputs].to(torch.int16)
+        codes = codes[:, : layer.in_features]
+        zeros = zeros.int() if zeros.dim() == 0 else zeros[:outputs].int()
+        if bits == 8:
+            codes, zeros = (codes ^ 128).view(torch.int8), zeros - 128
+        whole = Codes(codes, scales.contiguous(), (-zeros * scales).contiguous() if zeros.any() else None)
         if not self.scheme.has_order:
-            return [Codes.of(codes, scales, zeros, bits)]
+            return [_packed(whole, bits, None)]
         groups = tensors["g_idx" if self.scheme.layout == "gptq" else "weight_g_idx"]
         orders = groups.argsort(dim=1, stable=True)
         size = layer.in_features // scales.shape[1]
         if not (groups.gather(1, orders) == torch.arange(layer.in_features, device=groups.device) // size).all():
             raise ValueError(f"the groups of its inputs (g_idx) do not have {size} inputs each")
         if (orders == orders[0]).all():
-            return [Codes.of(codes[:, orders[0]], scales, zeros, bits, orders[0])]
-        parts = zip(*(tensor.split(layer.sizes) for tensor in (codes, scales, zeros)), orders, strict=True)
-        return [Codes.of(code[:, order], scale, zero, bits, order) for code, scale, zero, order in parts]
+            return [_packed(whole, bits, orders[0])]
+        return [_packed(part, bits, order) for part, order in zip(whole.split(layer.sizes), orders, strict=True)]
 
-    def _stored(self, layer: LinearSpec, parts: Sequence[Codes]) -> Tensors:
-        """Undo ``_codes``."""
+    def _stored(self, parts: Sequence[Codes]) -> Tensors:
+        """Undo ``_codes``, without the small tensors."""
         if self.scheme.layout == "fp8":
             return {"weight": parts[0].packed}
         bits, layout = self.scheme.bits, self.scheme.layout
         codes = torch.cat([part.in_input_order(part.unpacked()) for part in parts])
-        scales, zeros = (
-            torch.cat([part.scales for part in parts]),
-            torch.cat([part.zeros for part in parts if part.zeros is not None]),
-        )
+        if bits == 8:
+            codes = codes.view(torch.uint8) ^ 128
+        scales = torch.cat([part.scales for part in parts])
         tensors = {self.scheme.scale: scales if layout == "packed" else scales.t()}
-        groups = torch.arange(layer.in_features, dtype=torch.int32, device=codes.device) // parts[0].group
-        indices = torch.stack([part.in_input_order(groups[None])[0] for part in parts]).expand(len(layer.sizes), -1)
         if layout == "awq":
             tensors["qweight"] = pack(codes.t(), bits, 1, _AWQ_ORDER)
-            tensors["qzeros"] = pack(zeros.t(), bits, 1, _AWQ_ORDER)
         elif layout == "gptq":
             tensors["qweight"] = pack(codes.t(), bits, 0)
-            tensors["qzeros"] = pack(zeros.t() - self.scheme.zero_shift, bits, 1)
-            tensors["g_idx"] = indices
         else:
             tensors["weight_packed"] = pack(codes, bits, 1)
-            if self.scheme.has_zeros:
-                tensors["weight_zero_point"] = pack(zeros, bits, 0)
-            if self.scheme.has_order:
-                tensors["weight_g_idx"] = indices
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _packed(codes: Codes, bits: int, order: Tensor | None) -> Codes:
+    """Reorder and pack codes whose ``packed`` is [O, D] with one byte per number. order: [D]."""
+    numbers = codes.packed if order is None else codes.packed[:, order]
+    packed = numbers.contiguous() if bits == 8 else pack_nibbles(numbers)
+    return codes._replace(packed=packed, bits=bits, order=order)
 
 
 def formats(quantization: Quantization) -> Callable[[str], LinearFormat]:

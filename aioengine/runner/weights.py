@@ -64,7 +64,7 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
         before = file_states(entry.path for entry in entries)
         read_all(entries, targets, report)
         check_unchanged(before, "while it was read")
-    return sum(target.tensor.nbytes for target in targets.values())
+    return sum(target.num_bytes for target in targets.values())
 
 
 def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
@@ -80,4 +80,4 @@ def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
         scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
         values = block.roll(zlib.crc32(name.encode()) % _DUMMY_BLOCK) * scale
         size = math.prod(shape)
-        target.tensor.copy_(values.repeat(-(-size // _DUMMY_BLOCK))[:size].view(shape)[target.index])
+        target.write(values.repeat(-(-size // _DUMMY_BLOCK))[:size].view(shape)[target.index])

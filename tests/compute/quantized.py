@@ -28,15 +28,11 @@ class Method(NamedTuple):
 
 def words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """Pack codes [X, N * 32 / bits] -> [X, N] int32. order: the code at each place of a word; by default in order."""
-    per_word = 32 // bits
-    packed: list[list[int]] = []
-    for row in codes.tolist():
-        packed.append([])
-        for start in range(0, len(row), per_word):
-            chosen = [row[start + place] for place in order or range(per_word)]
-            word = sum(code << bits * place for place, code in enumerate(chosen))
-            packed[-1].append(word - 2**32 if word >= 2**31 else word)
-    return torch.tensor(packed, dtype=torch.int32)
+    parts = codes.long().unflatten(1, (-1, 32 // bits))
+    if order:
+        parts = parts[:, :, list(order)]
+    packed = (parts << torch.arange(0, 32, bits)).sum(2)
+    return torch.where(packed < 2**31, packed, packed - 2**32).to(torch.int32)
 
 
 class Groups(NamedTuple):
