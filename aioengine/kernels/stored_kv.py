@@ -24,6 +24,8 @@ _MIN_SCALE: Final = 1e-30
 
 def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert x [..., E] to numbers of the pool: [..., E], or int8 [..., E + 2]. Heads with NaN or inf become NaN."""
+    if x.dtype == dtype:
+        return x
     if dtype != torch.int8:
         return x.to(dtype)
     wide = x.float()
@@ -34,6 +36,8 @@ def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def from_stored(stored: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert numbers of the pool to [..., E] of ``dtype``. The last axis of ``stored`` is contiguous."""
+    if stored.dtype == dtype:
+        return stored
     if stored.dtype != torch.int8:
         return stored.to(dtype)
     return stored[..., :-INT8_SCALE_BYTES].to(dtype).mul_(scales_of(stored))
