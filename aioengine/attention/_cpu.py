@@ -82,7 +82,7 @@ class Paging:
         num_pages: pages of the pool, N. The pool has the (page, kv head) pairs of keys, then those of values.
         page_size: divides ``CHUNK``.
         padded_width: maps the number of visible positions of a chunk to the number that the kernel computes.
-        max_units: maximum number of units per call.
+        max_positions: maximum positions of the units of a call, if it has several units.
         window: the number of positions that a token attends to; None: all.
 
     Raises:
@@ -93,7 +93,7 @@ class Paging:
     num_pages: int
     page_size: int
     padded_width: Callable[[int], int]
-    max_units: int
+    max_positions: int
     window: int | None = None
 
     def __post_init__(self) -> None:
@@ -163,7 +163,9 @@ class Paging:
             ends = np.arange(1, num_chunks + 1) * CHUNK
             unshared &= ends[:, np.newaxis] > first_seen
         chunks, rows = np.nonzero(unshared)
-        calls = [slice(start, start + self.max_units) for start in range(0, len(rows), self.max_units)]
+        width = self.padded_width(min(CHUNK, int(kv_lengths.max())))
+        max_units = max(1, self.max_positions // width)
+        calls = [slice(start, start + max_units) for start in range(0, len(rows), max_units)]
         units = [self._own_chunks(table, left, rows[call], chunks[call], first_seen=first_seen) for call in calls]
         starts = first_tokens(batch.query_lengths)
         tokens = None if is_all else torch.tensor([starts[row] for row in single])

@@ -210,7 +210,7 @@ class FusedAttention:
             num_pages=num_pages,
             page_size=page_size,
             padded_width=self._padded_width,
-            max_units=max(1, UNIT_BYTES // (2 * num_kv_heads * CHUNK * head_size * dtype.itemsize)),
+            max_positions=UNIT_BYTES // (2 * num_kv_heads * head_size * dtype.itemsize),
             window=shape.common_window,
         )
         self._dtype = dtype
@@ -220,7 +220,7 @@ class FusedAttention:
         self._decode: DecodeUnits | None = None
         self._calls: list[_DecodeCall] = []
         self._memory = kv_pool.new_empty(0)
-        self._queries = torch.empty(0)
+        self._queries = self._own_queries = torch.empty(0)  # padded queries of all rows, and a view without padding
         self._prefill: list[_PrefillRow] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -265,6 +265,7 @@ class FusedAttention:
         if self._padding:
             shape = (decode.num_rows, self._num_kv_heads, self._group + self._padding, self._head_size)
             self._queries = torch.zeros(shape, dtype=self._dtype)
+            self._own_queries = self._queries[:, :, : self._group]
 
     def _padded_width(self, visible: int) -> int:
         return next(width for width in self._limits.widths if width >= visible and width % self.page_size == 0)
@@ -279,7 +280,7 @@ class FusedAttention:
         """q [R, H, E] -> [R, H * E]."""
         queries = q.view(decode.num_rows, self._num_kv_heads, self._group, self._head_size)
         if self._padding:
-            self._queries[:, :, : self._group] = queries
+            self._own_queries.copy_(queries)
             queries = self._queries
         if decode.num_slots == 1 and not self._sinks:
             outputs = [self._attend_units(queries, call, layer)[0] for call in self._calls]
