@@ -41,9 +41,10 @@ FORMATS: Final[dict[Source, tuple[Format, ...]]] = {
     "quant_method": (
         Format("fp8", "fp8 per tensor, or in blocks of 128 x 128", STORED, WIDENED),
         Format("fbgemm_fp8", "fp8 per channel", STORED, WIDENED),
-        Format("modelopt", "fp8 per tensor", STORED, WIDENED),
+        Format("modelopt", "fp8 per tensor, channel or block of 128 x 128", STORED, WIDENED),
         Format("awq", "4 bits, version gemm", STORED, STORED),
-        Format("gptq", "4 and 8 bits, with and without `desc_act`", STORED, STORED),
+        Format("gptq", "4 and 8 bits, with and without `desc_act`, and the rules of `dynamic`", STORED, STORED),
+        Format("bitsandbytes", "nf4 and fp4, with and without double quantization", STORED, STORED),
         Format(
             "compressed-tensors",
             "4 and 8 bits per group or channel, with and without zero points and `actorder`",

@@ -19,9 +19,8 @@ from aioengine.attention._base import BackendUnavailableError
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
-from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
-from aioengine.model_files.quantization import split_config
+from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import AdaptableModel, ModelOptions
 from aioengine.protocol.messages import Progress
@@ -200,10 +199,8 @@ def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str) -> None
 
 
 def _model(settings: Settings, options: ModelOptions) -> Model:
-    if settings.model.implementation == TRANSFORMERS:
-        return _fallback(settings).load(options)
     folder = Path(settings.model.path)
-    config = folder_files.read_json(folder / "config.json", dict[str, object])
+    config = read_config(folder)
     if config is None:
         raise ValueError(f"{folder} has no config.json, which a model folder must have")
     if settings.model.task == Task.EMBED:
@@ -211,6 +208,8 @@ def _model(settings: Settings, options: ModelOptions) -> Model:
     config, quantization = split_config(config)
     if quantization is not None:
         options = dataclasses.replace(options, format_of=formats(quantization))
+    if settings.model.implementation == TRANSFORMERS:
+        return _fallback(settings).load(options)
     return models.build(config, options)
 
 
@@ -266,15 +265,10 @@ def choose_attention(
         return AttentionChoice("packed")
     if name == "fused" and (kv_dtype not in {dtype, torch.int8} or not fused.serves(shape, dtype, device)):
         return AttentionChoice("torch")
-    if kv_dtype != dtype and name not in {"fused", "torch"}:
-        raise ValueError(
-            f"attention_backend {name!r} needs a KV cache in the dtype of the queries, {dtype}, not {kv_dtype}; "
-            "'torch' works"
-        )
     if name != "flashinfer":
         return AttentionChoice(name)
     try:
-        _make_flashinfer_ready(settings, shape, dtype, device, report=report)
+        _make_flashinfer_ready(settings, shape, dtype, device, kv_dtype=kv_dtype, report=report)
     except BackendUnavailableError as error:
         if not settings.fallback_backend:
             raise ValueError(f"attention_backend='flashinfer' does not work here: {error}") from error
@@ -289,6 +283,7 @@ def _make_flashinfer_ready(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    kv_dtype: torch.dtype,
     report: Callable[[Progress], None],
 ) -> None:
     """Import FlashInfer, compile its kernels and run them once.
@@ -303,4 +298,5 @@ def _make_flashinfer_ready(
         raise BackendUnavailableError(message) from error
     except (ImportError, OSError, RuntimeError) as error:
         raise BackendUnavailableError(f"FlashInfer cannot be imported: {type(error).__name__}: {error}") from error
-    kernels.make_ready(shape, dtype, device, timeout_s=settings.compile_timeout_s, report=report)
+    timeout_s = settings.compile_timeout_s
+    kernels.make_ready(shape, dtype, device, kv_dtype=kv_dtype, timeout_s=timeout_s, report=report)

@@ -41,7 +41,7 @@ def save_demo(folder: Path, name: str) -> tuple[Path, Path]:
     return paths
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8-blocks"])
+@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8-blocks", "nf4-double"])
 def test_answers_are_those_of_the_dequantized_model_after_a_lost_scheduler_too(name: str, tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, name)
     with Engine(plain, device="cpu", dtype="float32") as engine:
@@ -81,6 +81,18 @@ def test_adapters_hidden_states_and_logprobs_are_those_of_the_dequantized_model(
     assert changed != unchanged
 
 
+def test_quantized_models_run_with_transformers_code(tmp_path: Path) -> None:
+    paths = save_demo(tmp_path, "gptq-8")
+    options = {"model_impl": "transformers", "device": "cpu", "dtype": "float32"}
+    plans = [aioengine.plan(path, **options) for path in paths]
+    assert plans[1].num_parameters <= plans[0].num_parameters < 1.02 * plans[1].num_parameters
+    answers: list[list[int]] = []
+    for path in paths:
+        with Engine(path, **options) as engine:
+            answers.append([answer["output_ids"] for answer in engine.generate(PROMPTS, GREEDY)])
+    assert answers[0] == answers[1]
+
+
 def test_plan_counts_the_stored_bytes(tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, "awq")
     plans = [aioengine.plan(path, device="cpu", dtype="bfloat16") for path in (quantized, plain)]
@@ -94,9 +106,7 @@ def test_plan_counts_the_stored_bytes(tmp_path: Path) -> None:
 
 def test_another_method_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, "awq")
-    with pytest.raises(ValueError, match="quantization='gptq', but config.json has 'awq'; leave it out"):
+    with pytest.raises(ValueError, match="quantization='gptq', but the model has 'awq'; leave it out"):
         Engine(quantized, device="cpu", quantization="gptq")
-    with pytest.raises(
-        ValueError, match="quantization='gptq', but config.json has no quantization_config; leave it out"
-    ):
+    with pytest.raises(ValueError, match="quantization='gptq', but the model has no quantization_config; leave it out"):
         Engine(plain, device="cpu", quantization="gptq")

@@ -9,7 +9,7 @@ import torch
 
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.kernels.triton.code_linear import (
-    dequantize, device_codes, matmul, num_tiles, quantize_rows, serves, vector_matmul
+    dequantize, device_codes, matmul, num_tiles, quantize_rows, serves, serves_vector, vector_matmul
 )
 
 
@@ -29,7 +29,7 @@ def check(codes, num_rows):
     result = matmul(half, on_device, None, num_done)
     error = (result.float() - half.float() @ expected.T).norm() / result.float().norm()
     assert error < 0.01, error
-    if codes.bits == 8 and codes.scales.shape[1] == 1 and codes.offsets is None:
+    if serves_vector(on_device):
         result = vector_matmul(x[:1], on_device, bias)
         torch.testing.assert_close(result, x[:1] @ expected.T + bias, rtol=1e-4, atol=1e-2)
 
@@ -53,10 +53,12 @@ for outputs, inputs, group, num_rows in ((64, 256, 64, 5), (96, 384, 128, 70), (
 for inputs, num_groups in ((256, 1), (256, 2), (384, 3), (320, 3)):
     check(Codes(torch.randn(64, inputs).to(torch.float8_e4m3fn), torch.rand(64, num_groups)), 4)
 
-x = torch.randn(3, 300)
-numbers, scales = quantize_rows(x)
-torch.testing.assert_close(scales[:, 0], x.abs().amax(1) / 448)  # the interpreter rounds to fp8 incorrectly
-assert numbers.float().abs().amax(1).eq(448).all()
+x = torch.randn(3, 320)
+for group in (320, 128):
+    numbers, scales = quantize_rows(x, group)
+    parts = torch.nn.functional.pad(x, (0, -320 % group)).view(3, -1, group)
+    torch.testing.assert_close(scales, parts.abs().amax(2).t() / 448)  # the interpreter rounds to fp8 incorrectly
+    assert numbers.float().abs().amax(1).eq(448).all()
 """
 
 
@@ -68,7 +70,7 @@ COMPILED = """
 import torch
 
 from aioengine.kernels.codes import Codes
-from aioengine.kernels.triton.code_linear import dequantize, device_codes, matmul
+from aioengine.kernels.triton.code_linear import dequantize, device_codes, matmul, serves_vector, vector_matmul
 
 for dtype, shape, bits, group, has_offsets in (
     (torch.float8_e4m3fn, (256, 1024), 8, 1024, False), (torch.float8_e4m3fn, (256, 1024), 8, 128, False),
@@ -85,6 +87,8 @@ for dtype, shape, bits, group, has_offsets in (
             for x in (torch.zeros(16, 1024, dtype=torch.bfloat16), torch.zeros(3, 1024, dtype=torch.float16)):
                 matmul(x, on_device, None, torch.zeros(64, dtype=torch.int32))
                 dequantize(on_device, x.dtype)
+                if serves_vector(on_device):
+                    vector_matmul(x[:1], on_device, None)
 """
 
 
