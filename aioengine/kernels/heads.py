@@ -33,7 +33,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Do the same as ``rope``, in place."""
+    """Rotate as ``rope``, in place: x [T, H, E], cos and sin [T, 1, E]."""
     wide = x.float()
     swapped = wide.roll(x.shape[-1] // 2, -1)
     x.copy_(wide.mul_(cos).addcmul_(swapped, sin))
