@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,7 +146,7 @@ def test_logits_are_those_of_the_dequantized_checkpoint(name: str, tmp_path: Pat
         torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 
-LATENT: dict[str, object] = {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16, "intermediate_size": 128}
+LATENT: dict[str, Any] = {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16, "intermediate_size": 128}
 """Sizes that are multiples of the groups."""
 
 
@@ -251,3 +252,38 @@ def test_transformers_code_reads_quantized_linear_layers(name: str, changes: dic
         weights.load(model, tmp_path, load_format="auto", seed=0, report=lambda done, total: None)
         results.append(Stepper(model).run(PROMPT, [4, 2]))
     torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_dummy_weights_have_finite_results(name: str, tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": METHODS[name].config}
+    config, quantization = split_config(raw)
+    assert quantization is not None
+    options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, format_of=formats(quantization))
+    model = models.build(config, options)
+    weights.load(model, tmp_path, load_format="dummy", seed=0, report=lambda done, total: None)
+    assert Stepper(model).run(PROMPT, [7]).isfinite().all()
+
+
+KV_SCALES = {
+    "model.layers.0.self_attn.k_proj.k_scale": 0.5,
+    "model.layers.0.self_attn.v_proj.v_scale": 2.0,
+    "model.layers.1.self_attn.k_scale": 0.25,
+    "model.layers.1.self_attn.v_scale": 0.0,
+}
+
+
+@pytest.mark.parametrize("has_kv_scales", [True, False])
+def test_scales_of_keys_and_values_are_read(has_kv_scales: bool, tmp_path: Path) -> None:
+    """A scale of 0 means that no values were observed."""
+    save_model("qwen2", tmp_path, num_hidden_layers=3)
+    scales = {name: torch.tensor([scale]) for name, scale in KV_SCALES.items()}
+    save_file(load_file(tmp_path / "model.safetensors") | scales, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    check_folder(tmp_path, plugins.load("families", "qwen2").read(config))
+    options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, has_kv_scales=has_kv_scales)
+    model = models.build(config, options)
+    weights.load(model, tmp_path, load_format="auto", seed=0, report=lambda done, total: None)
+    loaded_scales = [scales.tolist() for scales in model.attention_shape.kv_scales]
+    assert loaded_scales == ([[0.5, 2.0], [0.25, 1.0], [1.0, 1.0]] if has_kv_scales else [])
