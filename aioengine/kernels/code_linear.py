@@ -95,7 +95,7 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
 
     def matmul(x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
-        x = x if order is None else x[:, order]
+        x = x.contiguous() if order is None else x[:, order]
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, size, parameters)
 
     def restore() -> Codes:

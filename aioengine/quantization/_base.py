@@ -128,7 +128,7 @@ class CodesFormat(ABC):
 
     @abstractmethod
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """See ``LinearFormat``. Return () for a tensor that is not in the checkpoint."""
+        """Split ``tensor`` [...]; see ``LinearFormat``. Return () for a tensor that is not in the checkpoint."""
 
     @abstractmethod
     def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:

@@ -21,10 +21,12 @@ from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
 from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
+from aioengine.model_files.online_quantization import OnlineQuantization
 from aioengine.model_files.quantization import split_config
 from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import AdaptableModel, ModelOptions
 from aioengine.protocol.messages import Progress
+from aioengine.quantization.online import online_formats
 from aioengine.quantization.stored import formats
 from aioengine.runner import weights
 from aioengine.runner.device_memory import DeviceMemory, fit_pool, kv_cache_of
@@ -209,6 +211,9 @@ def _model(settings: Settings, options: ModelOptions) -> Model:
     config, quantization = split_config(config)
     if quantization is not None:
         options = dataclasses.replace(options, format_of=formats(quantization))
+    elif (online := OnlineQuantization.of(settings.model)) is not None:
+        format_of, table_format = online_formats(online)
+        options = dataclasses.replace(options, format_of=format_of, table_format=table_format)
     return models.build(config, options)
 
 

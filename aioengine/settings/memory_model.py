@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import Struct
 
-from aioengine.families._block_config import MambaConfig, ShortConvConfig
-from aioengine.families._config import DecoderConfig
+from aioengine.families._block_config import LinearShape, MambaConfig, ShortConvConfig
+from aioengine.families._config import DecoderConfig, Task
 from aioengine.families._tensors import checkpoint_tensors, plain_tensors
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
@@ -66,9 +66,21 @@ def weights_bytes(
     itemsize: int,
     raw: Mapping[str, object],
     linear_tensors: LinearTensors = plain_tensors,
+    table_tensors: LinearTensors = plain_tensors,
 ) -> int:
-    """Return the bytes of the weights. ``itemsize``: of the model's dtype. ``raw``: see ``num_parameters``."""
-    num_bytes = sum(spec.num_bytes(itemsize) for spec in checkpoint_tensors(config, linear_tensors).values())
+    """Return the bytes of the weights.
+
+    Args:
+        itemsize: of the model's dtype.
+        raw: see ``num_parameters``.
+        linear_tensors: describes linear layers.
+        table_tensors: describes token embeddings that are also the head.
+    """
+    specs = checkpoint_tensors(config, linear_tensors)
+    if isinstance(config, DecoderConfig) and config.task is Task.GENERATE and not config.head:
+        table = LinearShape(config.names.embedding, config.vocab_size, config.hidden_size, False)
+        specs |= {f"{table.name}.{name}": spec for name, spec in table_tensors(table).items()}
+    num_bytes = sum(spec.num_bytes(itemsize) for spec in specs.values())
     if isinstance(config, VisionConfig):
         num_bytes += num_tower_parameters(raw, config.hidden_size) * itemsize
     return num_bytes

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from aioengine.api import checks
 from aioengine.model_files.adapter_folder import FUSED
 from aioengine.settings.config import (
+    DEFAULT_GROUP_SIZE,
     TRANSFORMERS,
     EngineConfig,
     LoraConfig,
@@ -85,6 +86,10 @@ def resolve(
     backend = _attention_backend(config, model, dtype, is_on_gpu=is_on_gpu)
     scheduler = _scheduler_settings(config, model, is_on_gpu=is_on_gpu)
     model_settings = _model_settings(config, model, dtype)
+    if model_settings.quantization == "fp8" and not is_on_gpu:
+        raise ValueError(
+            "quantization='fp8' needs an NVIDIA GPU, and this engine would run on the CPU; 'int8' and 'int4' work"
+        )
     graph_rows = 0
     if is_on_gpu and config.device.cuda_graphs:
         wanted = config.device.cuda_graph_max_rows
@@ -205,6 +210,10 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
     if wanted not in {stored, "dummy"}:
         kind = "is a GGUF file" if stored == "gguf" else "is no GGUF file"
         raise ValueError(f"load_format={wanted!r}, but {model.path!r} {kind}; load_format='auto' works")
+    quantization = "" if model.is_quantized else config.model.quantization or ""
+    group_size = config.model.quantization_group_size
+    if group_size is not None and quantization != "int4":
+        raise ValueError(f"quantization_group_size={group_size} has an effect only with quantization='int4'")
     return ModelSettings(
         path=model.path,
         dtype=dtype,
@@ -219,6 +228,8 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
         trust_remote_code=config.model.trust_remote_code,
         implementation=model.implementation,
         sampling_defaults=model.sampling_defaults,
+        quantization=quantization,
+        quantization_group_size=group_size or DEFAULT_GROUP_SIZE,
     )
 
 

@@ -192,3 +192,22 @@ def quantize_checkpoint(tensors: Mapping[str, Tensor], method: Method) -> tuple[
         quantized |= {f"{prefix}{part}": value.contiguous() for part, value in layer.tensors.items()}
         plain[name] = layer.weight
     return quantized, plain
+
+
+def rounded(weight: Tensor, method: str, group: int = 0) -> Tensor:
+    """Quantize a weight [O, D] like ``quantization="fp8"``, "int8" or "int4", and dequantize it.
+
+    group: inputs that share a scale; 0: all inputs of an output.
+    """
+    parts = weight.float().view(len(weight), -1, group or weight.shape[1])
+    if method == "int4":
+        low, high = parts.amin(2, keepdim=True), parts.amax(2, keepdim=True)
+        scale = ((high - low) / 15).bfloat16().float()
+        middle = (low + 8 * scale).bfloat16().float()
+        numbers = ((parts - middle) / scale + 8).nan_to_num().round().clamp(0, 15)
+        return ((numbers - 8) * scale + middle).view(weight.shape)
+    largest = parts.abs().amax(2, keepdim=True)
+    if method == "int8":
+        scale = (largest / 127).bfloat16().float()
+        return ((parts / scale).round().clamp(-127, 127) * scale).view(weight.shape)
+    return ((parts / (largest / 448)).to(torch.float8_e4m3fn).float() * (largest / 448)).view(weight.shape)

@@ -181,6 +181,25 @@ def test_cpu_backend_is_refused_on_a_gpu() -> None:
         settings(machine=replace(MACHINE, num_gpus=1, has_triton=True), attention_backend="fused")
 
 
+def test_quantization_while_loading() -> None:
+    model = settings(quantization="int4").model
+    assert (model.quantization, model.quantization_group_size) == ("int4", 128)
+    assert settings(quantization="int4", quantization_group_size=32).model.quantization_group_size == 32
+    assert (
+        settings(machine=replace(MACHINE, num_gpus=1, has_triton=True), quantization="fp8").model.quantization == "fp8"
+    )
+    stored = replace(MODEL, is_quantized=True)
+    gpu = replace(MACHINE, num_gpus=1, has_triton=True)
+    assert settings(machine=gpu, quantization="fp8").model.quantization == "fp8"
+    stored = replace(MODEL, is_quantized=True)
+    assert settings(stored, quantization="fp8").model.quantization == ""
+    with pytest.raises(ValueError, match="'fp8' needs an NVIDIA GPU.* 'int8' and 'int4' work"):
+        settings(quantization="fp8")
+    for method in ("int8", None):
+        with pytest.raises(ValueError, match="quantization_group_size=64 has an effect only with quantization='int4'"):
+            settings(quantization=method, quantization_group_size=64)
+
+
 def test_a_gpu_without_triton_is_not_used() -> None:
     assert settings(machine=replace(MACHINE, num_gpus=1)).runner.device == "cpu"
 
