@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 GROUP_SIZES: Final = (256, 128, 64, 32)
 """Group sizes of torch's kernel for 4-bit codes on a CPU."""
 FP8: Final = torch.float8_e4m3fn
+MAX_FP8: Final = 448.0
 FEW_ROWS: Final = 64
 """On a GPU, up to this row count the inputs of fp8 weights are not rounded to fp8."""
 
 
 class PreparedCodes(NamedTuple):
-    """A product [T, D] -> [T, O], and a function that returns its codes; the offsets may be missing."""
+    """A product [T, D] -> [T, O], and a function that returns its codes."""
 
     matmul: Matmul
     restore: Callable[[], Codes]
@@ -148,10 +149,16 @@ class _OnDevice:
             self._max_rows = FEW_ROWS if self._is_fp8 else code_linear.MAX_ROWS
 
     def restore(self) -> Codes:
-        """Return the codes without their offsets, which the format keeps in its own way."""
+        """Return the codes."""
         codes = self._codes
         packed = codes.numbers if codes.bits == 8 else codes.numbers.view(torch.uint8)
-        return Codes(packed, codes.scales.t(), None, codes.bits, self._order, codes.table)
+        offsets = codes.offsets
+        if codes.zeros is not None:
+            offsets = -codes.zeros * codes.scales
+        elif codes.zero > 0:
+            offsets = -codes.zero * codes.scales
+        offsets = None if offsets is None else offsets.t()
+        return Codes(packed, codes.scales.t(), offsets, codes.bits, self._order, codes.table)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
