@@ -307,7 +307,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         is_causal=model.is_causal,
         is_encoder=isinstance(model, EncoderConfig),
         is_latent=attention.latent is not None,
-        is_quantized=quantization is not None,
+        is_quantized=quantization is not None or folder_files.is_gguf(folder),
         has_soft_cap=attention.soft_cap is not None,
         keeps_states=model.keeps_states,
         short_length=model.short_length,
@@ -404,7 +404,11 @@ def _check_online(wanted: str, stored: object, folder: Path, model: TransformerC
     if stored is not None:
         raise ValueError(f"quantization={wanted!r}, but config.json has {stored!r}; leave it out")
     if folder_files.is_gguf(folder):
+        if wanted == "gguf":
+            return
         raise ValueError(f"quantization={wanted!r} does not work with GGUF files, which are quantized; leave it out")
+    if wanted == "gguf":
+        raise ValueError(f"quantization='gguf', but {str(folder)!r} is no GGUF file; leave it out")
     if wanted not in METHODS:
         raise ValueError(
             f"quantization={wanted!r} is a format of checkpoints, but config.json has no quantization_config; leave it "

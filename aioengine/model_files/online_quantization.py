@@ -24,10 +24,16 @@ _UNQUANTIZED: Final = frozenset(("gate", "router", "shared_expert_gate", "score"
 
 
 class Numbers(NamedTuple):
-    """How a weight [O, D] is quantized. ``group``: inputs that share a scale; 0: all inputs of an output."""
+    """How a weight [O, D] is quantized.
+
+    Attributes:
+        group: inputs that share a scale; 0: all inputs of an output.
+        has_offsets: each group has an offset.
+    """
 
     kind: Method
     group: int = 0
+    has_offsets: bool = False
 
 
 class OnlineQuantization(Struct, frozen=True, kw_only=True):
@@ -65,29 +71,30 @@ class OnlineQuantization(Struct, frozen=True, kw_only=True):
         """Return how a layer with this number of inputs is quantized."""
         sizes = (size for size in GROUP_SIZES if size <= self.group_size and inputs % size == 0)
         if self.method == "int4" and (group := next(sizes, 0)):
-            return Numbers("int4", group)
+            return Numbers("int4", group, has_offsets=True)
         return Numbers("fp8" if self.method == "fp8" else "int8")
 
     def tensors_of(self, linear: LinearShape) -> TensorSpecs:
         """Describe the tensors of a linear layer in memory (``LinearTensors``)."""
         match self.part_of(linear.name):
             case "layer":
-                return _tensors(linear, self.layer(linear.inputs))
+                return code_tensors(linear, self.layer(linear.inputs))
             case "head":
-                return _tensors(linear, self.head)
+                return code_tensors(linear, self.head)
             case "unquantized":
                 return plain_tensors(linear)
 
-    def table_tensors(self, table: LinearShape) -> TensorSpecs:
-        """Describe the tensors of token embeddings that are also the head."""
-        return _tensors(table, self.head)
+    def table_tensors(self, table: LinearShape, is_head: bool) -> TensorSpecs:
+        """Describe the tensors of token embeddings in memory. is_head: they are also the head."""
+        return code_tensors(table, self.head if is_head else None)
 
 
-def _tensors(linear: LinearShape, numbers: Numbers | None) -> TensorSpecs:
+def code_tensors(linear: LinearShape, numbers: Numbers | None) -> TensorSpecs:
+    """Describe the tensors of a quantized layer in memory; None: it is not quantized."""
     specs, (outputs, inputs) = plain_tensors(linear), (linear.outputs, linear.inputs)
     if numbers is None:
         return specs
     scales = TensorSpec((outputs, inputs // (numbers.group or inputs)), "F32")
-    if numbers.kind == "int4":
-        return specs | {"weight": TensorSpec((outputs, inputs // 2), "U8"), "scales": scales, "offsets": scales}
-    return specs | {"weight": TensorSpec((outputs, inputs), "I8"), "scales": scales}
+    offsets = {"offsets": scales} if numbers.has_offsets else {}
+    size, dtype = (inputs // 2, "U8") if numbers.kind == "int4" else (inputs, "I8")
+    return specs | {"weight": TensorSpec((outputs, size), dtype), "scales": scales} | offsets

@@ -66,11 +66,9 @@ class OnlineFormat(CodesFormat):
         numbers, device = self._numbers_of(layer.in_features), layer.device
         outputs, inputs = sum(layer.sizes), layer.in_features
         dtype = {"fp8": FP8, "int8": torch.int8, "int4": torch.uint8}[numbers.kind]
-        is_packed = numbers.kind == "int4"
-        tensors: Tensors = {
-            "weight": torch.empty(outputs, inputs // 2 if is_packed else inputs, dtype=dtype, device=device)
-        }
-        for name in ("scales", "offsets") if is_packed else ("scales",):
+        columns = inputs // 2 if numbers.kind == "int4" else inputs
+        tensors: Tensors = {"weight": torch.empty(outputs, columns, dtype=dtype, device=device)}
+        for name in ("scales", "offsets") if numbers.has_offsets else ("scales",):
             tensors[name] = torch.empty(outputs, inputs // (numbers.group or inputs), device=device)
         return tensors | layer.empty_bias()
 
@@ -92,17 +90,22 @@ class OnlineFormat(CodesFormat):
     def writers(self, layer: LinearSpec, tensors: Tensors) -> Mapping[str, Sequence[RowWriter]]:
         numbers = self._numbers_of(layer.in_features)
         parts = self.codes(layer, tensors).split(layer.sizes)
-        return {"weight": [_writer(part, numbers, layer.dtype) for part in parts]}
+        return {"weight": [writer(part, lambda rows: quantize(rows, numbers), layer.dtype) for part in parts]}
 
 
-def _writer(target: Codes, numbers: Numbers, dtype: torch.dtype) -> RowWriter:
-    """Return the writer for the rows of ``target``. dtype: of the weight before it is quantized."""
+def writer(target: Codes, codes_of: Callable[[Tensor], Codes], dtype: torch.dtype) -> RowWriter:
+    """Return the writer for the rows of ``target``.
+
+    Args:
+        codes_of: loaded rows [R, ...] -> their codes.
+        dtype: of the weight before it is quantized.
+    """
     (outputs, inputs), tensors = target.shape, (target.packed, target.scales, target.offsets)
 
     def write(first: int, values: Tensor) -> None:
-        """values: [R, D]."""
-        for rows in values.reshape(-1, inputs).split(max(PIECE_ELEMENTS // inputs, 1)):
-            codes = quantize(rows, numbers)
+        """values: [R, ...]."""
+        for rows in values.flatten(0, -2).split(max(PIECE_ELEMENTS // inputs, 1)):
+            codes = codes_of(rows)
             for tensor, part in zip(tensors, (codes.packed, codes.scales, codes.offsets), strict=True):
                 if tensor is not None and part is not None:
                     tensor[first : first + len(rows)] = part

@@ -57,15 +57,17 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
             for entry in read_headers(folder, model.prefix, model.renamed)
             if entry.name in targets or not (model.is_ignored(entry.name) or entry.name.endswith(UNUSED))
         ]
-        specs = {
-            name: TensorSpec(target.shape, _EXACT_TYPES.get(target.tensor.dtype, ""))
-            for name, target in targets.items()
-        }
+        specs = {name: TensorSpec(target.shape, _exact_type(target)) for name, target in targets.items()}
         check_entries(entries, specs, folder)
         before = file_states(entry.path for entry in entries)
         read_all(entries, targets, report)
         check_unchanged(before, "while it was read")
     return sum(target.num_bytes for target in targets.values())
+
+
+def _exact_type(target: Target) -> str:
+    """Return the type that the tensor must have in the file; "" for any floating-point type."""
+    return _EXACT_TYPES.get(target.tensor.dtype, "") if target.writer is None else target.writer.stored
 
 
 def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:

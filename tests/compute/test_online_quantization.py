@@ -112,7 +112,7 @@ def test_row_of_a_layer_has_the_same_bits_in_any_batch(method: Method) -> None:
 
 def test_inputs_that_groups_do_not_divide_get_smaller_groups_or_int8() -> None:
     quantization = OnlineQuantization(method="int4")
-    assert [tuple(quantization.layer(inputs)) for inputs in (256, 576, 96, 80)] == [
+    assert [quantization.layer(inputs)[:2] for inputs in (256, 576, 96, 80)] == [
         ("int4", 128),
         ("int4", 64),
         ("int4", 32),
