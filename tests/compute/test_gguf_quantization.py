@@ -21,7 +21,7 @@ from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import read_headers
 from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.model_files.gguf_quantization import KEPT, StoredTypes
-from aioengine.models._base import Model
+from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization.gguf import codes_of, gguf_formats
 from aioengine.runner import weight_reading, weights
 from aioengine.settings.memory_model import weights_bytes
@@ -38,11 +38,15 @@ SIZES = {**WIDE, "vocab_size": 320}
 
 def build_model(path: Path, *, is_on_cpu: bool, dtype: torch.dtype = torch.float32) -> Model:
     """Build the model of a file. is_on_cpu: the weights of a CPU stay quantized, otherwise those of a GPU."""
-    format_of, table_format = gguf_formats(StoredTypes.of(path, is_on_cpu=is_on_cpu))
     return models.build(
         folder_files.read_object(path / "config.json"),
-        replace(options(dtype), format_of=format_of, table_format=table_format, mixes_formats=True),
+        with_formats(options(dtype), StoredTypes.of(path, is_on_cpu=is_on_cpu)),
     )
+
+
+def with_formats(model_options: ModelOptions, stored: StoredTypes) -> ModelOptions:
+    format_of, table_format = gguf_formats(stored)
+    return replace(model_options, format_of=format_of, table_format=table_format, mixes_formats=True)
 
 
 def load(model: Model, path: Path) -> int:
@@ -97,8 +101,7 @@ def test_fused_layers_with_parts_of_different_types(is_on_cpu: bool, tmp_path: P
 
 def test_parts_with_the_same_type_are_one_product() -> None:
     stored = StoredTypes({"q": "Q4_K", "k": "Q4_K", "v": "Q6_K"})
-    placement = replace(options(), format_of=gguf_formats(stored)[0], mixes_formats=True)
-    layer = Linear(256, {"q": 32, "k": 16, "v": 16}, placement)
+    layer = Linear(256, {"q": 32, "k": 16, "v": 16}, with_formats(options(), stored))
     layer.weights()
     assert [list(part.sizes) for part in layer.joined] == [["q", "k"], ["v"]]
 
