@@ -8,13 +8,14 @@ from msgspec import Struct
 
 from aioengine.families._block_config import TensorSpec
 from aioengine.families._tensors import plain_tensors
+from aioengine.model_files.quantized_formats import FORMATS
 
 if TYPE_CHECKING:
     from aioengine.families._block_config import LinearShape, TensorSpecs
     from aioengine.settings.config import ModelSettings
 
 Method = Literal["fp8", "int8", "int4"]
-METHODS: Final = ("fp8", "int8", "int4")
+METHODS: Final = tuple(row.name for row in FORMATS["quantization"])
 """The values of ``quantization`` for checkpoints that are not quantized."""
 GROUP_SIZES: Final = (256, 128, 64, 32)
 """Inputs that share a scale in int4."""
@@ -89,5 +90,5 @@ def _tensors(linear: LinearShape, numbers: Numbers | None) -> TensorSpecs:
         return specs
     scales = TensorSpec((outputs, inputs // (numbers.group or inputs)), "F32")
     if numbers.kind == "int4":
-        return specs | {"weight": TensorSpec((outputs, inputs // 2), "U8"), "scales": scales, "offsets": scales}
+        return specs | {"weight": TensorSpec((outputs, inputs // 2), "U8"), "scales": scales}
     return specs | {"weight": TensorSpec((outputs, inputs), "I8"), "scales": scales}

@@ -12,6 +12,7 @@ from aioengine.api.checks import shown
 from aioengine.families._block_config import TensorSpec, TensorSpecs
 from aioengine.families._fields import decode, not_implemented
 from aioengine.families._tensors import plain_tensors
+from aioengine.model_files.quantized_formats import working
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -269,7 +270,7 @@ def read_quantization(raw: Mapping[str, object]) -> Quantization:
             _check_expressions([*(config.ignore or ()), *(name for names, _ in groups for name in names)])
             return Quantization(method=method, groups=groups, skipped=tuple(config.ignore or ()))
         case _:
-            _refuse("quant_method", method, "fp8, fbgemm_fp8, modelopt, awq, gptq, compressed-tensors")
+            _refuse("quant_method", method, working("quant_method"))
 
 
 def _check_expressions(patterns: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from aioengine.kernels import code_linear, int8_linear
-from aioengine.kernels.codes import PACKED_COLUMNS, Codes, pack, pack_nibbles, unpack
+from aioengine.kernels.codes import Codes, pack, pack_nibbles, piece_of, unpack
 from aioengine.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class StoredFormat:
                 codes = unpack(tensors["weight_packed"], bits, 1)
                 if self.scheme.has_zeros:
                     zeros = unpack(tensors["weight_zero_point"], bits, 0)
-        if layer.in_features % scales.shape[1] or (bits == 4 and layer.in_features % PACKED_COLUMNS):
+        if layer.in_features % scales.shape[1] or (bits == 4 and not piece_of(layer.in_features)):
             inputs, num_groups = layer.in_features, scales.shape[1]
             raise ValueError(f"{inputs} inputs cannot have {num_groups} equal groups of codes with {bits} bits")
         codes = codes[:, : layer.in_features]

@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aioengine import models, plugins
+from aioengine.families._block_config import LinearShape
 from aioengine.layers.linear import Linear
 from aioengine.layers.placement import Placement
 from aioengine.model_files.checkpoint import check_folder
-from aioengine.model_files.quantization import split_config
+from aioengine.model_files.quantization import read_quantization, split_config
+from aioengine.model_files.quantized_formats import FORMATS, WIDENED
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization._base import LinearSpec
 from aioengine.quantization.stored import formats
@@ -64,6 +66,19 @@ def loaded_layer(name: str, dtype: torch.dtype) -> tuple[Linear, dict[str, Tenso
         target.tensor.copy_(tensors[target_name].view(target.shape))
     layer.finish_loading()
     return layer, tensors
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_plan_keeps_weights_as_the_table_of_formats_says(name: str) -> None:
+    config = METHODS[name].config
+    quantization = read_quantization(config)
+    scheme = quantization.scheme_of("model.layers.0.mlp.up_proj")
+    assert scheme is not None
+    rows = [row for row in FORMATS["quant_method"] if row.name == config["quant_method"]]
+    [row] = [row for row in rows if row.layout in {"", scheme.layout}]
+    for device in ("cpu", "cuda"):
+        specs = scheme.specs(LinearShape("up_proj", 32, 256, has_bias=False), is_on_cpu=device == "cpu").values()
+        assert any(spec.is_converted for spec in specs) == (row.kept(device) == WIDENED), device
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,92 @@
+"""Which quantized formats work on which device. The table of the guide and the errors for other formats follow it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from aioengine.families._fields import not_implemented
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Source = Literal["quant_method", "load_format", "quantization", "kv_cache_dtype"]
+"""Names a format: the field in config.json, or the argument of the engine."""
+
+STORED: Final = "as stored"
+WIDENED: Final = "in the `dtype`"
+
+
+class Format(NamedTuple):
+    """A format, and how each device keeps it in memory.
+
+    Attributes:
+        name: the value of the source.
+        description: for the guide.
+        gpu, cpu: how the numbers are kept in memory; "": the device refuses the format.
+        layout: ``Scheme.layout``, if the name has several rows.
+    """
+
+    name: str
+    description: str
+    gpu: str
+    cpu: str
+    layout: str = ""
+
+    def kept(self, device: str) -> str:
+        """Return how "cpu" or "cuda" keeps the numbers; "": it refuses them."""
+        return self.cpu if device == "cpu" else self.gpu
+
+
+FORMATS: Final[dict[Source, tuple[Format, ...]]] = {
+    "quant_method": (
+        Format("fp8", "fp8 per tensor, or in blocks of 128 x 128", STORED, WIDENED),
+        Format("fbgemm_fp8", "fp8 per channel", STORED, WIDENED),
+        Format("modelopt", "fp8 per tensor", STORED, WIDENED),
+        Format("awq", "4 bits, version gemm", STORED, STORED),
+        Format("gptq", "4 and 8 bits, with and without `desc_act`", STORED, STORED),
+        Format(
+            "compressed-tensors",
+            "4 and 8 bits per group or channel, with and without zero points and `actorder`",
+            STORED,
+            STORED,
+            "packed",
+        ),
+        Format(
+            "compressed-tensors", "int8 per tensor or channel, with int8 activations per token", STORED, STORED, "int8"
+        ),
+        Format("compressed-tensors", "fp8 per tensor, channel or block", STORED, WIDENED, "fp8"),
+        Format("mxfp4", "the experts of gpt-oss", WIDENED, WIDENED),
+    ),
+    "load_format": (Format("gguf", "the blocks of [GGUF files](gguf.md)", WIDENED, WIDENED),),
+    "quantization": (
+        Format("fp8", "16-bit weights, quantized while loading: fp8 with a scale per output", "fp8", ""),
+        Format("int8", "16-bit weights, quantized while loading: int8 with a scale per output", "int8", "int8"),
+        Format(
+            "int4",
+            "16-bit weights, quantized while loading: 4 bits with a scale per group of `quantization_group_size` "
+            "inputs (128)",
+            "4 bits",
+            "4 bits",
+        ),
+    ),
+    "kv_cache_dtype": (),
+}
+
+
+def working(source: Source, device: str | None = None) -> str:
+    """Return the names of the formats that work on "cpu" or "cuda", or on any device, for an error."""
+    return ", ".join(dict.fromkeys(row.name for row in FORMATS[source] if device is None or row.kept(device)))
+
+
+def check(source: Source, name: str, device: str) -> None:
+    """Raise ValueError if a format does not work on a device. The message names the formats that work there."""
+    if not any(row.name == name and row.kept(device) for row in FORMATS[source]):
+        not_implemented(source, name, f"{working(source, device)} (device={device!r})")
+
+
+def table() -> Iterator[tuple[str, ...]]:
+    """Return the rows of the guide's table."""
+    for source, rows in FORMATS.items():
+        for row in rows:
+            name = row.name if source == "quant_method" else f'{source}="{row.name}"'
+            yield f"`{name}`", row.description, row.gpu or "refused", row.cpu or "refused"
