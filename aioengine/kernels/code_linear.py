@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 GROUP_SIZES: Final = (256, 128, 64, 32)
 """Group sizes of torch's kernel for 4-bit codes on a CPU."""
 FP8: Final = torch.float8_e4m3fn
-MAX_FP8: Final = 448.0
 FEW_ROWS: Final = 64
 """On a GPU, up to this row count the inputs of fp8 weights are not rounded to fp8."""
 

@@ -18,14 +18,16 @@ if TYPE_CHECKING:
     from aioengine.families._block_config import LinearShape, TensorSpecs
 
 KEPT: Final = {
-    "Q4_0": Numbers("int4", 32, has_offsets=True),
-    "Q4_1": Numbers("int4", 32, has_offsets=True),
-    "Q4_K": Numbers("int4", 32, has_offsets=True),
+    "Q4_0": Numbers("int4", 32),
+    "Q4_1": Numbers("int4", 32),
+    "Q4_K": Numbers("int4", 32),
     "Q8_0": Numbers("int8", 32),
-    "Q5_K": Numbers("int8", 32, has_offsets=True),
+    "Q5_K": Numbers("int8", 32),
     "Q6_K": Numbers("int8", 16),
 }
 """Types of tensors that can stay quantized -> their numbers in memory."""
+WITH_OFFSETS: Final = frozenset(("Q4_1", "Q4_K", "Q5_K"))
+"""Types with an offset for each group."""
 _CPU_OUTPUTS: Final = 16
 """torch's product with 4-bit codes on a CPU needs a multiple of this number of outputs."""
 _WEIGHT: Final = ".weight"
@@ -61,7 +63,10 @@ class StoredTypes(Struct, frozen=True):
     def tensors_of(self, linear: LinearShape) -> TensorSpecs:
         """Describe the tensors of a linear layer in memory (``LinearTensors``)."""
         kind = self.kept.get(linear.name)
-        return plain_tensors(linear) if kind is None else code_tensors(linear, KEPT[kind])
+        if kind is None:
+            return plain_tensors(linear)
+        specs = code_tensors(linear, KEPT[kind])
+        return specs | {"offsets": specs["scales"]} if kind in WITH_OFFSETS else specs
 
     def table_tensors(self, table: LinearShape, is_head: bool) -> TensorSpecs:
         """Describe the tensors of token embeddings in memory (``TableTensors``)."""

@@ -8,13 +8,14 @@ from msgspec import Struct
 
 from aioengine.families._block_config import TensorSpec
 from aioengine.families._tensors import plain_tensors
+from aioengine.model_files.quantized_formats import FORMATS
 
 if TYPE_CHECKING:
     from aioengine.families._block_config import LinearShape, TensorSpecs
     from aioengine.settings.config import ModelSettings
 
 Method = Literal["fp8", "int8", "int4"]
-METHODS: Final = ("fp8", "int8", "int4")
+METHODS: Final = tuple(row.name for row in FORMATS["quantization"])
 """The values of ``quantization`` for checkpoints that are not quantized."""
 GROUP_SIZES: Final = (256, 128, 64, 32)
 """Inputs that share a scale in int4."""
@@ -24,16 +25,10 @@ _UNQUANTIZED: Final = frozenset(("gate", "router", "shared_expert_gate", "score"
 
 
 class Numbers(NamedTuple):
-    """How a weight [O, D] is quantized.
-
-    Attributes:
-        group: inputs that share a scale; 0: all inputs of an output.
-        has_offsets: each group has an offset.
-    """
+    """How a weight [O, D] is quantized. ``group``: inputs that share a scale; 0: all inputs of an output."""
 
     kind: Method
     group: int = 0
-    has_offsets: bool = False
 
 
 class OnlineQuantization(Struct, frozen=True, kw_only=True):
@@ -71,7 +66,7 @@ class OnlineQuantization(Struct, frozen=True, kw_only=True):
         """Return how a layer with this number of inputs is quantized."""
         sizes = (size for size in GROUP_SIZES if size <= self.group_size and inputs % size == 0)
         if self.method == "int4" and (group := next(sizes, 0)):
-            return Numbers("int4", group, has_offsets=True)
+            return Numbers("int4", group)
         return Numbers("fp8" if self.method == "fp8" else "int8")
 
     def tensors_of(self, linear: LinearShape) -> TensorSpecs:
@@ -85,16 +80,16 @@ class OnlineQuantization(Struct, frozen=True, kw_only=True):
                 return plain_tensors(linear)
 
     def table_tensors(self, table: LinearShape, is_head: bool) -> TensorSpecs:
-        """Describe the tensors of token embeddings in memory. is_head: they are also the head."""
+        """Describe the tensors of token embeddings in memory (``TableTensors``)."""
         return code_tensors(table, self.head if is_head else None)
 
 
 def code_tensors(linear: LinearShape, numbers: Numbers | None) -> TensorSpecs:
-    """Describe the tensors of a quantized layer in memory; None: it is not quantized."""
+    """Describe the tensors of a quantized layer in memory. numbers: how it is quantized; None: it is not."""
     specs, (outputs, inputs) = plain_tensors(linear), (linear.outputs, linear.inputs)
     if numbers is None:
         return specs
     scales = TensorSpec((outputs, inputs // (numbers.group or inputs)), "F32")
-    offsets = {"offsets": scales} if numbers.has_offsets else {}
-    size, dtype = (inputs // 2, "U8") if numbers.kind == "int4" else (inputs, "I8")
-    return specs | {"weight": TensorSpec((outputs, size), dtype), "scales": scales} | offsets
+    if numbers.kind == "int4":
+        return specs | {"weight": TensorSpec((outputs, inputs // 2), "U8"), "scales": scales}
+    return specs | {"weight": TensorSpec((outputs, inputs), "I8"), "scales": scales}

@@ -66,7 +66,17 @@ FORMATS: Final[dict[Source, tuple[Format, ...]]] = {
         Format("gguf", "Q6_K", "8 bits", WIDENED, "Q6_K"),
         Format("gguf", "Q5_0, Q5_1", WIDENED, WIDENED),
     ),
-    "quantization": (),  # of 16-bit weights, while they are loaded
+    "quantization": (
+        Format("fp8", "16-bit weights, quantized while loading: fp8 with a scale per output", "fp8", ""),
+        Format("int8", "16-bit weights, quantized while loading: int8 with a scale per output", "int8", "int8"),
+        Format(
+            "int4",
+            "16-bit weights, quantized while loading: 4 bits with a scale per group of `quantization_group_size` "
+            "inputs (128)",
+            "4 bits",
+            "4 bits",
+        ),
+    ),
     "kv_cache_dtype": (),
 }
 

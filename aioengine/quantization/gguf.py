@@ -9,8 +9,9 @@ import torch
 from aioengine.kernels import gguf_blocks
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.model_files.gguf_model import EMBEDDING
-from aioengine.model_files.gguf_quantization import KEPT
-from aioengine.quantization.online import OnlineFormat, writer
+from aioengine.model_files.gguf_quantization import KEPT, WITH_OFFSETS
+from aioengine.quantization._base import RowWriter
+from aioengine.quantization.online import OnlineFormat
 from aioengine.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
@@ -19,21 +20,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.model_files.gguf_quantization import StoredTypes
-    from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, RowWriter, Tensors
+    from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, Tensors
 
 
 def codes_of(rows: Tensor, kind: str) -> Codes:
     """Convert the blocks of rows [R, X] to codes. kind: a type in ``KEPT``."""
-    numbers, scales, offsets = (
-        None if tensor is None else tensor.reshape(len(rows), -1)
-        for tensor in gguf_blocks.groups(rows.reshape(-1), kind)
-    )
-    assert numbers is not None
-    assert scales is not None
-    if offsets is not None:
-        scales = scales + 0 * offsets  # not finite where an offset is not
-    bits = 4 if KEPT[kind].kind == "int4" else 8
-    return Codes(pack_nibbles(numbers) if bits == 4 else numbers.view(torch.int8), scales, offsets, bits)
+    groups = gguf_blocks.groups(rows.reshape(-1), kind)
+    numbers, scales = groups.numbers.reshape(len(rows), -1), groups.scales.view(len(rows), -1)
+    offsets = None if groups.offsets is None else groups.offsets.view(len(rows), -1)
+    if KEPT[kind].kind == "int4":
+        return Codes(pack_nibbles(numbers), scales, offsets, 4)
+    return Codes(numbers.view(torch.int8), scales, offsets)
 
 
 class GgufFormat(OnlineFormat):
@@ -43,10 +40,37 @@ class GgufFormat(OnlineFormat):
         super().__init__(lambda inputs: KEPT[kind])
         self.kind = kind
 
+    def empty(self, layer: LinearSpec) -> Tensors:
+        tensors = super().empty(layer)
+        return tensors | {"offsets": torch.empty_like(tensors["scales"])} if self.kind in WITH_OFFSETS else tensors
+
+    def codes(self, layer: LinearSpec, tensors: Tensors) -> Codes:
+        codes = super().codes(layer, tensors)
+        return codes._replace(offsets=tensors["offsets"]) if self.kind in WITH_OFFSETS else codes
+
+    def tensors(self, layer: LinearSpec, codes: Codes) -> Tensors:
+        offsets = codes.offsets if self.kind in WITH_OFFSETS else None
+        return super().tensors(layer, codes) | ({} if offsets is None else {"offsets": offsets.contiguous()})
+
     def writers(self, layer: LinearSpec, tensors: Tensors) -> Mapping[str, Sequence[RowWriter]]:
-        parts = self.codes(layer, tensors).split(layer.sizes)
-        writers = [writer(part, lambda rows: codes_of(rows, self.kind), layer.dtype) for part in parts]
-        return {"weight": [part._replace(stored=self.kind) for part in writers]}
+        names = [name for name in ("weight", "scales", "offsets") if name in tensors]
+        parts = zip(*(tensors[name].split(layer.sizes) for name in names), strict=True)
+        return {"weight": [self._writer(layer, *part) for part in parts]}
+
+    def _writer(self, layer: LinearSpec, packed: Tensor, scales: Tensor, offsets: Tensor | None = None) -> RowWriter:
+        """Return the writer for the rows of ``Codes``. They must be views."""
+
+        def write(first: int, rows: Tensor) -> None:
+            """rows: the bytes [R, X]."""
+            codes, stop = codes_of(rows, self.kind), first + len(rows)
+            packed[first:stop], scales[first:stop] = codes.packed, codes.scales
+            if offsets is not None and codes.offsets is not None:
+                offsets[first:stop] = codes.offsets
+                scales[first:stop] += 0 * codes.offsets  # the scale is not finite if the offset is not
+
+        num_bytes = sum(0 if tensor is None else tensor.nbytes for tensor in (packed, scales, offsets))
+        placeholder = torch.empty((), dtype=layer.dtype, device=layer.device).expand(len(packed), layer.in_features)
+        return RowWriter(placeholder, write, scales, num_bytes, stored=self.kind)
 
 
 def gguf_formats(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from aioengine.kernels.code_linear import FP8, MAX_FP8
+from aioengine.kernels.code_linear import FP8
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.kernels.int8_linear import MAX_INT8
 from aioengine.quantization._base import CodesFormat, RowWriter
@@ -25,34 +25,57 @@ if TYPE_CHECKING:
 
 PIECE_ELEMENTS: Final = 1 << 20
 """Elements that are quantized at a time, because they need several fp32 tensors."""
-MAX_CODE: Final = 15
-_TINY: Final = 1e-30
-"""Replaces a scale of 0 in divisions."""
+MAX_FP8: Final = 448.0
+MIDDLE: Final = 8
+"""The 4-bit code of 0."""
+SHRINKS: Final = (1.0, 0.93, 0.87)
+"""Factors of the scales that are tried in int4. Smaller scales clip the largest numbers, and round the others better.
+
+On normally distributed weights in groups of 128, the best of three has 5 % less error than the first.
+"""
 
 
 def quantize(weight: Tensor, numbers: Numbers) -> Codes:
     """Quantize a weight [R, D].
 
-    The scales and offsets of int8 and int4 are rounded to bf16, because products on a CPU take them in the dtype of the
+    The scales of int8 and int4 are rounded to bf16, because products on a CPU take them in the dtype of the
     activations. The numbers are then chosen for the rounded scales.
     """
     wide = weight.float()
     if numbers.kind == "int4":
-        groups = wide.unflatten(1, (-1, numbers.group))
-        low, high = groups.aminmax(dim=2)
-        scales = ((high - low) / MAX_CODE).bfloat16().float()
-        middle = MAX_CODE // 2 + 1
-        offsets = (low + middle * scales).bfloat16().float() - middle * scales
-        codes = (groups - offsets.unsqueeze(2)) / scales.clamp_min(_TINY).unsqueeze(2)
-        codes = codes.round_().clamp_(0, MAX_CODE).to(torch.uint8)
-        return Codes(pack_nibbles(codes.flatten(1)), scales, offsets, 4)
+        codes, scales = _int4(wide.unflatten(1, (-1, numbers.group)))
+        return Codes(pack_nibbles(codes.flatten(1)), scales, -MIDDLE * scales, 4)
     largest = wide.abs().amax(1, keepdim=True)
     if numbers.kind == "fp8":
-        scales = largest / MAX_FP8
-        return Codes((wide / scales.clamp_min(_TINY)).to(FP8), scales)
-    scales = (largest / MAX_INT8).bfloat16().float()
-    codes = (wide / scales.clamp_min(_TINY)).round_().clamp_(-MAX_INT8, MAX_INT8)
-    return Codes(codes.to(torch.int8), scales)
+        scales = _without_zeros(largest / MAX_FP8)
+        return Codes((wide / scales).to(FP8), scales)
+    scales = _without_zeros((largest / MAX_INT8).bfloat16().float())
+    return Codes((wide / scales).round_().clamp_(-MAX_INT8, MAX_INT8).to(torch.int8), scales)
+
+
+def _int4(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize [R, G, D / G] fp32 -> codes of the same shape, uint8, and scales [R, G].
+
+    The number with the largest magnitude gets the code 0. So its scale may be negative.
+    """
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    for shrink in SHRINKS:
+        scales = _without_zeros((largest * (-shrink / MIDDLE)).bfloat16().float())
+        codes = (groups / scales).round_().clamp_(-MIDDLE, MIDDLE - 1)
+        errors = (codes * scales).sub_(groups).square_().sum(2, keepdim=True)
+        if best is not None:
+            is_better = errors < best[2]
+            tried = zip((codes, scales, errors), best, strict=True)
+            codes, scales, errors = (torch.where(is_better, new, old) for new, old in tried)
+        best = codes, scales, errors
+    assert best is not None
+    return best[0].add_(MIDDLE).to(torch.uint8), best[1].squeeze(2)
+
+
+def _without_zeros(scales: Tensor) -> Tensor:
+    """Replace scales [...] of 0, with which any number stands for 0."""
+    return scales.masked_fill_(scales == 0, 1.0)
 
 
 class OnlineFormat(CodesFormat):
@@ -66,11 +89,12 @@ class OnlineFormat(CodesFormat):
         numbers, device = self._numbers_of(layer.in_features), layer.device
         outputs, inputs = sum(layer.sizes), layer.in_features
         dtype = {"fp8": FP8, "int8": torch.int8, "int4": torch.uint8}[numbers.kind]
-        columns = inputs // 2 if numbers.kind == "int4" else inputs
-        tensors: Tensors = {"weight": torch.empty(outputs, columns, dtype=dtype, device=device)}
-        for name in ("scales", "offsets") if numbers.has_offsets else ("scales",):
-            tensors[name] = torch.empty(outputs, inputs // (numbers.group or inputs), device=device)
-        return tensors | layer.empty_bias()
+        is_packed = numbers.kind == "int4"
+        return {
+            "weight": torch.empty(outputs, inputs // 2 if is_packed else inputs, dtype=dtype, device=device),
+            "scales": torch.empty(outputs, inputs // (numbers.group or inputs), device=device),
+            **layer.empty_bias(),
+        }
 
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Views of bias [O]. Codes are not in the checkpoint."""
@@ -80,40 +104,33 @@ class OnlineFormat(CodesFormat):
         return PLAIN.dim_of(name, axis)
 
     def codes(self, layer: LinearSpec, tensors: Tensors) -> Codes:
-        bits = 4 if tensors["weight"].dtype == torch.uint8 else 8
-        return Codes(tensors["weight"], tensors["scales"], tensors.get("offsets"), bits)
+        packed, scales = tensors["weight"], tensors["scales"]
+        if packed.dtype != torch.uint8:
+            return Codes(packed, scales)
+        return Codes(packed, scales, -MIDDLE * scales, 4)
 
     def tensors(self, layer: LinearSpec, codes: Codes) -> Tensors:
-        offsets = {} if codes.offsets is None else {"offsets": codes.offsets}
-        return {"weight": codes.packed, "scales": codes.scales, **offsets}
+        return {"weight": codes.packed, "scales": codes.scales.contiguous()}
 
     def writers(self, layer: LinearSpec, tensors: Tensors) -> Mapping[str, Sequence[RowWriter]]:
         numbers = self._numbers_of(layer.in_features)
-        parts = self.codes(layer, tensors).split(layer.sizes)
-        return {"weight": [writer(part, lambda rows: quantize(rows, numbers), layer.dtype) for part in parts]}
+        parts = zip(tensors["weight"].split(layer.sizes), tensors["scales"].split(layer.sizes), strict=True)
+        return {"weight": [_writer(layer, numbers, packed, scales) for packed, scales in parts]}
 
 
-def writer(target: Codes, codes_of: Callable[[Tensor], Codes], dtype: torch.dtype) -> RowWriter:
-    """Return the writer for the rows of ``target``.
-
-    Args:
-        codes_of: loaded rows [R, ...] -> their codes.
-        dtype: of the weight before it is quantized.
-    """
-    (outputs, inputs), tensors = target.shape, (target.packed, target.scales, target.offsets)
+def _writer(layer: LinearSpec, numbers: Numbers, packed: Tensor, scales: Tensor) -> RowWriter:
+    """Return the writer for codes [O, D] or, packed, [O, D / 2], and scales [O, G]."""
 
     def write(first: int, values: Tensor) -> None:
-        """values: [R, ...]."""
-        for rows in values.flatten(0, -2).split(max(PIECE_ELEMENTS // inputs, 1)):
-            codes = codes_of(rows)
-            for tensor, part in zip(tensors, (codes.packed, codes.scales, codes.offsets), strict=True):
-                if tensor is not None and part is not None:
-                    tensor[first : first + len(rows)] = part
-            first += len(rows)
+        """values: [R, D]."""
+        for rows in values.reshape(-1, layer.in_features).split(max(PIECE_ELEMENTS // layer.in_features, 1)):
+            codes = quantize(rows, numbers)
+            stop = first + len(rows)
+            packed[first:stop], scales[first:stop] = codes.packed, codes.scales
+            first = stop
 
-    placeholder = torch.empty((), dtype=dtype, device=target.packed.device).expand(outputs, inputs)
-    num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    return RowWriter(placeholder, write, target.scales, num_bytes)
+    placeholder = torch.empty((), dtype=layer.dtype, device=layer.device).expand(len(packed), layer.in_features)
+    return RowWriter(placeholder, write, scales, packed.nbytes + scales.nbytes)
 
 
 def online_formats(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aioengine.api import checks
+from aioengine.model_files import quantized_formats
 from aioengine.model_files.adapter_folder import FUSED
 from aioengine.settings.config import (
     DEFAULT_GROUP_SIZE,
@@ -86,10 +87,8 @@ def resolve(
     backend = _attention_backend(config, model, dtype, is_on_gpu=is_on_gpu)
     scheduler = _scheduler_settings(config, model, is_on_gpu=is_on_gpu)
     model_settings = _model_settings(config, model, dtype)
-    if model_settings.quantization == "fp8" and not is_on_gpu:
-        raise ValueError(
-            "quantization='fp8' needs an NVIDIA GPU, and this engine would run on the CPU; 'int8' and 'int4' work"
-        )
+    if model_settings.quantization:
+        quantized_formats.check("quantization", model_settings.quantization, device_name)
     graph_rows = 0
     if is_on_gpu and config.device.cuda_graphs:
         wanted = config.device.cuda_graph_max_rows

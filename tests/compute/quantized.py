@@ -201,13 +201,17 @@ def rounded(weight: Tensor, method: str, group: int = 0) -> Tensor:
     """
     parts = weight.float().view(len(weight), -1, group or weight.shape[1])
     if method == "int4":
-        low, high = parts.amin(2, keepdim=True), parts.amax(2, keepdim=True)
-        scale = ((high - low) / 15).bfloat16().float()
-        middle = (low + 8 * scale).bfloat16().float()
-        numbers = ((parts - middle) / scale + 8).nan_to_num().round().clamp(0, 15)
-        return ((numbers - 8) * scale + middle).view(weight.shape)
+        largest = torch.where(parts.amax(2) > -parts.amin(2), parts.amax(2), parts.amin(2)).unsqueeze(2)
+        tried = torch.stack([_four_bits(parts, (largest * factor / -8).bfloat16()) for factor in (1.0, 0.93, 0.87)])
+        best = (tried - parts).square().sum(3, keepdim=True).argmin(0, keepdim=True)
+        return tried.gather(0, best.expand(1, *parts.shape)).view(weight.shape)
     largest = parts.abs().amax(2, keepdim=True)
     if method == "int8":
         scale = (largest / 127).bfloat16().float()
         return ((parts / scale).round().clamp(-127, 127) * scale).view(weight.shape)
     return ((parts / (largest / 448)).to(torch.float8_e4m3fn).float() * (largest / 448)).view(weight.shape)
+
+
+def _four_bits(weight: Tensor, scales: Tensor) -> Tensor:
+    """Round to -8 to 7 times the scales."""
+    return (weight / scales).nan_to_num().round().clamp(-8, 7) * scales

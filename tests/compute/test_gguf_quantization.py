@@ -20,7 +20,7 @@ from aioengine.layers.linear import Linear
 from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import read_headers
 from aioengine.model_files.gguf_header import BLOCKS
-from aioengine.model_files.gguf_quantization import KEPT, StoredTypes
+from aioengine.model_files.gguf_quantization import KEPT, WITH_OFFSETS, StoredTypes
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization.gguf import codes_of, gguf_formats
 from aioengine.runner import weight_reading, weights
@@ -30,7 +30,7 @@ from tests.compute.stepping import Stepper, options
 from tests.kit.gguf_files import write_model
 from tests.kit.source import ROOT
 
-BITS = {"Q4_0": 4 + 2, "Q4_K": 4 + 2, "Q8_0": 8 + 1, "Q6_K": 8 + 2}
+BITS = {"Q4_0": 4 + 1, "Q4_K": 4 + 2, "Q8_0": 8 + 1, "Q6_K": 8 + 2}
 """Bits per weight in memory, with fp32 scales and offsets."""
 MIXED = {"v_proj": "Q6_K", "down_proj": "Q6_K", "lm_head": "Q6_K", "embed_tokens": "Q8_0", "up_proj": "F16"}
 SIZES = {**WIDE, "vocab_size": 320}
@@ -198,5 +198,5 @@ def test_bits_in_the_guide_are_those_of_the_code() -> None:
     page = (ROOT / "examples" / "guides" / "gguf.md").read_text()
     for kind, numbers in KEPT.items():
         size, block_bytes = BLOCKS[kind]
-        bits = (4 if numbers.kind == "int4" else 8) + (1 + numbers.has_offsets) * 32 // numbers.group
+        bits = (4 if numbers.kind == "int4" else 8) + (1 + (kind in WITH_OFFSETS)) * 32 // numbers.group
         assert f"| {kind} | {block_bytes * 8 / size:g} | {bits} |" in page

@@ -94,7 +94,7 @@ def test_product_is_that_of_the_rounded_weight(method: Method, second: int, grou
     x = torch.randn(5, 384).to(dtype)
     expected = x.float() @ weight.T + torch.cat([tensors["a.bias"], tensors["b.bias"]]).float()
     difference = (layer(x).float() - expected).norm() / expected.norm()
-    assert difference < (1e-5 if dtype == torch.float32 else 4e-3)
+    assert difference < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -112,7 +112,7 @@ def test_row_of_a_layer_has_the_same_bits_in_any_batch(method: Method) -> None:
 
 def test_inputs_that_groups_do_not_divide_get_smaller_groups_or_int8() -> None:
     quantization = OnlineQuantization(method="int4")
-    assert [quantization.layer(inputs)[:2] for inputs in (256, 576, 96, 80)] == [
+    assert [tuple(quantization.layer(inputs)) for inputs in (256, 576, 96, 80)] == [
         ("int4", 128),
         ("int4", 64),
         ("int4", 32),

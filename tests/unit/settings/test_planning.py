@@ -51,8 +51,8 @@ def test_plan_of_weights_that_are_quantized_while_loading(tmp_path: Path) -> Non
 
     assert bytes_of("fp8") == layers + 4 * outputs + 2 * (2 * table + norms)
     assert bytes_of("int8") == layers + 4 * outputs + table + 4 * 128256 + 2 * (table + norms)
-    assert bytes_of("int4") == layers // 2 + 8 * layers // 128 + table + 4 * 128256 + 2 * (table + norms)
-    assert bytes_of("int4", quantization_group_size=32) - bytes_of("int4") == 8 * layers // 32 - 8 * layers // 128
+    assert bytes_of("int4") == layers // 2 + 4 * layers // 128 + table + 4 * 128256 + 2 * (table + norms)
+    assert bytes_of("int4", quantization_group_size=32) - bytes_of("int4") == 4 * layers // 32 - 4 * layers // 128
     tied = folder(tmp_path, tie_word_embeddings=True)
     assert aioengine.plan(tied, device_memory="80GiB", quantization="int8").weights_bytes == (
         layers + 4 * outputs + table + 4 * 128256 + 2 * norms
