@@ -1,4 +1,7 @@
-"""Weights that keep the numbers of GGUF files. R rows, X bytes of a row, G groups of a row."""
+"""Weights that keep the numbers of GGUF files.
+
+O outputs, D inputs, G groups of inputs, R rows of outputs, X bytes of a row.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ class GgufFormat(OnlineFormat):
         return {"weight": [self._writer(layer, *part) for part in parts]}
 
     def _writer(self, layer: LinearSpec, packed: Tensor, scales: Tensor, offsets: Tensor | None = None) -> RowWriter:
-        """Return the writer for the rows of ``Codes``. They must be views."""
+        """Return the writer for codes [O, D] or, packed, [O, D / 2], and scales and offsets [O, G]."""
 
         def write(first: int, rows: Tensor) -> None:
             """rows: the bytes [R, X]."""
