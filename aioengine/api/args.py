@@ -22,6 +22,7 @@ from aioengine.api.params import is_sampling_parameter
 from aioengine.logs import warn_caller
 from aioengine.model_files.adapter_folder import MAX_RANK
 from aioengine.model_files.online_quantization import GROUP_SIZES, METHODS
+from aioengine.model_files.quantized_formats import FORMATS
 from aioengine.settings.config import DEFAULT_GROUP_SIZE, EngineConfig, GivenAdapter
 from aioengine.settings.resolve import CPU_LIMITS, CPU_MEMORY_FRACTION, GPU_GRAPH_ROWS, GPU_LIMITS, GPU_MEMORY_FRACTION
 from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES
@@ -241,10 +242,6 @@ MAX_NAME_BYTES: Final = 512
 MAX_ADAPTERS: Final = 100_000
 MAX_MODULES: Final = 1024
 ADAPTERS: Final = "a list of paths, of 'name=path' or of dicts with lora_name, lora_path and pinned; or a dict of them"
-STORED_METHODS: Final = (
-    "awq", "gptq", "compressed-tensors", "modelopt", "fbgemm_fp8", "bitsandbytes", "mxfp4", "gguf"
-)  # fmt: skip
-"""Values of ``quant_method`` in config.json, beside fp8."""
 ALL_MODULES: Final = frozenset(("all", "all-linear"))
 
 _ROWS: Final = {
@@ -256,7 +253,7 @@ _ROWS: Final = {
         _words("auto", "safetensors", "gguf", "dummy"), "auto, safetensors, gguf or dummy (random weights)"
     ),
     "quantization": Argument(
-        _words(*METHODS, *STORED_METHODS),
+        _words(*METHODS, *(row.name for row in FORMATS["quant_method"]), "gguf"),
         "fp8, int8 or int4 quantize 16-bit weights while loading; other methods only check config.json",
         "the method in config.json",
     ),
@@ -341,6 +338,10 @@ _ROWS: Final = {
         _seconds, "seconds for the download of an image, and again for its preparation", place="media.timeout_s"
     ),
     "page_size": Argument(whole_from(1, 1024), "tokens per page of KV memory"),
+    "kv_cache_dtype": Argument(
+        _words("auto", "bfloat16", "fp8_e4m3", "int8", fp8="fp8_e4m3"),
+        "numbers of keys and values: auto (the dtype), bfloat16, fp8_e4m3 (GPU) or int8 (CPU)",
+    ),
     "max_total_tokens": Argument(whole_from(1), "size of the KV pool in tokens", "as much as fits into memory"),
     "mem_fraction_static": Argument(
         number_from(0, 1, above=True),

@@ -141,10 +141,11 @@ class _OnDevice:
         self._batch_invariant = batch_invariant
         num_done, (num_outputs, size) = code_linear.num_tiles(codes.shape[0]), codes.shape
         self._num_done = torch.zeros(num_done, dtype=torch.int32, device=codes.packed.device)
-        self._is_per_output = codes.bits == 8 and codes.scales.shape[1] == 1 and codes.offsets is None
-        self._is_fp8 = self._is_per_output and codes.packed.dtype == FP8 and size % 16 == num_outputs % 16 == 0
-        self._max_rows = 0
+        is_per_output = codes.scales.shape[1] == 1
+        self._is_fp8 = is_per_output and codes.packed.dtype == FP8 and size % 16 == num_outputs % 16 == 0
+        self._max_rows, self._serves_vector = 0, False
         if not batch_invariant and code_linear.serves(size, codes.group, codes.bits):
+            self._serves_vector = code_linear.serves_vector(self._codes)
             self._max_rows = FEW_ROWS if self._is_fp8 else code_linear.MAX_ROWS
 
     def restore(self) -> Codes:
@@ -165,7 +166,7 @@ class _OnDevice:
         if self._order is not None:
             x = x[:, self._order]
         x = x.contiguous()
-        if num_rows == 1 and self._is_per_output and self._max_rows:
+        if num_rows == 1 and self._serves_vector:
             return self._kernels.vector_matmul(x, codes, bias)
         if num_rows <= self._max_rows:
             return self._kernels.matmul(x, codes, bias, self._num_done)

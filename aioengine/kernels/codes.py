@@ -90,6 +90,11 @@ class Codes(NamedTuple):
         tensors = zip(self.packed.split(sizes), self.scales.split(sizes), offsets, strict=True)
         return [self._replace(packed=packed, scales=scales, offsets=offsets) for packed, scales, offsets in tensors]
 
+    def with_outputs(self, indices: Tensor) -> Codes:
+        """Return the outputs of ``indices`` [N], in this order."""
+        offsets = None if self.offsets is None else self.offsets[indices]
+        return self._replace(packed=self.packed[indices], scales=self.scales[indices], offsets=offsets)
+
     def unpacked(self) -> Tensor:
         """Return the numbers or codes [O, D]."""
         if self.bits == 8:

@@ -30,7 +30,7 @@ class Stored(NamedTuple):
 
     Attributes:
         order: [O] int64, the checkpoint index of each output, with the parts joined; None if the orders are equal.
-        is_transposed: the checkpoint stores weights as [D, outputs].
+        is_transposed: the checkpoint stores weights that are not quantized as [D, outputs].
     """
 
     order: Tensor | None = None
@@ -97,6 +97,7 @@ class Linear(Layer):
             placement.device,
             is_gated=is_gated,
             batch_invariant=placement.batch_invariant,
+            order=self._order,
         )
         self._format: LinearFormat  # ``weights`` chooses it, and allocates the tensors
         self._tensors: Tensors = {}  # while the layer is open for loading
@@ -138,17 +139,21 @@ class Linear(Layer):
         if self.joined:
             return {}
         return {
-            f"{part}.{name}": self._as_stored(target)._replace(source=self._source(part, name, target.tensor))
+            f"{part}.{name}": self._as_stored(name, target)._replace(source=self._source(part, name, target.tensor))
             for name, targets in unplaced_targets(self._format, self._spec, self._tensors)
             for part, target in zip(self.sizes, targets, strict=True)
         }
 
-    def _as_stored(self, target: Target) -> Target:
-        """Transpose the target if the checkpoint stores weights as [D, outputs]."""
+    def _as_stored(self, name: str, target: Target) -> Target:
+        """Transpose the target of a weight if the checkpoint stores it as [D, outputs]."""
         tensor, writer = target.tensor, target.writer
-        if not self.stored.is_transposed or tensor.dim() != 2:
+        if not self._is_transposed(name, tensor):
             return target
         return Target(tensor.t(), writer=None if writer is None else writer.transposed())
+
+    def _is_transposed(self, name: str, tensor: Tensor) -> bool:
+        """Return whether the checkpoint stores a tensor [...] as [D, outputs]. Quantized weights have other dtypes."""
+        return self.stored.is_transposed and name == "weight" and tensor.dtype == self._spec.dtype
 
     def _output_ranges(self, parts: Mapping[str, int], units: Sequence[Units]) -> dict[str, list[tuple[int, int]]]:
         """Return the ranges of each part in the checkpoint that this rank loads, and set the order of its outputs."""
@@ -162,8 +167,8 @@ class Linear(Layer):
             for part, (start, stop) in zip(parts, bounds, strict=True)
         }
 
-    def _source(self, part: str, name: str, piece: Tensor) -> Slice | None:
-        """Return the part of a checkpoint tensor that this rank loads into ``piece`` [...]; None for all of it."""
+    def _source(self, part: str, name: str, tensor: Tensor) -> Slice | None:
+        """Return the part of a checkpoint tensor that this rank loads into ``tensor`` [...]; None for all of it."""
         place = None if self._divided is None else self._format.dim_of(name, self._divided)
         if place is None:
             return None
@@ -171,7 +176,7 @@ class Linear(Layer):
         if any(bound % unit for pair in self._ranges[part] for bound in pair):
             raise ValueError(f"{part}.{name} cannot be divided among ranks: an entry has {unit} {self._divided}")
         ranges = tuple((start // unit, stop // unit) for start, stop in self._ranges[part])
-        if self.stored.is_transposed and piece.dim() == 2:
+        if self._is_transposed(name, tensor):
             dim = 1 - dim
         return Slice(dim, ranges, self._totals[part] // unit)
 
@@ -193,14 +198,10 @@ class Linear(Layer):
         self._tensors = {}
 
     def _reorder(self, order: Tensor) -> None:
-        """Reorder the outputs of all tensors in place. ``order``: [O]."""
+        """Reorder the outputs of all tensors in place, unless the format reorders them. ``order``: [O]."""
         for name, tensor in self._tensors.items():
-            if (place := self._format.dim_of(name, "outputs")) is not None:
-                dim, unit = place
-                if unit > 1:
-                    names = ", ".join(self.sizes)
-                    raise ValueError(f"{names}: the outputs of {name} are packed and cannot be reordered")
-                tensor.copy_(tensor.index_select(dim, order))
+            if not self._format.reorders and (place := self._format.dim_of(name, "outputs")) is not None:
+                tensor.copy_(tensor.index_select(place[0], order))
 
     def use_adapters(self, adapters: LayerAdapters) -> None:
         self._adapters = adapters

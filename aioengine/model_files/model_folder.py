@@ -30,7 +30,7 @@ from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
 from aioengine.model_files.hub import download, weight_shapes
 from aioengine.model_files.online_quantization import METHODS
-from aioengine.model_files.quantization import quantization_method, split_config
+from aioengine.model_files.quantization import quantization_method, read_config, split_config
 from aioengine.settings.config import OWN, TRANSFORMERS, PoolingSettings
 
 if TYPE_CHECKING:
@@ -370,11 +370,11 @@ def _read_config(
     Raises ValueError, which names the field, if a value is missing or not implemented.
     """
     file, is_embedding = folder / "config.json", wanted.is_embedding
-    whole = folder_files.read_json(file, dict[str, object])
+    whole = read_config(folder)
     if whole is None:
         raise ValueError(f"{str(folder)!r} is no model folder: {_reason_without_config(folder)}")
     try:
-        method = quantization_method(whole)
+        method = "gguf" if folder_files.is_gguf(folder) else quantization_method(whole)
         raw, quantization = split_config(whole)
         config = msgspec.convert({name: value for name, value in raw.items() if value is not None}, _ConfigFacts)
         implementation = _implementation(config, wanted.implementation)
@@ -391,7 +391,7 @@ def _read_config(
         if model.task is Task.GENERATE and not model.is_causal:
             not_implemented("is_causal", False, "true, or is_embedding=True: its tokens attend to the whole text")
         if wanted.quantization not in (None, method):
-            _check_online(wanted.quantization, method, folder, model, implementation)
+            _check_online(wanted.quantization, method, model, implementation)
         if quantization is not None:
             _check_quantization(quantization, model, implementation)
         return config, model, read_pooling(folder, model, raw), implementation, quantization
@@ -399,19 +399,16 @@ def _read_config(
         raise ValueError(f"{folder_files.shown_path(file)}: {error}") from error
 
 
-def _check_online(wanted: str, stored: object, folder: Path, model: TransformerConfig, implementation: str) -> None:
-    """Raise ValueError if the weights cannot be quantized while they are loaded. stored: the method in config.json."""
+def _check_online(wanted: str, stored: object, model: TransformerConfig, implementation: str) -> None:
+    """Raise ValueError if the weights cannot be quantized while they are loaded.
+
+    stored: the method of the model; None: its weights are not quantized.
+    """
     if stored is not None:
-        raise ValueError(f"quantization={wanted!r}, but config.json has {stored!r}; leave it out")
-    if folder_files.is_gguf(folder):
-        if wanted == "gguf":
-            return
-        raise ValueError(f"quantization={wanted!r} does not work with GGUF files, which are quantized; leave it out")
-    if wanted == "gguf":
-        raise ValueError(f"quantization='gguf', but {str(folder)!r} is no GGUF file; leave it out")
+        raise ValueError(f"quantization={wanted!r}, but the model has {stored!r}; leave it out")
     if wanted not in METHODS:
         raise ValueError(
-            f"quantization={wanted!r} is a format of checkpoints, but config.json has no quantization_config; leave it "
+            f"quantization={wanted!r} is a format of checkpoints, but the model has no quantization_config; leave it "
             f"out, or quantize while loading with {', '.join(map(repr, METHODS))}"
         )
     if implementation == TRANSFORMERS:
@@ -425,11 +422,8 @@ def _check_quantization(quantization: Quantization, model: TransformerConfig, im
     refused = ""
     if implementation == TRANSFORMERS:
         refused = "models in transformers' code"
-    elif isinstance(model, DecoderConfig):
-        if model.experts is not None and quantization.scheme_of(f"{model.names.block(0)}experts.0.up_proj"):
-            refused = "experts"
-        elif model.is_transposed or model.attention.latent is not None:
-            refused = "this kind of model"
+    elif isinstance(model, DecoderConfig) and model.experts is not None:
+        refused = "experts" if quantization.scheme_of(f"{model.names.block(0)}experts.0.up_proj") else ""
     if refused:
         not_implemented("quantization_config.quant_method", quantization.method, f"null for {refused}")
 

@@ -20,8 +20,10 @@ METHODS: Final = tuple(row.name for row in FORMATS["quantization"])
 GROUP_SIZES: Final = (256, 128, 64, 32)
 """Inputs that share a scale in int4."""
 _HEADS: Final = frozenset(("lm_head", "embed_out"))
-_UNQUANTIZED: Final = frozenset(("gate", "router", "shared_expert_gate", "score", "classifier", "pooler", "head"))
-"""Parts of the names of routers and of the heads of classifiers, which are small."""
+_UNQUANTIZED: Final = frozenset(
+    ("gate", "router", "shared_expert_gate", "score", "classifier", "pooler", "head", "kv_b_proj")
+)
+"""Parts of the names of routers, of the heads of classifiers, and of the matrix that latent attention multiplies by."""
 
 
 class Numbers(NamedTuple):

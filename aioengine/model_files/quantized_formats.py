@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from aioengine.families._fields import not_implemented
+from aioengine.api.checks import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,9 +41,10 @@ FORMATS: Final[dict[Source, tuple[Format, ...]]] = {
     "quant_method": (
         Format("fp8", "fp8 per tensor, or in blocks of 128 x 128", STORED, WIDENED),
         Format("fbgemm_fp8", "fp8 per channel", STORED, WIDENED),
-        Format("modelopt", "fp8 per tensor", STORED, WIDENED),
+        Format("modelopt", "fp8 per tensor, channel or block of 128 x 128", STORED, WIDENED),
         Format("awq", "4 bits, version gemm", STORED, STORED),
-        Format("gptq", "4 and 8 bits, with and without `desc_act`", STORED, STORED),
+        Format("gptq", "4 and 8 bits, with and without `desc_act`, and the rules of `dynamic`", STORED, STORED),
+        Format("bitsandbytes", "nf4 and fp4, with and without double quantization", STORED, STORED),
         Format(
             "compressed-tensors",
             "4 and 8 bits per group or channel, with and without zero points and `actorder`",
@@ -77,7 +78,11 @@ FORMATS: Final[dict[Source, tuple[Format, ...]]] = {
             "4 bits",
         ),
     ),
-    "kv_cache_dtype": (),
+    "kv_cache_dtype": (
+        Format("bfloat16", "keys and values, with any `dtype`", "16 bits", "16 bits"),
+        Format("fp8_e4m3", "keys and values", "8 bits", ""),
+        Format("int8", "keys and values, with a scale per head", "", "8 bits"),
+    ),
 }
 
 
@@ -89,7 +94,10 @@ def working(source: Source, device: str | None = None) -> str:
 def check(source: Source, name: str, device: str) -> None:
     """Raise ValueError if a format does not work on a device. The message names the formats that work there."""
     if not any(row.name == name and row.kept(device) for row in FORMATS[source]):
-        not_implemented(source, name, f"{working(source, device)} (device={device!r})")
+        kind = "CPU" if device == "cpu" else "GPU"
+        raise ValueError(
+            f"{source}={shown(name)} does not work on a {kind}; what works there: {working(source, device)}"
+        )
 
 
 def table() -> Iterator[tuple[str, ...]]:

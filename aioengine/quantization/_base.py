@@ -53,6 +53,7 @@ class LinearSpec(NamedTuple):
         dtype: of the activations.
         is_gated: the layer needs ``Prepared.gated``.
         batch_invariant: on a GPU, the result for a row must not depend on the number of rows.
+        order: [O] int64, the index in the loaded tensors of each output; None: the outputs are in order.
     """
 
     in_features: int
@@ -62,6 +63,7 @@ class LinearSpec(NamedTuple):
     device: torch.device
     is_gated: bool = False
     batch_invariant: bool = False
+    order: Tensor | None = None
 
     def empty_bias(self) -> Tensors:
         """Return the uninitialized bias [O] as the entry of its name; {} without a bias."""
@@ -73,7 +75,13 @@ class LinearSpec(NamedTuple):
 
 
 class LinearFormat(Protocol):
-    """The tensors of a linear layer, their preparation after loading, and the matmul. One object serves all layers."""
+    """The tensors of a linear layer, their preparation after loading, and the matmul. One object serves all layers.
+
+    Attributes:
+        reorders: ``prepare`` and ``restore`` apply ``LinearSpec.order``. Otherwise the layer reorders the tensors.
+    """
+
+    reorders: bool
 
     def empty(self, layer: LinearSpec) -> Tensors:
         """Allocate the tensors to load into, uninitialized."""
@@ -123,6 +131,8 @@ class RowWriter(NamedTuple):
 
 class CodesFormat(ABC):
     """A ``LinearFormat`` that keeps weights as ``Codes``. It can also store a table of embeddings."""
+
+    reorders: bool = False
 
     @abstractmethod
     def empty(self, layer: LinearSpec) -> Tensors:

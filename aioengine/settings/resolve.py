@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from aioengine.api import checks
 from aioengine.model_files import quantized_formats
 from aioengine.model_files.adapter_folder import FUSED
+from aioengine.model_files.online_quantization import METHODS
 from aioengine.settings.config import (
     DEFAULT_GROUP_SIZE,
     TRANSFORMERS,
@@ -100,7 +101,7 @@ def resolve(
         )
     return Settings(
         model=model_settings,
-        memory=_memory_settings(config, backend, is_on_gpu=is_on_gpu),
+        memory=_memory_settings(config, model, dtype, backend, is_on_gpu=is_on_gpu),
         scheduler=scheduler,
         runner=RunnerSettings(
             factory=RUNNER_FACTORY,
@@ -209,7 +210,8 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
     if wanted not in {stored, "dummy"}:
         kind = "is a GGUF file" if stored == "gguf" else "is no GGUF file"
         raise ValueError(f"load_format={wanted!r}, but {model.path!r} {kind}; load_format='auto' works")
-    quantization = "" if model.is_quantized else config.model.quantization or ""
+    wanted_method = config.model.quantization
+    quantization = wanted_method if wanted_method in METHODS and not model.is_quantized else ""
     group_size = config.model.quantization_group_size
     if group_size is not None and quantization != "int4":
         raise ValueError(f"quantization_group_size={group_size} has an effect only with quantization='int4'")
@@ -232,7 +234,24 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
     )
 
 
-def _memory_settings(config: EngineConfig, backend: str, *, is_on_gpu: bool) -> MemorySettings:
+def _kv_dtype(config: EngineConfig, model: ModelFacts, dtype: str, *, is_on_gpu: bool) -> str | None:
+    """Return the dtype of the KV cache; None: the dtype of the model."""
+    wanted = config.memory.kv_cache_dtype
+    if wanted in {"auto", dtype}:
+        return None
+    if not model.is_causal:
+        raise ValueError(f"kv_cache_dtype={wanted!r}: this model has no KV cache; 'auto' works")
+    small, device = ("fp8_e4m3", "GPU") if is_on_gpu else ("int8", "CPU")
+    if wanted not in {"bfloat16", small}:
+        raise ValueError(
+            f"kv_cache_dtype={wanted!r} is not available on a {device}; 'auto', 'bfloat16' and {small!r} are"
+        )
+    return wanted
+
+
+def _memory_settings(
+    config: EngineConfig, model: ModelFacts, dtype: str, backend: str, *, is_on_gpu: bool
+) -> MemorySettings:
     wanted, page_size = config.memory.max_total_tokens, config.memory.page_size
     if backend == "fused" and FUSED_CHUNK % page_size:
         raise ValueError(
@@ -247,6 +266,7 @@ def _memory_settings(config: EngineConfig, backend: str, *, is_on_gpu: bool) -> 
         page_size=page_size,
         num_pages=None if wanted is None else wanted // page_size,
         mem_fraction_static=default if fraction is None else fraction,
+        kv_dtype=_kv_dtype(config, model, dtype, is_on_gpu=is_on_gpu),
     )
 
 

@@ -41,7 +41,7 @@ def save_demo(folder: Path, name: str) -> tuple[Path, Path]:
     return paths
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8-blocks"])
+@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8-blocks", "nf4-double"])
 def test_answers_are_those_of_the_dequantized_model_after_a_lost_scheduler_too(name: str, tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, name)
     with Engine(plain, device="cpu", dtype="float32") as engine:
@@ -138,9 +138,9 @@ def test_plan_counts_the_stored_bytes(tmp_path: Path) -> None:
 
 def test_another_method_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, "awq")
-    with pytest.raises(ValueError, match="quantization='gptq', but config.json has 'awq'; leave it out"):
+    with pytest.raises(ValueError, match="quantization='gptq', but the model has 'awq'; leave it out"):
         Engine(quantized, device="cpu", quantization="gptq")
-    with pytest.raises(ValueError, match="quantization='int8', but config.json has 'awq'; leave it out"):
+    with pytest.raises(ValueError, match="quantization='int8', but the model has 'awq'; leave it out"):
         Engine(quantized, device="cpu", quantization="int8")
     with pytest.raises(ValueError, match="no quantization_config; leave it out, or quantize .* 'fp8', 'int8', 'int4'"):
         Engine(plain, device="cpu", quantization="gptq")

@@ -31,9 +31,9 @@ ROWS = 64
 OUTPUTS = 64
 """Minimum outputs of a program."""
 MANY_OUTPUTS = 16_384
-MAX_SPLITS = 8
-ENOUGH_PROGRAMS = 132
-"""The multiprocessors of an H200."""
+MAX_SPLITS = 4
+PROCESSORS = 132
+"""Of an H200."""
 DEQUANTIZED_COLUMNS = 1024
 PIECE = tl.constexpr(PIECES[0])
 _EXACT = 1e-3
@@ -47,10 +47,10 @@ Programs = tuple[int, int, int, int, int, int]
 def _expanded(pointers: tl.tensor, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
     """Load the values of groups [outputs, GROUPS] -> [outputs, GROUPS * WIDTH]; one group is only broadcast."""
     values = tl.load(pointers)
-    if GROUPS == 1:
-        return values
-    values = tl.broadcast_to(tl.expand_dims(values, 2), (values.shape[0], GROUPS, WIDTH))
-    return tl.reshape(values, (values.shape[0], GROUPS * WIDTH))
+    if GROUPS > 1:
+        wide = tl.broadcast_to(tl.expand_dims(values, 2), (values.shape[0], GROUPS, WIDTH))
+        values = tl.reshape(wide, (values.shape[0], GROUPS * WIDTH))
+    return values
 
 
 @triton.jit
@@ -99,17 +99,20 @@ def _minus_zeros(
 
 
 def _asm(kind: str, one: str) -> str:
-    """Return the instructions of ``_minus_zeros`` for two words. ``one``: the bits of 128 or 1024."""
+    """Return the instructions that split two words into codes plus 128 or 1024, and subtract zeros plus this.
+
+    kind: the type; "": subtract nothing. one: the bits of 128 or 1024.
+    """
     lines = ["{ .reg .b32 a;"]
     for index in range(4):
-        lines += [
-            f"shr.b32 a, $4, {4 * index};",
-            f"lop3.b32 a, a, 0x000F000F, 0x{one}{one}, 0xEA;",  # (a & 0x000F000F) | one
-            f"sub.{kind}x2 ${index}, a, ${5 + index};",
-        ]
+        lines.append(f"shr.b32 a, $4, {4 * index};")
+        lines.append(f"lop3.b32 {'a' if kind else f'${index}'}, a, 0x000F000F, 0x{one}{one}, 0xEA;")  # (a & mask) | one
+        if kind:
+            lines.append(f"sub.{kind}x2 ${index}, a, ${5 + index};")
     return " ".join([*lines, "}"])
 
 
+_ASM_PLUS = tl.constexpr(_asm("", "4300"))
 _ASM_BF16 = tl.constexpr(_asm("bf16", "4300"))
 _ASM_FP16 = tl.constexpr(_asm("f16", "6400"))
 
@@ -238,21 +241,122 @@ def _vector_kernel(
 _vector = KernelLauncher(_vector_kernel)
 
 
+@triton.jit
+def _plus_128(words: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Split words [outputs, N] int16 into four codes plus 128, in fp32."""
+    if DEPENDENT:
+        parts = tl.inline_asm_elementwise(
+            _ASM_PLUS, "=r,=r,=r,=r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        parts = (words & 15) + 128, (words >> 4 & 15) + 128, (words >> 8 & 15) + 128, (words >> 12 & 15) + 128
+    return parts[0].to(tl.float32), parts[1].to(tl.float32), parts[2].to(tl.float32), parts[3].to(tl.float32)
+
+
+@triton.jit
+def _scaled_sums(
+    products: tl.tensor, vectors: tl.tensor, group: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor,
+    ZERO: tl.constexpr, COUNT: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Sum products [outputs, N] of inputs [1, N] with codes plus 128 in COUNT pieces, and scale them.
+
+    group: indices [outputs, COUNT] of the scales.
+    """
+    WIDTH: tl.constexpr = products.shape[1] // COUNT
+    sums = tl.sum(tl.reshape(products, (products.shape[0], COUNT, WIDTH)), 2)
+    inputs = tl.sum(tl.reshape(vectors, (1, COUNT, WIDTH)), 2)
+    if zeros is not None:
+        sums -= (tl.load(zeros + group) + 128) * inputs
+    elif ZERO >= 0:
+        sums -= (ZERO + 128) * inputs
+    else:
+        sums -= 128 * inputs
+    sums *= tl.load(scales + group)
+    if offsets is not None:
+        sums += tl.load(offsets + group) * inputs
+    return sums
+
+
+@triton.jit
+def _code_vector_kernel(
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, bias: tl.tensor,
+    out: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    known = tl.minimum(outputs, num_outputs - 1)[:, None]
+    COUNT: tl.constexpr = BLOCK // PIECE
+    PART: tl.constexpr = PIECE // 4
+    words = tl.arange(0, BLOCK // 4)
+    columns = words // PART * PIECE + words % PART
+    lines = weight + known.to(tl.int64) * (SIZE // 4) + words[None, :]
+    wait_and_start_next()
+    total = tl.zeros((OUTPUTS, COUNT), tl.float32)
+    for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=2):
+        code_0, code_1, code_2, code_3 = _plus_128(tl.load(lines + start // 4, eviction_policy="evict_first"))
+        vector_0 = tl.load(x + start + columns).to(tl.float32)[None, :]
+        vector_1 = tl.load(x + start + columns + PART).to(tl.float32)[None, :]
+        vector_2 = tl.load(x + start + columns + 2 * PART).to(tl.float32)[None, :]
+        vector_3 = tl.load(x + start + columns + 3 * PART).to(tl.float32)[None, :]
+        first = start + tl.arange(0, COUNT)[None, :] * PIECE
+        group = known + first // GROUP * num_outputs
+        if GROUP >= PIECE:
+            products = code_0 * vector_0 + code_1 * vector_1 + code_2 * vector_2 + code_3 * vector_3
+            vectors = vector_0 + vector_1 + vector_2 + vector_3
+            total += _scaled_sums(products, vectors, group, scales, offsets, zeros, ZERO, COUNT)
+        else:
+            total += _scaled_sums(code_0 * vector_0, vector_0, group, scales, offsets, zeros, ZERO, COUNT)
+            group = known + (first + PART) // GROUP * num_outputs
+            total += _scaled_sums(code_1 * vector_1, vector_1, group, scales, offsets, zeros, ZERO, COUNT)
+            group = known + (first + 2 * PART) // GROUP * num_outputs
+            total += _scaled_sums(code_2 * vector_2, vector_2, group, scales, offsets, zeros, ZERO, COUNT)
+            group = known + (first + 3 * PART) // GROUP * num_outputs
+            total += _scaled_sums(code_3 * vector_3, vector_3, group, scales, offsets, zeros, ZERO, COUNT)
+    result = tl.sum(total, 1)
+    if bias is not None:
+        result += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
+    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=outputs < num_outputs)
+
+
+_code_vector = KernelLauncher(_code_vector_kernel)
+
+
+def serves_vector(codes: DeviceCodes) -> bool:
+    """Return whether ``vector_matmul`` supports codes that ``serves`` accepts."""
+    return codes.table is None if codes.bits == 4 else codes.scales.shape[0] == 1 and codes.offsets is None
+
+
 def vector_matmul(
     x: Tensor, codes: DeviceCodes, bias: Tensor | None, programs: tuple[int, int, int] | None = None
 ) -> Tensor:
-    """x [1, I], codes [O, I] with 8 bits and a scale per output, bias [O] -> [1, O].
+    """x [1, I], codes [O, I] that ``serves_vector`` accepts, bias [O] -> [1, O].
 
     programs: outputs per program, inputs per block, warps.
     """
     num_outputs, size = codes.shape
-    programs = programs or ((2, 2048, 4) if num_outputs >= MANY_OUTPUTS else (16, 1024, 8))
-    outputs, block, num_warps = programs
+    outputs, block, num_warps = programs or _vector_programs(num_outputs, size, codes.bits)
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    arguments = (x, codes.numbers, codes.scales, bias, out, num_outputs, size, outputs, block)
-    key = (x.dtype, codes.numbers.dtype, codes.shape, programs, bias is None, *alignments(x, codes.numbers))
-    _vector((-(-num_outputs // outputs), 1, 1), key, arguments, options(num_warps))
+    grid = -(-num_outputs // outputs), 1, 1
+    if codes.bits == 8:
+        tensors, sizes = (codes.scales, bias), (size, outputs, block)
+    else:
+        tensors = codes.scales, codes.offsets, codes.zeros, bias
+        sizes = size, codes.group, codes.zero, outputs, block
+    key = (x.dtype, codes.numbers.dtype, num_outputs, sizes, num_warps, *(own is None for own in tensors))
+    kernel = _vector if codes.bits == 8 else _code_vector
+    arguments = (x, codes.numbers, *tensors, out, num_outputs, *sizes)
+    kernel(grid, (*key, *alignments(x, codes.numbers)), arguments, options(num_warps))
     return out
+
+
+def _vector_programs(num_outputs: int, size: int, bits: int) -> tuple[int, int, int]:
+    """Return (outputs per program, inputs per block, warps), measured as in ``shape_of_programs``."""
+    is_large = num_outputs >= MANY_OUTPUTS
+    if bits == 8:
+        return (4, 4096, 4) if is_large else (4, 1024, 4)
+    block = max(block for block in (128, 256, 512, 1024, 2048) if size % block == 0)
+    return (8, block, 2) if is_large else (16, block, 8)
 
 
 def serves(size: int, group: int, bits: int) -> bool:
@@ -268,15 +372,14 @@ def shape_of_programs(num_outputs: int, size: int, bits: int, num_rows: int) -> 
     Measured on an H200 for the layers of an 8B model.
     """
     rows = min(max(next_power_of_2(num_rows), LEAST_ROWS), ROWS)
-    if num_outputs >= MANY_OUTPUTS:
-        if bits == 4:
-            return 2 * OUTPUTS, PIECES[0], 1, 5 if num_rows <= ROWS // 2 else 4, 4, rows
-        if num_rows <= LEAST_ROWS:
-            return 2 * OUTPUTS, PIECES[0], 1, 3, 8, rows
-    splits, tiles = 1, num_tiles(num_outputs, num_rows)
-    while splits < MAX_SPLITS and tiles * splits < ENOUGH_PROGRAMS and size % (2 * splits * PIECES[0]) == 0:
+    is_small = num_rows <= ROWS and (num_outputs < MANY_OUTPUTS or (bits == 8 and num_rows > LEAST_ROWS))
+    outputs = OUTPUTS if is_small else 2 * OUTPUTS
+    tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
+    splits, enough = 1, 2 * PROCESSORS if is_small else PROCESSORS
+    while splits < MAX_SPLITS and tiles * splits < enough and size % (2 * splits * PIECES[0]) == 0:
         splits *= 2
-    return OUTPUTS, PIECES[0], splits, 4, 4, rows
+    stages = 5 if bits == 4 and splits == 1 and num_rows <= ROWS // 2 else 4 if splits == 1 else 3
+    return outputs, PIECES[0], splits, stages, 8 if bits == 8 and not is_small else 4, rows
 
 
 def num_tiles(num_outputs: int, num_rows: int = MAX_ROWS) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.kernels.triton.code_linear import (
-    dequantize, device_codes, matmul, num_tiles, quantize_rows, serves, vector_matmul
+    dequantize, device_codes, matmul, num_tiles, quantize_rows, serves, serves_vector, vector_matmul
 )
 
 
@@ -29,7 +29,7 @@ def check(codes, num_rows):
     result = matmul(half, on_device, None, num_done)
     error = (result.float() - half.float() @ expected.T).norm() / result.float().norm()
     assert error < 0.01, error
-    if codes.bits == 8 and codes.scales.shape[1] == 1 and codes.offsets is None:
+    if serves_vector(on_device):
         result = vector_matmul(x[:1], on_device, bias)
         torch.testing.assert_close(result, x[:1] @ expected.T + bias, rtol=1e-4, atol=1e-2)
 
@@ -68,12 +68,12 @@ COMPILED = """
 import torch
 
 from aioengine.kernels.codes import Codes
-from aioengine.kernels.triton.code_linear import dequantize, device_codes, matmul
+from aioengine.kernels.triton.code_linear import dequantize, device_codes, matmul, serves_vector, vector_matmul
 
 for dtype, shape, bits, group, has_offsets in (
     (torch.float8_e4m3fn, (256, 1024), 8, 1024, False), (torch.float8_e4m3fn, (256, 1024), 8, 128, False),
-    (torch.int8, (256, 1024), 8, 16, True), (torch.uint8, (256, 512), 4, 32, True),
-    (torch.uint8, (256, 512), 4, 64, False),
+    (torch.int8, (256, 1024), 8, 16, True), (torch.int8, (256, 1024), 8, 128, True),
+    (torch.uint8, (256, 512), 4, 32, True), (torch.uint8, (256, 512), 4, 64, False),
 ):
     scales = torch.ones(256, 1024 // group)
     codes = Codes(torch.zeros(shape, dtype=dtype), scales, scales * 0.3 if has_offsets else None, bits)
@@ -85,6 +85,8 @@ for dtype, shape, bits, group, has_offsets in (
             for x in (torch.zeros(16, 1024, dtype=torch.bfloat16), torch.zeros(3, 1024, dtype=torch.float16)):
                 matmul(x, on_device, None, torch.zeros(64, dtype=torch.int32))
                 dequantize(on_device, x.dtype)
+                if serves_vector(on_device):
+                    vector_matmul(x[:1], on_device, None)
 """
 
 

@@ -266,7 +266,7 @@ def test_random_damage_gives_a_clear_error_or_none(tmp_path: Path, tokenizer: di
 
 def test_quantization_while_loading_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
-    with pytest.raises(ValueError, match="'int8' does not work with GGUF files, which are quantized; leave it out"):
+    with pytest.raises(ValueError, match="quantization='int8', but the model has 'gguf'; leave it out"):
         find_facts(engine_config(str(path), {"quantization": "int8"}).model)
 
 

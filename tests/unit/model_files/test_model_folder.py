@@ -332,7 +332,7 @@ def test_downloads_show_a_progress_bar_on_a_terminal_or_on_request(
             {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
             "'int8' does not work with models that have experts",
         ),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization='int8', but config.json has 'fp8'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization='int8', but the model has 'fp8'"),
     ],
 )
 def test_models_that_cannot_be_quantized_while_loading_are_refused(

@@ -185,19 +185,30 @@ def test_quantization_while_loading() -> None:
     model = settings(quantization="int4").model
     assert (model.quantization, model.quantization_group_size) == ("int4", 128)
     assert settings(quantization="int4", quantization_group_size=32).model.quantization_group_size == 32
-    assert (
-        settings(machine=replace(MACHINE, num_gpus=1, has_triton=True), quantization="fp8").model.quantization == "fp8"
-    )
-    stored = replace(MODEL, is_quantized=True)
     gpu = replace(MACHINE, num_gpus=1, has_triton=True)
     assert settings(machine=gpu, quantization="fp8").model.quantization == "fp8"
     stored = replace(MODEL, is_quantized=True)
     assert settings(stored, quantization="fp8").model.quantization == ""
-    with pytest.raises(ValueError, match=r"'fp8' is not implemented; what works: int8, int4 \(device='cpu'\)"):
+    assert settings(quantization="gguf").model.quantization == ""
+    with pytest.raises(ValueError, match=r"quantization='fp8' does not work on a CPU; what works there: int8, int4"):
         settings(quantization="fp8")
     for method in ("int8", None):
         with pytest.raises(ValueError, match="quantization_group_size=64 has an effect only with quantization='int4'"):
             settings(quantization=method, quantization_group_size=64)
+
+
+def test_kv_cache_dtype_fits_the_device_and_the_model() -> None:
+    gpu = replace(MACHINE, num_gpus=1, has_triton=True)
+    assert settings(kv_cache_dtype="int8").memory.kv_dtype == "int8"
+    assert settings(kv_cache_dtype="auto").memory.kv_dtype is None
+    assert settings(kv_cache_dtype="bfloat16").memory.kv_dtype is None
+    assert settings(kv_cache_dtype="bfloat16", dtype="float32").memory.kv_dtype == "bfloat16"
+    with pytest.raises(ValueError, match="'fp8_e4m3' is not available on a CPU; 'auto', 'bfloat16' and 'int8' are"):
+        settings(kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(ValueError, match="'int8' is not available on a GPU; 'auto', 'bfloat16' and 'fp8_e4m3' are"):
+        settings(machine=gpu, kv_cache_dtype="int8")
+    with pytest.raises(ValueError, match="kv_cache_dtype='int8': this model has no KV cache; 'auto' works"):
+        settings(replace(MODEL, is_causal=False), kv_cache_dtype="int8")
 
 
 def test_a_gpu_without_triton_is_not_used() -> None:
