@@ -499,27 +499,33 @@ def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantize_rows_kernel(
-    x: tl.tensor, numbers: tl.tensor, scales: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
+    x: tl.tensor, numbers: tl.tensor, scales: tl.tensor, num_rows: tl.tensor,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
     start_next_and_wait()
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    values = tl.load(x + row * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values)), 1e-12) / 448.0
-    tl.store(numbers + row * SIZE + columns, (values / scale).to(numbers.dtype.element_ty), mask=columns < SIZE)
-    tl.store(scales + row, scale)
+    row, groups = tl.program_id(0), tl.arange(0, GROUPS)
+    columns = groups[:, None] * GROUP + tl.arange(0, WIDTH)[None, :]
+    inside, places = columns < SIZE, row.to(tl.int64) * SIZE + columns
+    values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / 448.0
+    tl.store(numbers + places, (values / scale[:, None]).to(numbers.dtype.element_ty), mask=inside)
+    tl.store(scales + groups.to(tl.int64) * num_rows + row, scale, mask=groups * GROUP < SIZE)
 
 
 _quantize_rows = KernelLauncher(_quantize_rows_kernel)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x [T, I] as fp8 numbers [T, I], and their scales [T, 1] fp32."""
+def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return x [T, I] as fp8 numbers [T, I], and their scales [G, T] fp32, one for each ``group`` inputs of a row.
+
+    group: a power of two, or I.
+    """
     num_rows, size = x.shape
     numbers = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
-    block = next_power_of_2(size)
-    key = (x.dtype, size, *alignments(x))
-    _quantize_rows((num_rows, 1, 1), key, (x, numbers, scales, size, block), options(8 if block >= 4096 else 4))
+    scales = torch.empty((-(-size // group), num_rows), dtype=torch.float32, device=x.device)
+    sizes = size, group, next_power_of_2(len(scales)), next_power_of_2(group)
+    key = (x.dtype, sizes, *alignments(x))
+    _quantize_rows((num_rows, 1, 1), key, (x, numbers, scales, num_rows, *sizes), options(8 if size > 2048 else 4))
     return numbers, scales
