@@ -193,7 +193,7 @@ def test_unquantized_weights_are_never_in_memory(
     save_model("qwen2", tmp_path, dtype=torch.bfloat16, tie_word_embeddings=tied, vocab_size=600)
     raw = json.loads((tmp_path / "config.json").read_text())
     plain_bytes = weights_bytes(plugins.load("families", "qwen2").read(raw), 2, raw)
-    monkeypatch.setattr(weight_reading, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(weight_reading, "PIECE_BYTES", 1024)
     before, counts = storages(), list[int]()
 
     def report(done: int, total: int) -> None:
@@ -202,7 +202,7 @@ def test_unquantized_weights_are_never_in_memory(
     model = models.build(raw, options(method, torch.bfloat16))
     num_bytes = weights.load(model, tmp_path, load_format="auto", seed=0, report=report)
     assert len(counts) > 50
-    assert max(counts) < num_bytes + 0.1 * plain_bytes
+    assert max(counts) < num_bytes + 0.2 * plain_bytes
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
