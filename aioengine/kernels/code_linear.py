@@ -53,7 +53,7 @@ def prepare(codes: Codes, bias: Tensor | None, dtype: torch.dtype, *, batch_inva
         return _wide(codes, bias, dtype)
     prepared = _of_bytes(codes, dtype) or _of_nibbles(codes, dtype)
     if prepared is None:
-        return PreparedCodes(_Dequantizing(codes, bias, dtype), lambda: codes)
+        return _dequantizing(codes, bias, dtype)
     matmul = prepared.matmul
     return prepared if bias is None else prepared._replace(matmul=lambda x: matmul(x) + bias)
 
@@ -105,24 +105,13 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
     return PreparedCodes(matmul, restore)
 
 
-class _Dequantizing:
-    """Dequantizes the weight [O, D] for each product, on a CPU."""
+def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> PreparedCodes:
+    """Dequantize the weight [O, D] for each product, on a CPU. bias: [O]. dtype: of the inputs.
 
-    def __init__(self, codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """bias: [O]. dtype: of the inputs."""
-        self._codes = codes
-        self._dtype = dtype
-        self._weight = torch.empty(0, dtype=dtype)
-        counts = linear.independent_rows(*codes.shape, dtype, torch.get_num_threads())
-        self._matmul = linear.in_pieces(lambda x: functional.linear(x, self._weight, bias), tuple(counts) or (1,))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, D] -> [T, O]."""
-        self._weight = self._codes.dequantized(self._dtype)
-        try:
-            return self._matmul(x)
-        finally:
-            self._weight = torch.empty(0, dtype=self._dtype)
+    The result has the same bits as with a dequantized weight.
+    """
+    linear.try_row_counts(*codes.shape, dtype, has_bias=bias is not None)
+    return PreparedCodes(lambda x: linear.prepare(codes.dequantized(dtype), bias)(x), lambda: codes)
 
 
 class _OnDevice:

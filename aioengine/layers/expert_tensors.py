@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aioengine.families._experts import MXFP4_BLOCK
 from aioengine.families._tensors import expert_tensors as checkpoint_tensors
 from aioengine.kernels import mxfp4
+from aioengine.kernels.codes import Codes
 from aioengine.kernels.expert_types import ExpertWeights, GateFunction
 
 if TYPE_CHECKING:
@@ -52,13 +52,15 @@ def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> Expe
         if name.startswith(config.names)
     }
     if config.stored == "mxfp4":
-        return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors, placement.dtype))
+        return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors))
     return ExpertTensors(tensors, lambda: _from_interleaved(config, tensors))
 
 
 def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
-    """Return tensors with the values of ``weights``, possibly as views. Those of "mxfp4" are not quantized."""
+    """Return tensors with the values of ``weights``, possibly as views."""
     gate_up, down = config.names[-2:]
+    if isinstance(weights.gate_up, Codes) or isinstance(weights.down, Codes):
+        return _as_mxfp4(config, weights)
     if config.stored == "packed":
         return ExpertTensors({gate_up: weights.gate_up, down: weights.down}, lambda: weights)
     tensors: Tensors = {}
@@ -68,12 +70,34 @@ def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
             for name, matrix in zip(config.names, matrices, strict=True):
                 tensors[f"experts.{expert}.{name}.weight"] = matrix
         return ExpertTensors(tensors, lambda: weights)
-    assert weights.gate_up_bias is not None
-    assert weights.down_bias is not None
     tensors[gate_up] = _interleave(weights.gate_up).transpose(1, 2).contiguous()
     tensors[down] = weights.down.transpose(1, 2).contiguous()
-    tensors |= {f"{gate_up}_bias": _interleave(weights.gate_up_bias), f"{down}_bias": weights.down_bias}
+    tensors |= _biases(config, weights)
     return ExpertTensors(tensors, lambda: _from_interleaved(config, tensors))
+
+
+def _as_mxfp4(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
+    """Undo ``_from_mxfp4``."""
+    tensors = _biases(config, weights)
+    for name, codes in zip(config.names, weights[:2], strict=True):
+        assert isinstance(codes, Codes)
+        parts = codes.split([codes.shape[0] // config.num_experts] * config.num_experts)
+        blocks, scales = (
+            torch.stack([mxfp4.to_blocks(part) for part in parts]),
+            torch.stack([part.scales for part in parts]),
+        )
+        if name == config.names[0]:
+            blocks, scales = _interleave(blocks), _interleave(scales)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors))
+
+
+def _biases(config: ExpertsConfig, weights: ExpertWeights) -> Tensors:
+    """Return the biases as the checkpoint stores them."""
+    gate_up, down = config.names
+    assert weights.gate_up_bias is not None
+    assert weights.down_bias is not None
+    return {f"{gate_up}_bias": _interleave(weights.gate_up_bias), f"{down}_bias": weights.down_bias}
 
 
 def _interleave(tensor: Tensor) -> Tensor:
@@ -92,27 +116,29 @@ def _from_interleaved(config: ExpertsConfig, tensors: Tensors) -> ExpertWeights:
     return _with_biases(config, tensors, _gates_first(gate_up).contiguous(), down.contiguous())
 
 
-def _from_mxfp4(config: ExpertsConfig, tensors: Tensors, dtype: torch.dtype) -> ExpertWeights:
+def _from_mxfp4(config: ExpertsConfig, tensors: Tensors) -> ExpertWeights:
     """Blocks and scales are uint8. gate_up has gate and up rows alternating."""
-    gate_up, down = (_dequantized(tensors, name, dtype, is_gated=name == config.names[0]) for name in config.names)
+    gate_up, down = (_mxfp4_codes(tensors, name, is_gated=name == config.names[0]) for name in config.names)
     return _with_biases(config, tensors, gate_up, down)
 
 
-def _with_biases(config: ExpertsConfig, tensors: Tensors, gate_up: Tensor, down: Tensor) -> ExpertWeights:
+def _with_biases(
+    config: ExpertsConfig, tensors: Tensors, gate_up: Tensor | Codes, down: Tensor | Codes
+) -> ExpertWeights:
     """Add the biases to gate_up [E, 2 I, D] and down [E, D, I]. Gate and up rows of the loaded biases alternate."""
     gate_up_bias, down_bias = (tensors[f"{name}_bias"] for name in config.names)
     return ExpertWeights(gate_up, down, _gates_first(gate_up_bias).contiguous(), down_bias, _gate(config))
 
 
-def _dequantized(tensors: Tensors, name: str, dtype: torch.dtype, *, is_gated: bool) -> Tensor:
-    """Return [E, outputs, inputs] with gates first. Converts expert by expert to bound the temporary memory."""
+def _mxfp4_codes(tensors: Tensors, name: str, *, is_gated: bool) -> Codes:
+    """Return the codes [E * outputs, inputs] with gates first. Converts in place to bound the temporary memory."""
     blocks, scales = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
-    shape = *scales.shape[:2], scales.shape[2] * MXFP4_BLOCK
-    weights = torch.empty(shape, dtype=dtype, device=blocks.device)
-    for weight, expert_blocks, expert_scales in zip(weights, blocks, scales, strict=True):
-        values = mxfp4.dequantize(expert_blocks, expert_scales, dtype)
-        weight.copy_(_gates_first(values.unsqueeze(0))[0] if is_gated else values)
-    return weights
+    for expert in range(len(blocks)):
+        own = blocks[expert : expert + 1], scales[expert : expert + 1]
+        own_blocks, own_scales = map(_gates_first, own) if is_gated else own
+        codes = mxfp4.to_codes(own_blocks[0], own_scales[0])
+        blocks[expert], scales[expert] = codes.packed.view(blocks.shape[1:]), codes.scales
+    return codes._replace(packed=blocks.flatten(2).flatten(0, 1), scales=scales.flatten(0, 1))
 
 
 def _gate(config: ExpertsConfig) -> GateFunction:

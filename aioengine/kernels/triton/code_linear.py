@@ -37,29 +37,40 @@ Programs = tuple[int, int, int, int, int]
 
 
 @triton.jit
-def _expanded(pointers: tl.tensor, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """Load the values of groups [outputs, GROUPS] -> [outputs, GROUPS * WIDTH]; one group is only broadcast."""
-    values = tl.load(pointers)
-    if GROUPS == 1:
-        return values
-    values = tl.broadcast_to(tl.expand_dims(values, 2), (values.shape[0], GROUPS, WIDTH))
-    return tl.reshape(values, (values.shape[0], GROUPS * WIDTH))
+def as_scales(values: tl.tensor) -> tl.tensor:
+    """Convert loaded scales or offsets to fp32. uint8: exponents, for the numbers of ``numbers_of``."""
+    if values.dtype == tl.uint8:
+        values = (values.to(tl.int32) + 126 << 23).to(tl.float32, bitcast=True)
+    return values
 
 
 @triton.jit
-def _numbers(codes: tl.tensor, table: tl.tensor) -> tl.tensor:
-    """Convert 4-bit codes, or int8 or fp8 numbers, to fp32."""
+def _expanded(pointers: tl.tensor, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """Load the values of groups [outputs, GROUPS] -> [outputs, GROUPS * WIDTH]; one group is only broadcast."""
+    values = as_scales(tl.load(pointers))
+    if GROUPS > 1:
+        values = tl.broadcast_to(tl.expand_dims(values, 2), (values.shape[0], GROUPS, WIDTH))
+        values = tl.reshape(values, (values.shape[0], GROUPS * WIDTH))
+    return values
+
+
+@triton.jit
+def numbers_of(codes: tl.tensor, table: tl.tensor, scales: tl.tensor) -> tl.tensor:
+    """Convert 4-bit codes, or int8 or fp8 numbers, to fp32. Numbers of MXFP4 are multiplied by 2 ** -126."""
+    if scales.dtype.element_ty == tl.uint8:  # sign, exponent and mantissa move to their places in fp32
+        codes = codes.to(tl.int32)
+        return ((codes << 28) & -(1 << 31) | (codes & 7) << 22).to(tl.float32, bitcast=True)
     if table is not None:
         return tl.load(table + codes.to(tl.int32))
     return codes.to(tl.float32)
 
 
 @triton.jit
-def _weights(
+def weights_of(
     codes: tl.tensor, table: tl.tensor, scales: tl.tensor, offsets: tl.tensor, GROUPS: tl.constexpr, WIDTH: tl.constexpr
 ) -> tl.tensor:
     """Return the weights in fp32. scales, offsets: pointers [outputs, GROUPS]; offsets may be None."""
-    result = _numbers(codes, table) * _expanded(scales, GROUPS, WIDTH)
+    result = numbers_of(codes, table, scales) * _expanded(scales, GROUPS, WIDTH)
     if offsets is not None:
         result += _expanded(offsets, GROUPS, WIDTH)
     return result
@@ -93,7 +104,7 @@ def _matmul_kernel(
             if NUM_GROUPS == 1 and offsets is None:
                 part = part.to(tl.float32)
             else:
-                part = _weights(part, table, own_scales, own_offsets, GROUPS, GROUP)
+                part = weights_of(part, table, own_scales, own_offsets, GROUPS, GROUP)
             total = tl.dot(part.to(x.dtype.element_ty), vectors, total)
         else:
             places = tl.arange(0, BLOCK // 2)
@@ -101,8 +112,8 @@ def _matmul_kernel(
             columns = start + places // HALF * (2 * HALF) + places % HALF
             low_vectors = tl.load(x + rows * SIZE + columns[:, None], mask=is_row, other=0.0)
             high_vectors = tl.load(x + rows * SIZE + columns[:, None] + HALF, mask=is_row, other=0.0)
-            low = _weights(packed & 15, table, own_scales, own_offsets, GROUPS, GROUP // 2)
-            high = _weights(packed >> 4, table, own_scales, own_offsets, GROUPS, GROUP // 2)
+            low = weights_of(packed & 15, table, own_scales, own_offsets, GROUPS, GROUP // 2)
+            high = weights_of(packed >> 4, table, own_scales, own_offsets, GROUPS, GROUP // 2)
             total = tl.dot(low.to(x.dtype.element_ty), low_vectors, total)
             total = tl.dot(high.to(x.dtype.element_ty), high_vectors, total)
     if NUM_GROUPS == 1 and BITS == 8 and offsets is None:
@@ -236,7 +247,7 @@ def matmul(x: Tensor, codes: Codes, bias: Tensor | None, *, programs: Programs, 
         x, codes.packed, codes.scales, codes.offsets, codes.table, bias, partials, num_done, out, num_rows,
         num_outputs, *sizes
     )  # fmt: skip
-    key = (x.dtype, *_facts(codes), sizes, num_warps, bias is None)
+    key = (x.dtype, *facts(codes), sizes, num_warps, bias is None)
     _matmul((tiles, splits, 1), (*key, *alignments(x, codes.packed)), arguments, options(num_warps))
     return out
 
@@ -249,14 +260,14 @@ def vector_matmul(x: Tensor, codes: Codes, bias: Tensor | None, *, programs: tup
     sizes = size, codes.group, codes.scales.shape[1], codes.bits, outputs, block
     weight = codes.packed if codes.bits == 8 else codes.packed.view(torch.int32)
     arguments = (x, weight, codes.scales, codes.offsets, codes.table, bias, out, num_outputs, *sizes)
-    key = (x.dtype, *_facts(codes), sizes, num_warps, bias is None, *alignments(x, codes.packed))
+    key = (x.dtype, *facts(codes), sizes, num_warps, bias is None, *alignments(x, codes.packed))
     _vector((-(-num_outputs // outputs), 1, 1), key, arguments, options(num_warps))
     return out
 
 
-def _facts(codes: Codes) -> tuple[torch.dtype | int | bool, ...]:
+def facts(codes: Codes) -> tuple[torch.dtype | int | bool, ...]:
     """Return the facts of codes that need other kernels, beside their sizes."""
-    return codes.packed.dtype, codes.shape[0], codes.offsets is None, codes.table is None
+    return codes.packed.dtype, codes.scales.dtype, codes.shape[0], codes.offsets is None, codes.table is None
 
 
 @triton.jit
@@ -275,7 +286,7 @@ def _dequantize_kernel(
         place = columns // (2 * HALF) * HALF + columns % HALF
         packed = tl.load(weight + output * (SIZE // 2) + place, mask=inside, other=0).to(tl.int32)
         codes = packed >> (columns // HALF % 2 * 4) & 15
-    values = _numbers(codes, table) * tl.load(scales + group, mask=inside, other=0.0)
+    values = numbers_of(codes, table, scales) * as_scales(tl.load(scales + group, mask=inside, other=0))
     if offsets is not None:
         values += tl.load(offsets + group, mask=inside, other=0.0)
     tl.store(out + output * SIZE + columns, values.to(out.dtype.element_ty), mask=inside)
@@ -289,7 +300,7 @@ def dequantize(codes: Codes, dtype: torch.dtype) -> Tensor:
     num_outputs, size = codes.shape
     out = torch.empty((num_outputs, size), dtype=dtype, device=codes.packed.device)
     sizes = size, codes.group, codes.scales.shape[1], codes.bits, DEQUANTIZED_COLUMNS
-    key = (dtype, *_facts(codes), sizes, *alignments(codes.packed))
+    key = (dtype, *facts(codes), sizes, *alignments(codes.packed))
     arguments = (codes.packed, codes.scales, codes.offsets, codes.table, out, *sizes)
     _dequantize((num_outputs, -(-size // DEQUANTIZED_COLUMNS), 1), key, arguments, options(4))
     return out

@@ -105,7 +105,7 @@ def reference(
 @pytest.mark.parametrize(("gate", "has_bias"), [(SILU, False), (GateFunction(0.7, 1.702), True)])
 def test_experts_match_the_reference(gate: GateFunction, has_bias: bool, shared: str) -> None:
     weights = random_weights(gate, has_bias=has_bias)
-    computed = experts.prepare(weights)
+    computed = experts.prepare(weights, torch.float32)
     for num_tokens in (1, 2, 40):
         x = torch.randn(num_tokens, SIZE)
         chosen = routing.route(torch.randn(num_tokens, NUM_EXPERTS), None, 3, RouterConfig())
@@ -121,7 +121,7 @@ def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
     x, logits = torch.randn(151, SIZE, dtype=dtype), torch.randn(151, NUM_EXPERTS, dtype=dtype)
     values, gates = torch.randn(151, SIZE, dtype=dtype), torch.randn(151, 1, dtype=dtype)
     for gate, has_bias in ((SILU, False), (GateFunction(0.7, 1.702), True)):
-        computed = experts.prepare(random_weights(gate, has_bias=has_bias, dtype=dtype))
+        computed = experts.prepare(random_weights(gate, has_bias=has_bias, dtype=dtype), dtype)
         whole = computed(x, routing.route(logits, None, *own), SharedOutputs(values, gates))
         for rows in (slice(0, 1), slice(7, 9), slice(20, 37), slice(3, 120)):
             shared = SharedOutputs(values[rows], gates[rows])
@@ -133,9 +133,17 @@ def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
 def test_mxfp4_weights_match_transformers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     blocks = torch.randint(0, 256, (3, 8, 2, 16), dtype=torch.uint8)
-    scales = torch.randint(100, 150, (3, 8, 2), dtype=torch.uint8)
+    scales = torch.randint(100, 129, (3, 8, 2), dtype=torch.uint8)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
-    assert torch.equal(mxfp4.dequantize(blocks, scales, dtype).transpose(1, 2), expected)
+    for own_blocks, own_scales, own in zip(blocks, scales, expected, strict=True):
+        codes = mxfp4.to_codes(own_blocks, own_scales)
+        assert torch.equal(codes.dequantized(dtype).t(), own)
+        assert torch.equal(mxfp4.to_blocks(codes), own_blocks)
+
+
+def test_large_mxfp4_scales_are_refused() -> None:
+    with pytest.raises(ValueError, match="scale of 129; what works: up to 128"):
+        mxfp4.to_codes(torch.zeros(1, 1, 16, dtype=torch.uint8), torch.full((1, 1), 129, dtype=torch.uint8))
 
 
 def config_of(stored: str) -> ExpertsConfig:
@@ -157,12 +165,15 @@ def test_layer_tensors_match_the_checkpoint_description(stored: str) -> None:
     }
 
 
-@pytest.mark.parametrize("stored", ["separate", "packed", "interleaved"])
+@pytest.mark.parametrize("stored", ["separate", "packed", "interleaved", "mxfp4"])
 def test_layers_can_be_reloaded(stored: str) -> None:
     torch.manual_seed(0)
     layer = SparseMLP(SIZE, config_of(stored), PLACEMENT)
-    for target in layer.weights("").values():
-        target.tensor.copy_(torch.randn(target.shape) * 0.3)
+    for name, target in layer.weights("").items():
+        if target.tensor.dtype == torch.uint8:
+            target.tensor.random_(*((0, 256) if name.endswith("blocks") else (120, 126)))
+        else:
+            target.tensor.copy_(torch.randn(target.shape) * 0.3)
     loaded = {name: target.tensor.clone() for name, target in layer.weights("").items()}
     layer.finish_loading()
     x = torch.randn(9, SIZE)
@@ -173,11 +184,11 @@ def test_layers_can_be_reloaded(stored: str) -> None:
         name: tensor.tolist() for name, tensor in loaded.items()
     }
     changed = next(name for name in reopened if "down_proj" in name)
-    reopened[changed].tensor.mul_(2.0)
+    reopened[changed].tensor.add_(2)
     layer.finish_loading()
     assert not torch.equal(layer(x), expected)
     layer.open_for_loading()
-    layer.weights("")[changed].tensor.mul_(0.5)
+    layer.weights("")[changed].tensor.copy_(loaded[changed])
     layer.finish_loading()
     assert torch.equal(layer(x), expected)
 
@@ -199,7 +210,7 @@ def test_interleaved_gates_match_transformers() -> None:
     x = torch.randn(20, SIZE)
     chosen = routing.route(torch.randn(20, NUM_EXPERTS), None, 3, RouterConfig())
     expected = theirs(x, chosen.experts.long(), chosen.weights)
-    torch.testing.assert_close(experts.prepare(tensors.assemble())(x, chosen), expected)
+    torch.testing.assert_close(experts.prepare(tensors.assemble(), torch.float32)(x, chosen), expected)
 
 
 PROGRAM = """
