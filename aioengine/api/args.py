@@ -324,6 +324,10 @@ _ROWS: Final = {
         _seconds, "seconds for the download of an image, and again for its preparation", place="media.timeout_s"
     ),
     "page_size": Argument(whole_from(1, 1024), "tokens per page of KV memory"),
+    "kv_cache_dtype": Argument(
+        _words("auto", "bfloat16", "fp8_e4m3", "int8", fp8="fp8_e4m3"),
+        "numbers of keys and values: auto (the dtype), bfloat16, fp8_e4m3 (GPU) or int8 (CPU)",
+    ),
     "max_total_tokens": Argument(whole_from(1), "size of the KV pool in tokens", "as much as fits into memory"),
     "mem_fraction_static": Argument(
         number_from(0, 1, above=True),

@@ -53,7 +53,6 @@ MISSING_ARGUMENTS: Final = _missing(
         "data parallelism": "dp_size=1 data_parallel_size=1 enable_dp_attention=False",
         "expert parallelism": "ep_size=1 enable_expert_parallel=False",
         "several machines": "nnodes=1 node_rank=0",
-        "a KV cache of another type than the weights": "kv_cache_dtype=auto",
         "speculative decoding": "speculative_algorithm speculative_draft_model_path speculative_num_steps "
         "speculative_eagle_topk speculative_num_draft_tokens speculative_draft_model_revision speculative_token_map "
         "speculative_model speculative_config num_speculative_tokens",

@@ -116,6 +116,7 @@ class EngineArguments(TypedDict, total=False):
     max_images_per_prompt: int | None
     media_timeout: float | None
     page_size: int | None
+    kv_cache_dtype: str | None
     max_total_tokens: int | None
     mem_fraction_static: float | None
     disable_radix_cache: bool | None

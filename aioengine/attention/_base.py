@@ -90,6 +90,7 @@ class AttentionShape:
             multiplies queries and results by the matrices, and the backend reads only latent vectors.
         plain_size: with ``expansions``, the number of elements of a key that are not rotated.
         has_bidirectional_images: tokens of an image attend to the whole image, other tokens are causal.
+        dtype: of queries and results; None: the dtype of the pool.
         batch_invariant: on a GPU, the result of a token must not depend on its batch and chunk. Backends with a faster
             implementation that is not batch-invariant then use the slower one.
     """
@@ -107,6 +108,7 @@ class AttentionShape:
     expansions: tuple[Tensor, ...] = ()
     plain_size: int = 0
     has_bidirectional_images: bool = False
+    dtype: torch.dtype | None = None
     batch_invariant: bool = True
 
     @property
@@ -178,13 +180,18 @@ class AttentionShape:
         return None if window is None or window >= longest else window
 
 
-def kv_pool_shape(shape: AttentionShape, *, num_pages: int, page_size: int) -> tuple[int, int, int, int, int, int]:
+def kv_pool_shape(
+    shape: AttentionShape, *, num_pages: int, page_size: int, scale_bytes: int = 0
+) -> tuple[int, int, int, int, int, int]:
     """Return the shape of the pool: [L, 2, N, K, S, E], with keys at index 0 and values at index 1 of the second axis.
     L is ``num_kv_layers``. With latent attention it is [L, 1, N, K, S, E], because values are a part of the keys.
 
     The pool must be initialized with zeros: unwritten slots are multiplied by zero, so they must be finite.
+
+    scale_bytes: int8 numbers of a head are followed by a scale of this size (``kernels/stored_kv.py``).
     """
-    return (shape.num_kv_layers, shape.num_sides, num_pages, shape.num_kv_heads, page_size, shape.head_size)
+    size = shape.head_size + scale_bytes
+    return (shape.num_kv_layers, shape.num_sides, num_pages, shape.num_kv_heads, page_size, size)
 
 
 def keys_and_values(kv_pool: Tensor | Sequence[Tensor], shape: AttentionShape) -> list[tuple[Tensor, Tensor]]:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import torch
 from torch.nn import functional
 
-from aioengine.attention._base import AttentionBackend, CapturableAttention, keys_and_values
+from aioengine.attention._base import AttentionBackend, CapturableAttention
 from aioengine.attention.torch import BLOCK, attend_block
+from aioengine.kernels.stored_kv import from_stored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +57,7 @@ class ImageAttention(Generic[Inner]):
         assert not shape.sinks
         self._inner = inner
         self._shape = shape
-        self._kv_pool = keys_and_values(kv_layers, shape)
+        self._kv_layers = kv_layers
         self._is_on_gpu = kv_layers[0].is_cuda
         self._groups = shape.groups
         self._images: list[tuple[BidirectionalImage, list[Tensor]]] = []  # with its pages by layer
@@ -66,7 +67,7 @@ class ImageAttention(Generic[Inner]):
         if not batch.bidirectional_images:
             self._images = []
             return
-        page_size = self._kv_pool[0][0].shape[2]
+        page_size = self._kv_layers[0].shape[3]
         tables = [batch.page_table] * self._shape.num_layers
         for layers, part in zip(self._groups, batch.parts, strict=False):
             for layer in layers:
@@ -92,12 +93,10 @@ class ImageAttention(Generic[Inner]):
             window = self._shape.window(layer, image.stop)
             # No token attends to earlier positions. The first block may begin before the image.
             first = 0 if window is None else max(image.start - BLOCK - window, 0)
-            page_size = self._kv_pool[layer][0].shape[2]
+            page_size = self._kv_layers[layer].shape[3]
             first = first // page_size * page_size
-            keys, values = (
-                paged[pages[first // page_size :]].transpose(0, 1).flatten(1, 2)[:, : image.stop - first]
-                for paged in self._kv_pool[layer]
-            )  # [K, C, E]
+            stored = self._kv_layers[layer][:, pages[first // page_size :]].transpose(1, 2).flatten(2, 3)
+            keys, values = from_stored(stored[:, :, : image.stop - first], q.dtype)  # [K, C, E]
             is_fused = self._is_on_gpu and self._shape.soft_cap is None  # the fused kernels have no soft cap
             attend = self._attend_at_once if is_fused else self._attend_in_blocks
             attend(image, q, _ImageKV(first, window, keys, values), out=out)
@@ -109,9 +108,7 @@ class ImageAttention(Generic[Inner]):
         if kv.window is not None:
             positions = torch.arange(image.start, image.stop, device=q.device).unsqueeze(1)
             mask = torch.arange(kv.first, image.stop, device=q.device) > positions - kv.window
-        queries, keys, values = (
-            part.unsqueeze(0).to(q.dtype) for part in (q[tokens].transpose(0, 1), kv.keys, kv.values)
-        )
+        queries, keys, values = (part.unsqueeze(0) for part in (q[tokens].transpose(0, 1), kv.keys, kv.values))
         attended = functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, scale=self._shape.scale, enable_gqa=True
         )

@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional
 
 from aioengine.attention._cpu import BLOCK_TOKENS, CHUNK, MASKED, Paging, first_tokens
+from aioengine.kernels.stored_kv import from_stored, to_stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -176,8 +177,9 @@ class FusedAttention:
         Raises:
             ValueError: the kernel is not batch-invariant on this machine, or the page size does not divide ``CHUNK``.
         """
-        num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pool.shape
-        limits = find_limits(head_size, kv_pool.dtype, torch.get_num_threads())
+        num_layers, _, num_pages, num_kv_heads, page_size, stored_size = kv_pool.shape
+        head_size, dtype = shape.head_size, shape.dtype or kv_pool.dtype
+        limits = find_limits(head_size, dtype, torch.get_num_threads())
         if limits is None:
             raise ValueError(
                 f"torch's fused attention is not batch-invariant for head size {head_size} on this machine"
@@ -186,7 +188,7 @@ class FusedAttention:
         self._limits = limits
         self._num_kv_heads = num_kv_heads
         self._group = shape.num_heads // num_kv_heads
-        self._head_size = head_size
+        self._head_size, self._stored_size = head_size, stored_size
         self._scale = shape.scale
         self._sinks = shape.sinks
         self._padding = -self._group % limits.rows
@@ -194,12 +196,13 @@ class FusedAttention:
             num_kv_heads=num_kv_heads,
             page_size=page_size,
             padded_width=self._padded_width,
-            max_units=max(1, UNIT_BYTES // (2 * num_kv_heads * CHUNK * head_size * kv_pool.itemsize)),
+            max_units=max(1, UNIT_BYTES // (2 * num_kv_heads * CHUNK * head_size * dtype.itemsize)),
             window=shape.common_window,
         )
         self._num_pairs = num_pages * num_kv_heads
-        self._pages = kv_pool.view(num_layers, 2 * self._num_pairs, page_size * head_size).unbind(0)
-        self._slots = kv_pool.view(num_layers, 2 * self._num_pairs * page_size, head_size).unbind(0)
+        self._dtype = dtype
+        self._pages = kv_pool.view(num_layers, 2 * self._num_pairs, page_size * stored_size).unbind(0)
+        self._slots = kv_pool.view(num_layers, 2 * self._num_pairs * page_size, stored_size).unbind(0)
         self._new_slots = torch.empty(0)
         self._decode: DecodeUnits | None = None
         self._unit_pages: list[Tensor] = []
@@ -220,8 +223,8 @@ class FusedAttention:
         return partial(self._write, self._slots[layer])
 
     def _write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write k and v [T, K, E] to the slots [2 * N * K * S, E] of a layer: keys, then values."""
-        slots.index_copy_(0, self._new_slots, torch.stack((k, v)).view(-1, self._head_size))
+        """Write k and v [T, K, E] to the slots [2 * N * K * S, ...] of a layer: keys, then values."""
+        slots.index_copy_(0, self._new_slots, to_stored(torch.stack((k, v)).view(-1, self._head_size), slots.dtype))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
@@ -244,8 +247,8 @@ class FusedAttention:
 
     def _gather(self, layer: int, pages: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Return keys and values, [chunks, K, C, E] each, where C is ``width``."""
-        gathered = self._pages[layer].index_select(0, pages)
-        keys, values = gathered.view(2, -1, self._num_kv_heads, width, self._head_size).unbind(0)
+        gathered = self._pages[layer].index_select(0, pages).view(2, -1, self._num_kv_heads, width, self._stored_size)
+        keys, values = from_stored(gathered, self._dtype).unbind(0)
         return keys, values
 
     def _attend_decode(self, decode: DecodeUnits, q: Tensor, layer: int) -> Tensor:

@@ -1,5 +1,4 @@
-"""Attention with plain torch operations: the reference for other backends, and the CPU backend if no other one works or
-the KV cache has another dtype than queries.
+"""Attention with plain torch operations: the reference for other backends, and the CPU backend if no other one works.
 
 It is batch-invariant: the result of a token has the same bits alone, in any batch, in a decode step and in any prefill
 chunk. Tokens are computed in blocks of ``BLOCK`` positions aligned from position 0, one block of one row at a time. The
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
+
+from aioengine.kernels.stored_kv import from_stored, to_stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,9 +119,9 @@ class TorchAttention:
     def _write(self, pool: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k and v [T, K, E] to their slots in the pool of a layer, [2, N, K, S, E]."""
         pages, offsets = self._slots // self.page_size, self._slots % self.page_size
-        pool[0, pages, :, offsets] = k.to(pool.dtype)
+        pool[0, pages, :, offsets] = to_stored(k, pool.dtype)
         if self._shape.num_sides == 2:
-            pool[1, pages, :, offsets] = v.to(pool.dtype)
+            pool[1, pages, :, offsets] = to_stored(v, pool.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
@@ -136,7 +137,8 @@ class TorchAttention:
         out = q.new_empty(*q.shape[:2], self._shape.stored_value_size)
         sinks = self._shape.sinks[layer] if self._shape.sinks else None
         for row in self._rows:
-            sides = self._pool[layer].flatten(1, 2)[:, row.pairs].flatten(2, 3).float()  # [1 or 2, K, P * S, E]
+            stored = self._pool[layer].flatten(1, 2)[:, row.pairs].flatten(2, 3)
+            sides = from_stored(stored, torch.float32)  # [1 or 2, K, P * S, E]
             keys, values = sides[0], sides[-1][..., : self._shape.stored_value_size]
             window = self._shape.window(layer, row.stop)
             for begin in range(row.start // BLOCK * BLOCK, row.stop, BLOCK):

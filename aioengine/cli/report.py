@@ -61,6 +61,7 @@ def _resolved(settings: Settings) -> dict[str, object]:
         "cuda_graph_max_bs": runner.cuda_graph_max_rows,
         "enable_lora": runner.lora is not None,
         "mem_fraction_static": memory.mem_fraction_static,
+        "kv_cache_dtype": memory.kv_dtype or model.dtype,
         "disable_radix_cache": not scheduler.prefix_cache,
         "max_running_requests": scheduler.max_running,
         "chunked_prefill_size": scheduler.chunk_tokens,

@@ -103,7 +103,7 @@ def model_info(settings: Settings, weight_version: str) -> ModelInfo:
 
 def settings_info(settings: Settings, facts: Mapping[str, object], max_total_tokens: int) -> dict[str, object]:
     """Return the settings and ``facts``, which the scheduler process sent when it was ready."""
-    names = ("device", "device_name", "dtype", "attention_backend", "num_threads")
+    names = ("device", "device_name", "dtype", "attention_backend", "kv_cache_dtype", "num_threads")
     sizes = ("weights", "kv_pool", "adapters", "graphs", "free", "total")
     packages = ("torch", "triton", "flashinfer")
     return {

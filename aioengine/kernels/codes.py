@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-PACKED_COLUMNS: Final = 32
-"""4-bit codes are packed in pieces of this many columns: byte i has column i in its low bits, then column i + 16."""
+PIECES: Final = (128, 64, 32)
+"""4-bit codes are packed in pieces of P columns: the largest of these sizes that divides D. A piece has P / 4 words of
+16 bits. Bits 4 i to 4 i + 3 of word j are the code of column i * P / 4 + j.
+"""
 
 EXPONENT_BIAS: Final = 127
 """Of scales that are stored as exponents."""
@@ -42,17 +44,24 @@ def pack(codes: Tensor, bits: int, dim: int, order: Sequence[int] = ()) -> Tenso
     return words.to(torch.int32).movedim(-1, dim)  # the conversion keeps the low 32 bits
 
 
+def piece_of(size: int) -> int:
+    """Return P for D = size; see ``PIECES``."""
+    return next((piece for piece in PIECES if size % piece == 0), 0)
+
+
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Pack 4-bit codes [..., D] uint8 -> [..., D / 2]; see ``PACKED_COLUMNS``."""
-    low, high = codes.unflatten(-1, (-1, 2, PACKED_COLUMNS // 2)).unbind(-2)
-    return (low | high << 4).flatten(-2)
+    """Pack 4-bit codes [..., D] uint8 -> [..., D / 2]; see ``PIECES``."""
+    parts = codes.unflatten(-1, (-1, 4, piece_of(codes.shape[-1]) // 4))
+    return torch.stack(
+        (parts[..., 0, :] | parts[..., 1, :] << 4, parts[..., 2, :] | parts[..., 3, :] << 4), -1
+    ).flatten(-3)
 
 
 class Codes(NamedTuple):
     """A weight [O, D]: each number is multiplied by the scale of its group, and the offset of its group is added.
 
     Attributes:
-        packed: [O, D] int8 or fp8. With 4 bits, unsigned codes [O, D / 2] uint8; see ``PACKED_COLUMNS``.
+        packed: [O, D] int8 or fp8. With 4 bits, unsigned codes [O, D / 2] uint8; see ``PIECES``.
         scales: [O, G] fp32. uint8: the number e stands for 2 ** (e - 127), and codes for the numbers of MXFP4.
         offsets: [O, G] fp32; None: 0.
         bits: 4 or 8.
@@ -94,20 +103,36 @@ class Codes(NamedTuple):
             offsets=torch.cat(offsets) if offsets else None,
         )
 
+    def with_outputs(self, indices: Tensor) -> Codes:
+        """Return the outputs of ``indices`` [N], in this order."""
+        offsets = None if self.offsets is None else self.offsets[indices]
+        return self._replace(packed=self.packed[indices], scales=self.scales[indices], offsets=offsets)
+
     def unpacked(self) -> Tensor:
         """Return the numbers or codes [O, D]."""
         if self.bits == 8:
             return self.packed
-        pieces = self.packed.unflatten(1, (-1, PACKED_COLUMNS // 2))
-        return torch.stack((pieces & 15, pieces >> 4), 2).flatten(1)
+        low, high = self.packed.unflatten(1, (-1, piece_of(self.shape[1]) // 4, 2)).unbind(-1)
+        return torch.stack((low & 15, low >> 4, high & 15, high >> 4), 2).flatten(1)
+
+    def rows(self, indices: Tensor) -> Codes:
+        """Return the rows ``indices`` [R] int64."""
+        offsets = None if self.offsets is None else self.offsets.index_select(0, indices)
+        packed, scales = self.packed.index_select(0, indices), self.scales.index_select(0, indices)
+        return self._replace(packed=packed, scales=scales, offsets=offsets)
+
+    @property
+    def wide_scales(self) -> Tensor:
+        """The scales [O, G] in fp32."""
+        if self.scales.dtype != torch.uint8:
+            return self.scales
+        return torch.ldexp(torch.ones_like(self.scales, dtype=torch.float32), self.scales.int() - EXPONENT_BIAS)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [O, D], with its columns in the order of the inputs."""
-        codes, scales = self.unpacked(), self.scales
+        codes = self.unpacked()
         weight = codes.float() if self.table is None else self.table[codes.int()]
-        if scales.dtype == torch.uint8:
-            scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - EXPONENT_BIAS)
-        weight *= self.expanded(scales)
+        weight *= self.expanded(self.wide_scales)
         if self.offsets is not None:
             weight += self.expanded(self.offsets)
         return self.in_input_order(weight.to(dtype))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
     from aioengine.kernels.linear import Matmul
+    from aioengine.kernels.triton.expert_codes import DeviceWeights
 
 
 class Experts(Protocol):
@@ -84,28 +85,30 @@ class DeviceExperts:
     """Experts on a GPU. The kernels read the routing on the device, so the host never waits for it."""
 
     def __init__(self, weights: ExpertWeights, *, batch_invariant: bool) -> None:
-        from aioengine.kernels.triton.experts import compute
+        from aioengine.kernels.triton import expert_codes, experts
 
-        self._weights = weights
+        self._compute, self._codes = experts.compute, expert_codes
+        self._weights = expert_codes.device_weights(weights)
         self._batch_invariant = batch_invariant
-        self._compute = compute
 
     def __call__(self, x: Tensor, chosen: ChosenExperts, shared: SharedOutputs | None = None) -> Tensor:
         """Compute the experts: x [T, D] -> [T, D]."""
-        return self._compute(x.contiguous(), chosen, self._weights, shared, batch_invariant=self._batch_invariant)
+        invariant = self._batch_invariant
+        return self._compute(x.contiguous(), chosen, self._weights, shared, batch_invariant=invariant)
 
     def weights(self) -> ExpertWeights:
-        return self._weights
+        return self._codes.restored(self._weights)
 
     def update(self, weights: ExpertWeights) -> None:
-        for own, new in zip(_tensors(self._weights), _tensors(weights), strict=True):
-            if own is not new:
+        for own, new in zip(_flat(self._weights), _flat(self._codes.device_weights(weights)), strict=True):
+            if not isinstance(own, torch.Tensor):
+                assert own == new, "the weights are stored in another way than before"
+            elif isinstance(new, torch.Tensor) and own is not new:
                 own.copy_(new)
 
 
-def _tensors(weights: ExpertWeights) -> list[Tensor]:
-    parts = [part for value in weights for part in (value if isinstance(value, Codes) else (value,))]
-    return [part for part in parts if isinstance(part, torch.Tensor)]
+def _flat(weights: DeviceWeights) -> list[object]:
+    return [part for value in weights for part in (value if isinstance(value, tuple) else (value,))]
 
 
 class _Product(NamedTuple):

@@ -113,14 +113,6 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
     return lambda x: wide(x.to(packing.dtype)).to(x.dtype)
 
 
-def try_row_counts(out_features: int, in_features: int, dtype: torch.dtype, *, has_bias: bool) -> None:
-    """Run the trials of ``prepare`` for a weight on a CPU before there is one."""
-    if packs(dtype, torch.device("cpu")):
-        choose_packing(out_features, in_features, dtype, torch.get_num_threads(), has_bias=has_bias)
-    else:
-        independent_rows(out_features, in_features, dtype, torch.get_num_threads())
-
-
 class Packing(NamedTuple):
     """How a weight is packed.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from aioengine.families._experts import MXFP4_BLOCK
 from aioengine.families._tensors import expert_tensors as checkpoint_tensors
 from aioengine.kernels import mxfp4
 from aioengine.kernels.codes import Codes
@@ -52,14 +53,15 @@ def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> Expe
         if name.startswith(config.names)
     }
     if config.stored == "mxfp4":
-        return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors))
+        wide = placement.dtype if placement.device.type == "cpu" else None  # torch has no product for MXFP4 on a CPU
+        return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors, wide))
     return ExpertTensors(tensors, lambda: _from_interleaved(config, tensors))
 
 
 def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
-    """Return tensors with the values of ``weights``, possibly as views."""
+    """Return tensors with the values of ``weights``, possibly as views. Dequantized weights are "interleaved"."""
     gate_up, down = config.names[-2:]
-    if isinstance(weights.gate_up, Codes) or isinstance(weights.down, Codes):
+    if not isinstance(weights.gate_up, torch.Tensor) or not isinstance(weights.down, torch.Tensor):
         return _as_mxfp4(config, weights)
     if config.stored == "packed":
         return ExpertTensors({gate_up: weights.gate_up, down: weights.down}, lambda: weights)
@@ -89,7 +91,7 @@ def _as_mxfp4(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
         if name == config.names[0]:
             blocks, scales = _interleave(blocks), _interleave(scales)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors))
+    return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors, None))
 
 
 def _biases(config: ExpertsConfig, weights: ExpertWeights) -> Tensors:
@@ -116,9 +118,9 @@ def _from_interleaved(config: ExpertsConfig, tensors: Tensors) -> ExpertWeights:
     return _with_biases(config, tensors, _gates_first(gate_up).contiguous(), down.contiguous())
 
 
-def _from_mxfp4(config: ExpertsConfig, tensors: Tensors) -> ExpertWeights:
-    """Blocks and scales are uint8. gate_up has gate and up rows alternating."""
-    gate_up, down = (_mxfp4_codes(tensors, name, is_gated=name == config.names[0]) for name in config.names)
+def _from_mxfp4(config: ExpertsConfig, tensors: Tensors, wide: torch.dtype | None) -> ExpertWeights:
+    """Blocks and scales are uint8. gate_up has gate and up rows alternating. wide: dequantize to this dtype."""
+    gate_up, down = (_mxfp4_weight(tensors, name, wide, is_gated=name == config.names[0]) for name in config.names)
     return _with_biases(config, tensors, gate_up, down)
 
 
@@ -130,14 +132,24 @@ def _with_biases(
     return ExpertWeights(gate_up, down, _gates_first(gate_up_bias).contiguous(), down_bias, _gate(config))
 
 
-def _mxfp4_codes(tensors: Tensors, name: str, *, is_gated: bool) -> Codes:
-    """Return the codes [E * outputs, inputs] with gates first. Converts in place to bound the temporary memory."""
+def _mxfp4_weight(tensors: Tensors, name: str, wide: torch.dtype | None, *, is_gated: bool) -> Tensor | Codes:
+    """Return the weight with gates first: codes [E * outputs, inputs], or [E, outputs, inputs] in the dtype ``wide``.
+
+    Converts expert by expert, codes in place, to bound the temporary memory.
+    """
     blocks, scales = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
+    shape = *scales.shape[:2], scales.shape[2] * MXFP4_BLOCK
+    weights = None if wide is None else torch.empty(shape, dtype=wide, device=blocks.device)
     for expert in range(len(blocks)):
         own = blocks[expert : expert + 1], scales[expert : expert + 1]
         own_blocks, own_scales = map(_gates_first, own) if is_gated else own
         codes = mxfp4.to_codes(own_blocks[0], own_scales[0])
-        blocks[expert], scales[expert] = codes.packed.view(blocks.shape[1:]), codes.scales
+        if weights is not None:
+            weights[expert] = codes.dequantized(weights.dtype)
+        else:
+            blocks[expert], scales[expert] = codes.packed.view(blocks.shape[1:]), codes.scales
+    if weights is not None:
+        return weights
     return codes._replace(packed=blocks.flatten(2).flatten(0, 1), scales=scales.flatten(0, 1))
 
 

@@ -28,7 +28,7 @@ from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
 from aioengine.model_files.hub import download, weight_shapes
-from aioengine.model_files.quantization import quantization_method, split_config
+from aioengine.model_files.quantization import quantization_method, read_config, split_config
 from aioengine.settings.config import OWN, TRANSFORMERS, PoolingSettings
 
 if TYPE_CHECKING:
@@ -359,11 +359,11 @@ def _read_config(
     Raises ValueError, which names the field, if a value is missing or not implemented.
     """
     file, is_embedding = folder / "config.json", wanted.is_embedding
-    whole = folder_files.read_json(file, dict[str, object])
+    whole = read_config(folder)
     if whole is None:
         raise ValueError(f"{str(folder)!r} is no model folder: {_reason_without_config(folder)}")
     try:
-        method = quantization_method(whole)
+        method = "gguf" if folder_files.is_gguf(folder) else quantization_method(whole)
         raw, quantization = split_config(whole)
         config = msgspec.convert({name: value for name, value in raw.items() if value is not None}, _ConfigFacts)
         implementation = _implementation(config, wanted.implementation)
@@ -381,7 +381,7 @@ def _read_config(
             not_implemented("is_causal", False, "true, or is_embedding=True: its tokens attend to the whole text")
         if wanted.quantization not in (None, method):
             stored = "no quantization_config" if method is None else repr(method)
-            raise ValueError(f"quantization={wanted.quantization!r}, but config.json has {stored}; leave it out")
+            raise ValueError(f"quantization={wanted.quantization!r}, but the model has {stored}; leave it out")
         if quantization is not None:
             _check_quantization(quantization, model, implementation)
         return config, model, read_pooling(folder, model, raw), implementation, quantization
@@ -394,11 +394,8 @@ def _check_quantization(quantization: Quantization, model: TransformerConfig, im
     refused = ""
     if implementation == TRANSFORMERS:
         refused = "models in transformers' code"
-    elif isinstance(model, DecoderConfig):
-        if model.experts is not None and quantization.scheme_of(f"{model.names.block(0)}experts.0.up_proj"):
-            refused = "experts"
-        elif model.is_transposed or model.attention.latent is not None:
-            refused = "this kind of model"
+    elif isinstance(model, DecoderConfig) and model.experts is not None:
+        refused = "experts" if quantization.scheme_of(f"{model.names.block(0)}experts.0.up_proj") else ""
     if refused:
         not_implemented("quantization_config.quant_method", quantization.method, f"null for {refused}")
 

@@ -19,9 +19,8 @@ from aioengine.attention._base import BackendUnavailableError
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
-from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
-from aioengine.model_files.quantization import split_config
+from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import AdaptableModel, ModelOptions
 from aioengine.protocol.messages import Progress
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     Facts = dict[str, str | int | float | bool]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KV_DTYPES = DTYPES | {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 _LESS_POOL = "Lower mem_fraction_static or max_total_tokens"
 _LESS_ADAPTERS = "Lower max_lora_rank or max_loras_per_batch"
@@ -74,7 +74,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     times = StartTimes()
     torch.set_num_threads(settings.runner.num_threads)
     dtype = DTYPES[settings.model.dtype]
-    kv_dtype = DTYPES[settings.memory.kv_dtype or settings.model.dtype]
+    kv_dtype = KV_DTYPES[settings.memory.kv_dtype or settings.model.dtype]
     memory = DeviceMemory(device)
     vocab_size = sampled_vocab_size(settings)
     check_unchanged(settings.model.files, "since the engine was made")
@@ -92,7 +92,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         if device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
             _compile_sampling(model, vocab_size, settings.runner.logprobs_mode)
         times.end("device")
-        shape = model.attention_shape
+        shape = dataclasses.replace(model.attention_shape, dtype=dtype)
         choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
         times.end("attention")
         weights_bytes = weights.load(
@@ -105,7 +105,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     times.end("weights")
     adapters = _take_adapters(model, settings, memory, dtype)
     state_bytes = 0 if model.state_shape is None else model.state_shape.num_bytes
-    demand = PoolDemand.of(settings, kv_cache_of(shape), itemsize=kv_dtype.itemsize, state_bytes=state_bytes)
+    demand = PoolDemand.of(settings, kv_cache_of(shape), state_bytes=state_bytes)
     pool = fit_pool(demand, memory.pool_budget(model, settings, adapters))
     if state_bytes:
         graph_rows = min(settings.runner.cuda_graph_max_rows, pool.num_rows)
@@ -138,6 +138,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         "dtype": settings.model.dtype,
         "device": str(device),
         "attention_backend": choice.name,
+        "kv_cache_dtype": settings.memory.kv_dtype or settings.model.dtype,
         "num_threads": torch.get_num_threads(),
         "max_total_tokens": demand.tokens_in(pool.num_pages),
         "weights_bytes": weights_bytes,
@@ -201,7 +202,7 @@ def _model(settings: Settings, options: ModelOptions) -> Model:
     if settings.model.implementation == TRANSFORMERS:
         return _fallback(settings).load(options)
     folder = Path(settings.model.path)
-    config = folder_files.read_json(folder / "config.json", dict[str, object])
+    config = read_config(folder)
     if config is None:
         raise ValueError(f"{folder} has no config.json, which a model folder must have")
     if settings.model.task == Task.EMBED:
@@ -217,7 +218,7 @@ def _weights_bytes(settings: Settings, options: ModelOptions) -> int:
     options = dataclasses.replace(options, device=torch.device("meta"))
     if settings.model.implementation == TRANSFORMERS:
         return _fallback(settings).num_bytes(options)
-    return sum(target.tensor.nbytes for target in _model(settings, options).weights().values())
+    return sum(target.num_bytes for target in _model(settings, options).weights().values())
 
 
 def _fallback(settings: Settings) -> TransformersFolder:
@@ -262,9 +263,9 @@ def choose_attention(
     name = settings.attention_backend
     if not shape.is_causal:
         return AttentionChoice("packed")
-    if name == "fused" and (kv_dtype != dtype or not fused.serves(shape, dtype, device)):
+    if name == "fused" and (kv_dtype not in {dtype, torch.int8} or not fused.serves(shape, dtype, device)):
         return AttentionChoice("torch")
-    if kv_dtype != dtype and name != "torch":
+    if kv_dtype != dtype and name not in {"fused", "torch"}:
         raise ValueError(
             f"attention_backend {name!r} needs a KV cache in the dtype of the queries, {dtype}, not {kv_dtype}; "
             "'torch' works"

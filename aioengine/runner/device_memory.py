@@ -259,6 +259,7 @@ def kv_cache_of(shape: AttentionShape) -> KVCache:
     return KVCache(
         num_layers=shape.num_kv_layers,
         layer_elements=shape.num_sides * shape.num_kv_heads * shape.head_size,
+        head_size=shape.head_size,
         windows=shape.windows if shape.is_causal else (),
     )
 

@@ -12,6 +12,8 @@ import torch
 
 from aioengine.attention._base import kv_pool_shape
 from aioengine.kernels.clean_pages import clean_pages
+from aioengine.kernels.stored_kv import scales_of
+from aioengine.settings.memory_model import INT8_SCALE_BYTES
 from aioengine.settings.page_groups import PageGroups
 
 if TYPE_CHECKING:
@@ -57,13 +59,16 @@ class KVPool:
         self._memory: list[mmap.mmap] = []
         self._owned: list[Tensor] = []
         for layers in self._groups[:1] if windows else self._groups:  # the first is the largest
-            size = kv_pool_shape(shape.part(layers), num_pages=FIRST_PAGE + num_pages, page_size=page_size)
+            scale_bytes = INT8_SCALE_BYTES if dtype == torch.int8 else 0
+            part, total_pages = shape.part(layers), FIRST_PAGE + num_pages
+            size = kv_pool_shape(part, num_pages=total_pages, page_size=page_size, scale_bytes=scale_bytes)
             num_bytes = math.prod(size) * dtype.itemsize
             if device.type == "cpu" and num_bytes:
                 self._memory.append(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
                 self._owned.append(torch.frombuffer(self._memory[-1], dtype=dtype).view(size))
             else:
                 self._owned.append(torch.zeros(size, dtype=dtype, device=device))
+        self._floats = [scales_of(tensor) for tensor in self._owned] if dtype == torch.int8 else self._owned
         self.tensors = self._owned
         if windows:
             self.tensors = [self._owned[0][: len(layers)] for layers in self._groups]
@@ -105,7 +110,7 @@ class KVPool:
         Finite numbers are unchanged, so pages of a shared prefix remain valid.
         """
         indices = torch.tensor(pages, dtype=torch.int64, device=self.tensors[0].device)
-        for layer in chain.from_iterable(self._owned):  # layer by layer, to limit the size of the copy
+        for layer in chain.from_iterable(self._floats):  # layer by layer, to limit the size of the copy
             layer[:, indices] = layer[:, indices].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def clean_failed(self, pages: dict[int, list[int]], token_ids: Tensor, upload: Upload) -> None:
@@ -119,5 +124,5 @@ class KVPool:
         rows = np.stack((np.fromiter(pages, np.int32, len(pages)), counts.cumsum(dtype=np.int32) - counts, counts), 1)
         page_ids = np.fromiter(chain.from_iterable(pages.values()), np.int32, int(counts.sum()))
         spans, pages_on_device = upload(rows), upload(page_ids)
-        for tensor in self._owned:
+        for tensor in self._floats:
             clean_pages(tensor, token_ids, spans, pages_on_device)

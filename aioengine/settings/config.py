@@ -62,6 +62,7 @@ class MemoryConfig(Struct, frozen=True, kw_only=True):
     """The KV pool. ``max_total_tokens`` None: as many as fit into ``mem_fraction_static`` of the memory."""
 
     page_size: int = 16
+    kv_cache_dtype: str = "auto"
     max_total_tokens: int | None = None
     mem_fraction_static: float | None = None
     prefix_cache: bool = True
@@ -247,7 +248,7 @@ class MemorySettings(Struct, frozen=True, kw_only=True):
     Attributes:
         num_pages: its size in tokens divided by ``page_size``; page groups need a multiple (``PageGroups.pages_in``).
             None: the runner takes as many as fit into ``mem_fraction_static`` of the memory.
-        kv_dtype: of keys and values; None: the dtype of the model.
+        kv_dtype: of keys and values, as in ``kv_cache_dtype``; None: the dtype of the model.
     """
 
     page_size: int

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from aioengine.families._tensors import LinearTensors
     from aioengine.settings.config import Settings
 
-DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
+INT8_SCALE_BYTES: Final = 2
+"""Size of the scale of each int8 head of a key or value in the KV cache."""
 _GIB: Final = 1 << 30
 
 GRAPH_BYTES: Final = 2 * _GIB
@@ -118,11 +120,13 @@ class KVCache(Struct, frozen=True, kw_only=True):
     Attributes:
         num_layers: layers with a KV cache.
         layer_elements: elements per token in each of these layers.
+        head_size: elements of a key or value per KV head.
         windows: the window of each of these layers; empty if no layer has one.
     """
 
     num_layers: int
     layer_elements: int
+    head_size: int
     windows: tuple[int | None, ...] = ()
 
     @property
@@ -145,6 +149,7 @@ def kv_cache(config: TransformerConfig, context_length: int) -> KVCache:
     return KVCache(
         num_layers=config.num_layers - num_states if config.is_causal else 0,
         layer_elements=sides * config.num_kv_heads * config.head_size,
+        head_size=config.head_size,
         windows=windows if config.is_causal and any(windows) else (),
     )
 
@@ -219,14 +224,18 @@ class PoolDemand(Struct, frozen=True, kw_only=True):
     has_snapshots: bool = False
 
     @classmethod
-    def of(cls, settings: Settings, cache: KVCache, *, itemsize: int, state_bytes: int) -> PoolDemand:
-        """Return the demand of an engine. ``itemsize``: of the dtype of the KV cache."""
+    def of(cls, settings: Settings, cache: KVCache, *, state_bytes: int) -> PoolDemand:
+        """Return the demand of an engine."""
         page_size, num_pages = settings.memory.page_size, settings.memory.num_pages
         elements, windows = cache.pages()
+        kv_dtype = settings.memory.kv_dtype or settings.model.dtype
+        token_bytes = elements * DTYPE_BYTES[kv_dtype]
+        if kv_dtype == "int8":
+            token_bytes += elements // cache.head_size * INT8_SCALE_BYTES
         return cls(
             num_tokens=None if num_pages is None else num_pages * page_size,
             groups=PageGroups(windows=windows, page_size=page_size, min_tokens=settings.scheduler.min_tokens),
-            page_bytes=elements * itemsize * page_size,
+            page_bytes=token_bytes * page_size,
             context_length=settings.model.context_length,
             max_running=settings.scheduler.max_running,
             state_bytes=state_bytes,

@@ -19,11 +19,12 @@ from msgspec.structs import replace
 from aioengine import plugins
 from aioengine.api import checks
 from aioengine.api.args import engine_config
+from aioengine.families._config import DecoderConfig
 from aioengine.families._tensors import plain_tensors
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
-from aioengine.model_files import checkpoint, folder_files, model_folder
-from aioengine.model_files.quantization import split_config
+from aioengine.model_files import checkpoint, model_folder
+from aioengine.model_files.quantization import read_config, split_config
 from aioengine.settings import machine
 from aioengine.settings.config import OWN, padded_rank
 from aioengine.settings.memory_model import (
@@ -92,6 +93,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     attention_backend: str
+    kv_cache_dtype: str
     weights_bytes: int
     kv_bytes_per_token: int
     state_bytes_per_request: int
@@ -141,7 +143,7 @@ class Plan(Struct, frozen=True, kw_only=True):
             "weights": format_bytes(self.weights_bytes),
             "activations": f"about {format_bytes(self.activations_bytes)}"
             + (f", and {format_bytes(self.cuda_bytes)} of CUDA itself" if self.cuda_bytes else ""),
-            "KV cache": f"{format_bytes(self.kv_bytes_per_token)} a token"
+            "KV cache": f"{format_bytes(self.kv_bytes_per_token)} a token in {self.kv_cache_dtype}"
             + (f", {format_bytes(state)} a request" if state else ""),
             "KV pool": pool,
             "rest": rest,
@@ -203,7 +205,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         num_bytes = int(device_memory * share) - _CUDA_BYTES - num_weights_bytes - activations
     length = settings.model.context_length
     states = state_bytes(family, itemsize)
-    demand = PoolDemand.of(settings, kv_cache(family, length), itemsize=itemsize, state_bytes=states)
+    demand = PoolDemand.of(settings, kv_cache(family, length), state_bytes=states)
     pool = demand.fit(num_bytes)
     num_pages = pool.num_pages if pool.left > 0 else 0
     if demand.num_tokens is None and num_pages < demand.pages_in(length):
@@ -224,6 +226,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         device=settings.runner.device,
         dtype=settings.model.dtype,
         attention_backend=settings.runner.attention_backend,
+        kv_cache_dtype=settings.memory.kv_dtype or settings.model.dtype,
         weights_bytes=num_weights_bytes,
         kv_bytes_per_token=demand.pages_in(whole) * demand.page_bytes // whole,
         state_bytes_per_request=states,
@@ -256,8 +259,10 @@ def _weights(family: TransformerConfig, facts: ModelFacts, itemsize: int, *, is_
     Raises ValueError if there are no such files.
     """
     if facts.implementation == OWN:
-        raw = folder_files.read_object(Path(facts.path) / "config.json")
+        raw = read_config(Path(facts.path)) or {}
         _, quantization = split_config(raw)
+        if is_on_cpu and isinstance(family, DecoderConfig) and family.experts and family.experts.stored == "mxfp4":
+            family = replace(family, experts=replace(family.experts, stored="interleaved"))  # dequantized when loaded
         tensors = plain_tensors if quantization is None else partial(quantization.tensors_of, is_on_cpu=is_on_cpu)
         return num_parameters(family, raw), weights_bytes(family, itemsize, raw, tensors)
     if not facts.weights.num_parameters:

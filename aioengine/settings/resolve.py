@@ -96,7 +96,7 @@ def resolve(
         )
     return Settings(
         model=model_settings,
-        memory=_memory_settings(config, backend, is_on_gpu=is_on_gpu),
+        memory=_memory_settings(config, model, dtype, backend, is_on_gpu=is_on_gpu),
         scheduler=scheduler,
         runner=RunnerSettings(
             factory=RUNNER_FACTORY,
@@ -222,7 +222,24 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
     )
 
 
-def _memory_settings(config: EngineConfig, backend: str, *, is_on_gpu: bool) -> MemorySettings:
+def _kv_dtype(config: EngineConfig, model: ModelFacts, dtype: str, *, is_on_gpu: bool) -> str | None:
+    """Return the dtype of the KV cache; None: the dtype of the model."""
+    wanted = config.memory.kv_cache_dtype
+    if wanted in {"auto", dtype}:
+        return None
+    if not model.is_causal:
+        raise ValueError(f"kv_cache_dtype={wanted!r}: this model has no KV cache; 'auto' works")
+    small, device = ("fp8_e4m3", "GPU") if is_on_gpu else ("int8", "CPU")
+    if wanted not in {"bfloat16", small}:
+        raise ValueError(
+            f"kv_cache_dtype={wanted!r} is not available on a {device}; 'auto', 'bfloat16' and {small!r} are"
+        )
+    return wanted
+
+
+def _memory_settings(
+    config: EngineConfig, model: ModelFacts, dtype: str, backend: str, *, is_on_gpu: bool
+) -> MemorySettings:
     wanted, page_size = config.memory.max_total_tokens, config.memory.page_size
     if backend == "fused" and FUSED_CHUNK % page_size:
         raise ValueError(
@@ -237,6 +254,7 @@ def _memory_settings(config: EngineConfig, backend: str, *, is_on_gpu: bool) -> 
         page_size=page_size,
         num_pages=None if wanted is None else wanted // page_size,
         mem_fraction_static=default if fraction is None else fraction,
+        kv_dtype=_kv_dtype(config, model, dtype, is_on_gpu=is_on_gpu),
     )
 
 

@@ -17,16 +17,25 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.codes import Codes
-from aioengine.kernels.triton.code_linear import HALF, as_scales, facts, numbers_of, weights_of
+from aioengine.kernels.triton.code_linear import DeviceCodes
 from aioengine.kernels.triton.dependent import wait_and_start_next
+from aioengine.kernels.triton.expert_codes import (
+    add_products,
+    line_sums,
+    loaded,
+    stored_weight,
+    vector_parts,
+    vector_products,
+    vector_zeros,
+)
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
 from aioengine.kernels.triton.routing import align
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.expert_types import ChosenExperts, ExpertWeights, GateFunction, SharedOutputs
+    from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
+    from aioengine.kernels.triton.expert_codes import DeviceWeights
     from aioengine.kernels.triton.routing import Tiling
 
 
@@ -40,14 +49,6 @@ class ExpertTile(NamedTuple):
     warps: int
 
 
-class StoredAs(NamedTuple):
-    """How ``Codes`` are stored: bits, the inputs of a group, and the groups of an output."""
-
-    bits: int
-    group: int
-    num_groups: int
-
-
 @triton.jit
 def _activate(gate: tl.tensor, up: tl.tensor, GATE: tl.constexpr, narrow: tl.constexpr) -> tl.tensor:
     """gate and up [...] fp32 -> [...]. Rounds like a separate matmul and activation."""
@@ -59,106 +60,16 @@ def _activate(gate: tl.tensor, up: tl.tensor, GATE: tl.constexpr, narrow: tl.con
     return (gate / (1.0 + tl.exp(-gate))).to(narrow) * up.to(narrow)
 
 
-@triton.jit
-def _loaded(pointers: tl.tensor, inside: tl.tensor, IS_WHOLE: tl.constexpr) -> tl.tensor:
-    """Load from pointers [...]; 0 outside of the mask. IS_WHOLE: the mask is true everywhere."""
-    return tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=inside, other=0.0)
-
-
-_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_MXFP4_TO_BF16 = tl.constexpr("""
-{
-.reg .b32 pair, sign, rest;
-prmt.b32 pair, $4, 0, 0x4140;
-shl.b32 sign, pair, 12;
-shl.b32 rest, pair, 6;
-and.b32 sign, sign, 0x80008000;
-lop3.b32 rest, rest, 0x01C001C0, sign, 0xEA;
-mul.rn.bf16x2 $0, rest, $5;
-shl.b32 sign, pair, 8;
-shl.b32 rest, pair, 2;
-and.b32 sign, sign, 0x80008000;
-lop3.b32 rest, rest, 0x01C001C0, sign, 0xEA;
-mul.rn.bf16x2 $2, rest, $5;
-prmt.b32 pair, $4, 0, 0x4342;
-shl.b32 sign, pair, 12;
-shl.b32 rest, pair, 6;
-and.b32 sign, sign, 0x80008000;
-lop3.b32 rest, rest, 0x01C001C0, sign, 0xEA;
-mul.rn.bf16x2 $1, rest, $6;
-shl.b32 sign, pair, 8;
-shl.b32 rest, pair, 2;
-and.b32 sign, sign, 0x80008000;
-lop3.b32 rest, rest, 0x01C001C0, sign, 0xEA;
-mul.rn.bf16x2 $3, rest, $6;
-}
-""")
-"""Converts four bytes to four low and four high numbers, two at a time: each code is moved to the places of sign,
-exponent and mantissa in bf16, which divides it by 2 ** 126, and multiplied by its scale times 2 ** 126.
-"""
-
-
-@triton.jit
-def _mxfp4_weights(part: tl.tensor, scales: tl.tensor, GROUPS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Convert packed codes [outputs, GROUPS * 16] -> the weights of low and high codes in bf16."""
-    values = (tl.load(scales).to(tl.int16) + 126 << 7).to(tl.bfloat16, bitcast=True)
-    if GROUPS > 1:
-        values = tl.broadcast_to(tl.expand_dims(values, 2), (values.shape[0], GROUPS, HALF))
-        values = tl.reshape(values, (values.shape[0], GROUPS * HALF))
-    values = tl.broadcast_to(values, part.shape)
-    return tl.inline_asm_elementwise(
-        _MXFP4_TO_BF16, "=r,=r,=r,=r,r,r,r", [part, values], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-    )
-
-
-@triton.jit
-def _add_products(
-    total: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, table: tl.tensor, lines: tl.tensor,
-    start: tl.tensor, block: tl.tensor, high_block: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    STORED: tl.constexpr, IS_WHOLE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Add the products of weight lines [outputs] with inputs from ``start`` on to total [outputs, rows].
-
-    block: the inputs [BLOCK, rows]. With 4 bits, the inputs of the low codes [BLOCK / 2, rows], and ``high_block``
-    those of the high codes.
-    """
-    PER_BYTE: tl.constexpr = 2 if STORED is not None and STORED.bits == 4 else 1
-    columns = tl.arange(0, BLOCK // PER_BYTE)
-    inside = start // PER_BYTE + columns < SIZE // PER_BYTE
-    pointers = weight + lines[:, None] * (SIZE // PER_BYTE) + (start // PER_BYTE + columns)[None, :]
-    part = _loaded(pointers, inside[None, :], IS_WHOLE)
-    if STORED is not None:
-        GROUPS: tl.constexpr = BLOCK // STORED.group if STORED.num_groups > 1 and STORED.group < BLOCK else 1
-        group = start // STORED.group + tl.arange(0, GROUPS)
-        if not IS_WHOLE:
-            group = tl.minimum(group, STORED.num_groups - 1)
-        group = lines[:, None] * STORED.num_groups + group[None, :]
-        scales += group
-        if offsets is not None:
-            offsets += group
-        WIDTH: tl.constexpr = BLOCK // GROUPS // PER_BYTE
-        IS_MXFP4: tl.constexpr = scales.dtype.element_ty == tl.uint8 and block.dtype == tl.bfloat16
-        if IS_MXFP4 and not _IS_INTERPRETED:
-            part, high = _mxfp4_weights(part, scales, GROUPS)
-            total = tl.dot(high, high_block, total)
-        else:
-            if PER_BYTE == 2:
-                high = weights_of(part >> 4, table, scales, offsets, GROUPS, WIDTH).to(block.dtype)
-                total = tl.dot(high, high_block, total, input_precision="ieee")
-                part = part & 15
-            part = weights_of(part, table, scales, offsets, GROUPS, WIDTH).to(block.dtype)
-    return tl.dot(part, block, total, input_precision="ieee")
-
-
 @triton.jit(do_not_specialize=["max_tiles"])
 def _tiled_kernel(
-    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, table: tl.tensor, bias: tl.tensor,
-    out: tl.tensor, order: tl.tensor, tiles: tl.tensor, num_tiles: tl.tensor, max_tiles: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
+    num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, order: tl.tensor, tiles: tl.tensor, num_tiles: tl.tensor,
+    max_tiles: tl.tensor,
     NUM_OUTPUTS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, GATE: tl.constexpr, STORED: tl.constexpr,
 ) -> None:  # fmt: skip
     IS_GATED: tl.constexpr = GATE is not None
-    HAS_NIBBLES: tl.constexpr = STORED is not None and STORED.bits == 4
+    PART: tl.constexpr = 0 if STORED is None else STORED.part
     num_blocks = tl.cdiv(NUM_OUTPUTS, OUTPUTS)  # a constant, so that the compiler knows that stores are aligned
     tile = tl.program_id(0) // num_blocks
     outputs = tl.program_id(0) % num_blocks * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -172,25 +83,29 @@ def _tiled_kernel(
         vectors = (pairs // TOP_K if IS_GATED else rows).to(tl.int64) * SIZE
         lines = expert.to(tl.int64) * ((2 if IS_GATED else 1) * NUM_OUTPUTS)
         lines += tl.where(outputs < NUM_OUTPUTS, outputs, 0)
-        columns = tl.arange(0, BLOCK // 2 if HAS_NIBBLES else BLOCK)
-        if HAS_NIBBLES:
-            columns = columns // HALF * (2 * HALF) + columns % HALF
+        columns = tl.arange(0, BLOCK)
+        if PART > 0:
+            columns = tl.arange(0, BLOCK // 4)
+            columns = columns // PART * (4 * PART) + columns % PART
         x_pointers = x + vectors[None, :] + columns[:, None]
         total, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
         IS_WHOLE: tl.constexpr = SIZE % BLOCK == 0
         for start in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
             inside = (start + columns < SIZE)[:, None]
-            block = _loaded(x_pointers + start, inside, IS_WHOLE)
-            high_block = block
-            if HAS_NIBBLES:
-                high_block = _loaded(x_pointers + start + HALF, inside, IS_WHOLE)
-            total = _add_products(
-                total, weight, scales, offsets, table, lines, start, block, high_block, SIZE, BLOCK, STORED, IS_WHOLE
-            )
+            x_0 = loaded(x_pointers + start, inside, IS_WHOLE)
+            x_1, x_2, x_3 = x_0, x_0, x_0
+            if PART > 0:
+                x_1 = loaded(x_pointers + start + PART, inside, IS_WHOLE)
+                x_2 = loaded(x_pointers + start + 2 * PART, inside, IS_WHOLE)
+                x_3 = loaded(x_pointers + start + 3 * PART, inside, IS_WHOLE)
+            total = add_products(
+                total, weight, scales, zeros, offsets, table, lines, num_lines, start, x_0, x_1, x_2, x_3, SIZE, BLOCK,
+                STORED, IS_WHOLE,
+            )  # fmt: skip
             if IS_GATED:
-                up = _add_products(
-                    up, weight, scales, offsets, table, lines + NUM_OUTPUTS, start, block, high_block, SIZE, BLOCK,
-                    STORED, IS_WHOLE,
+                up = add_products(
+                    up, weight, scales, zeros, offsets, table, lines + NUM_OUTPUTS, num_lines, start, x_0, x_1, x_2,
+                    x_3, SIZE, BLOCK, STORED, IS_WHOLE,
                 )  # fmt: skip
         if bias is not None:
             total += tl.load(bias + lines).to(tl.float32)[:, None]
@@ -207,67 +122,9 @@ def _tiled_kernel(
 
 
 @triton.jit
-def _vector_parts(
-    vector: tl.tensor, is_output: tl.tensor, start: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    STORED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Load inputs from ``start`` on, in fp32, for each output, in the shape of the weights in ``_vector_products``.
-
-    The second result is for high codes.
-    """
-    outputs = tl.zeros((is_output.shape[0], 1), tl.int32)
-    if STORED is None:
-        columns = start + tl.arange(0, BLOCK)[None, :]
-        mask = is_output[:, None] & (columns < SIZE)
-        low = tl.load(vector + columns + outputs, mask=mask, other=0.0).to(tl.float32)
-        high = low
-    else:
-        PIECE: tl.constexpr = 2 * HALF if STORED.bits == 4 else HALF
-        columns = start + tl.arange(0, BLOCK // PIECE)[:, None] * PIECE + tl.arange(0, HALF)[None, :]
-        columns = tl.expand_dims(columns, 0) + tl.expand_dims(outputs, 2)
-        low = tl.load(vector + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-        high = low
-        if STORED.bits == 4:
-            high = tl.load(vector + columns + HALF, mask=columns < SIZE, other=0.0).to(tl.float32)
-    return low, high
-
-
-@triton.jit
-def _vector_products(
-    weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, table: tl.tensor, lines: tl.tensor, is_output: tl.tensor,
-    start: tl.tensor, low: tl.tensor, high: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return products of weight lines [outputs] with inputs, whose sums over the last dimension are partial results."""
-    if STORED is None:
-        columns = start + tl.arange(0, BLOCK)[None, :]
-        mask = is_output[:, None] & (columns < SIZE)
-        pointers = weight + lines[:, None] * SIZE + columns
-        products = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * low
-    else:
-        PER_BYTE: tl.constexpr = 2 if STORED.bits == 4 else 1
-        pieces = start // (PER_BYTE * HALF) + tl.arange(0, BLOCK // (PER_BYTE * HALF))
-        places = tl.expand_dims(pieces[:, None] * HALF + tl.arange(0, HALF)[None, :], 0)
-        mask = is_output[:, None, None] & (places < SIZE // PER_BYTE)
-        pointers = weight + lines[:, None, None] * (SIZE // PER_BYTE) + places
-        part = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
-        group = tl.minimum(pieces * (PER_BYTE * HALF) // STORED.group, STORED.num_groups - 1)
-        group = lines[:, None] * STORED.num_groups + group[None, :]
-        sums = low
-        if PER_BYTE == 1:
-            products = numbers_of(part, table, scales) * low
-        else:
-            products = numbers_of(part & 15, table, scales) * low + numbers_of(part >> 4, table, scales) * high
-            sums += high
-        products = tl.sum(products, 2) * as_scales(tl.load(scales + group, mask=is_output[:, None], other=0))
-        if offsets is not None:
-            products += tl.sum(sums, 2) * tl.load(offsets + group, mask=is_output[:, None], other=0.0)
-    return products
-
-
-@triton.jit
 def _vector_gated_kernel(
-    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, table: tl.tensor, bias: tl.tensor,
-    out: tl.tensor, experts: tl.tensor, num_outputs: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
+    num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     GATE: tl.constexpr, STORED: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -278,17 +135,18 @@ def _vector_gated_kernel(
     wait_and_start_next()
     expert = tl.load(experts + pair).to(tl.int64)
     lines = expert * (2 * num_outputs) + outputs
-    WIDTH: tl.constexpr = BLOCK if STORED is None else BLOCK * STORED.bits // (8 * HALF)
-    gate, up = tl.zeros((OUTPUTS, WIDTH), tl.float32), tl.zeros((OUTPUTS, WIDTH), tl.float32)
+    gate, up = vector_zeros(OUTPUTS, BLOCK, STORED), vector_zeros(OUTPUTS, BLOCK, STORED)
     for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=UNROLL):
-        low, high = _vector_parts(vector, is_output, start, SIZE, BLOCK, STORED)
-        gate += _vector_products(
-            weight, scales, offsets, table, lines, is_output, start, low, high, SIZE, BLOCK, STORED
-        )
-        up += _vector_products(
-            weight, scales, offsets, table, lines + num_outputs, is_output, start, low, high, SIZE, BLOCK, STORED
-        )
-    gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
+        x_0, x_1, x_2, x_3 = vector_parts(vector, is_output, start, SIZE, BLOCK, STORED)
+        gate += vector_products(
+            weight, scales, zeros, offsets, table, lines, num_lines, is_output, start, x_0, x_1, x_2, x_3, SIZE, BLOCK,
+            STORED,
+        )  # fmt: skip
+        up += vector_products(
+            weight, scales, zeros, offsets, table, lines + num_outputs, num_lines, is_output, start, x_0, x_1, x_2,
+            x_3, SIZE, BLOCK, STORED,
+        )  # fmt: skip
+    gate_sum, up_sum = line_sums(gate), line_sums(up)
     if bias is not None:
         gate_sum += tl.load(bias + lines, mask=is_output, other=0.0).to(tl.float32)
         up_sum += tl.load(bias + lines + num_outputs, mask=is_output, other=0.0).to(tl.float32)
@@ -311,9 +169,9 @@ def _with_shared(
 
 @triton.jit
 def _vector_down_kernel(
-    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, table: tl.tensor, bias: tl.tensor,
-    out: tl.tensor, experts: tl.tensor, pair_weights: tl.tensor, shared: tl.tensor, gates: tl.tensor,
-    num_outputs: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
+    num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, pair_weights: tl.tensor,
+    shared: tl.tensor, gates: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     STORED: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -330,18 +188,18 @@ def _vector_down_kernel(
         if bias is not None:
             total += tl.load(bias + lines[index], mask=is_output, other=0.0).to(tl.float32) * factors[index]
     vectors = x + token.to(tl.int64) * (TOP_K * SIZE)
-    WIDTH: tl.constexpr = BLOCK if STORED is None else BLOCK * STORED.bits // (8 * HALF)
-    products = tl.zeros((OUTPUTS, WIDTH), tl.float32)
+    products = vector_zeros(OUTPUTS, BLOCK, STORED)
     for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=UNROLL):
         for index in tl.static_range(TOP_K):
-            low, high = _vector_parts(vectors + index * SIZE, is_output, start, SIZE, BLOCK, STORED)
+            x_0, x_1, x_2, x_3 = vector_parts(vectors + index * SIZE, is_output, start, SIZE, BLOCK, STORED)
             if STORED is None:
-                low *= factors[index]
-            parts = _vector_products(
-                weight, scales, offsets, table, lines[index], is_output, start, low, high, SIZE, BLOCK, STORED
-            )
-            products += parts if STORED is None else parts * factors[index]
-    total += tl.sum(products, 1)
+                x_0 *= factors[index]
+            part = vector_products(
+                weight, scales, zeros, offsets, table, lines[index], num_lines, is_output, start, x_0, x_1, x_2, x_3,
+                SIZE, BLOCK, STORED,
+            )  # fmt: skip
+            products += part if STORED is None else part * factors[index]
+    total += line_sums(products)
     places = token.to(tl.int64) * num_outputs + outputs
     total = _with_shared(total, shared, gates, token, places, is_output)
     tl.store(out + places, total.to(out.dtype.element_ty), mask=is_output)
@@ -412,12 +270,12 @@ def tiles_for(
 
 
 def compute(
-    x: Tensor, chosen: ChosenExperts, weights: ExpertWeights, shared: SharedOutputs | None, *, batch_invariant: bool
+    x: Tensor, chosen: ChosenExperts, weights: DeviceWeights, shared: SharedOutputs | None, *, batch_invariant: bool
 ) -> Tensor:
     """Compute ``kernels.experts.Experts`` for contiguous x [T, D] -> [T, D]."""
     if x.shape[0] <= MAX_VECTOR_TOKENS and not batch_invariant:
         return multiply_vectors_down(multiply_vectors(x, chosen, weights), chosen, weights, shared)
-    num_experts, is_coded = weights.num_experts, isinstance(weights.down, Codes)
+    num_experts, is_coded = weights.num_experts, isinstance(weights.down, DeviceCodes)
     num_pairs = chosen.experts.numel()
     first, second = tiles_for(num_pairs, num_experts, x.dtype, batch_invariant=batch_invariant, is_coded=is_coded)
     tiling = align(chosen, num_experts=num_experts, rows=first.rows)
@@ -426,43 +284,20 @@ def compute(
     )
 
 
-def multiply_tiles(x: Tensor, weights: ExpertWeights, tiling: Tiling, tile: ExpertTile) -> Tensor:
+def multiply_tiles(x: Tensor, weights: DeviceWeights, tiling: Tiling, tile: ExpertTile) -> Tensor:
     """x [T, D] -> activated [P, I], in the order of the tiling."""
     num_outputs = weights.down.shape[-1]
     return _multiply_tiles(x, weights.gate_up, weights.gate_up_bias, tiling, tile, num_outputs, weights.gate)
 
 
-def multiply_tiles_down(x: Tensor, weights: ExpertWeights, tiling: Tiling, tile: ExpertTile) -> Tensor:
+def multiply_tiles_down(x: Tensor, weights: DeviceWeights, tiling: Tiling, tile: ExpertTile) -> Tensor:
     """x [P, I], in the order of the tiling -> [P, D], in the order of pairs."""
     return _multiply_tiles(x, weights.down, weights.down_bias, tiling, tile, weights.gate_up.shape[-1], None)
 
 
-class _Stored(NamedTuple):
-    """A weight as arguments of kernels.
-
-    Attributes:
-        tensors: the weight, or packed numbers, scales, offsets and table of codes; None for missing ones.
-        how: see ``StoredAs``; None: the weight is not quantized.
-        key: the facts that need other kernels.
-    """
-
-    tensors: tuple[Tensor | None, ...]
-    how: StoredAs | None
-    key: tuple[object, ...]
-
-
-def _stored(weight: Tensor | Codes) -> _Stored:
-    if not isinstance(weight, Codes):
-        return _Stored((weight, None, None, None), None, (weight.shape, *alignments(weight)))
-    how = StoredAs(weight.bits, weight.group, weight.scales.shape[1])
-    table = None if weight.scales.dtype == torch.uint8 else weight.table
-    tensors = weight.packed, weight.scales, weight.offsets, table
-    return _Stored(tensors, how, (how, *facts(weight), *alignments(weight.packed, weight.scales)))
-
-
 def _multiply_tiles(
     x: Tensor,
-    weight: Tensor | Codes,
+    weight: Tensor | DeviceCodes,
     bias: Tensor | None,
     tiling: Tiling,
     tile: ExpertTile,
@@ -470,12 +305,13 @@ def _multiply_tiles(
     gate: GateFunction | None,
 ) -> Tensor:
     """x [T, D] or [P, I] -> [P, I] or [P, D]. gate: the gate function if the weight has gates."""
-    stored, size = _stored(weight), weight.shape[-1]
+    stored, size = stored_weight(weight), weight.shape[-1]
     num_pairs, top_k = len(tiling.order), tiling.chosen.experts.shape[1]
     out = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
     max_tiles = tiling.tiles.shape[1]
-    tensors = x, *stored.tensors, bias, out, tiling.order, tiling.tiles, tiling.num_tiles
-    sizes = num_outputs, size, top_k, tile.rows, tile.outputs, tile.block, tile.stages
+    tensors = x, *stored.arguments, bias, out, tiling.order, tiling.tiles, tiling.num_tiles
+    block = tile.block if stored.how is None else max(tile.block, 4 * stored.how.part)  # whole pieces
+    sizes = num_outputs, size, top_k, tile.rows, tile.outputs, block, tile.stages
     arguments = (*tensors, max_tiles, *sizes, gate, stored.how)
     key = x.dtype, *stored.key, tile, top_k, gate, bias is None, *alignments(x)
     _tiled((max_tiles * -(-num_outputs // tile.outputs), 1, 1), key, arguments, options(tile.warps))
@@ -505,6 +341,10 @@ class Programs(NamedTuple):
     warps: int
 
 
+VECTOR_CODES = Programs(4, 1024, 1, 4)
+"""The programs for codes."""
+
+
 @lru_cache(maxsize=64)
 def programs_for(size: int, num_matrices: int, block: int) -> Programs:
     """Return the programs for weight rows of ``size`` elements in ``num_matrices`` matrices, loaded in blocks."""
@@ -514,16 +354,16 @@ def programs_for(size: int, num_matrices: int, block: int) -> Programs:
 
 
 def multiply_vectors(
-    x: Tensor, chosen: ChosenExperts, weights: ExpertWeights, programs: Programs | None = None
+    x: Tensor, chosen: ChosenExperts, weights: DeviceWeights, programs: Programs | None = None
 ) -> Tensor:
     """x [T, D] -> activated [P, I], in the order of pairs."""
-    stored, bias = _stored(weights.gate_up), weights.gate_up_bias
+    stored, bias = stored_weight(weights.gate_up), weights.gate_up_bias
     num_outputs, size, (num_tokens, top_k) = weights.down.shape[-1], x.shape[1], chosen.experts.shape
-    programs = programs or programs_for(size, 2, 512 if stored.how is None else 4096 // stored.how.bits)
+    programs = programs or (programs_for(size, 2, 512) if stored.how is None else VECTOR_CODES)
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens * top_k, num_outputs))
     sizes = num_outputs, size, top_k, outputs, block, unroll
-    arguments = (x, *stored.tensors, bias, out, chosen.experts, *sizes, weights.gate, stored.how)
+    arguments = (x, *stored.arguments, bias, out, chosen.experts, *sizes, weights.gate, stored.how)
     key = x.dtype, *stored.key, num_outputs, programs, top_k, weights.gate, bias is None, *alignments(x)
     _vector_gated((-(-num_outputs // outputs), num_tokens * top_k, 1), key, arguments, options(num_warps))
     return out
@@ -532,21 +372,19 @@ def multiply_vectors(
 def multiply_vectors_down(
     x: Tensor,
     chosen: ChosenExperts,
-    weights: ExpertWeights,
+    weights: DeviceWeights,
     shared: SharedOutputs | None,
     *,
     programs: Programs | None = None,
 ) -> Tensor:
     """x [P, I] -> [T, D], plus the outputs of shared experts."""
-    stored, bias = _stored(weights.down), weights.down_bias
+    stored, bias = stored_weight(weights.down), weights.down_bias
     num_outputs, size, (num_tokens, top_k) = weights.gate_up.shape[-1], x.shape[1], chosen.experts.shape
-    programs = programs or (
-        programs_for(size, top_k, 256) if stored.how is None else Programs(4, 4096 // stored.how.bits, 1, 4)
-    )
+    programs = programs or (programs_for(size, top_k, 256) if stored.how is None else VECTOR_CODES)
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens, num_outputs))
     sizes = num_outputs, size, top_k, outputs, block, unroll
-    arguments = (x, *stored.tensors, bias, out, *chosen, *(shared or (None, None)), *sizes, stored.how)
+    arguments = (x, *stored.arguments, bias, out, *chosen, *(shared or (None, None)), *sizes, stored.how)
     key = x.dtype, *stored.key, num_outputs, programs, top_k, bias is None, _shared_key(shared)
     _vector_down((-(-num_outputs // outputs), num_tokens, 1), key, arguments, options(num_warps))
     return out

@@ -45,18 +45,6 @@ def dequantized(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     return ExpertWeights(*wide, *others)
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mxfp4_has_the_bits_of_the_dequantized_weights(dtype: torch.dtype, has_bias: bool) -> None:
-    torch.manual_seed(0)
-    weights = random_weights("mxfp4", 96, 160, dtype, has_bias=has_bias)
-    kept, wide = experts.prepare(weights, dtype), experts.prepare(dequantized(weights, dtype), dtype)
-    for num_tokens in (1, 2, 40):
-        x = torch.randn(num_tokens, 96).to(dtype)
-        chosen = routing.route(torch.randn(num_tokens, NUM_EXPERTS), None, 3, RouterConfig())
-        assert torch.equal(kept(x, chosen), wide(x, chosen))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_match_the_dequantized_weights(kind: str) -> None:
     torch.manual_seed(0)
@@ -88,9 +76,12 @@ from aioengine.kernels.expert_types import SharedOutputs
 from aioengine.kernels.triton import experts
 from tests.compute.kernels.test_coded_experts import NUM_EXPERTS, dequantized, random_weights
 from tests.compute.kernels.test_experts import reference
+from aioengine.kernels.triton.expert_codes import device_weights
 
 torch.manual_seed(0)
-for kind, size, inner in (("mxfp4", 96, 160), ("int4", 96, 64), ("int8", 80, 40), ("fp8", 200, 64)):
+for kind, size, inner in (
+    ("mxfp4", 96, 128), ("mxfp4", 192, 160), ("int4", 96, 64), ("int8", 80, 40), ("fp8", 200, 64)
+):
     for has_bias in (False, True):
         weights = random_weights(kind, size, inner, torch.float32, has_bias=has_bias)
         for num_tokens, batch_invariant in ((1, False), (3, True), (experts.MAX_VECTOR_TOKENS + 20, False)):
@@ -98,7 +89,7 @@ for kind, size, inner in (("mxfp4", 96, 160), ("int4", 96, 64), ("int8", 80, 40)
             chosen = routing.route(torch.randn(num_tokens, NUM_EXPERTS), None, 3, RouterConfig())
             shared = SharedOutputs(torch.randn(num_tokens, size), torch.randn(num_tokens, 1)) if has_bias else None
             expected = reference(x, chosen, dequantized(weights, torch.float32), shared)
-            result = experts.compute(x, chosen, weights, shared, batch_invariant=batch_invariant)
+            result = experts.compute(x, chosen, device_weights(weights), shared, batch_invariant=batch_invariant)
             torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 """
 
@@ -111,9 +102,9 @@ def test_kernels_match_torch() -> None:
 COMPILED = """
 import torch
 
-from aioengine.kernels.codes import Codes
 from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction
 from aioengine.kernels.triton import experts
+from aioengine.kernels.triton.code_linear import DeviceCodes
 
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -123,12 +114,14 @@ def zeros(*shape, dtype=torch.bfloat16):
 def codes(kind, outputs, inputs):
     if kind in ("fp8", "int8"):
         numbers = zeros(outputs, inputs, dtype=torch.float8_e4m3fn if kind == "fp8" else torch.int8)
-        groups = -(-inputs // 128) if kind == "fp8" else 1
-        return Codes(numbers, zeros(outputs, groups, dtype=torch.float32))
-    dtype = torch.uint8 if kind == "mxfp4" else torch.float32
-    scales = zeros(outputs, inputs // 32, dtype=dtype)
-    packed = zeros(outputs, inputs // 2, dtype=torch.uint8)
-    return Codes(packed, scales, None if kind == "mxfp4" else scales, bits=4, table=zeros(16, dtype=torch.float32))
+        scales = zeros(-(-inputs // 128) if kind == "fp8" else 1, outputs, dtype=torch.float32)
+        return DeviceCodes(numbers, scales, None, None, None, 8, 128 if kind == "fp8" else inputs, -1)
+    numbers = zeros(outputs, inputs // 4, dtype=torch.int16)
+    if kind == "mxfp4":
+        scales, table = zeros(inputs // 32, outputs, dtype=torch.uint8), zeros(16, dtype=torch.float32)
+        return DeviceCodes(numbers, scales, None, None, table, 4, 32, -1)
+    scales = zeros(inputs // 128, outputs, dtype=torch.float32)
+    return DeviceCodes(numbers, scales, None, None, None, 4, 128, 8)
 
 
 for kind, num_experts, top_k, size, inner, gate in (

@@ -19,7 +19,7 @@ from aioengine.settings.config import EngineConfig
 
 DOCUMENTED = """
     model_path tokenizer_path device dtype context_length trust_remote_code model_impl load_format random_seed
-    quantization
+    quantization kv_cache_dtype
     max_running_requests max_queued_requests max_queued_tokens max_total_tokens mem_fraction_static page_size
     chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule disable_cuda_graph
     tenant_weights max_queued_bytes max_logprob_bytes slow_reader slow_reader_timeout
@@ -90,6 +90,7 @@ def test_each_argument_changes_one_field() -> None:
         "logprobs_mode": "processed",
         "sampling_defaults": "engine",
         "allowed_local_media_path": "/",
+        "kv_cache_dtype": "int8",
     }
     seen: set[EngineConfig | str] = set()
     for name, argument in ARGUMENTS.items():
@@ -234,7 +235,7 @@ def test_features_to_come_are_refused_and_not_ignored(name: str, value: object, 
 
 
 def test_features_to_come_may_be_turned_off() -> None:
-    off = {"tp_size": 1, "kv_cache_dtype": "auto", "lora_paths": None}
+    off = {"tp_size": 1, "lora_paths": None}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine_config(None, off) == EngineConfig()

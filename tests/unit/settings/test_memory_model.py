@@ -63,7 +63,7 @@ def test_snapshots_leave_the_pages_of_one_context() -> None:
 
 
 def test_pages_of_layers_with_windows_hold_one_group_of_layers() -> None:
-    cache = KVCache(num_layers=4, layer_elements=10, windows=(None, 20, 20, 20))
+    cache = KVCache(num_layers=4, layer_elements=10, head_size=5, windows=(None, 20, 20, 20))
     assert cache.pages() == (10, (None, 20, 20, 20))
     assert replace(cache, windows=()).pages() == (40, (None,))
 

@@ -66,6 +66,21 @@ def test_plan_of_a_large_model_on_another_machine(tmp_path: Path) -> None:
     assert sum(sizes) == pytest.approx(80, abs=0.25)  # each is rounded to 0.1 GiB
 
 
+def test_int8_pool_has_nearly_twice_the_tokens(tmp_path: Path) -> None:
+    def plans(**changes: object) -> tuple[Plan, Plan]:
+        path, options = folder(tmp_path, **changes), {"device": "cpu", "device_memory": "40GiB", "dtype": "bfloat16"}
+        plain, small = (aioengine.plan(path, kv_cache_dtype=dtype, **options) for dtype in ("auto", "int8"))
+        return plain, small
+
+    plain, small = plans()
+    assert (plain.kv_cache_dtype, small.kv_cache_dtype) == ("bfloat16", "int8")
+    assert small.kv_bytes_per_token == 2 * 32 * 8 * (128 + 2)
+    assert small.max_total_tokens >= 1.9 * plain.max_total_tokens > 8192
+    assert "65.0 KiB a token in int8" in str(small)
+    plain, small = plans(num_attention_heads=64)  # heads of size 64
+    assert small.max_total_tokens >= 1.9 * plain.max_total_tokens
+
+
 def test_gpu_computes_float32_checkpoints_in_16_bits(tmp_path: Path) -> None:
     plan = aioengine.plan(folder(tmp_path, dtype=None), device_memory="80GiB")
     assert (plan.dtype, plan.weights_bytes) == ("bfloat16", 2 * plan.num_parameters)

@@ -181,6 +181,20 @@ def test_cpu_backend_is_refused_on_a_gpu() -> None:
         settings(machine=replace(MACHINE, num_gpus=1, has_triton=True), attention_backend="fused")
 
 
+def test_kv_cache_dtype_fits_the_device_and_the_model() -> None:
+    gpu = replace(MACHINE, num_gpus=1, has_triton=True)
+    assert settings(kv_cache_dtype="int8").memory.kv_dtype == "int8"
+    assert settings(kv_cache_dtype="auto").memory.kv_dtype is None
+    assert settings(kv_cache_dtype="bfloat16").memory.kv_dtype is None
+    assert settings(kv_cache_dtype="bfloat16", dtype="float32").memory.kv_dtype == "bfloat16"
+    with pytest.raises(ValueError, match="'fp8_e4m3' is not available on a CPU; 'auto', 'bfloat16' and 'int8' are"):
+        settings(kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(ValueError, match="'int8' is not available on a GPU; 'auto', 'bfloat16' and 'fp8_e4m3' are"):
+        settings(machine=gpu, kv_cache_dtype="int8")
+    with pytest.raises(ValueError, match="kv_cache_dtype='int8': this model has no KV cache; 'auto' works"):
+        settings(replace(MODEL, is_causal=False), kv_cache_dtype="int8")
+
+
 def test_a_gpu_without_triton_is_not_used() -> None:
     assert settings(machine=replace(MACHINE, num_gpus=1)).runner.device == "cpu"
 
