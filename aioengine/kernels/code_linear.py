@@ -5,8 +5,8 @@ output. Both give a row the same bits for every T. Fp8 weights are converted to 
 for each product.
 
 On a GPU, up to 256 rows use our own kernel, which converts the weight in registers. For more rows the weight is
-dequantized in memory first. If an fp8 weight has a scale per output, more than 64 bf16 rows are instead rounded to fp8,
-with a scale per row.
+dequantized in memory first. More than 64 bf16 rows with an fp8 weight that has a scale per output or block are instead
+rounded to fp8, with a scale per row, or per row and 128 inputs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn import functional
 from aioengine.kernels import linear
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.kernels.triton import launcher
+from aioengine.model_files.quantization import FP8_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.kernels.linear import Matmul
+    from aioengine.kernels.triton.code_linear import DeviceCodes
 
 GROUP_SIZES: Final = (256, 128, 64, 32)
 """Group sizes of torch's kernel for 4-bit codes on a CPU."""
@@ -86,12 +88,11 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
     size = next((size for size in GROUP_SIZES if codes.group % size == 0), None)
     if codes.bits != 4 or size is None or outputs % 16 or codes.table is not None:
         return None
-    middle, order, scales = 8, codes.order, codes.scales
+    middle, order, scales, group = 8, codes.order, codes.scales, codes.group
     offsets = middle * scales if codes.offsets is None else codes.offsets + middle * scales
-    parameters = torch.stack((scales, offsets), -1).repeat_interleave(codes.group // size, 1)
+    parameters = torch.stack((scales, offsets), -1).repeat_interleave(group // size, 1)
     parameters = parameters.transpose(0, 1).contiguous().to(dtype)  # [D / size, O, 2]
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.unpacked().int(), 1)
-    rest = codes._replace(packed=codes.packed[:0])  # without the weight, whose memory is freed
 
     def matmul(x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
@@ -102,7 +103,8 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
         """Multiply with a scale of 1 and the identity, because torch has no function that unpacks."""
         ones = torch.tensor([1.0, middle]).expand(*parameters.shape).contiguous()
         values = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(inputs), packed, size, ones)
-        return rest._replace(packed=pack_nibbles(values.t().round().to(torch.uint8)))
+        scales = parameters[:: group // size, :, 0].t().float()
+        return Codes(pack_nibbles(values.t().round().to(torch.uint8)), scales, bits=4, order=order)
 
     return PreparedCodes(matmul, restore)
 
@@ -139,14 +141,14 @@ class _OnDevice:
         self._order = codes.order
         self._bias = bias
         self._batch_invariant = batch_invariant
-        num_done, (num_outputs, size) = code_linear.num_tiles(codes.shape[0]), codes.shape
-        self._num_done = torch.zeros(num_done, dtype=torch.int32, device=codes.packed.device)
-        is_per_output = codes.scales.shape[1] == 1
-        self._is_fp8 = is_per_output and codes.packed.dtype == FP8 and size % 16 == num_outputs % 16 == 0
+        num_outputs, size = codes.shape
+        num_tiles = code_linear.num_tiles(num_outputs)
+        self._num_done = torch.zeros(num_tiles, dtype=torch.int32, device=codes.packed.device)
+        self._fp8_scales = _scales_of_fp8(self._codes)
         self._max_rows, self._serves_vector = 0, False
         if not batch_invariant and code_linear.serves(size, codes.group, codes.bits):
             self._serves_vector = code_linear.serves_vector(self._codes)
-            self._max_rows = FEW_ROWS if self._is_fp8 else code_linear.MAX_ROWS
+            self._max_rows = code_linear.MAX_ROWS if self._fp8_scales is None else FEW_ROWS
 
     def restore(self) -> Codes:
         """Return the codes without their offsets, which the format keeps in its own way."""
@@ -162,12 +164,28 @@ class _OnDevice:
             return self._kernels.vector_matmul(x, codes, bias)
         if num_rows <= self._max_rows:
             return self._kernels.matmul(x, codes, bias, self._num_done)
-        if self._is_fp8 and x.dtype == torch.bfloat16 and not self._batch_invariant:
-            numbers, scales = self._kernels.quantize_rows(x)
+        if self._fp8_scales is not None and x.dtype == torch.bfloat16 and not self._batch_invariant:
+            numbers, scales = self._kernels.quantize_rows(x, codes.group)
             return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-                numbers, codes.numbers.t(), scale_a=scales, scale_b=codes.scales, bias=bias, out_dtype=x.dtype
+                numbers, codes.numbers.t(), scale_a=scales.t(), scale_b=self._fp8_scales, bias=bias, out_dtype=x.dtype
             )
         weight = self._kernels.dequantize(codes, x.dtype)
         if self._batch_invariant:
             return linear.prepare(weight, bias, batch_invariant=True)(x)
         return functional.linear(x, weight, bias)
+
+
+def _scales_of_fp8(codes: DeviceCodes) -> Tensor | None:
+    """Return the scales of outputs [1, O], or of blocks [D / 128, O / 128], as ``torch._scaled_mm`` takes them.
+
+    None: it does not support the codes.
+    """
+    (num_outputs, size), scales = codes.shape, codes.scales
+    if codes.numbers.dtype != FP8 or size % 16 or num_outputs % 16:
+        return None
+    if len(scales) == 1:
+        return scales
+    if codes.group != FP8_BLOCK or size % FP8_BLOCK or num_outputs % FP8_BLOCK:
+        return None
+    blocks = scales.unflatten(1, (-1, FP8_BLOCK))
+    return blocks[..., 0].t().contiguous().t() if (blocks == blocks[..., :1]).all() else None

@@ -265,7 +265,11 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
             checkpoint.check_folder(folder, model, quantization)
     else:  # transformers checks the tensors when it loads them
         shapes = _fallback_shapes(folder, wanted, configs_only=configs_only)
-        num_parameters, layers = sum(map(math.prod, shapes.values())), fallback_layers(shapes, model.vocab_size)
+        num_parameters = sum(
+            math.prod(shape) * (1 if quantization is None else quantization.per_element(name))
+            for name, shape in shapes.items()
+        )
+        layers = fallback_layers(shapes, model.vocab_size)
         if is_loaded:
             checkpoint.check_num_layers(shapes, model.num_layers, folder)
     weights = StoredWeights(
@@ -383,21 +387,18 @@ def _read_config(
             stored = "no quantization_config" if method is None else repr(method)
             raise ValueError(f"quantization={wanted.quantization!r}, but the model has {stored}; leave it out")
         if quantization is not None:
-            _check_quantization(quantization, model, implementation)
+            _check_quantization(quantization, model)
         return config, model, read_pooling(folder, model, raw), implementation, quantization
     except ValueError as error:
         raise ValueError(f"{folder_files.shown_path(file)}: {error}") from error
 
 
-def _check_quantization(quantization: Quantization, model: TransformerConfig, implementation: str) -> None:
+def _check_quantization(quantization: Quantization, model: TransformerConfig) -> None:
     """Raise ValueError if the model has parts for which quantized weights are not implemented."""
-    refused = ""
-    if implementation == TRANSFORMERS:
-        refused = "models in transformers' code"
-    elif isinstance(model, DecoderConfig) and model.experts is not None:
-        refused = "experts" if quantization.scheme_of(f"{model.names.block(0)}experts.0.up_proj") else ""
-    if refused:
-        not_implemented("quantization_config.quant_method", quantization.method, f"null for {refused}")
+    if not isinstance(model, DecoderConfig) or model.experts is None:
+        return
+    if quantization.scheme_of(f"{model.names.block(0)}experts.0.up_proj"):
+        not_implemented("quantization_config.quant_method", quantization.method, "null for experts")
 
 
 def _reason_without_config(folder: Path) -> str:

@@ -182,6 +182,15 @@ class Quantization(Struct, frozen=True, kw_only=True):
         """
         return next((scheme for matches, scheme in self.rules if matches(name)), None)
 
+    def per_element(self, tensor: str) -> int:
+        """Return the parameters of the model per element of a checkpoint tensor."""
+        layer, _, last = tensor.rpartition(".")
+        if layer.endswith(".weight"):
+            layer, last = layer.removesuffix(".weight"), f"weight.{last}"
+        scheme = self.scheme_of(layer)
+        stored = None if scheme is None else scheme.tensors(1).get(last)
+        return 1 if stored is None else stored.per_element
+
 
 ALL: Final = "Linear"
 """Stands for all linear layers."""

@@ -10,7 +10,7 @@ import torch
 
 from aioengine.kernels import code_linear, int8_linear
 from aioengine.kernels.codes import Codes, pack, pack_nibbles, piece_of, unpack
-from aioengine.model_files.quantization import BLOCK_SCALES
+from aioengine.model_files.quantization import BLOCK_SCALES, MAX_TEXT, TEXTS
 from aioengine.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
@@ -72,6 +72,12 @@ class StoredFormat:
                 shape, dim = [*shapes[0]], stored.dim_of("outputs")
                 shape[dim] = sum(part[dim] for part in shapes)
             tensors[name] = torch.empty(shape, dtype=_DTYPES[stored.dtype], device=layer.device)
+            if name.endswith("g_idx"):  # values of a valid layer, for dummy weights
+                tensors[name].copy_(torch.arange(layer.in_features) // (self.scheme.group or layer.in_features))
+            elif name.endswith(TEXTS):
+                state = _QuantState(blocksize=self.scheme.group, nested_blocksize=BLOCK_SCALES, nested_offset=1.0)
+                text = msgspec.json.encode(state).ljust(MAX_TEXT, b"\0")
+                tensors[name].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         return tensors | layer.empty_bias()
 
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:

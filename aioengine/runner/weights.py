@@ -80,8 +80,9 @@ def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
     block = torch.randn(_DUMMY_BLOCK, generator=generator).to(device)
     for name, target in targets.items():
         shape = target.shape
-        if len(shape) == 1 and not name.endswith("bias"):
-            target.tensor.fill_(1.0)  # weight of a norm
+        if len(shape) < 2 and not name.endswith("bias"):
+            if target.tensor.is_floating_point():
+                target.tensor.fill_(1.0)  # weight of a norm, or scale
             continue
         scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
         values = block.roll(zlib.crc32(name.encode()) % _DUMMY_BLOCK) * scale

@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from aioengine import models, plugins
 from aioengine.families._block_config import LinearShape
+from aioengine.families._config import Task
 from aioengine.layers.linear import Linear
 from aioengine.layers.placement import Placement
 from aioengine.model_files.checkpoint import check_folder
@@ -21,6 +23,7 @@ from aioengine.model_files.quantization import TEXTS, read_quantization, split_c
 from aioengine.model_files.quantized_formats import FORMATS, WIDENED
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization._base import LinearSpec
+from aioengine.quantization.plain import plain as plain_format
 from aioengine.quantization.stored import formats
 from aioengine.runner import weights
 from tests.compute.quantized import METHODS, quantize_checkpoint, words
@@ -143,7 +146,7 @@ def test_logits_are_those_of_the_dequantized_checkpoint(name: str, tmp_path: Pat
         torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 
-LATENT: dict[str, object] = {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16, "intermediate_size": 128}
+LATENT: dict[str, Any] = {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16, "intermediate_size": 128}
 """Sizes that are multiples of the groups."""
 
 
@@ -226,3 +229,38 @@ def test_zero_points_of_0_are_read_as_gptq_writes_them() -> None:
         prepared = linear_format.prepare(spec, dict(tensors))
         assert torch.equal(prepared.matmul(torch.eye(32)), (codes - zeros).float())
         assert all(torch.equal(tensor, tensors[name]) for name, tensor in prepared.restore().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("gptq-order", {}), ("nf4-double", {}), ("fp8-blocks", {"modules_to_not_convert": ["k_proj", "lm_head"]})],
+)
+def test_transformers_code_reads_quantized_linear_layers(name: str, changes: dict[str, object], tmp_path: Path) -> None:
+    method = METHODS[name]
+    save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layers = ("q_proj", "v_proj", "o_proj", "mlp") if changes else ("proj",)
+    quantized, plain = quantize_checkpoint(tensors, method, layers)
+    _, quantization = split_config({"quantization_config": method.config | changes})
+    assert quantization is not None
+    results: list[Tensor] = []
+    for stored, format_of in ((plain, plain_format), (quantized, formats(quantization))):
+        save_file(stored, tmp_path / "model.safetensors")
+        options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, format_of=format_of)
+        folder = models.fallback(tmp_path, Task.GENERATE, trust_remote_code=False, has_weights=True)
+        model = folder.load(options)
+        weights.load(model, tmp_path, load_format="auto", seed=0, report=lambda done, total: None)
+        results.append(Stepper(model).run(PROMPT, [4, 2]))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_dummy_weights_have_finite_results(name: str, tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": METHODS[name].config}
+    config, quantization = split_config(raw)
+    assert quantization is not None
+    options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, format_of=formats(quantization))
+    model = models.build(config, options)
+    weights.load(model, tmp_path, load_format="dummy", seed=0, report=lambda done, total: None)
+    assert Stepper(model).run(PROMPT, [7]).isfinite().all()

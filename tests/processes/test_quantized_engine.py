@@ -81,6 +81,18 @@ def test_adapters_hidden_states_and_logprobs_are_those_of_the_dequantized_model(
     assert changed != unchanged
 
 
+def test_quantized_models_run_with_transformers_code(tmp_path: Path) -> None:
+    paths = save_demo(tmp_path, "gptq-8")
+    options = {"model_impl": "transformers", "device": "cpu", "dtype": "float32"}
+    plans = [aioengine.plan(path, **options) for path in paths]
+    assert plans[1].num_parameters <= plans[0].num_parameters < 1.02 * plans[1].num_parameters
+    answers: list[list[int]] = []
+    for path in paths:
+        with Engine(path, **options) as engine:
+            answers.append([answer["output_ids"] for answer in engine.generate(PROMPTS, GREEDY)])
+    assert answers[0] == answers[1]
+
+
 def test_plan_counts_the_stored_bytes(tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, "awq")
     plans = [aioengine.plan(path, device="cpu", dtype="bfloat16") for path in (quantized, plain)]

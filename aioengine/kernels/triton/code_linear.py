@@ -36,6 +36,8 @@ DEQUANTIZED_COLUMNS = 1024
 PIECE = tl.constexpr(PIECES[0])
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
+_MIDDLE = 8.0
+"""The zero point of symmetric formats with 4 bits."""
 _MAX_ZERO = 64
 """Codes minus such zeros are exact in bf16."""
 Programs = tuple[int, int, int, int, int, int]
@@ -461,7 +463,8 @@ def device_codes(codes: Codes) -> DeviceCodes:
     scales, zeros, zero = codes.scales.t().contiguous(), None, -1
     offsets = None if codes.offsets is None else codes.offsets.t().contiguous()
     if codes.bits == 4 and codes.table is None:
-        exact = torch.zeros_like(scales) if offsets is None else (-offsets / scales).nan_to_num(posinf=0.0, neginf=0.0)
+        exact = torch.zeros_like(scales) if offsets is None else -offsets / scales
+        exact = torch.where(exact.isnan(), _MIDDLE, exact)  # scale and offset are 0: any number is correct
         integers = exact.round()
         if (exact - integers).abs().max() < _EXACT and integers.min() >= 0 and integers.max() <= _MAX_ZERO:
             offsets, zeros = None, integers
@@ -515,27 +518,33 @@ def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantize_rows_kernel(
-    x: tl.tensor, numbers: tl.tensor, scales: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
+    x: tl.tensor, numbers: tl.tensor, scales: tl.tensor, num_rows: tl.tensor,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
     start_next_and_wait()
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    values = tl.load(x + row * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values)), 1e-12) / 448.0
-    tl.store(numbers + row * SIZE + columns, (values / scale).to(numbers.dtype.element_ty), mask=columns < SIZE)
-    tl.store(scales + row, scale)
+    row, groups = tl.program_id(0), tl.arange(0, GROUPS)
+    columns = groups[:, None] * GROUP + tl.arange(0, WIDTH)[None, :]
+    inside, places = columns < SIZE, row.to(tl.int64) * SIZE + columns
+    values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / 448.0
+    tl.store(numbers + places, (values / scale[:, None]).to(numbers.dtype.element_ty), mask=inside)
+    tl.store(scales + groups.to(tl.int64) * num_rows + row, scale, mask=groups * GROUP < SIZE)
 
 
 _quantize_rows = KernelLauncher(_quantize_rows_kernel)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x [T, I] as fp8 numbers [T, I], and their scales [T, 1] fp32."""
+def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return x [T, I] as fp8 numbers [T, I], and their scales [G, T] fp32, one for each ``group`` inputs of a row.
+
+    group: a power of two, or I.
+    """
     num_rows, size = x.shape
     numbers = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
-    block = next_power_of_2(size)
-    key = (x.dtype, size, *alignments(x))
-    _quantize_rows((num_rows, 1, 1), key, (x, numbers, scales, size, block), options(8 if block >= 4096 else 4))
+    scales = torch.empty((-(-size // group), num_rows), dtype=torch.float32, device=x.device)
+    sizes = size, group, next_power_of_2(len(scales)), next_power_of_2(group)
+    key = (x.dtype, sizes, *alignments(x))
+    _quantize_rows((num_rows, 1, 1), key, (x, numbers, scales, num_rows, *sizes), options(8 if size > 2048 else 4))
     return numbers, scales

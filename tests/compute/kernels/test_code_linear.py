@@ -43,7 +43,12 @@ for outputs, inputs, group, num_rows in (
     codes = Codes(pack_nibbles(numbers), scales, offsets, bits=4)
     assert torch.equal(codes.unpacked(), numbers)
     integers = codes._replace(offsets=-torch.randint(0, 16, scales.shape) * scales)
-    for same in (codes, integers, codes._replace(offsets=None), codes._replace(offsets=None, table=torch.randn(16))):
+    scales = scales.clone()
+    scales[:5] = 0
+    constant = codes._replace(scales=scales, offsets=torch.where(scales == 0, 1.0, -8 * scales))
+    equal = constant._replace(offsets=-8 * scales)
+    assert device_codes(equal).zero == 8
+    for same in (codes, integers, constant, equal, codes._replace(offsets=None), codes._replace(offsets=None, table=torch.randn(16))):
         check(same, num_rows)
 for outputs, inputs, group, num_rows in ((64, 256, 64, 5), (96, 384, 128, 70), (64, 256, 16, 4), (64, 256, 256, 2)):
     numbers = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
@@ -53,10 +58,12 @@ for outputs, inputs, group, num_rows in ((64, 256, 64, 5), (96, 384, 128, 70), (
 for inputs, num_groups in ((256, 1), (256, 2), (384, 3), (320, 3)):
     check(Codes(torch.randn(64, inputs).to(torch.float8_e4m3fn), torch.rand(64, num_groups)), 4)
 
-x = torch.randn(3, 300)
-numbers, scales = quantize_rows(x)
-torch.testing.assert_close(scales[:, 0], x.abs().amax(1) / 448)  # the interpreter rounds to fp8 incorrectly
-assert numbers.float().abs().amax(1).eq(448).all()
+x = torch.randn(3, 320)
+for group in (320, 128):
+    numbers, scales = quantize_rows(x, group)
+    parts = torch.nn.functional.pad(x, (0, -320 % group)).view(3, -1, group)
+    torch.testing.assert_close(scales, parts.abs().amax(2).t() / 448)  # the interpreter rounds to fp8 incorrectly
+    assert numbers.float().abs().amax(1).eq(448).all()
 """
 
 
