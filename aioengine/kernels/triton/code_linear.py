@@ -453,7 +453,7 @@ class DeviceCodes(NamedTuple):
         return self.numbers.shape[0], self.numbers.shape[1] * (1 if self.bits == 8 else 4)
 
     def restored(self, order: Tensor | None = None) -> Codes:
-        """Return the codes without their offsets, which the format keeps in its own way."""
+        """Return the codes without their offsets, which the format keeps. order: [I], see ``Codes``."""
         packed = self.numbers if self.bits == 8 else self.numbers.view(torch.uint8)
         return Codes(packed, self.scales.t(), None, self.bits, order, self.table)
 

@@ -73,15 +73,20 @@ def _four_numbers(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return ``numbers_of`` the four codes of words."""
     if DEPENDENT and scales.dtype.element_ty == tl.uint8:
-        n_0, n_1, n_2, n_3 = tl.inline_asm_elementwise(
+        code_0, code_1, code_2, code_3 = tl.inline_asm_elementwise(
             _ASM, "=r,=r,=r,=r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
-        n_0, n_1, n_2, n_3 = n_0.to(tl.float32), n_1.to(tl.float32), n_2.to(tl.float32), n_3.to(tl.float32)
+        code_0, code_1, code_2, code_3 = (
+            code_0.to(tl.float32),
+            code_1.to(tl.float32),
+            code_2.to(tl.float32),
+            code_3.to(tl.float32),
+        )
     else:
-        n_0, n_1 = numbers_of(words & 15, table, scales), numbers_of(words >> 4 & 15, table, scales)
-        n_2, n_3 = numbers_of(words >> 8 & 15, table, scales), numbers_of(words >> 12 & 15, table, scales)
-    return n_0, n_1, n_2, n_3
+        code_0, code_1 = numbers_of(words & 15, table, scales), numbers_of(words >> 4 & 15, table, scales)
+        code_2, code_3 = numbers_of(words >> 8 & 15, table, scales), numbers_of(words >> 12 & 15, table, scales)
+    return code_0, code_1, code_2, code_3
 
 
 @triton.jit
@@ -173,11 +178,13 @@ def add_products(
         COUNT: tl.constexpr = BLOCK // (4 * PART)
         IS_MXFP4: tl.constexpr = scales.dtype.element_ty == tl.uint8 and x_0.dtype == tl.bfloat16
         if IS_MXFP4 and DEPENDENT:
-            w_0, w_1, w_2, w_3 = _mxfp4_weights(part, scales, lines, num_lines, start, COUNT, STORED)
-            total = tl.dot(w_0, x_0, total)
-            total = tl.dot(w_1, x_1, total)
-            total = tl.dot(w_2, x_2, total)
-            total = tl.dot(w_3, x_3, total)
+            weight_0, weight_1, weight_2, weight_3 = _mxfp4_weights(
+                part, scales, lines, num_lines, start, COUNT, STORED
+            )
+            total = tl.dot(weight_0, x_0, total)
+            total = tl.dot(weight_1, x_1, total)
+            total = tl.dot(weight_2, x_2, total)
+            total = tl.dot(weight_3, x_3, total)
         else:
             for index in tl.static_range(4):
                 vectors = x_0 if index == 0 else x_1 if index == 1 else x_2 if index == 2 else x_3
@@ -270,13 +277,13 @@ def vector_products(
         lines = tl.where(is_output, lines, 0)
         result = tl.zeros(words.shape, tl.float32)
         if PER_WORD == 4:
-            n_0, n_1, n_2, n_3 = _four_numbers(words, table, scales)
+            code_0, code_1, code_2, code_3 = _four_numbers(words, table, scales)
         else:
-            n_0 = numbers_of(words, table, scales)
-            n_1, n_2, n_3 = n_0, n_0, n_0
+            code_0 = numbers_of(words, table, scales)
+            code_1, code_2, code_3 = code_0, code_0, code_0
         for index in tl.static_range(PER_WORD):
             x = x_0 if index == 0 else x_1 if index == 1 else x_2 if index == 2 else x_3
-            numbers = n_0 if index == 0 else n_1 if index == 1 else n_2 if index == 2 else n_3
+            numbers = code_0 if index == 0 else code_1 if index == 1 else code_2 if index == 2 else code_3
             groups = (start + runs * (PER_WORD * WIDTH) + index * WIDTH) // STORED.group
             groups = tl.minimum(groups, STORED.num_groups - 1)
             places = lines[:, None] + groups[None, :].to(tl.int64) * num_lines
@@ -334,6 +341,7 @@ class Stored(NamedTuple):
 
 
 def stored_weight(weight: Tensor | DeviceCodes) -> Stored:
+    """Return the arguments for a weight [E, O, D] or codes [E * O, D]."""
     if not isinstance(weight, DeviceCodes):
         return Stored((weight, None, None, None, None, 0), None, (weight.shape, *alignments(weight)))
     num_lines, size = weight.shape
