@@ -103,7 +103,6 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
         """Multiply with a scale of 1 and the identity, because torch has no function that unpacks."""
         ones = torch.tensor([1.0, middle]).expand(*parameters.shape).contiguous()
         values = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(inputs), packed, size, ones)
-        scales = parameters[:: group // size, :, 0].t().float()
         return Codes(pack_nibbles(values.t().round().to(torch.uint8)), scales, bits=4, order=order)
 
     return PreparedCodes(matmul, restore)
