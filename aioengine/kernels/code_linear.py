@@ -88,9 +88,9 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
     size = next((size for size in GROUP_SIZES if codes.group % size == 0), None)
     if codes.bits != 4 or size is None or outputs % 16 or codes.table is not None:
         return None
-    middle, order, scales, group = 8, codes.order, codes.scales, codes.group
+    middle, order, scales = 8, codes.order, codes.scales
     offsets = middle * scales if codes.offsets is None else codes.offsets + middle * scales
-    parameters = torch.stack((scales, offsets), -1).repeat_interleave(group // size, 1)
+    parameters = torch.stack((scales, offsets), -1).repeat_interleave(codes.group // size, 1)
     parameters = parameters.transpose(0, 1).contiguous().to(dtype)  # [D / size, O, 2]
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.unpacked().int(), 1)
 
