@@ -453,9 +453,15 @@ class DeviceCodes(NamedTuple):
         return self.numbers.shape[0], self.numbers.shape[1] * (1 if self.bits == 8 else 4)
 
     def restored(self, order: Tensor | None = None) -> Codes:
-        """Return the codes without their offsets, which the format keeps. order: [I], see ``Codes``."""
+        """Undo ``device_codes``. order: [I], see ``Codes``."""
         packed = self.numbers if self.bits == 8 else self.numbers.view(torch.uint8)
-        return Codes(packed, self.scales.t(), None, self.bits, order, self.table)
+        offsets = self.offsets
+        if self.zeros is not None:
+            offsets = -self.zeros * self.scales
+        elif self.zero > 0:
+            offsets = -self.zero * self.scales
+        offsets = None if offsets is None else offsets.t()
+        return Codes(packed, self.scales.t(), offsets, self.bits, order, self.table)
 
 
 def device_codes(codes: Codes) -> DeviceCodes:
