@@ -93,7 +93,6 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
     parameters = torch.stack((scales, offsets), -1).repeat_interleave(codes.group // size, 1)
     parameters = parameters.transpose(0, 1).contiguous().to(dtype)  # [D / size, O, 2]
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.unpacked().int(), 1)
-    rest = codes._replace(packed=codes.packed[:0])  # without the weight, whose memory is freed
 
     def matmul(x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
@@ -104,7 +103,7 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
         """Multiply with a scale of 1 and the identity, because torch has no function that unpacks."""
         ones = torch.tensor([1.0, middle]).expand(*parameters.shape).contiguous()
         values = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(inputs), packed, size, ones)
-        return rest._replace(packed=pack_nibbles(values.t().round().to(torch.uint8)))
+        return Codes(pack_nibbles(values.t().round().to(torch.uint8)), scales, bits=4, order=order)
 
     return PreparedCodes(matmul, restore)
 

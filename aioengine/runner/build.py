@@ -209,7 +209,8 @@ def _model(settings: Settings, options: ModelOptions) -> Model:
         config = as_embedder(config)
     config, quantization = split_config(config)
     if quantization is not None:
-        options = dataclasses.replace(options, format_of=formats(quantization))
+        has_kv_scales = quantization.has_kv_scales and settings.memory.kv_dtype == "fp8_e4m3"
+        options = dataclasses.replace(options, format_of=formats(quantization), has_kv_scales=has_kv_scales)
     elif (online := OnlineQuantization.of(settings.model)) is not None:
         format_of, table_format = online_formats(online)
         options = dataclasses.replace(options, format_of=format_of, table_format=table_format)

@@ -58,6 +58,8 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
             for entry in read_headers(folder, model.prefix, model.renamed)
             if entry.name in targets or not (model.is_ignored(entry.name) or entry.name.endswith(UNUSED))
         ]
+        stored = {entry.name for entry in entries}
+        targets = {name: target for name, target in targets.items() if name in stored or not target.is_optional}
         specs = {
             name: TensorSpec(target.shape, _EXACT_TYPES.get(target.tensor.dtype, ""))
             for name, target in targets.items()
