@@ -75,18 +75,19 @@ class OnlineQuantization(Struct, frozen=True, kw_only=True):
         """Describe the tensors of a linear layer in memory (``LinearTensors``)."""
         match self.part_of(linear.name):
             case "layer":
-                return _tensors(linear, self.layer(linear.inputs))
+                return code_tensors(linear, self.layer(linear.inputs))
             case "head":
-                return _tensors(linear, self.head)
+                return code_tensors(linear, self.head)
             case "unquantized":
                 return plain_tensors(linear)
 
-    def table_tensors(self, table: LinearShape) -> TensorSpecs:
-        """Describe the tensors of token embeddings that are also the head."""
-        return _tensors(table, self.head)
+    def table_tensors(self, table: LinearShape, is_head: bool) -> TensorSpecs:
+        """Describe the tensors of token embeddings in memory (``TableTensors``)."""
+        return code_tensors(table, self.head if is_head else None)
 
 
-def _tensors(linear: LinearShape, numbers: Numbers | None) -> TensorSpecs:
+def code_tensors(linear: LinearShape, numbers: Numbers | None) -> TensorSpecs:
+    """Describe the tensors of a quantized layer in memory. numbers: how it is quantized; None: it is not."""
     specs, (outputs, inputs) = plain_tensors(linear), (linear.outputs, linear.inputs)
     if numbers is None:
         return specs

@@ -60,10 +60,7 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
         ]
         stored = {entry.name for entry in entries}
         targets = {name: target for name, target in targets.items() if name in stored or not target.is_optional}
-        specs = {
-            name: TensorSpec(target.shape, _EXACT_TYPES.get(target.tensor.dtype, ""))
-            for name, target in targets.items()
-        }
+        specs = {name: TensorSpec(target.shape, _exact_type(target)) for name, target in targets.items()}
         check_entries(entries, specs, folder)
         for entry in entries:
             if entry.name.endswith(TEXTS):  # the rest of a shorter text stays 0
@@ -74,6 +71,11 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
         read_all(entries, targets, report)
         check_unchanged(before, "while it was read")
     return sum(target.num_bytes for target in targets.values())
+
+
+def _exact_type(target: Target) -> str:
+    """Return the type that the tensor must have in the file; "" for any floating-point type."""
+    return _EXACT_TYPES.get(target.tensor.dtype, "") if target.writer is None else target.writer.stored
 
 
 def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aioengine.families._config import TransformerConfig
-    from aioengine.families._tensors import LinearTensors
+    from aioengine.families._tensors import LinearTensors, TableTensors
     from aioengine.settings.config import Settings
 
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
@@ -68,7 +68,7 @@ def weights_bytes(
     itemsize: int,
     raw: Mapping[str, object],
     linear_tensors: LinearTensors = plain_tensors,
-    table_tensors: LinearTensors = plain_tensors,
+    table_tensors: TableTensors | None = None,
 ) -> int:
     """Return the bytes of the weights.
 
@@ -76,12 +76,13 @@ def weights_bytes(
         itemsize: of the model's dtype.
         raw: see ``num_parameters``.
         linear_tensors: describes linear layers.
-        table_tensors: describes token embeddings that are also the head.
+        table_tensors: describes token embeddings, which may also be the head.
     """
     specs = checkpoint_tensors(config, linear_tensors)
-    if isinstance(config, DecoderConfig) and config.task is Task.GENERATE and not config.head:
+    if table_tensors is not None and isinstance(config, DecoderConfig):
         table = LinearShape(config.names.embedding, config.vocab_size, config.hidden_size, False)
-        specs |= {f"{table.name}.{name}": spec for name, spec in table_tensors(table).items()}
+        is_head = config.task is Task.GENERATE and not config.head
+        specs |= {f"{table.name}.{name}": spec for name, spec in table_tensors(table, is_head).items()}
     num_bytes = sum(spec.num_bytes(itemsize) for spec in specs.values())
     if isinstance(config, VisionConfig):
         num_bytes += num_tower_parameters(raw, config.hidden_size) * itemsize

@@ -23,6 +23,7 @@ from aioengine.families._tensors import plain_tensors
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
 from aioengine.model_files import checkpoint, model_folder
+from aioengine.model_files.gguf_quantization import StoredTypes
 from aioengine.model_files.online_quantization import OnlineQuantization
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.settings import machine
@@ -264,8 +265,11 @@ def _weights(
         raw = read_config(Path(facts.path)) or {}
         _, quantization = split_config(raw)
         tensors = plain_tensors if quantization is None else partial(quantization.tensors_of, is_on_cpu=is_on_cpu)
-        tables = plain_tensors
-        if (online := OnlineQuantization.of(model)) is not None:
+        tables = None
+        if model.load_format == "gguf":
+            stored = StoredTypes.of(Path(facts.path), is_on_cpu=is_on_cpu)
+            tensors, tables = stored.tensors_of, stored.table_tensors
+        elif (online := OnlineQuantization.of(model)) is not None:
             tensors, tables = online.tensors_of, online.table_tensors
         return num_parameters(family, raw), weights_bytes(family, itemsize, raw, tensors, tables)
     if not facts.weights.num_parameters:
