@@ -104,9 +104,8 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, hidden: Tensor | N
     """Attend with queries [B, H, M, E] to keys, values [B, H, C, E]. hidden: mask [1 or B, 1, 1 or M, C]."""
     if hidden is None:
         hidden = torch.zeros(1, 1, 1, 1)
-    mask = hidden.expand(queries.shape[0], 1, queries.shape[2], keys.shape[2])
     sums: Sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        queries, keys, values, 0.0, False, attn_mask=mask, scale=scale
+        queries, keys, values, 0.0, False, attn_mask=hidden, scale=scale
     )
     return sums
 
@@ -162,10 +161,24 @@ class _Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _PrefillRow:
-    """A row of several tokens. pages: [2 * X * K * P], as returned by ``_kv_indices``."""
+    """A row of several tokens. pages: [2 * X * K * P], see ``Paging.pairs``."""
 
     pages: Tensor
     blocks: list[_TokenBlock]
+
+
+class _DecodeCall(NamedTuple):
+    """A kernel call for decode rows.
+
+    Attributes:
+        memory: receives the pages, [2 * U * K * P, numbers of a page].
+        keys, values: views of it, [U, K, C, E] or as stored.
+    """
+
+    units: WorkUnits
+    memory: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 class FusedAttention:
@@ -194,26 +207,27 @@ class FusedAttention:
         self._padding = -self._group % limits.rows
         self._paging = Paging(
             num_kv_heads=num_kv_heads,
+            num_pages=num_pages,
             page_size=page_size,
             padded_width=self._padded_width,
-            max_units=max(1, UNIT_BYTES // (2 * num_kv_heads * CHUNK * head_size * dtype.itemsize)),
+            max_positions=UNIT_BYTES // (2 * num_kv_heads * head_size * dtype.itemsize),
             window=shape.common_window,
         )
-        self._num_pairs = num_pages * num_kv_heads
         self._dtype = dtype
-        self._pages = kv_pool.view(num_layers, 2 * self._num_pairs, page_size * stored_size).unbind(0)
-        self._slots = kv_pool.view(num_layers, 2 * self._num_pairs * page_size, stored_size).unbind(0)
+        self._pages = kv_pool.view(num_layers, -1, page_size * stored_size).unbind(0)
+        self._slots = kv_pool.view(num_layers, -1, stored_size).unbind(0)
         self._new_slots = torch.empty(0)
         self._decode: DecodeUnits | None = None
-        self._unit_pages: list[Tensor] = []
+        self._calls: list[_DecodeCall] = []
+        self._memory = kv_pool.new_empty(0)
+        self._queries = self._own_queries = torch.empty(0)  # padded queries of all rows, and a view without padding
         self._prefill: list[_PrefillRow] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
-        self._new_slots = self._kv_indices(self._paging.new_slots(batch.slot_mapping), self._num_pairs * self.page_size)
+        self._new_slots = self._paging.new_slots(batch.slot_mapping)
         self._decode = self._paging.decode_units(batch)
-        self._unit_pages = (
-            [self._kv_indices(units.pages, self._num_pairs) for units in self._decode.units] if self._decode else []
-        )
+        if self._decode is not None:
+            self._prepare_decode(self._decode)
         starts = first_tokens(batch.query_lengths)
         self._prefill = [
             self._prefill_row(batch, row, starts[row]) for row, length in enumerate(batch.query_lengths) if length > 1
@@ -238,9 +252,20 @@ class FusedAttention:
             self._attend_prefill(row, q, layer, out)
         return out
 
-    def _kv_indices(self, key_indices: Tensor, offset: int) -> Tensor:
-        """Indices [X] of keys -> indices [2 X] of keys, then of values, which are stored ``offset`` later."""
-        return torch.cat((key_indices, key_indices + offset))
+    def _prepare_decode(self, decode: DecodeUnits) -> None:
+        """Allocate the memory of decode calls, which all layers use."""
+        most = max(units.pages.numel() for units in decode.units) * self.page_size * self._stored_size
+        if self._memory.numel() < most:
+            self._memory = self._memory.new_empty(most)
+        self._calls = []
+        for units in decode.units:
+            memory = self._memory[: units.pages.numel() * self.page_size * self._stored_size]
+            keys, values = memory.view(2, -1, self._num_kv_heads, units.width, self._stored_size).unbind(0)
+            self._calls.append(_DecodeCall(units, memory.view(units.pages.numel(), -1), keys, values))
+        if self._padding:
+            shape = (decode.num_rows, self._num_kv_heads, self._group + self._padding, self._head_size)
+            self._queries = torch.zeros(shape, dtype=self._dtype)
+            self._own_queries = self._queries[:, :, : self._group]
 
     def _padded_width(self, visible: int) -> int:
         return next(width for width in self._limits.widths if width >= visible and width % self.page_size == 0)
@@ -253,12 +278,12 @@ class FusedAttention:
 
     def _attend_decode(self, decode: DecodeUnits, q: Tensor, layer: int) -> Tensor:
         """q [R, H, E] -> [R, H * E]."""
-        queries = q.reshape(decode.num_rows, self._num_kv_heads, self._group, self._head_size)
+        queries = q.view(decode.num_rows, self._num_kv_heads, self._group, self._head_size)
         if self._padding:
-            queries = functional.pad(queries, (0, 0, 0, self._padding))
+            self._own_queries.copy_(queries)
+            queries = self._queries
         if decode.num_slots == 1 and not self._sinks:
-            calls = zip(decode.units, self._unit_pages, strict=True)
-            outputs = [self._attend_units(queries, units, pages, layer)[0] for units, pages in calls]
+            outputs = [self._attend_units(queries, call, layer)[0] for call in self._calls]
             merged = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         else:
             slots = self._decode_sums(decode, queries, layer)
@@ -266,35 +291,38 @@ class FusedAttention:
                 sinks = functional.pad(self._grouped_sinks(layer), (0, self._padding))
                 slots = _with_sinks(*slots, sinks)
             merged = _combine(*slots).to(q.dtype)
-        return merged[:, :, : self._group].reshape(decode.num_rows, -1)
+        if self._padding:
+            merged = merged[:, :, : self._group]
+        return merged.reshape(decode.num_rows, -1)
 
     def _decode_sums(self, decode: DecodeUnits, queries: Tensor, layer: int) -> Sums:
         """queries [R, K, M, E] -> sums [X, R, K, M, ...], without weight in slots that a row does not use."""
         num_targets = decode.num_slots * decode.num_rows
         outputs = queries.new_zeros(num_targets, *queries.shape[1:])
         sums = queries.new_full((num_targets, *queries.shape[1:3]), MASKED, dtype=torch.float32)
-        for units, pages in zip(decode.units, self._unit_pages, strict=True):
-            unit_outputs, unit_sums = self._attend_units(queries, units, pages, layer)
-            outputs.index_copy_(0, units.targets, unit_outputs)
-            sums.index_copy_(0, units.targets, unit_sums)
+        for call in self._calls:
+            unit_outputs, unit_sums = self._attend_units(queries, call, layer)
+            outputs.index_copy_(0, call.units.targets, unit_outputs)
+            sums.index_copy_(0, call.units.targets, unit_sums)
         shape = (decode.num_slots, decode.num_rows)
         return torch.unflatten(outputs, 0, shape), torch.unflatten(sums, 0, shape)
 
-    def _attend_units(self, queries: Tensor, units: WorkUnits, pages: Tensor, layer: int) -> Sums:
+    def _attend_units(self, queries: Tensor, call: _DecodeCall, layer: int) -> Sums:
         """queries [R, K, M, E] -> sums [U, K, M, ...]."""
-        keys, values = self._gather(layer, pages, units.width)
-        num_units = units.rows.shape[0]
-        chosen = queries.index_select(0, units.rows)
+        units = call.units
+        torch.index_select(self._pages[layer], 0, units.pages, out=call.memory)
+        keys, values = from_stored(call.keys, self._dtype), from_stored(call.values, self._dtype)
+        chosen = queries if units.rows is None else queries.index_select(0, units.rows)
         if units.hidden is not None:
-            return _attend(chosen, keys, values, hidden=units.hidden.unsqueeze(1), scale=self._scale)
+            return _attend(chosen, keys, values, hidden=units.hidden, scale=self._scale)
         joined = chosen.transpose(0, 1).reshape(1, self._num_kv_heads, -1, self._head_size)
         outputs, sums = _attend(joined, keys, values, hidden=None, scale=self._scale)
-        shape = (num_units, -1)
+        shape = (len(chosen), -1)
         return torch.unflatten(outputs[0], 1, shape).transpose(0, 1), torch.unflatten(sums[0], 1, shape).transpose(0, 1)
 
     def _prefill_row(self, batch: ForwardBatch, row: int, start: int) -> _PrefillRow:
         count, kv_length = batch.query_lengths[row], batch.kv_lengths[row]
-        table = self._paging.chunk_table(batch.page_table[row : row + 1], -(-kv_length // CHUNK))
+        table = self._paging.chunk_table(batch.page_table[row : row + 1].numpy(), -(-kv_length // CHUNK))
         first = kv_length - count
         first_chunk = self._paging.first_seen(first) // CHUNK
         blocks = []
@@ -303,8 +331,7 @@ class FusedAttention:
             position = first + offset
             last = position + torch.arange(size + -size % self._limits.rows)
             blocks.append(_TokenBlock(start + offset, start + offset + size, self._chunks(last, size, first_chunk)))
-        pages = self._paging.pairs(table[0, first_chunk:])
-        return _PrefillRow(pages=self._kv_indices(pages, self._num_pairs), blocks=blocks)
+        return _PrefillRow(pages=self._paging.pairs(table[0, first_chunk:]), blocks=blocks)
 
     def _chunks(self, last: Tensor, size: int, first_chunk: int) -> list[_Chunk]:
         """Return the chunks that ``size`` tokens see.

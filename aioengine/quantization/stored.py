@@ -97,7 +97,7 @@ class StoredFormat:
         return (stored.dim_of(axis), unit) if unit else None
 
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
-        restored = [*_WEIGHTS, self.scheme.scale] if self._restores_scales(layer.device) else _WEIGHTS
+        restored = [*_WEIGHTS, self.scheme.scale] if self._restores_scales else _WEIGHTS
         others = {name: tensor for name, tensor in tensors.items() if name not in restored}
         bias, order = tensors.get("bias"), layer.order
         loaded = self._codes(layer, tensors)
@@ -123,13 +123,10 @@ class StoredFormat:
 
         return layer.prepared(joined if len(parts) > 1 else parts[0].matmul, restore)
 
-    def _restores_scales(self, device: torch.device) -> bool:
-        """Return whether scales are restored from codes, because the kernels of a GPU use a transposed copy."""
-        return (
-            device.type != "cpu"
-            and self.scheme.layout in {"packed", "bitsandbytes"}
-            and not self.scheme.has_scale_codes
-        )
+    @property
+    def _restores_scales(self) -> bool:
+        """Whether scales are restored from codes, because the kernels of a GPU use a transposed copy."""
+        return self.scheme.layout in {"packed", "bitsandbytes"} and not self.scheme.has_scale_codes
 
     def _scales(self, layer: LinearSpec, tensors: Tensors) -> Tensor:
         """Return the scales [O, G]."""
@@ -233,7 +230,7 @@ class StoredFormat:
                 tensors = {"weight": codes[:, ::2] << 4 | codes[:, 1::2]}
             case _:
                 tensors = {"weight": codes}
-        if self._restores_scales(codes.device):
+        if self._restores_scales:
             scales = torch.cat([part.scales for part in parts])
             tensors[self.scheme.scale] = (scales if order is None else scales[order]).contiguous()
         return tensors
