@@ -257,7 +257,7 @@ class _Config(Struct, frozen=True):
     checkpoint_format: str = "gptq"
     is_marlin_format: bool = False
     lm_head: bool = False
-    dynamic: dict[str, _Override] | None = None
+    dynamic: dict[str, _Override | None] | None = None
     # compressed-tensors
     config_groups: dict[str, _Group] = {}
     ignore: list[str] | None = None
@@ -399,7 +399,8 @@ def _gptq(config: _Config) -> _Rules:
     if stored not in {"gptq", "gptq_v2"}:
         _refuse("format", stored, "gptq, gptq_v2")
     rules: _Rules = []
-    for pattern, override in {**(config.dynamic or {}), ALL: _Override()}.items():
+    for pattern, entry in {**(config.dynamic or {}), ALL: None}.items():
+        override = entry or _Override()
         bits = config.bits if override.bits is None else override.bits
         if bits not in {4, 8}:
             _refuse("bits", bits, "4, 8")

@@ -75,7 +75,11 @@ def test_most_specific_target_of_compressed_tensors_counts() -> None:
 
 
 def test_rules_of_gptq_change_and_skip_layers() -> None:
-    dynamic = {r"+:.*\.18\..*gate.*": {"bits": 8, "group_size": 64}, r"-:.*\.20\..*": {}, r".*down": {"desc_act": True}}
+    dynamic = {
+        r"+:.*\.18\..*gate.*": {"bits": 8, "group_size": 64},
+        r"-:.*\.20\..*": None,
+        r".*down": {"desc_act": True},
+    }
     quantization = read_quantization(GPTQ | {"dynamic": dynamic})
     plain = quantization.scheme_of("model.layers.1.mlp.gate_proj")
     assert plain is not None
