@@ -153,15 +153,7 @@ class _OnDevice:
 
     def restore(self) -> Codes:
         """Return the codes."""
-        codes = self._codes
-        packed = codes.numbers if codes.bits == 8 else codes.numbers.view(torch.uint8)
-        offsets = codes.offsets
-        if codes.zeros is not None:
-            offsets = -codes.zeros * codes.scales
-        elif codes.zero > 0:
-            offsets = -codes.zero * codes.scales
-        offsets = None if offsets is None else offsets.t()
-        return Codes(packed, codes.scales.t(), offsets, codes.bits, self._order, codes.table)
+        return self._codes.restored(self._order)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
