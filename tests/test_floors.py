@@ -79,7 +79,7 @@ STRICTER = {"supervision/ledger.py": "1", "supervision/routing.py": "1"}
 ALLOWED = {
     ("model_files", "huggingface_hub"): "the one lazy import: it is slow, and most programs read a local folder",
     ("model_files", "threading"): "downloads side by side",
-    ("model_files", "time"): "a limit for the patterns of an adapter",
+    ("model_files", "time"): "a limit for the patterns of a config",
     ("models", "transformers"): "vision towers",
     ("runner", "time"): "durations of loading and of steps",
 }

@@ -16,7 +16,7 @@ from aioengine.api.params import ALIASES, PARAMETERS
 from aioengine.frontend.info import Health
 from aioengine.model_files import gguf_model
 from aioengine.testing.fake_engine import fake_engine
-from tests.kit import models_table
+from tests.kit import models_table, quantization_table
 from tests.kit.pages import GUIDES, README, blocks, broken_links, headings, links, pages, place, table
 from tests.kit.source import PACKAGE, ROOT
 
@@ -169,3 +169,9 @@ def test_guide_marks_the_vision_models_that_do_not_read_images() -> None:
 def test_gguf_architectures_equal_the_code() -> None:
     named = re.findall(r"`(\w+)`", table(guide("gguf"), "part of the file")["architecture"][0])
     assert set(named) == set(gguf_model.ARCHITECTURES)
+
+
+def test_table_of_quantized_formats_equals_the_code() -> None:
+    page = quantization_table.PAGE.read_text()
+    assert quantization_table.HEAD in page
+    assert page == quantization_table.updated(page), "run python -m tests.kit.quantization_table"

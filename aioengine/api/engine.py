@@ -94,10 +94,10 @@ class BaseEngine(ABC):
         return engine
 
     @classmethod
-    def from_blueprint(cls, prepare: Callable[[], Blueprint], *, progress: bool | None = False) -> Self:
+    def from_blueprint(cls, prepare: Callable[[], Blueprint]) -> Self:
         """Make an engine from prepared parts, as ``aioengine.testing.fake_engine`` does."""
         engine = cls.__new__(cls)
-        engine._init(prepare, progress, "")
+        engine._init(prepare, progress=False, model_name="")
         return engine
 
     @abstractmethod

@@ -62,6 +62,13 @@ def block_tensors(config: DecoderConfig, layer: int, linear_tensors: LinearTenso
     """Return the tensors of a block."""
     specs = _linears(block_linears(config, layer), linear_tensors, is_transposed=config.is_transposed)
     block, others = config.names.block(layer), _attention(config, layer)
+    if (latent := config.attention.latent) is not None:
+        outputs = config.num_heads * (latent.plain_size + latent.value_size)
+        expansion = LinearShape(f"{block}{config.block.attention}kv_b_proj", outputs, latent.rank, False)
+        specs |= {
+            name: spec._replace(is_converted=spec.is_converted or bool(spec.dtype and spec.per_element))
+            for name, spec in _linears([expansion], linear_tensors).items()
+        }
     if (experts := config.experts_of(layer)) is not None:
         specs |= expert_tensors(experts, config.hidden_size, f"{block}{config.block.mlp}", linear_tensors)
     for name in config.block.norms:
@@ -156,8 +163,6 @@ def _attention(config: DecoderConfig, layer: int) -> TensorSpecs:
         return _prefixed(config.stateful.prefix, _stateful(config.stateful, config.hidden_size))
     attention, specs = config.attention, TensorSpecs()
     if (latent := attention.latent) is not None:
-        outputs = config.num_heads * (latent.plain_size + latent.value_size)
-        specs["kv_b_proj.weight"] = TensorSpec((outputs, latent.rank))
         specs |= _norm("kv_a_layernorm", latent.rank, config.norm)
         if latent.query_rank is not None:
             specs |= _norm("q_a_layernorm", latent.query_rank, config.norm)
@@ -258,12 +263,15 @@ def _norm(name: str, size: int | tuple[int, ...], norm: NormConfig) -> TensorSpe
 
 
 def _linears(linears: list[LinearShape], linear_tensors: LinearTensors, *, is_transposed: bool = False) -> TensorSpecs:
-    """Return the tensors of linear layers. ``is_transposed``: the checkpoint stores matrices as [inputs, outputs]."""
+    """Return the tensors of linear layers.
+
+    ``is_transposed``: the checkpoint stores weights that are not quantized as [inputs, outputs].
+    """
     specs: TensorSpecs = {}
     for linear in linears:
         for name, spec in linear_tensors(linear).items():
-            is_matrix = is_transposed and len(spec.shape) == 2
-            specs[f"{linear.name}.{name}"] = spec._replace(shape=spec.shape[::-1]) if is_matrix else spec
+            is_weight = is_transposed and name == "weight" and not spec.dtype
+            specs[f"{linear.name}.{name}"] = spec._replace(shape=spec.shape[::-1]) if is_weight else spec
     return specs
 
 

@@ -4,9 +4,9 @@ On a CPU, torch's kernels multiply 4-bit codes in groups of 32, 64, 128 or 256 i
 output. Both give a row the same bits for every T. Fp8 weights are converted to the dtype of x once, and other weights
 for each product.
 
-On a GPU, up to 64 rows use our own kernel, which dequantizes the weight in registers. For more rows the weight is
-dequantized in memory first. In bf16, an fp8 weight with a scale per output is instead multiplied by fp8 inputs, which
-have a scale per row.
+On a GPU, up to 256 rows use our own kernel, which converts the weight in registers. For more rows the weight is
+dequantized in memory first. More than 64 bf16 rows with an fp8 weight that has a scale per output or block are instead
+rounded to fp8, with a scale per row, or per row and 128 inputs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn import functional
 from aioengine.kernels import linear
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.kernels.triton import launcher
+from aioengine.model_files.quantization import FP8_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,15 +27,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.kernels.linear import Matmul
+    from aioengine.kernels.triton.code_linear import DeviceCodes
 
 GROUP_SIZES: Final = (256, 128, 64, 32)
 """Group sizes of torch's kernel for 4-bit codes on a CPU."""
 FP8: Final = torch.float8_e4m3fn
-MAX_FP8: Final = 448.0
+FEW_ROWS: Final = 64
+"""On a GPU, up to this row count the inputs of fp8 weights are not rounded to fp8."""
 
 
 class PreparedCodes(NamedTuple):
-    """A product [T, D] -> [T, O], and a function that returns its codes."""
+    """A product [T, D] -> [T, O], and a function that returns its codes; the offsets may be missing."""
 
     matmul: Matmul
     restore: Callable[[], Codes]
@@ -46,7 +49,8 @@ def prepare(codes: Codes, bias: Tensor | None, dtype: torch.dtype, *, batch_inva
     batch_invariant: on a GPU, the result for a row must not depend on the number of rows.
     """
     if launcher.serves(codes.packed):
-        return PreparedCodes(_OnDevice(codes, bias, batch_invariant=batch_invariant), lambda: codes)
+        matmul = _OnDevice(codes, bias, batch_invariant=batch_invariant)
+        return PreparedCodes(matmul, matmul.restore)
     if codes.packed.device.type != "cpu":
         return PreparedCodes(lambda x: functional.linear(x, codes.dequantized(x.dtype), bias), lambda: codes)
     if codes.packed.dtype == FP8:
@@ -133,35 +137,57 @@ class _OnDevice:
         from aioengine.kernels.triton import code_linear
 
         self._kernels = code_linear
-        self._codes = codes
+        self._codes = code_linear.device_codes(codes)
+        self._order = codes.order
         self._bias = bias
         self._batch_invariant = batch_invariant
-        num_tiles = code_linear.num_tiles(codes.shape[0])
+        num_outputs, size = codes.shape
+        num_tiles = code_linear.num_tiles(num_outputs)
         self._num_done = torch.zeros(num_tiles, dtype=torch.int32, device=codes.packed.device)
-        self._programs = code_linear.shape_of_programs(*codes.shape, codes.group, codes.bits)
-        self._is_fp8 = codes.packed.dtype == FP8 and codes.scales.shape[1] == 1 and codes.shape[1] % 16 == 0
+        self._fp8_scales = _scales_of_fp8(self._codes)
+        self._max_rows, self._serves_vector = 0, False
+        if not batch_invariant and code_linear.serves(size, codes.group, codes.bits):
+            self._serves_vector = code_linear.serves_vector(self._codes)
+            self._max_rows = code_linear.MAX_ROWS if self._fp8_scales is None else FEW_ROWS
+
+    def restore(self) -> Codes:
+        """Return the codes without their offsets, which the format keeps in its own way."""
+        codes = self._codes
+        packed = codes.numbers if codes.bits == 8 else codes.numbers.view(torch.uint8)
+        return Codes(packed, codes.scales.t(), None, codes.bits, self._order, codes.table)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
-        codes, bias, programs = self._codes, self._bias, self._programs
-        if codes.order is not None:
-            x = x[:, codes.order]
+        codes, bias, num_rows = self._codes, self._bias, x.shape[0]
+        if self._order is not None:
+            x = x[:, self._order]
         x = x.contiguous()
-        if not self._batch_invariant:
-            if x.shape[0] <= self._kernels.MAX_ROWS and programs is not None:
-                return self._kernels.matmul(x, codes, bias, programs=programs, num_done=self._num_done)
-            if self._is_fp8 and x.dtype == torch.bfloat16:
-                return fp8_matmul(x, codes, bias)
+        if num_rows == 1 and self._serves_vector:
+            return self._kernels.vector_matmul(x, codes, bias)
+        if num_rows <= self._max_rows:
+            return self._kernels.matmul(x, codes, bias, self._num_done)
+        if self._fp8_scales is not None and x.dtype == torch.bfloat16 and not self._batch_invariant:
+            numbers, scales = self._kernels.quantize_rows(x, codes.group)
+            return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+                numbers, codes.numbers.t(), scale_a=scales.t(), scale_b=self._fp8_scales, bias=bias, out_dtype=x.dtype
+            )
         weight = self._kernels.dequantize(codes, x.dtype)
         if self._batch_invariant:
             return linear.prepare(weight, bias, batch_invariant=True)(x)
         return functional.linear(x, weight, bias)
 
 
-def fp8_matmul(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
-    """Multiply x [T, D] bf16, quantized to fp8 with a scale per row, with fp8 numbers [O, D] -> [T, O]."""
-    scales = x.abs().amax(1, keepdim=True).float().clamp_min_(1e-12) / MAX_FP8
-    numbers = (x / scales).to(FP8)
-    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        numbers, codes.packed.t(), scale_a=scales, scale_b=codes.scales.t(), bias=bias, out_dtype=x.dtype
-    )
+def _scales_of_fp8(codes: DeviceCodes) -> Tensor | None:
+    """Return the scales of outputs [1, O], or of blocks [D / 128, O / 128], as ``torch._scaled_mm`` takes them.
+
+    None: it does not support the codes.
+    """
+    (num_outputs, size), scales = codes.shape, codes.scales
+    if codes.numbers.dtype != FP8 or size % 16 or num_outputs % 16:
+        return None
+    if len(scales) == 1:
+        return scales
+    if codes.group != FP8_BLOCK or size % FP8_BLOCK or num_outputs % FP8_BLOCK:
+        return None
+    blocks = scales.unflatten(1, (-1, FP8_BLOCK))
+    return blocks[..., 0].t().contiguous().t() if (blocks == blocks[..., :1]).all() else None

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-PACKED_COLUMNS: Final = 32
-"""4-bit codes are packed in pieces of this many columns: byte i has column i in its low bits, then column i + 16."""
+PIECES: Final = (128, 64, 32)
+"""4-bit codes are packed in pieces of P columns: the largest of these sizes that divides D. A piece has P / 4 words of
+16 bits. Bits 4 i to 4 i + 3 of word j are the code of column i * P / 4 + j.
+"""
 
 
 def unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] = ()) -> Tensor:
@@ -39,17 +41,24 @@ def pack(codes: Tensor, bits: int, dim: int, order: Sequence[int] = ()) -> Tenso
     return words.to(torch.int32).movedim(-1, dim)  # the conversion keeps the low 32 bits
 
 
+def piece_of(size: int) -> int:
+    """Return P for D = size; see ``PIECES``."""
+    return next((piece for piece in PIECES if size % piece == 0), 0)
+
+
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Pack 4-bit codes [..., D] uint8 -> [..., D / 2]; see ``PACKED_COLUMNS``."""
-    low, high = codes.unflatten(-1, (-1, 2, PACKED_COLUMNS // 2)).unbind(-2)
-    return (low | high << 4).flatten(-2)
+    """Pack 4-bit codes [..., D] uint8 -> [..., D / 2]; see ``PIECES``."""
+    parts = codes.unflatten(-1, (-1, 4, piece_of(codes.shape[-1]) // 4))
+    return torch.stack(
+        (parts[..., 0, :] | parts[..., 1, :] << 4, parts[..., 2, :] | parts[..., 3, :] << 4), -1
+    ).flatten(-3)
 
 
 class Codes(NamedTuple):
     """A weight [O, D]: each number is multiplied by the scale of its group, and the offset of its group is added.
 
     Attributes:
-        packed: [O, D] int8 or fp8. With 4 bits, unsigned codes [O, D / 2] uint8; see ``PACKED_COLUMNS``.
+        packed: [O, D] int8 or fp8. With 4 bits, unsigned codes [O, D / 2] uint8; see ``PIECES``.
         scales: [O, G] fp32.
         offsets: [O, G] fp32; None: 0.
         bits: 4 or 8.
@@ -81,12 +90,23 @@ class Codes(NamedTuple):
         tensors = zip(self.packed.split(sizes), self.scales.split(sizes), offsets, strict=True)
         return [self._replace(packed=packed, scales=scales, offsets=offsets) for packed, scales, offsets in tensors]
 
+    def with_outputs(self, indices: Tensor) -> Codes:
+        """Return the outputs of ``indices`` [N], in this order."""
+        offsets = None if self.offsets is None else self.offsets[indices]
+        return self._replace(packed=self.packed[indices], scales=self.scales[indices], offsets=offsets)
+
     def unpacked(self) -> Tensor:
         """Return the numbers or codes [O, D]."""
         if self.bits == 8:
             return self.packed
-        pieces = self.packed.unflatten(1, (-1, PACKED_COLUMNS // 2))
-        return torch.stack((pieces & 15, pieces >> 4), 2).flatten(1)
+        low, high = self.packed.unflatten(1, (-1, piece_of(self.shape[1]) // 4, 2)).unbind(-1)
+        return torch.stack((low & 15, low >> 4, high & 15, high >> 4), 2).flatten(1)
+
+    def rows(self, indices: Tensor) -> Codes:
+        """Return the rows ``indices`` [R] int64."""
+        offsets = None if self.offsets is None else self.offsets.index_select(0, indices)
+        packed, scales = self.packed.index_select(0, indices), self.scales.index_select(0, indices)
+        return self._replace(packed=packed, scales=scales, offsets=offsets)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [O, D], with its columns in the order of the inputs."""

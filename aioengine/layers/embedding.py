@@ -7,15 +7,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.kernels import linear
+from aioengine.kernels import code_linear, linear
 from aioengine.layers.layer import Layer
+from aioengine.layers.linear import unplaced_targets
 from aioengine.layers.placement import Target
+from aioengine.quantization._base import LinearSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioengine.kernels.codes import Codes
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.placement import Placement
+    from aioengine.quantization._base import CodesFormat, Tensors
+
+
+def token_embeddings(vocab_size: int, size: int, placement: Placement, *, is_head: bool) -> EmbeddingTable | CodeTable:
+    """Return the table [V, D] of token embeddings. is_head: it is also the output head."""
+    table_format = placement.table_format(is_head)
+    if table_format is None:
+        return EmbeddingTable(placement.empty(vocab_size, size), placement)
+    return CodeTable(vocab_size, size, placement, table_format)
 
 
 class EmbeddingTable(Layer):
@@ -42,3 +54,40 @@ class EmbeddingTable(Layer):
         if self._head is None or linear.packs(self.weight.dtype, self.weight.device):
             self._head = linear.prepare(self.weight, None, batch_invariant=self._batch_invariant)
         return self._head
+
+
+class CodeTable(Layer):
+    """A quantized embedding table: [T] ids -> [T, D]."""
+
+    def __init__(self, vocab_size: int, size: int, placement: Placement, table_format: CodesFormat) -> None:
+        """Allocate the tensors of a table [V, D]."""
+        invariant = placement.batch_invariant
+        self._spec = LinearSpec(
+            size, (vocab_size,), False, placement.dtype, placement.device, batch_invariant=invariant
+        )
+        self._format = table_format
+        self._tensors: Tensors = table_format.empty(self._spec)
+        self._codes: Codes | None = None
+
+    def own_weights(self) -> dict[str, Target]:
+        return {name: target for name, [target] in unplaced_targets(self._format, self._spec, self._tensors)}
+
+    def finish_loading(self) -> None:
+        self._codes = self._format.codes(self._spec, self._tensors)
+        self._tensors = {}
+
+    def open_for_loading(self) -> None:
+        assert self._codes is not None, "the table is open for loading already"
+        self._tensors = self._format.tensors(self._spec, self._codes)
+        self._codes = None
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """[T] int64 ids -> [T, D]."""
+        assert self._codes is not None, "finish_loading was not called"
+        return self._codes.rows(input_ids).dequantized(self._spec.dtype)
+
+    def as_head(self) -> Matmul:
+        """Return the matmul [T, D] -> [T, V] with this table. Call it again after new weights are loaded."""
+        assert self._codes is not None, "finish_loading was not called"
+        invariant = self._spec.batch_invariant
+        return code_linear.prepare(self._codes, None, self._spec.dtype, batch_invariant=invariant).matmul

@@ -23,6 +23,7 @@ from aioengine.layers.linear import Linear, Stored
 from aioengine.layers.mixer import Mixer
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target
+from aioengine.quantization.stored import StoredFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +83,8 @@ class LatentAttention(Mixer):
         self._has_forms = expansion is not None
         sizes = num_heads, latent.plain_size + latent.value_size, latent.rank
         self._expansion = placement.empty(*sizes) if expansion is None else expansion
-        self._batch_invariant = placement.batch_invariant
+        self._placement = placement
+        self._stored: Linear | None = None  # the matrix as the checkpoint stores it, if it is quantized
         self._to_latent: HeadMatmul | None = None
         self._from_latent: HeadMatmul | None = None
         output = {config.output: hidden_size}
@@ -95,13 +97,24 @@ class LatentAttention(Mixer):
             ("", self._output),
         )
 
+    def weights(self, prefix: str = "") -> dict[str, Target]:
+        if self._stored is None and isinstance(self._placement.format_of(f"{prefix}kv_b_proj"), StoredFormat):
+            outputs = self._expansion.flatten(0, 1).shape[0]
+            self._stored = Linear(self._sizes.rank, {"kv_b_proj": outputs}, self._placement)
+            self._stored.is_adaptable = False
+            self.parts = (*self.parts, ("", self._stored))
+        return super().weights(prefix)
+
     def own_weights(self) -> dict[str, Target]:
-        return {"kv_b_proj.weight": Target(self._expansion.flatten(0, 1))}
+        return {} if self._stored else {"kv_b_proj.weight": Target(self._expansion.flatten(0, 1))}
 
     def finish_loading(self) -> None:
         super().finish_loading()
+        if self._stored is not None:
+            ones = torch.eye(self._sizes.rank, dtype=self._expansion.dtype, device=self._expansion.device)
+            self._expansion.flatten(0, 1).copy_(self._stored(ones).t())
         for_keys, for_values = self._expansion.split((self._sizes.plain_size, self._sizes.value_size), dim=1)
-        invariant = self._batch_invariant
+        invariant = self._placement.batch_invariant
         self._to_latent = head_linear.prepare(for_keys, batch_invariant=invariant)
         self._from_latent = head_linear.prepare(for_values.transpose(1, 2), batch_invariant=invariant)
 

@@ -12,10 +12,10 @@ import torch
 
 from aioengine.layers.layer import Layer
 from aioengine.layers.placement import Slice, Target, Units, rank_ranges
-from aioengine.quantization._base import LinearSpec
+from aioengine.quantization._base import CodesFormat, LinearSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -30,7 +30,7 @@ class Stored(NamedTuple):
 
     Attributes:
         order: [O] int64, the checkpoint index of each output, with the parts joined; None if the orders are equal.
-        is_transposed: the checkpoint stores weights as [D, outputs].
+        is_transposed: the checkpoint stores weights that are not quantized as [D, outputs].
     """
 
     order: Tensor | None = None
@@ -96,6 +96,7 @@ class Linear(Layer):
             placement.device,
             is_gated=is_gated,
             batch_invariant=placement.batch_invariant,
+            order=self._order,
         )
         self._format: LinearFormat  # ``weights`` chooses it, and allocates the tensors
         self._tensors: Tensors = {}  # while the layer is open for loading
@@ -121,14 +122,21 @@ class Linear(Layer):
     def own_weights(self) -> dict[str, Target]:
         assert self._is_open, "the layer is not open for loading"
         return {
-            f"{part}.{name}": Target(self._as_stored(piece), self._source(part, name, piece))
-            for name, tensor in self._tensors.items()
-            for part, piece in zip(self.sizes, self._format.split(self._spec, name, tensor), strict=True)
+            f"{part}.{name}": self._as_stored(name, target)._replace(source=self._source(part, name, target.tensor))
+            for name, targets in unplaced_targets(self._format, self._spec, self._tensors)
+            for part, target in zip(self.sizes, targets, strict=True)
         }
 
-    def _as_stored(self, piece: Tensor) -> Tensor:
-        """Return the view of ``piece`` [...] with the shape in the checkpoint."""
-        return piece.t() if self.stored.is_transposed and piece.dim() == 2 else piece
+    def _as_stored(self, name: str, target: Target) -> Target:
+        """Transpose the target of a weight if the checkpoint stores it as [D, outputs]."""
+        tensor, writer = target.tensor, target.writer
+        if not self._is_transposed(name, tensor):
+            return target
+        return Target(tensor.t(), writer=None if writer is None else writer.transposed())
+
+    def _is_transposed(self, name: str, tensor: Tensor) -> bool:
+        """Return whether the checkpoint stores a tensor [...] as [D, outputs]. Quantized weights have other dtypes."""
+        return self.stored.is_transposed and name == "weight" and tensor.dtype == self._spec.dtype
 
     def _output_ranges(self, parts: Mapping[str, int], units: Sequence[Units]) -> dict[str, list[tuple[int, int]]]:
         """Return the ranges of each part in the checkpoint that this rank loads, and set the order of its outputs."""
@@ -142,8 +150,8 @@ class Linear(Layer):
             for part, (start, stop) in zip(parts, bounds, strict=True)
         }
 
-    def _source(self, part: str, name: str, piece: Tensor) -> Slice | None:
-        """Return the part of a checkpoint tensor that this rank loads into ``piece`` [...]; None for all of it."""
+    def _source(self, part: str, name: str, tensor: Tensor) -> Slice | None:
+        """Return the part of a checkpoint tensor that this rank loads into ``tensor`` [...]; None for all of it."""
         place = None if self._divided is None else self._format.dim_of(name, self._divided)
         if place is None:
             return None
@@ -151,7 +159,7 @@ class Linear(Layer):
         if any(bound % unit for pair in self._ranges[part] for bound in pair):
             raise ValueError(f"{part}.{name} cannot be divided among ranks: an entry has {unit} {self._divided}")
         ranges = tuple((start // unit, stop // unit) for start, stop in self._ranges[part])
-        if self.stored.is_transposed and piece.dim() == 2:
+        if self._is_transposed(name, tensor):
             dim = 1 - dim
         return Slice(dim, ranges, self._totals[part] // unit)
 
@@ -169,14 +177,10 @@ class Linear(Layer):
         self._tensors = {}
 
     def _reorder(self, order: Tensor) -> None:
-        """Reorder the outputs of all tensors in place. ``order``: [O]."""
+        """Reorder the outputs of all tensors in place, unless the format reorders them. ``order``: [O]."""
         for name, tensor in self._tensors.items():
-            if (place := self._format.dim_of(name, "outputs")) is not None:
-                dim, unit = place
-                if unit > 1:
-                    names = ", ".join(self.sizes)
-                    raise ValueError(f"{names}: the outputs of {name} are packed and cannot be reordered")
-                tensor.copy_(tensor.index_select(dim, order))
+            if not self._format.reorders and (place := self._format.dim_of(name, "outputs")) is not None:
+                tensor.copy_(tensor.index_select(place[0], order))
 
     def use_adapters(self, adapters: LayerAdapters) -> None:
         self._adapters = adapters
@@ -202,6 +206,18 @@ class Linear(Layer):
             return self._adapters.add(self._prepared.matmul, x, rows)
         assert self._matmul is not None, "finish_loading was not called"
         return self._matmul(x)
+
+
+def unplaced_targets(
+    linear_format: LinearFormat, layer: LinearSpec, tensors: Tensors
+) -> Iterator[tuple[str, list[Target]]]:
+    """Yield the names of checkpoint tensors, with a target for each fused layer."""
+    writers = linear_format.writers(layer, tensors) if isinstance(linear_format, CodesFormat) else {}
+    for name, parts in writers.items():
+        yield name, [Target(writer.placeholder, writer=writer) for writer in parts]
+    for name, tensor in tensors.items():
+        if name not in writers and (pieces := linear_format.split(layer, name, tensor)):
+            yield name, [Target(piece) for piece in pieces]
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:

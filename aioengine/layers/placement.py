@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.quantization._base import LinearFormat
+    from aioengine.quantization._base import CodesFormat, LinearFormat, RowWriter
 
 
 class Shard(NamedTuple):
@@ -26,6 +26,10 @@ WHOLE = Shard()
 """The shard of a model on a single rank."""
 
 
+def plain_table(is_head: bool) -> None:
+    """Return the format of token embeddings that are not quantized."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """How and where a model stores its weights.
@@ -33,6 +37,7 @@ class Placement:
     Attributes:
         dtype: of weights and activations. A linear format may store weights in another dtype.
         format_of: the full name of a linear layer in the checkpoint -> how it stores and multiplies its weights.
+        table_format: whether the token embeddings are also the head -> their format; None: they are not quantized.
         batch_invariant: on a GPU, the result of a row must not depend on the number of rows.
         shard: the shard of this process.
     """
@@ -40,6 +45,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     format_of: Callable[[str], LinearFormat]
+    table_format: Callable[[bool], CodesFormat | None] = plain_table
     batch_invariant: bool = False
     shard: Shard = WHOLE
 
@@ -64,10 +70,24 @@ class Target(NamedTuple):
 
     Attributes:
         source: the part of the checkpoint tensor to load. ``tensor`` has its joined ranges. None for all of it.
+        writer: receives the loaded rows instead of ``tensor``, which is its placeholder.
     """
 
     tensor: Tensor
     source: Slice | None = None
+    writer: RowWriter | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes in memory after loading."""
+        return self.tensor.nbytes if self.writer is None else self.writer.num_bytes
+
+    def write(self, values: Tensor) -> None:
+        """Load the values [...] of ``source``, all at once."""
+        if self.writer is None:
+            self.tensor.copy_(values)
+        else:
+            self.writer.write(0, values)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -9,11 +9,10 @@ import hashlib
 import math
 import os
 import re
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import Struct
@@ -23,11 +22,11 @@ from aioengine.api.checks import shown
 from aioengine.families._block_config import FLOAT_BYTES
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.checkpoint import Entry, listed
+from aioengine.model_files.config_patterns import ConfigPatterns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from aioengine.constraints.patterns import CompiledPattern
     from aioengine.model_files.folder_files import Json
 
     Layers = Mapping[str, tuple[int, int]]
@@ -52,9 +51,6 @@ _HEAD_STAYS: Final = (
     "the head of the base model cannot change; train the adapter without it, or merge the adapter into the base model"
 )
 MAX_RANK: Final = 4096
-_MATCH_TIMEOUT_S: Final = 0.2
-_PATTERNS_TIMEOUT_S: Final = 10.0
-"""Time limit for all patterns of a config. peft writes at most one per layer, which takes a millisecond."""
 _MATCHING_INITS: Final = True, False, None, "true", "false", "gaussian", "eva", "orthogonal"
 """Values of ``init_lora_weights`` that do not change the base model."""
 
@@ -153,7 +149,7 @@ class AdapterFolder(Struct, frozen=True):
 
     def _check_targets(self, changed: set[str], layers: Layers) -> None:
         """Raise ValueError unless the config names exactly the layers with tensors."""
-        is_target = _target_matcher(self.config, _Patterns(self.path))
+        is_target = _target_matcher(self.config, ConfigPatterns(str(self.path / CONFIG)))
         missing = [name for name in layers if name not in changed and is_target(name)]
         if missing:
             raise self._error(f"it lacks tensors of {listed(missing)}, which target_modules in {CONFIG} names")
@@ -257,7 +253,7 @@ def _modules(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple
         pairs.setdefault(entry.name[len(_STEM) :].removesuffix(end), {})[_ENDS[end]] = entry
     if not pairs:
         raise ValueError(f"{folder / TENSORS} has no tensors")
-    patterns = _Patterns(folder)
+    patterns = ConfigPatterns(str(folder / CONFIG))
     ranks, alphas = (
         [(patterns.compiled(field, rf"\A(.*\.)?({end})$"), value) for end, value in (values or {}).items()]
         for field, values in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern))
@@ -267,7 +263,10 @@ def _modules(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple
         if len(pair) < 2:
             missing = "B" if "A" in pair else "A"
             raise ValueError(f"{folder / TENSORS} lacks {_STEM}{name}.lora_{missing}.weight")
-        rank, alpha = int(patterns.value_of(name, ranks, config.r)), patterns.value_of(name, alphas, config.lora_alpha)
+        rank, alpha = (
+            next((value for pattern, value in values if patterns.matches(pattern, name)), default)
+            for values, default in ((ranks, config.r), (alphas, config.lora_alpha))
+        )
         if not 1 <= rank <= MAX_RANK or not math.isfinite(alpha):
             raise ValueError(
                 f"{folder / CONFIG}: {name} has rank {rank} and alpha {alpha}; what works: 1 to {MAX_RANK}, and a "
@@ -279,7 +278,7 @@ def _modules(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple
                 f"{folder / TENSORS}: {pair['A'].name} has shape {shape}, and the rank of the layer is {rank}"
             )
         scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-        modules.append(AdapterPart(name, rank, scale, pair["A"], pair["B"]))
+        modules.append(AdapterPart(name, int(rank), scale, pair["A"], pair["B"]))
     return tuple(modules)
 
 
@@ -339,50 +338,7 @@ def _why_unknown(name: str, layers: Layers) -> str:
     return f"it changes {name}; what works in this base model: {', '.join(known)}"
 
 
-class _Patterns:
-    """Compiles and matches the patterns of a config within a time limit for all of them.
-
-    Raises ValueError if they take too long, or a pattern is invalid.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._end_s = time.monotonic() + _PATTERNS_TIMEOUT_S
-
-    def compiled(self, field: str, pattern: str) -> CompiledPattern:
-        import regex  # slow to import, and most folders have no patterns
-
-        from aioengine.constraints.patterns import expanded_size
-
-        compile_pattern = cast("Callable[..., CompiledPattern]", regex.compile)
-        self._check_time()
-        try:
-            expanded_size(pattern)  # limits the time of compiling
-            return compile_pattern(pattern, cache_pattern=False)
-        except (ValueError, regex.error) as error:
-            raise ValueError(
-                f"{self._folder / CONFIG}: {field} has {shown(pattern)}, which is an invalid or too large pattern"
-            ) from error
-
-    def matches(self, pattern: CompiledPattern, name: str) -> bool:
-        self._check_time()
-        try:
-            return pattern.search(name, timeout=_MATCH_TIMEOUT_S) is not None
-        except TimeoutError as error:
-            raise ValueError(
-                f"{self._folder / CONFIG}: the pattern {shown(pattern.pattern)} takes too long to match {name}"
-            ) from error
-
-    def value_of(self, name: str, values: list[tuple[CompiledPattern, float]], default: float) -> float:
-        """Return the value of the first pattern that matches the name of a layer."""
-        return next((value for pattern, value in values if self.matches(pattern, name)), default)
-
-    def _check_time(self) -> None:
-        if time.monotonic() > self._end_s:
-            raise ValueError(f"{self._folder / CONFIG}: its patterns take more than {_PATTERNS_TIMEOUT_S:g} seconds")
-
-
-def _matcher(field: str, names: list[str] | str | None, patterns: _Patterns) -> Callable[[str], bool]:
+def _matcher(field: str, names: list[str] | str | None, patterns: ConfigPatterns) -> Callable[[str], bool]:
     """Return a function that tells whether ``target_modules`` or ``exclude_modules`` has the name of a layer.
 
     ``names``: ends of names, or one pattern.
@@ -393,7 +349,7 @@ def _matcher(field: str, names: list[str] | str | None, patterns: _Patterns) -> 
     return lambda name: not ends.isdisjoint(name.split(".", count)[-1] for count in range(name.count(".") + 1))
 
 
-def _target_matcher(config: AdapterConfig, patterns: _Patterns) -> Callable[[str], bool]:
+def _target_matcher(config: AdapterConfig, patterns: ConfigPatterns) -> Callable[[str], bool]:
     """Return a function that tells whether a config names a layer, by peft's rules."""
     targets, lists = config.target_modules, config.layers_pattern
     whole_names = frozenset(targets) if isinstance(targets, list) else ()

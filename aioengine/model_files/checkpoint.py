@@ -18,7 +18,7 @@ from aioengine.families._tensors import checkpoint_tensors, is_ignored, plain_te
 from aioengine.model_files import folder_files
 from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.model_files.gguf_model import tensors_of
-from aioengine.model_files.quantization import UNUSED
+from aioengine.model_files.quantization import TEXTS, UNUSED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sized
@@ -119,7 +119,7 @@ def check_entries(entries: list[Entry], specs: Mapping[str, TensorSpec], folder:
         spec, shown = specs.get(entry.name), checks.name(entry.name)
         floats = BLOCKS if folder_files.is_gguf(entry.path) else FLOAT_BYTES
         allowed = [spec.dtype] if spec is not None and spec.dtype else list(floats)
-        if spec is not None and _without_ones(spec.shape) != _without_ones(entry.shape):
+        if spec is not None and not _has_shape(entry, spec.shape):
             problems.append(f"{shown} has shape {list(entry.shape)}, and the model expects {list(spec.shape)}")
         elif entry.dtype not in allowed:
             problems.append(f"{shown} is of type {checks.name(entry.dtype)}; what works: {', '.join(allowed)}")
@@ -129,9 +129,16 @@ def check_entries(entries: list[Entry], specs: Mapping[str, TensorSpec], folder:
         raise ValueError(f"the weights in {folder} do not match config.json: {first}{more}")
 
 
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Dimensions of size 1 do not matter: scales are stored as [], [1] or [O, 1]."""
-    return tuple(size for size in shape if size != 1)
+def _has_shape(entry: Entry, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor in a file has the shape of the model.
+
+    Dimensions of size 1 do not matter: scales are stored as [], [1] or [O, 1]. bitsandbytes flattens its tensors, and
+    a text may have fewer bytes.
+    """
+    stored, expected = (tuple(size for size in sizes if size != 1) for sizes in (entry.shape, shape))
+    if entry.name.endswith(TEXTS):
+        return len(stored) == 1 and stored[0] <= expected[0]
+    return stored in (expected, (math.prod(expected),))
 
 
 def read_headers(folder: Path, prefix: str, renamed: Renamed = ()) -> list[Entry]:

@@ -29,7 +29,7 @@ from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
 from aioengine.model_files.hub import download, weight_shapes
-from aioengine.model_files.quantization import quantization_method, split_config
+from aioengine.model_files.quantization import quantization_method, read_config, split_config
 from aioengine.settings.config import OWN, TRANSFORMERS, PoolingSettings
 
 if TYPE_CHECKING:
@@ -272,7 +272,11 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
                 logs.log(_logger, logging.INFO, _CONVERTED, folder)
     else:  # transformers checks the tensors when it loads them
         shapes = _fallback_shapes(folder, wanted, configs_only=configs_only)
-        num_parameters, layers = sum(map(math.prod, shapes.values())), fallback_layers(shapes, model.vocab_size)
+        num_parameters = sum(
+            math.prod(shape) * (1 if quantization is None else quantization.per_element(name))
+            for name, shape in shapes.items()
+        )
+        layers = fallback_layers(shapes, model.vocab_size)
         if is_loaded:
             checkpoint.check_num_layers(shapes, model.num_layers, folder)
     weights = StoredWeights(
@@ -366,11 +370,11 @@ def _read_config(
     Raises ValueError, which names the field, if a value is missing or not implemented.
     """
     file, is_embedding = folder / "config.json", wanted.is_embedding
-    whole = folder_files.read_json(file, dict[str, object])
+    whole = read_config(folder)
     if whole is None:
         raise ValueError(f"{str(folder)!r} is no model folder: {_reason_without_config(folder)}")
     try:
-        method = quantization_method(whole)
+        method = "gguf" if folder_files.is_gguf(folder) else quantization_method(whole)
         raw, quantization = split_config(whole)
         config = msgspec.convert({name: value for name, value in raw.items() if value is not None}, _ConfigFacts)
         implementation = _implementation(config, wanted.implementation)
@@ -388,26 +392,20 @@ def _read_config(
             not_implemented("is_causal", False, "true, or is_embedding=True: its tokens attend to the whole text")
         if wanted.quantization not in (None, method):
             stored = "no quantization_config" if method is None else repr(method)
-            raise ValueError(f"quantization={wanted.quantization!r}, but config.json has {stored}; leave it out")
+            raise ValueError(f"quantization={wanted.quantization!r}, but the model has {stored}; leave it out")
         if quantization is not None:
-            _check_quantization(quantization, model, implementation)
+            _check_quantization(quantization, model)
         return config, model, read_pooling(folder, model, raw), implementation, quantization
     except ValueError as error:
         raise ValueError(f"{folder_files.shown_path(file)}: {error}") from error
 
 
-def _check_quantization(quantization: Quantization, model: TransformerConfig, implementation: str) -> None:
+def _check_quantization(quantization: Quantization, model: TransformerConfig) -> None:
     """Raise ValueError if the model has parts for which quantized weights are not implemented."""
-    refused = ""
-    if implementation == TRANSFORMERS:
-        refused = "models in transformers' code"
-    elif isinstance(model, DecoderConfig):
-        if model.experts is not None and quantization.scheme_of(f"{model.names.block(0)}experts.0.up_proj"):
-            refused = "experts"
-        elif model.is_transposed or model.attention.latent is not None:
-            refused = "this kind of model"
-    if refused:
-        not_implemented("quantization_config.quant_method", quantization.method, f"null for {refused}")
+    if not isinstance(model, DecoderConfig) or model.experts is None:
+        return
+    if quantization.scheme_of(f"{model.names.block(0)}experts.0.up_proj"):
+        not_implemented("quantization_config.quant_method", quantization.method, "null for experts")
 
 
 def _reason_without_config(folder: Path) -> str:

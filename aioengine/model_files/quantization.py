@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import fnmatch
-import re
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, NoReturn, cast
 
 from msgspec import Struct
 
-from aioengine.api.checks import shown
 from aioengine.families._block_config import TensorSpec, TensorSpecs
 from aioengine.families._fields import decode, not_implemented
 from aioengine.families._tensors import plain_tensors
+from aioengine.model_files import folder_files
+from aioengine.model_files.config_patterns import ConfigPatterns
+from aioengine.model_files.quantized_formats import working
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from aioengine.families._block_config import LinearShape
 
 FP8_BLOCK: Final = 128
+BLOCK_SCALES: Final = 256
+"""Scales of bitsandbytes that share a scale."""
 WORD: Final = 32
 """Bits of the integers that hold packed codes."""
 
-UNUSED: Final = (".weight_shape", ".input_scale", ".k_scale", ".v_scale", ".output_scale")
-"""Endings of the names of tensors that are not loaded. Inputs are quantized with a scale per token, which is at least
-as exact as a stored scale.
+TEXTS: Final = (".bitsandbytes__nf4", ".bitsandbytes__fp4")
+"""Endings of the names of tensors that have the bytes of a JSON text. A file may have fewer than ``MAX_TEXT``."""
+MAX_TEXT: Final = 512
+UNUSED: Final = (
+    *(".weight_shape", ".input_scale", ".q_scale", ".k_scale", ".v_scale", ".output_scale"),
+    *(".quant_map", *TEXTS),
+)
+"""Endings of the names of tensors that are not loaded, except if a layer reads them. Inputs are quantized with a scale
+per token, which is at least as exact as a stored scale.
 """
 
-Layout = Literal["fp8", "int8", "packed", "awq", "gptq"]
+Layout = Literal["fp8", "int8", "packed", "awq", "gptq", "bitsandbytes"]
 
 
 class PackedTensor(NamedTuple):
@@ -38,6 +50,8 @@ class PackedTensor(NamedTuple):
         outputs, inputs: outputs and inputs per entry of their axis; 0: the tensor has no such axis.
         is_inputs_first: the axis of the inputs comes first.
         per_element: parameters of the model per element.
+        size: entries of a tensor whose size does not depend on the layer; 0: it does.
+        weights: weights per entry of a tensor that has one axis for all weights; 0: it has not.
     """
 
     dtype: str
@@ -45,9 +59,13 @@ class PackedTensor(NamedTuple):
     inputs: int = 0
     is_inputs_first: bool = False
     per_element: int = 0
+    size: int = 0
+    weights: int = 0
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         """Return the shape for a layer [O, D]. A last incomplete group has an entry."""
+        if self.size or self.weights:
+            return (self.size or -(-outputs * inputs // self.weights),)
         sizes = [-(-size // unit) for size, unit in ((outputs, self.outputs), (inputs, self.inputs)) if unit]
         return tuple(reversed(sizes) if self.is_inputs_first else sizes)
 
@@ -61,15 +79,17 @@ class Scheme(Struct, frozen=True, kw_only=True):
 
     Attributes:
         layout: "fp8" and "int8" store one number per weight. The inputs of "int8" are quantized too, with a scale per
-            token. The others store codes packed into 32-bit integers: "packed" as compressed-tensors does, "awq" and
-            "gptq" as these libraries do.
+            token. The others store packed codes: "packed" as compressed-tensors does, "awq", "gptq" and "bitsandbytes"
+            as these libraries do.
         bits: of a code.
         group: inputs that share a scale; 0: all inputs of an output; -1: the layer has one scale.
         block: size of the square blocks that share a scale; 0: there are none.
         scale: the name of the scales.
         has_zeros: groups have zero points.
         has_order: each input belongs to the group that ``g_idx`` names.
-        zero_shift: is added to stored zero points.
+        has_lower_zeros: stored zero points are lower by 1.
+        table: the name of the numbers that codes stand for: "nf4" or "fp4"; "": codes are integers.
+        has_scale_codes: scales are stored as codes of 8 bits.
     """
 
     layout: Layout
@@ -79,7 +99,9 @@ class Scheme(Struct, frozen=True, kw_only=True):
     scale: str = "weight_scale"
     has_zeros: bool = False
     has_order: bool = False
-    zero_shift: int = 0
+    has_lower_zeros: bool = False
+    table: str = ""
+    has_scale_codes: bool = False
 
     def tensors(self, inputs: int) -> dict[str, PackedTensor]:
         """Return the tensors of a layer by the last part of their names, without a bias."""
@@ -111,6 +133,17 @@ class Scheme(Struct, frozen=True, kw_only=True):
                     "scales": PackedTensor("", 1, group, True),
                     "g_idx": PackedTensor("I32", 0, 1),
                 }
+            case "bitsandbytes":
+                weight = PackedTensor("U8", 1, 2, per_element=2)
+                if not self.has_scale_codes:
+                    return {"weight": weight, self.scale: PackedTensor("", 1, group)}
+                return {
+                    "weight": weight,
+                    self.scale: PackedTensor("U8", 1, group),
+                    "weight.nested_absmax": PackedTensor("", weights=BLOCK_SCALES * group),
+                    "weight.nested_quant_map": PackedTensor("", size=256),
+                    f"weight.quant_state.bitsandbytes__{self.table}": PackedTensor("U8", size=MAX_TEXT),
+                }
 
     def specs(self, linear: LinearShape, *, is_on_cpu: bool = False) -> TensorSpecs:
         """Describe the tensors of a linear layer. is_on_cpu: fp8 weights are converted when they are loaded."""
@@ -131,13 +164,11 @@ class Quantization(Struct, frozen=True, kw_only=True):
 
     Attributes:
         method: its name in config.json.
-        groups: names of layers -> how they are stored. The first match counts.
-        skipped: names of layers that are not quantized.
+        rules: whether a rule is for the layer of a name, and how it is stored; None: not quantized. The first counts.
     """
 
     method: str
-    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
-    skipped: tuple[str, ...] = ()
+    rules: tuple[tuple[Callable[[str], bool], Scheme | None], ...]
 
     def tensors_of(self, linear: LinearShape, *, is_on_cpu: bool = False) -> TensorSpecs:
         """Describe the tensors of a linear layer (``LinearTensors``). is_on_cpu: see ``Scheme.specs``."""
@@ -145,30 +176,28 @@ class Quantization(Struct, frozen=True, kw_only=True):
         return plain_tensors(linear) if scheme is None else scheme.specs(linear, is_on_cpu=is_on_cpu)
 
     def scheme_of(self, name: str) -> Scheme | None:
-        """Return how the layer ``name`` is stored; None: it is not quantized."""
-        if any(_matches(pattern, name) for pattern in self.skipped):
-            return None
-        return next((scheme for names, scheme in self.groups if any(_matches(each, name) for each in names)), None)
+        """Return how the layer ``name`` is stored; None: it is not quantized.
+
+        Raises ValueError if the patterns of config.json take too long.
+        """
+        return next((scheme for matches, scheme in self.rules if matches(name)), None)
+
+    def per_element(self, tensor: str) -> int:
+        """Return the parameters of the model per element of a checkpoint tensor."""
+        layer, _, last = tensor.rpartition(".")
+        if layer.endswith(".weight"):
+            layer, last = layer.removesuffix(".weight"), f"weight.{last}"
+        scheme = self.scheme_of(layer)
+        stored = None if scheme is None else scheme.tensors(1).get(last)
+        return 1 if stored is None else stored.per_element
 
 
 ALL: Final = "Linear"
 """Stands for all linear layers."""
 _HEADS: Final = ("lm_head", "score", "embed_out")
 """Layers that most methods do not quantize, and do not list in config.json."""
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern of config.json matches the name of a layer.
-
-    A pattern is a part of the name between dots, a glob, or a regular expression that starts with "re:".
-    """
-    if pattern == ALL:
-        return True
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    if "*" in pattern:
-        return fnmatch.fnmatchcase(name, pattern)
-    return f".{pattern}." in f".{name}."
+_EXPRESSION: Final = "re:"
+"""Beginning of a regular expression, which must match the beginning of a name."""
 
 
 class _Weights(Struct, frozen=True):
@@ -188,6 +217,19 @@ class _Group(Struct, frozen=True):
     targets: tuple[str, ...] = (ALL,)
     weights: _Weights | None = None
     input_activations: _Weights | None = None
+    format: str | None = None
+
+
+class _Sparsity(Struct, frozen=True):
+    format: str = "dense"
+
+
+class _Override(Struct, frozen=True):
+    """An entry of ``dynamic``, in a config of GPTQ."""
+
+    bits: int | None = None
+    group_size: int | None = None
+    desc_act: bool | None = None
 
 
 class _Config(Struct, frozen=True):
@@ -210,10 +252,33 @@ class _Config(Struct, frozen=True):
     desc_act: bool = False
     checkpoint_format: str = "gptq"
     lm_head: bool = False
-    dynamic: dict[str, object] | None = None
+    dynamic: dict[str, _Override] | None = None
     # compressed-tensors
     config_groups: dict[str, _Group] = {}
     ignore: list[str] | None = None
+    format: str = ""
+    sparsity_config: _Sparsity = _Sparsity()
+    transform_config: dict[str, object] = {}
+    # bitsandbytes
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_quant_storage: str = "uint8"
+    llm_int8_skip_modules: list[str] | None = None
+
+
+_Rules = list[tuple[str, "Scheme | None"]]
+
+
+def read_config(folder: Path) -> dict[str, object] | None:
+    """Return config.json; None if there is none. Older versions of ModelOpt write the quantization to another file."""
+    config = folder_files.read_json(folder / folder_files.CONFIG, dict[str, object])
+    if config is None or config.get("quantization_config") is not None:
+        return config
+    older = folder_files.read_object(folder / "hf_quant_config.json").get("quantization")
+    if not isinstance(older, dict):
+        return config
+    return config | {"quantization_config": {"quant_method": "modelopt", **cast("dict[str, object]", older)}}
 
 
 def split_config(raw: Mapping[str, object]) -> tuple[Mapping[str, object], Quantization | None]:
@@ -241,52 +306,64 @@ def read_quantization(raw: Mapping[str, object]) -> Quantization:
     """Read a ``quantization_config``.
 
     Raises:
-        ValueError: the format is not implemented; the message says what would work.
+        ValueError: the format is not implemented, or a pattern is invalid; the message says what would work.
     """
     config = decode({name: value for name, value in raw.items() if value is not None}, _Config, "quantization_config")
-    skipped = (*(config.modules_to_not_convert or ()), *(config.ignored_layers or ()))
-    method = config.quant_method
-    match method:
+    patterns = ConfigPatterns("quantization_config")
+    rules = tuple((_matcher(pattern, patterns), scheme) for pattern, scheme in _rules(config))
+    return Quantization(method=config.quant_method, rules=rules)
+
+
+def _matcher(pattern: str, patterns: ConfigPatterns) -> Callable[[str], bool]:
+    """Return a function that tells whether the name of a layer matches a pattern.
+
+    ``pattern``: a part of the name between dots, a glob, ``ALL``, or a regular expression.
+    """
+    if pattern.startswith(_EXPRESSION):
+        compiled = patterns.compiled("a list of layers", rf"\A(?:{pattern.removeprefix(_EXPRESSION)})")
+        return partial(patterns.matches, compiled)
+    if "*" in pattern:
+        return lambda name: fnmatch.fnmatchcase(name, pattern)
+    return lambda name: pattern == ALL or f".{pattern}." in f".{name}."
+
+
+def _rules(config: _Config) -> _Rules:
+    """Return ``Quantization.rules`` with patterns as strings."""
+    skipped = _skipped(config.modules_to_not_convert, config.ignored_layers, config.exclude_modules, config.ignore)
+    match config.quant_method:
         case "fp8":
-            return _single(method, _fp8(config), (*skipped, *_HEADS))
+            return [*skipped, *_skipped(_HEADS), (ALL, _fp8(config))]
         case "fbgemm_fp8":
-            return _single(method, Scheme(layout="fp8"), (*skipped, *_HEADS))
+            return [*skipped, *_skipped(_HEADS), (ALL, Scheme(layout="fp8"))]
         case "modelopt":
-            if config.quant_algo != "FP8":
-                _refuse("quant_algo", config.quant_algo, "FP8")
-            return _single(
-                method, Scheme(layout="fp8", group=-1), (*(config.exclude_modules or ()), *(config.ignore or ()))
-            )
+            return [*skipped, (ALL, _modelopt(config))]
         case "awq":
-            if config.bits != 4 or config.version not in {"gemm", "GEMM"} or not config.zero_point:
-                _refuse("version", config.version, "version gemm with bits 4 and zero_point true")
+            if config.version.lower() != "gemm":
+                _refuse("version", config.version, "gemm")
+            if config.bits != 4:
+                _refuse("bits", config.bits, "4")
+            if not config.zero_point:
+                _refuse("zero_point", config.zero_point, "true")
             scheme = Scheme(layout="awq", bits=4, group=max(config.group_size, 0), scale="scales", has_zeros=True)
-            return _single(method, scheme, (*skipped, *_HEADS))
+            return [*skipped, *_skipped(_HEADS), (ALL, scheme)]
         case "gptq":
-            return _gptq(config, skipped)
+            return [*skipped, *([] if config.lm_head else _skipped(_HEADS)), *_gptq(config)]
         case "compressed-tensors":
-            groups = tuple((group.targets, _compressed(group)) for group in config.config_groups.values())
-            _check_expressions([*(config.ignore or ()), *(name for names, _ in groups for name in names)])
-            return Quantization(method=method, groups=groups, skipped=tuple(config.ignore or ()))
-        case _:
-            _refuse("quant_method", method, "fp8, fbgemm_fp8, modelopt, awq, gptq, compressed-tensors")
+            return skipped + _compressed_rules(config)
+        case "bitsandbytes":
+            return [*_skipped(config.llm_int8_skip_modules or _HEADS), (ALL, _bitsandbytes(config))]
+        case "mxfp4":
+            _refuse("quant_method", "mxfp4", "mxfp4 in models of type gpt_oss")
+        case method:
+            _refuse("quant_method", method, f"{working('quant_method')}, and models that are not quantized")
 
 
-def _check_expressions(patterns: Sequence[str]) -> None:
-    """Raise ValueError for a pattern that is no valid regular expression."""
-    for pattern in patterns:
-        try:
-            _matches(pattern, "")
-        except re.error as error:
-            raise ValueError(f"quantization_config has the pattern {shown(pattern)}, which is wrong: {error}") from None
+def _skipped(*patterns: Iterable[str] | None) -> _Rules:
+    return [(pattern, None) for some in patterns for pattern in some or ()]
 
 
 def _refuse(field: str, value: object, implemented: str) -> NoReturn:
     not_implemented(f"quantization_config.{field}", value, implemented)
-
-
-def _single(method: str, scheme: Scheme, skipped: tuple[str, ...]) -> Quantization:
-    return Quantization(method=method, groups=(((ALL,), scheme),), skipped=skipped)
 
 
 def _fp8(config: _Config) -> Scheme:
@@ -299,23 +376,78 @@ def _fp8(config: _Config) -> Scheme:
     return Scheme(layout="fp8", block=FP8_BLOCK, scale="weight_scale_inv")
 
 
-def _gptq(config: _Config, skipped: tuple[str, ...]) -> Quantization:
-    if config.bits not in {4, 8}:
-        _refuse("bits", config.bits, "4, 8")
+def _modelopt(config: _Config) -> Scheme | None:
+    schemes = {
+        "": None,  # only the KV cache is quantized
+        "FP8": Scheme(layout="fp8", group=-1),
+        "FP8_PER_CHANNEL_PER_TOKEN": Scheme(layout="fp8"),
+        "FP8_PB_WO": Scheme(layout="fp8", block=FP8_BLOCK),
+    }
+    if config.quant_algo not in schemes:
+        _refuse("quant_algo", config.quant_algo, ", ".join(filter(None, schemes)))
+    return schemes[config.quant_algo]
+
+
+def _gptq(config: _Config) -> _Rules:
     if config.checkpoint_format not in {"gptq", "gptq_v2"}:
         _refuse("checkpoint_format", config.checkpoint_format, "gptq, gptq_v2")
-    if config.dynamic:
-        _refuse("dynamic", config.dynamic, "null")
-    scheme = Scheme(
-        layout="gptq",
-        bits=config.bits,
-        group=max(config.group_size, 0),
-        scale="scales",
-        has_zeros=True,
-        has_order=config.desc_act,
-        zero_shift=1 if config.checkpoint_format == "gptq" else 0,
+    rules: _Rules = []
+    for pattern, override in {**(config.dynamic or {}), ALL: _Override()}.items():
+        bits = config.bits if override.bits is None else override.bits
+        if bits not in {4, 8}:
+            _refuse("bits", bits, "4, 8")
+        group = config.group_size if override.group_size is None else override.group_size
+        scheme = Scheme(
+            layout="gptq",
+            bits=bits,
+            group=max(group, 0),
+            scale="scales",
+            has_zeros=True,
+            has_order=config.desc_act if override.desc_act is None else override.desc_act,
+            has_lower_zeros=config.checkpoint_format == "gptq",
+        )
+        expression = pattern if pattern == ALL else _EXPRESSION + pattern.removeprefix("-:").removeprefix("+:")
+        rules.append((expression, None if pattern.startswith("-:") else scheme))
+    return rules
+
+
+def _bitsandbytes(config: _Config) -> Scheme:
+    if config.load_in_8bit:
+        _refuse("load_in_8bit", True, "load_in_4bit, and models that are not quantized")
+    if config.bnb_4bit_quant_type not in {"nf4", "fp4"}:
+        _refuse("bnb_4bit_quant_type", config.bnb_4bit_quant_type, "nf4, fp4")
+    if config.bnb_4bit_quant_storage != "uint8":
+        _refuse("bnb_4bit_quant_storage", config.bnb_4bit_quant_storage, "uint8")
+    return Scheme(
+        layout="bitsandbytes",
+        bits=4,
+        group=64,
+        scale="weight.absmax",
+        table=config.bnb_4bit_quant_type,
+        has_scale_codes=config.bnb_4bit_use_double_quant,
     )
-    return _single("gptq", scheme, skipped if config.lm_head else (*skipped, *_HEADS))
+
+
+def _compressed_rules(config: _Config) -> _Rules:
+    """Return the rules for the targets of compressed-tensors: first full names, then expressions, then classes."""
+    if config.sparsity_config.format != "dense":
+        _refuse("sparsity_config.format", config.sparsity_config.format, "dense")
+    if config.transform_config:
+        _refuse("transform_config", config.transform_config, "null")
+    groups = config.config_groups.values()
+    for stored in (config.format, *(group.format for group in groups)):
+        if stored and stored not in _FORMATS:
+            _refuse("format", stored, ", ".join(_FORMATS))
+    rules: _Rules = []
+    for group in groups:
+        for target in group.targets:
+            if target != ALL and target.isidentifier() and target[0].isupper():
+                _refuse("config_groups.targets", target, f"{ALL}, and names of linear layers")
+            rules.append((target, _compressed(group)))
+    return sorted(rules, key=lambda rule: (rule[0] == ALL, rule[0].startswith(_EXPRESSION)))
+
+
+_FORMATS: Final = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 
 
 def _compressed(group: _Group) -> Scheme:
@@ -346,5 +478,5 @@ def _compressed(group: _Group) -> Scheme:
         bits=weights.num_bits,
         group=size,
         has_zeros=not weights.symmetric,
-        has_order=weights.actorder in {"group", True},
+        has_order=weights.actorder in {"group", "dynamic", True},
     )

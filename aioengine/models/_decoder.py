@@ -13,7 +13,7 @@ import torch
 from aioengine.attention._base import AttentionShape
 from aioengine.families._config import Task
 from aioengine.families._tensors import block_tensors
-from aioengine.layers.embedding import EmbeddingTable
+from aioengine.layers.embedding import EmbeddingTable, token_embeddings
 from aioengine.layers.linear import Linear, adaptable_linears
 from aioengine.layers.mixer import BlockStep
 from aioengine.layers.norm import add_to_stream, make_norm
@@ -66,7 +66,10 @@ class DecoderModel(TextModel):
         short_length = config.short_length if is_longer else 0
         self.state_shape = None if config.stateful is None else _state_shape(config, options.dtype)
         self.input_spec = InputSpec(short_length=short_length, states=self.state_shape is not None)
-        self._embedding = EmbeddingTable(options.empty(config.vocab_size, config.hidden_size), options)
+        head = config.head
+        self._device = options.device
+        is_tied = not head and self.task is Task.GENERATE
+        self._embedding = token_embeddings(config.vocab_size, config.hidden_size, options, is_head=is_tied)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=options.dtype).item()
         self._positions: EmbeddingTable | None = None
         if config.names.positions:
@@ -84,7 +87,6 @@ class DecoderModel(TextModel):
         self._last_norm = previous_norm
         self._block_kinds = _first_of_each_kind(config)
         self._norm = make_norm(config.norm, config.hidden_size, config.epsilon, options)
-        head = config.head
         has_bias = config.head_bias and config.names.head in head
         self._head = Linear(config.hidden_size, head, options, bias=has_bias) if head else None
         self._logits: Matmul | None = self._head
@@ -139,11 +141,11 @@ class DecoderModel(TextModel):
         return self._norm(x) if delta is None else add_to_stream(delta, x, self._last_norm, self._norm)
 
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
-        weight = self._embedding.weight
-        positions = torch.zeros(num_tokens, dtype=torch.int64, device=weight.device)
+        positions = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         step = self._step(ModelInputs(positions=positions), attention)
         for layer in self._block_kinds:
-            self._blocks[layer](weight.new_zeros(num_tokens, self.hidden_size), None, step, outputs=None)
+            x = torch.zeros(num_tokens, self.hidden_size, dtype=self.dtype, device=self._device)
+            self._blocks[layer](x, None, step, outputs=None)
 
     def _step(self, inputs: ModelInputs, attention: StepAttention) -> BlockStep:
         """Return the arguments of the blocks. Without states in the inputs, use states that are dropped."""

@@ -176,7 +176,7 @@ class Swaps(Layer):
         self._swap_parts("", model)
 
     def _swap_parts(self, prefix: str, parent: nn.Module) -> None:
-        linears: defaultdict[tuple[int, bool], dict[str, nn.Linear]] = defaultdict(dict)
+        linears: defaultdict[tuple[int, bool, int], dict[str, nn.Linear]] = defaultdict(dict)
         for name, child in list(parent.named_children()):
             x = self._inputs.get(child)
             if child is self._head and child not in self._free and type(child) is nn.Linear and child.bias is None:
@@ -191,7 +191,8 @@ class Swaps(Layer):
                 self._swap_parts(f"{prefix}{name}.", child)
             elif self._can_replace(child):
                 linear = cast("nn.Linear", child)
-                linears[id(x), linear.bias is None][name] = linear
+                stored = self._placement.format_of(f"{prefix}{name}")
+                linears[id(x), linear.bias is None, id(stored)][name] = linear
             elif (norm := find_norm(child, x, self._placement)) is not None:
                 self._norms[f"{prefix}{name}"] = norm
                 self._put(parent, name, _Function(partial(_on_rows, norm)))

@@ -40,7 +40,6 @@ class ImageDecoder(DecoderModel):
         self.image_token_id = config.image_token_id
         self.num_deepstack = config.num_deepstack
         self._towers_config = config
-        self._device = options.device
         self._tower = _tower(raw, options)
 
     def own_weights(self) -> dict[str, Target]:

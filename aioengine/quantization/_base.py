@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
+from aioengine.kernels import code_linear
 from aioengine.kernels.activation import activate_and_mul
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
+    from aioengine.kernels.codes import Codes
     from aioengine.kernels.linear import Matmul
 
 Tensors = dict[str, "Tensor"]
@@ -50,6 +53,7 @@ class LinearSpec(NamedTuple):
         dtype: of the activations.
         is_gated: the layer needs ``Prepared.gated``.
         batch_invariant: on a GPU, the result for a row must not depend on the number of rows.
+        order: [O] int64, the index in the loaded tensors of each output; None: the outputs are in order.
     """
 
     in_features: int
@@ -59,6 +63,7 @@ class LinearSpec(NamedTuple):
     device: torch.device
     is_gated: bool = False
     batch_invariant: bool = False
+    order: Tensor | None = None
 
     def empty_bias(self) -> Tensors:
         """Return the uninitialized bias [O] as the entry of its name; {} without a bias."""
@@ -70,7 +75,13 @@ class LinearSpec(NamedTuple):
 
 
 class LinearFormat(Protocol):
-    """The tensors of a linear layer, their preparation after loading, and the matmul. One object serves all layers."""
+    """The tensors of a linear layer, their preparation after loading, and the matmul. One object serves all layers.
+
+    Attributes:
+        reorders: ``prepare`` and ``restore`` apply ``LinearSpec.order``. Otherwise the layer reorders the tensors.
+    """
+
+    reorders: bool
 
     def empty(self, layer: LinearSpec) -> Tensors:
         """Allocate the tensors to load into, uninitialized."""
@@ -90,3 +101,66 @@ class LinearFormat(Protocol):
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
         """Make the matmul from loaded tensors, and keep only the tensors that it reads."""
         ...
+
+
+class RowWriter(NamedTuple):
+    """Quantizes the rows of a weight [O, D] while they are loaded.
+
+    Attributes:
+        placeholder: has the shape, dtype and device of the weight, but no memory.
+        write: quantizes values [R, D] into the rows from the first argument on.
+        scales: not finite where loaded values are not.
+        num_bytes: of the quantized weight.
+        is_whole: ``write`` needs all rows at once.
+    """
+
+    placeholder: Tensor
+    write: Callable[[int, Tensor], None]
+    scales: Tensor
+    num_bytes: int
+    is_whole: bool = False
+
+    def transposed(self) -> RowWriter:
+        """Return a writer of values [D, O]."""
+        return self._replace(
+            placeholder=self.placeholder.t(), write=lambda first, values: self.write(first, values.t()), is_whole=True
+        )
+
+
+class CodesFormat(ABC):
+    """A ``LinearFormat`` that keeps weights as ``Codes``. It can also store a table of embeddings."""
+
+    reorders: bool = False
+
+    @abstractmethod
+    def empty(self, layer: LinearSpec) -> Tensors:
+        """See ``LinearFormat``."""
+
+    @abstractmethod
+    def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
+        """See ``LinearFormat``. Return () for a tensor that is not in the checkpoint."""
+
+    @abstractmethod
+    def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:
+        """See ``LinearFormat``."""
+
+    def writers(self, layer: LinearSpec, tensors: Tensors) -> Mapping[str, Sequence[RowWriter]]:
+        """Return the tensors that are quantized while they are loaded, with a writer for each fused layer."""
+        return {}
+
+    @abstractmethod
+    def codes(self, layer: LinearSpec, tensors: Tensors) -> Codes:
+        """Return the weight [O, D] from loaded tensors."""
+
+    @abstractmethod
+    def tensors(self, layer: LinearSpec, codes: Codes) -> Tensors:
+        """Undo ``codes``."""
+
+    def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
+        """See ``LinearFormat``."""
+        bias = tensors.get("bias")
+        others = {} if bias is None else {"bias": bias}
+        matmul, restore = code_linear.prepare(
+            self.codes(layer, tensors), bias, layer.dtype, batch_invariant=layer.batch_invariant
+        )
+        return layer.prepared(matmul, lambda: self.tensors(layer, restore()) | others)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class PlainFormat:
     """Implements ``LinearFormat``. On a CPU the weight is packed for oneDNN, and the unpacked one is dropped."""
 
+    reorders = False
+
     def empty(self, layer: LinearSpec) -> Tensors:
         shape = sum(layer.sizes), layer.in_features
         return {"weight": torch.empty(shape, dtype=layer.dtype, device=layer.device), **layer.empty_bias()}

@@ -5,10 +5,12 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import torch
 
 from aioengine.kernels import code_linear, int8_linear
-from aioengine.kernels.codes import PACKED_COLUMNS, Codes, pack, pack_nibbles, unpack
+from aioengine.kernels.codes import Codes, pack, pack_nibbles, piece_of, unpack
+from aioengine.model_files.quantization import BLOCK_SCALES, MAX_TEXT, TEXTS
 from aioengine.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
@@ -19,15 +21,44 @@ if TYPE_CHECKING:
     from aioengine.model_files.quantization import Quantization, Scheme
     from aioengine.quantization._base import Axis, LinearFormat, LinearSpec, Prepared, Tensors
 
-_DTYPES: Final = {"": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32}
+_DTYPES: Final = {
+    "": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output i of eight is at this place in its word."""
-_SMALL: Final = ("bias", "qzeros", "weight_zero_point", "g_idx", "weight_g_idx")
-"""Tensors that are kept to restore them."""
+_RESTORED: Final = ("weight", "weight_packed", "qweight", "scales")
+"""Tensors that are restored from codes. The others are small or read by the product, and are kept."""
+_ONES: Final = {4: 0x11111111, 8: 0x01010101}
+"""Words of codes that are 1."""
+_FP4: Final = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)
+_TABLES: Final = {
+    "fp4": (*_FP4, *(-number for number in _FP4)),
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+}
+"""The numbers of bitsandbytes for 4-bit codes."""
+
+
+class _QuantState(msgspec.Struct):
+    """A text in checkpoints of bitsandbytes."""
+
+    blocksize: int
+    nested_blocksize: int
+    nested_offset: float
 
 
 class StoredFormat:
     """Implements ``LinearFormat`` for a scheme."""
+
+    reorders = True
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
@@ -37,10 +68,16 @@ class StoredFormat:
         for name, stored in self.scheme.tensors(layer.in_features).items():
             shapes = [stored.shape(size, layer.in_features) for size in layer.sizes]
             shape = [len(shapes), *shapes[0]]
-            if stored.outputs:
+            if stored.outputs or stored.weights:
                 shape, dim = [*shapes[0]], stored.dim_of("outputs")
                 shape[dim] = sum(part[dim] for part in shapes)
             tensors[name] = torch.empty(shape, dtype=_DTYPES[stored.dtype], device=layer.device)
+            if name.endswith("g_idx"):  # values of a valid layer, for dummy weights
+                tensors[name].copy_(torch.arange(layer.in_features) // (self.scheme.group or layer.in_features))
+            elif name.endswith(TEXTS):
+                state = _QuantState(blocksize=self.scheme.group, nested_blocksize=BLOCK_SCALES, nested_offset=1.0)
+                text = msgspec.json.encode(state).ljust(MAX_TEXT, b"\0")
+                tensors[name].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         return tensors | layer.empty_bias()
 
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
@@ -48,9 +85,10 @@ class StoredFormat:
         if name == "bias":
             return tensor.split(layer.sizes)
         stored = self.scheme.tensors(layer.in_features)[name]
-        if not stored.outputs:
+        if not stored.outputs and not stored.weights:
             return tensor.unbind()
-        return tensor.split([-(-size // stored.outputs) for size in layer.sizes], stored.dim_of("outputs"))
+        dim = stored.dim_of("outputs")
+        return tensor.split([stored.shape(size, layer.in_features)[dim] for size in layer.sizes], dim)
 
     def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:
         if name == "bias":
@@ -60,16 +98,16 @@ class StoredFormat:
         return (stored.dim_of(axis), unit) if unit else None
 
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
-        bias = tensors.get("bias")
-        others = {name: tensor for name, tensor in tensors.items() if name in _SMALL}
+        others = {name: tensor for name, tensor in tensors.items() if name not in _RESTORED}
+        bias, order = tensors.get("bias"), layer.order
+        loaded = self._codes(layer, tensors)
+        if order is not None:
+            bias = None if bias is None else bias[order]
+            order = order.argsort()
         if self.scheme.layout == "int8":
-            matmul = int8_linear.prepare(tensors["weight"], self._scales(layer, tensors), bias)
-            return layer.prepared(matmul, lambda: tensors)
-        if self.scheme.layout == "fp8":
-            others[self.scheme.scale] = tensors[self.scheme.scale]
-            loaded = [Codes(tensors["weight"], self._scales(layer, tensors))]
-        else:
-            loaded = self._codes(layer, tensors)
+            [codes] = loaded
+            matmul = int8_linear.prepare(codes.packed, codes.scales, bias)
+            return layer.prepared(matmul, lambda: others | self._stored([codes], order))
         biases = [bias] if bias is None or len(loaded) == 1 else bias.split(layer.sizes)
         parts = [
             code_linear.prepare(codes, part_bias, layer.dtype, batch_invariant=layer.batch_invariant)
@@ -81,73 +119,108 @@ class StoredFormat:
             return torch.cat([part.matmul(x) for part in parts], 1)
 
         def restore() -> Tensors:
-            return others | self._stored([part.restore() for part in parts])
+            return others | self._stored([part.restore() for part in parts], order)
 
         return layer.prepared(joined if len(parts) > 1 else parts[0].matmul, restore)
 
     def _scales(self, layer: LinearSpec, tensors: Tensors) -> Tensor:
-        """Return the scale of each output, [O, 1], or of each of its blocks, [O, D / 128]."""
-        scales = tensors[self.scheme.scale]
-        if self.scheme.group < 0:
+        """Return the scales [O, G]."""
+        scheme = self.scheme
+        scales = tensors[scheme.scale]
+        if scheme.group < 0:
             return scales.repeat_interleave(torch.tensor(layer.sizes, device=scales.device)).unsqueeze(1)
-        if not self.scheme.block:
-            return scales
-        parts = zip(self.split(layer, self.scheme.scale, scales), layer.sizes, strict=True)
-        return torch.cat([part.repeat_interleave(self.scheme.block, 0)[:size] for part, size in parts])
+        if scheme.block:
+            parts = zip(self.split(layer, scheme.scale, scales), layer.sizes, strict=True)
+            return torch.cat([part.repeat_interleave(scheme.block, 0)[:size] for part, size in parts])
+        if scheme.has_scale_codes:
+            return self._decoded_scales(layer, tensors)
+        return scales.t() if scheme.layout in {"awq", "gptq"} else scales
+
+    def _decoded_scales(self, layer: LinearSpec, tensors: Tensors) -> Tensor:
+        """Return the scales [O, D / 64] of bitsandbytes, stored as codes. Raises ValueError for a damaged text."""
+        scheme = self.scheme
+        names = scheme.scale, "weight.nested_absmax", "weight.nested_quant_map"
+        texts = tensors[f"weight.quant_state.bitsandbytes__{scheme.table}"]
+        scales: list[Tensor] = []
+        for codes, nested, table, text in zip(
+            *(self.split(layer, name, tensors[name]) for name in names), texts.cpu(), strict=True
+        ):
+            try:
+                state = msgspec.json.decode(bytes(text.tolist()).rstrip(b"\0"), type=_QuantState)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise ValueError(f"a quant_state of bitsandbytes is damaged: {error}") from error
+            if (state.blocksize, state.nested_blocksize) != (scheme.group, BLOCK_SCALES):
+                sizes = f"{state.blocksize} and {state.nested_blocksize}"
+                raise ValueError(f"bitsandbytes has blocks of {sizes}; what works: {scheme.group} and {BLOCK_SCALES}")
+            wide = nested.repeat_interleave(BLOCK_SCALES)[: codes.numel()].view_as(codes)
+            scales.append(table[codes.int()] * wide + state.nested_offset)
+        return torch.cat(scales)
 
     def _codes(self, layer: LinearSpec, tensors: Tensors) -> list[Codes]:
         """Return the codes of the layer, or of each part if the parts have different orders of inputs."""
-        bits, outputs, scales = self.scheme.bits, sum(layer.sizes), tensors[self.scheme.scale]
-        zeros = torch.full((), 1 << bits - 1, device=scales.device)
+        bits, scales = self.scheme.bits, self._scales(layer, tensors)
+        table: Tensor | None = None
+        zeros: Tensor | None = None
         match self.scheme.layout:
             case "awq":
                 codes = unpack(tensors["qweight"], bits, 1, _AWQ_ORDER).t()
                 zeros = unpack(tensors["qzeros"], bits, 1, _AWQ_ORDER).t()
-                scales = scales.t()
             case "gptq":
-                codes = unpack(tensors["qweight"], bits, 0).t()
-                zeros = unpack(tensors["qzeros"], bits, 1).t().int() + self.scheme.zero_shift
-                scales = scales.t()
-            case _:
+                codes, words = unpack(tensors["qweight"], bits, 0).t(), tensors["qzeros"]
+                if self.scheme.has_lower_zeros:  # the library subtracts from words: a code of 0 borrows from the next
+                    words = words + _ONES[bits]
+                zeros = unpack(words, bits, 1).t()
+            case "packed":
                 codes = unpack(tensors["weight_packed"], bits, 1)
+                zeros = torch.full_like(scales, 1 << bits - 1)
                 if self.scheme.has_zeros:
                     zeros = unpack(tensors["weight_zero_point"], bits, 0)
-        if layer.in_features % scales.shape[1] or (bits == 4 and layer.in_features % PACKED_COLUMNS):
-            inputs, num_groups = layer.in_features, scales.shape[1]
+            case "bitsandbytes":
+                codes = torch.stack((tensors["weight"] >> 4, tensors["weight"] & 15), -1).flatten(1)
+                table = torch.tensor(_TABLES[self.scheme.table], device=codes.device)
+            case _:
+                codes = tensors["weight"]
+        inputs, num_groups = layer.in_features, scales.shape[1]
+        if zeros is not None:
+            codes, zeros = codes[:, :inputs], zeros[: len(scales)].int()
+            if bits == 8:
+                codes, zeros = (codes ^ 128).view(torch.int8), zeros - 128
+        if (zeros is not None and inputs % num_groups) or (bits == 4 and not piece_of(inputs)):
             raise ValueError(f"{inputs} inputs cannot have {num_groups} equal groups of codes with {bits} bits")
-        codes = codes[:, : layer.in_features]
-        zeros = zeros.int() if zeros.dim() == 0 else zeros[:outputs].int()
-        if bits == 8:
-            codes, zeros = (codes ^ 128).view(torch.int8), zeros - 128
-        whole = Codes(codes, scales.contiguous(), (-zeros * scales).contiguous() if zeros.any() else None)
+        offsets = (-zeros * scales).contiguous() if zeros is not None and zeros.any() else None
+        whole = Codes(codes, scales.contiguous(), offsets, table=table)
+        if layer.order is not None:
+            whole = whole.with_outputs(layer.order)
         if not self.scheme.has_order:
             return [_packed(whole, bits, None)]
         groups = tensors["g_idx" if self.scheme.layout == "gptq" else "weight_g_idx"]
         orders = groups.argsort(dim=1, stable=True)
-        size = layer.in_features // scales.shape[1]
-        if not (groups.gather(1, orders) == torch.arange(layer.in_features, device=groups.device) // size).all():
+        size = inputs // num_groups
+        if not (groups.gather(1, orders) == torch.arange(inputs, device=groups.device) // size).all():
             raise ValueError(f"the groups of its inputs (g_idx) do not have {size} inputs each")
         if (orders == orders[0]).all():
             return [_packed(whole, bits, orders[0])]
         return [_packed(part, bits, order) for part, order in zip(whole.split(layer.sizes), orders, strict=True)]
 
-    def _stored(self, parts: Sequence[Codes]) -> Tensors:
-        """Undo ``_codes``, without the small tensors."""
-        if self.scheme.layout == "fp8":
-            return {"weight": parts[0].packed}
+    def _stored(self, parts: Sequence[Codes], order: Tensor | None) -> Tensors:
+        """Return ``_RESTORED`` from the codes of the parts. order: [O], the index in them of each stored output."""
         bits, layout = self.scheme.bits, self.scheme.layout
-        codes = torch.cat([part.in_input_order(part.unpacked()) for part in parts])
+        numbers = [part.in_input_order(part.unpacked()) for part in parts]
+        codes = torch.cat(numbers) if len(numbers) > 1 else numbers[0]
+        if order is not None:
+            codes = codes[order]
+        if layout in {"fp8", "int8"}:
+            return {"weight": codes}
+        if layout == "bitsandbytes":
+            return {"weight": codes[:, ::2] << 4 | codes[:, 1::2]}
         if bits == 8:
             codes = codes.view(torch.uint8) ^ 128
+        if layout == "packed":
+            return {"weight_packed": pack(codes, bits, 1)}
         scales = torch.cat([part.scales for part in parts])
-        tensors = {self.scheme.scale: scales if layout == "packed" else scales.t()}
-        if layout == "awq":
-            tensors["qweight"] = pack(codes.t(), bits, 1, _AWQ_ORDER)
-        elif layout == "gptq":
-            tensors["qweight"] = pack(codes.t(), bits, 0)
-        else:
-            tensors["weight_packed"] = pack(codes, bits, 1)
-        return {name: tensor.contiguous() for name, tensor in tensors.items()}
+        scales = scales if order is None else scales[order]
+        words = pack(codes.t(), bits, 1, _AWQ_ORDER) if layout == "awq" else pack(codes.t(), bits, 0)
+        return {"qweight": words.contiguous(), "scales": scales.t().contiguous()}
 
 
 def _packed(codes: Codes, bits: int, order: Tensor | None) -> Codes:
@@ -159,5 +232,5 @@ def _packed(codes: Codes, bits: int, order: Tensor | None) -> Codes:
 
 def formats(quantization: Quantization) -> Callable[[str], LinearFormat]:
     """Return the format of each linear layer of a quantized checkpoint, by name."""
-    by_scheme = {None: PLAIN, **{scheme: StoredFormat(scheme) for _, scheme in quantization.groups}}
+    by_scheme = {None: PLAIN, **{scheme: StoredFormat(scheme) for _, scheme in quantization.rules if scheme}}
     return lambda name: by_scheme[quantization.scheme_of(name)]

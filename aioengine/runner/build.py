@@ -19,9 +19,8 @@ from aioengine.attention._base import BackendUnavailableError
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
-from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
-from aioengine.model_files.quantization import split_config
+from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import AdaptableModel, ModelOptions
 from aioengine.protocol.messages import Progress
@@ -200,10 +199,8 @@ def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str) -> None
 
 
 def _model(settings: Settings, options: ModelOptions) -> Model:
-    if settings.model.implementation == TRANSFORMERS:
-        return _fallback(settings).load(options)
     folder = Path(settings.model.path)
-    config = folder_files.read_json(folder / "config.json", dict[str, object])
+    config = read_config(folder)
     if config is None:
         raise ValueError(f"{folder} has no config.json, which a model folder must have")
     if settings.model.task == Task.EMBED:
@@ -211,6 +208,8 @@ def _model(settings: Settings, options: ModelOptions) -> Model:
     config, quantization = split_config(config)
     if quantization is not None:
         options = dataclasses.replace(options, format_of=formats(quantization))
+    if settings.model.implementation == TRANSFORMERS:
+        return _fallback(settings).load(options)
     return models.build(config, options)
 
 
@@ -219,7 +218,7 @@ def _weights_bytes(settings: Settings, options: ModelOptions) -> int:
     options = dataclasses.replace(options, device=torch.device("meta"))
     if settings.model.implementation == TRANSFORMERS:
         return _fallback(settings).num_bytes(options)
-    return sum(target.tensor.nbytes for target in _model(settings, options).weights().values())
+    return sum(target.num_bytes for target in _model(settings, options).weights().values())
 
 
 def _fallback(settings: Settings) -> TransformersFolder:

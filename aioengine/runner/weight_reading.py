@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from aioengine.layers.placement import Target
     from aioengine.model_files.checkpoint import Entry
+    from aioengine.quantization._base import RowWriter
 
     Report = Callable[[int, int], None]
 
@@ -54,7 +55,8 @@ class _FilePart:
         begin: offset of its first byte in the file.
         shape: shape of the elements that are read.
         index: the part of these elements that is used.
-        target: the destination, in a parameter.
+        target: the destination, in a parameter, or a placeholder.
+        writer: quantizes the rows of a placeholder, from row ``first_row`` on.
         head_size: rows per head if the two halves of heads are interleaved; 0: they are not.
         same_bytes: the bytes [X] of ``target`` if the file has the same bytes; None: it has not.
     """
@@ -67,6 +69,17 @@ class _FilePart:
     index: tuple[slice | Tensor, ...] = ()
     head_size: int = 0
     same_bytes: Tensor | None = None
+    writer: RowWriter | None = None
+    first_row: int = 0
+
+    def store(self, content: Tensor) -> Tensor:
+        """Convert content [X] (bytes) to elements, store them, and return the elements [...] that must be finite."""
+        values = self.values(content)
+        if self.writer is not None:
+            self.writer.write(self.first_row, values)
+            return values
+        self.target.copy_(values)
+        return self.target
 
     def values(self, content: Tensor) -> Tensor:
         """Convert content [X] (bytes) to the elements of the target [...]."""
@@ -143,13 +156,17 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
         return
     head_size = entry.shape[0] // entry.num_heads if entry.num_heads and entry.shape else 0
     is_vector = len(entry.shape) < 2  # its rows have one element, but a quantized block has many
-    rows, source = None, target.source
+    rows, source, writer = None, target.source, target.writer
     is_in_rows = source is None or (source.dim == 0 and not head_size)
+    if writer is not None:
+        is_in_rows &= not (writer.is_whole or is_vector)
     if is_in_rows and not (is_vector and entry.dtype not in DTYPES):
         rows = _as_rows(target.tensor, 1 if is_vector else entry.shape[-1])
     if rows is None:
         tensor = target.tensor.detach()
-        yield _FilePart(entry, entry.begin, entry.num_bytes, entry.shape, tensor, target.index, head_size)
+        yield _FilePart(
+            entry, entry.begin, entry.num_bytes, entry.shape, tensor, target.index, head_size, writer=writer
+        )
         return
     unit_rows = math.prod(entry.shape[1:-1])  # of each index of the first dimension
     ranges = ((0, len(rows)),) if source is None else [(a * unit_rows, b * unit_rows) for a, b in source.ranges]
@@ -159,12 +176,17 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
         step = min(step, PIECE_ELEMENTS // rows.shape[1])
     unit = head_size or 1
     step = max(step // unit, 1) * unit
+    row = 0
     for first, stop in [(first, min(first + step, end)) for start, end in ranges for first in range(start, end, step)]:
-        part, rows = rows[: stop - first], rows[stop - first :]
+        part = rows[row : row + stop - first]
         begin, num_bytes = entry.begin + first * row_bytes, len(part) * row_bytes
-        is_same = not head_size and DTYPES.get(entry.dtype) == part.dtype and part.is_contiguous()
+        is_same = writer is None and not head_size and DTYPES.get(entry.dtype) == part.dtype and part.is_contiguous()
         same = part.view(-1).view(torch.uint8) if is_same else None
-        yield _FilePart(entry, begin, num_bytes, tuple(part.shape), part, head_size=head_size, same_bytes=same)
+        shape = tuple(part.shape)
+        yield _FilePart(
+            entry, begin, num_bytes, shape, part, (), head_size, same_bytes=same, writer=writer, first_row=row
+        )
+        row += len(part)
 
 
 def _as_rows(tensor: Tensor, row_size: int) -> Tensor | None:
@@ -179,10 +201,10 @@ def _load_to_cpu(piece: _FilePart, file: BinaryIO) -> float:
     """Read a piece into its target, and return the sum of its elements, which are still in the cache."""
     if piece.same_bytes is not None:
         _fill(file, piece, piece.same_bytes)
+        stored = piece.target
     else:
-        content = torch.empty(piece.num_bytes, dtype=torch.uint8)
-        piece.target.copy_(piece.values(_fill(file, piece, content)))
-    return float(piece.target.sum()) if _may_be_infinite(piece.target) else 0.0
+        stored = piece.store(_fill(file, piece, torch.empty(piece.num_bytes, dtype=torch.uint8)))
+    return float(stored.sum()) if _may_be_infinite(stored) else 0.0
 
 
 class _PinnedCopier:
@@ -207,7 +229,7 @@ class _PinnedCopier:
             if piece.same_bytes is not None:
                 piece.same_bytes.copy_(content, non_blocking=True)
             else:
-                piece.target.copy_(piece.values(content.to(piece.target.device, non_blocking=True)))
+                piece.store(content.to(piece.target.device, non_blocking=True))
             copied.record()
 
 
@@ -224,15 +246,19 @@ def _check_finite(entries: list[Entry], targets: dict[str, Target], sums: dict[s
     sums: tensor name -> sum of its elements, for tensors on a CPU. A sum is finite only if all elements are. Tensors on
     a GPU are summed here, at memory bandwidth.
     """
-    tensors = {entry.name: targets[entry.name].tensor for entry in entries}
+    loaded = [targets[entry.name] for entry in entries]
+    tensors = {
+        entry.name: target.tensor if target.writer is None else target.writer.scales
+        for entry, target in zip(entries, loaded, strict=True)
+    }
     names = [name for name, tensor in tensors.items() if tensor.is_cuda and _may_be_infinite(tensor)]
     if names:
         device_sums = torch.stack([tensors[name].sum().float() for name in names])
         sums = dict(zip(names, device_sums.tolist(), strict=True))
-    for entry in entries:
+    for entry, target in zip(entries, loaded, strict=True):
         tensor = tensors[entry.name]
         if not math.isfinite(sums.get(entry.name, 0.0)) and not tensor.isfinite().all():
-            kind = str(tensor.dtype).removeprefix("torch.")
+            kind = str(target.tensor.dtype).removeprefix("torch.")
             raise ValueError(
                 f"{entry.path}: tensor {entry.stored_name} has numbers that are not finite in {kind} (NaN, infinite, "
                 "or too large): the file is damaged, or the model needs a larger dtype"

@@ -11,10 +11,12 @@ import zlib
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import replace
 
 from aioengine.families._block_config import FLOAT_BYTES, TensorSpec
+from aioengine.layers.placement import Target
 from aioengine.model_files.checkpoint import check_entries, check_unchanged, file_states, read_headers
-from aioengine.model_files.quantization import UNUSED
+from aioengine.model_files.quantization import TEXTS, UNUSED
 from aioengine.runner.tensor_files import DTYPES
 from aioengine.runner.weight_reading import read_all
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from aioengine.layers.placement import Target
     from aioengine.models._base import Model
 
     Report = Callable[[int, int], None]
@@ -61,10 +62,15 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
             for name, target in targets.items()
         }
         check_entries(entries, specs, folder)
+        for entry in entries:
+            if entry.name.endswith(TEXTS):  # the rest of a shorter text stays 0
+                text = targets[entry.name].tensor.zero_()
+                targets[entry.name] = Target(text[: math.prod(entry.shape)])
+        entries = [replace(entry, shape=targets[entry.name].shape) for entry in entries]
         before = file_states(entry.path for entry in entries)
         read_all(entries, targets, report)
         check_unchanged(before, "while it was read")
-    return sum(target.tensor.nbytes for target in targets.values())
+    return sum(target.num_bytes for target in targets.values())
 
 
 def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
@@ -74,10 +80,11 @@ def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
     block = torch.randn(_DUMMY_BLOCK, generator=generator).to(device)
     for name, target in targets.items():
         shape = target.shape
-        if len(shape) == 1 and not name.endswith("bias"):
-            target.tensor.fill_(1.0)  # weight of a norm
+        if len(shape) < 2 and not name.endswith("bias"):
+            if target.tensor.is_floating_point():
+                target.tensor.fill_(1.0)  # weight of a norm, or scale
             continue
         scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
         values = block.roll(zlib.crc32(name.encode()) % _DUMMY_BLOCK) * scale
         size = math.prod(shape)
-        target.tensor.copy_(values.repeat(-(-size // _DUMMY_BLOCK))[:size].view(shape)[target.index])
+        target.write(values.repeat(-(-size // _DUMMY_BLOCK))[:size].view(shape)[target.index])

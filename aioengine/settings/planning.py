@@ -22,8 +22,8 @@ from aioengine.api.args import engine_config
 from aioengine.families._tensors import plain_tensors
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
-from aioengine.model_files import checkpoint, folder_files, model_folder
-from aioengine.model_files.quantization import split_config
+from aioengine.model_files import checkpoint, model_folder
+from aioengine.model_files.quantization import read_config, split_config
 from aioengine.settings import machine
 from aioengine.settings.config import OWN, padded_rank
 from aioengine.settings.memory_model import (
@@ -258,7 +258,7 @@ def _weights(family: TransformerConfig, facts: ModelFacts, itemsize: int, *, is_
     Raises ValueError if there are no such files.
     """
     if facts.implementation == OWN:
-        raw = folder_files.read_object(Path(facts.path) / "config.json")
+        raw = read_config(Path(facts.path)) or {}
         _, quantization = split_config(raw)
         tensors = plain_tensors if quantization is None else partial(quantization.tensors_of, is_on_cpu=is_on_cpu)
         return num_parameters(family, raw), weights_bytes(family, itemsize, raw, tensors)

@@ -1,7 +1,8 @@
-"""CPU workloads C1 to C5: this engine beside plain transformers, in the same run on the same weights.
+"""CPU workloads C1 to C5 on this engine and on plain transformers, in the same run and with the same weights.
 
     python -m benchmarks.cpu.workloads --models /tmp/bench-models  # all rows, a table and JSON
     python -m benchmarks.cpu.workloads --models /tmp/bench-models --rows C1 C3 --repeat 5
+    python -m benchmarks.cpu.workloads --models /tmp/bench-models --rows C1 C2 C3 --quantization int8 int4
 
 C1  one stream: 128 tokens in, 64 out, greedy; decode tokens per second
 C2  32 concurrent requests: 64 to 256 in, 64 out; output tokens per second (transformers: one static batch)
@@ -9,7 +10,7 @@ C3  prefill of one prompt of 2048 tokens; prompt tokens per second
 C4  32 requests with the same 1024 tokens and 32 of their own, 16 out; seconds (transformers: one static batch)
 C5a / C5b  a tiny model: one stream / 64 concurrent requests; tokens per second
 
-The two take turns, so that a noisy machine disturbs both; figures are medians with minimum and maximum.
+All take turns, so that a noisy machine disturbs all of them; figures are medians with minimum and maximum.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -135,12 +138,9 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def compare(name: str, theirs: Transformers, ours: Ours, vocab_size: int, repeat: int) -> dict[str, object]:
-    """Alternate the two and give medians, and our factor over transformers (above 1: faster)."""
-    measures = {
-        "transformers": workload(name, theirs, vocab_size),
-        "aioengine": workload(name, ours, vocab_size),
-    }
+def compare(name: str, peers: Mapping[str, Transformers | Ours], vocab_size: int, repeat: int) -> dict[str, object]:
+    """Measure in turns. Return medians, and the factors of our engines over transformers (above 1: faster)."""
+    measures = {peer: workload(name, engine, vocab_size) for peer, engine in peers.items()}
     values: dict[str, list[float]] = {peer: [] for peer in measures}
     rounds = 1 if name == "C4" else repeat  # the static batch of C4 takes minutes
     for measure in measures.values() if name != "C4" else ():
@@ -149,37 +149,37 @@ def compare(name: str, theirs: Transformers, ours: Ours, vocab_size: int, repeat
         for peer, measure in measures.items():
             values[peer].append(measure(seed))
     medians = {peer: statistics.median(found) for peer, found in values.items()}
-    factor = medians["aioengine"] / medians["transformers"]
+    theirs, is_time = medians["transformers"], name == "C4"
     return {
         "workload": name,
-        "unit": "s" if name == "C4" else "tok/s",
-        "factor": 1 / factor if name == "C4" else factor,
+        "unit": "s" if is_time else "tok/s",
+        "factors": {peer: theirs / own if is_time else own / theirs for peer, own in medians.items()},
         **{peer: summary(found) for peer, found in values.items()},
     }
 
 
 def run_model(rows: list[str], folder: Path, options: argparse.Namespace) -> list[dict[str, object]]:
     vocab_size = 4000 if "C5a" in rows or "C5b" in rows else 150_000
-    dtype = getattr(torch, options.dtype)
-    ours = Ours(folder, options.dtype, json.loads(options.arguments))
-    try:
-        theirs = Transformers(folder, dtype)
+    with ExitStack() as stack:
+        peers: dict[str, Transformers | Ours] = {"transformers": Transformers(folder, getattr(torch, options.dtype))}
+        for quantization in (None, *options.quantization):
+            arguments = json.loads(options.arguments) | ({"quantization": quantization} if quantization else {})
+            ours = Ours(folder, options.dtype, arguments)
+            stack.callback(ours.close)
+            peers[f"aioengine {quantization or ''}".strip()] = ours
         results = []
         for name in rows:
-            results.append(compare(name, theirs, ours, vocab_size, options.repeat))
-            print(line(results[-1]), flush=True)
+            results.append(compare(name, peers, vocab_size, options.repeat))
+            print(line(results[-1], list(peers)), flush=True)
         return results
-    finally:
-        ours.close()
 
 
-def line(result: dict[str, object]) -> str:
+def line(result: dict[str, Any], peers: list[str]) -> str:
     cells = [f"{result['workload']:<4}"]
-    for peer in ("transformers", "aioengine"):
-        figures = result[peer]
-        assert isinstance(figures, dict)
-        cells.append(f"{peer} {figures['median']:9.2f} ({figures['min']:.2f} to {figures['max']:.2f})")
-    return "  ".join([*cells, f"{result['unit']:<5}", f"factor {result['factor']:.2f}"])
+    for peer in peers:
+        figures, factor = result[peer], result["factors"][peer]
+        cells.append(f"{peer} {figures['median']:.2f} ({figures['min']:.2f} to {figures['max']:.2f}) x{factor:.2f}")
+    return f"{'  '.join(cells)}  {result['unit']}"
 
 
 def main() -> None:
@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--arguments", default="{}", help="more constructor arguments of the engine, as JSON")
+    parser.add_argument("--quantization", nargs="+", default=[], help="more engines, with quantized weights")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     transformers_logging.set_verbosity_error()

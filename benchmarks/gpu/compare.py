@@ -1,13 +1,15 @@
-"""Workloads on this checkout and on another one by turns, on one GPU in the same minutes: is the one slower?
+"""Workloads on this checkout and on another one in turns, on one GPU: which is slower?
 
     git worktree add /tmp/before COMMIT
     python -m benchmarks.gpu.compare /tmp/before --models /tmp/bench-models --model a --rows W1 W3 W4
     python -m benchmarks.gpu.compare /tmp/before --models /tmp/bench-models --model b --rows W6 --rounds 3
+    python -m benchmarks.gpu.compare . --models /tmp/bench-models --model b --rows W2 W3 W6 \\
+        --arguments '{"quantization": "fp8"}' '{"quantization": "int4"}' '{"kv_cache_dtype": "fp8_e4m3"}'
 
-An engine of each checkout is started, both on the same GPU, and one of them idles while the other is measured; the
-order changes from round to round. A workload runs once a round, and the first round does not count. Printed are the
-ratios of each round as it ends, then medians with minimum and maximum, and the ratio of the medians. Both run this
-checkout's workloads through the public API, so rows of a feature need it in both.
+The engines run on the same GPU: one of the other checkout, and one of this checkout for each of ``--arguments``. They
+are measured in turns, and the order changes from round to round. A workload runs once a round, and the first round does
+not count. The program prints the ratios of each round as it ends, then medians with minimum and maximum, and the ratios
+of the medians. All engines run this checkout's workloads through the public API.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from typing import IO
+    from typing import IO, Any
 
 HERE = Path(__file__).parents[2]
 POOL_TOKENS = {"a": 430_000, "b": 200_000}
@@ -34,14 +36,14 @@ POOL_TOKENS = {"a": 430_000, "b": 200_000}
 Figures = dict[str, list[float]]
 
 
-async def serve(folder: Path, model: str) -> None:
+async def serve(folder: Path, model: str, arguments: dict[str, Any]) -> None:
     """Run the workloads that standard input names, one a line; print the figures of each as a line of JSON."""
     from benchmarks.gpu.workloads import WORKLOADS, AioEngine, Bench
 
     out = sys.stdout
     with redirect_stdout(sys.stderr):
         engine = AioEngine()
-        await engine.start(folder, {"max_total_tokens": POOL_TOKENS[model]})
+        await engine.start(folder, {"max_total_tokens": POOL_TOKENS[model], **arguments})
         print(json.dumps({}), file=out, flush=True)
         while row := (await asyncio.to_thread(sys.stdin.readline)).strip():
             bench = Bench(engine, runs_once=True)
@@ -50,7 +52,7 @@ async def serve(folder: Path, model: str) -> None:
         await engine.close()
 
 
-def serve_from(checkout: Path, folder: Path, model: str) -> None:
+def serve_from(checkout: Path, folder: Path, model: str, arguments: dict[str, Any]) -> None:
     """``serve`` with the package of a checkout and the workloads of this one."""
     import aioengine
 
@@ -60,14 +62,15 @@ def serve_from(checkout: Path, folder: Path, model: str) -> None:
     benchmarks.__path__ = [str(HERE / "benchmarks")]
     import uvloop
 
-    uvloop.run(serve(folder, model))
+    uvloop.run(serve(folder, model, arguments))
 
 
 class Served:
     """A process with an engine of a checkout."""
 
-    def __init__(self, checkout: Path, folder: Path, model: str) -> None:
+    def __init__(self, checkout: Path, folder: Path, model: str, arguments: dict[str, Any]) -> None:
         command = [sys.executable, __file__, str(checkout), "--models", str(folder), "--model", model, "--serve"]
+        command += ["--arguments", json.dumps(arguments)]
         paths = [str(checkout), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         self.figures: Figures = {}
@@ -102,9 +105,12 @@ def shown(values: list[float]) -> str:
     return f"{statistics.median(values):11.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-def ratios(other: Figures, this: Figures) -> str:
-    """Of the last round."""
-    return ", ".join(f"{name} {this[name][-1] / values[-1]:.4f}" for name, values in other.items())
+def ratios(other: Figures, this: list[Figures]) -> str:
+    """Return the ratios of the last round."""
+    return ", ".join(
+        f"{name} {' '.join(f'{figures[name][-1] / values[-1]:.4f}' for figures in this)}"
+        for name, values in other.items()
+    )
 
 
 def main() -> None:
@@ -114,29 +120,33 @@ def main() -> None:
     parser.add_argument("--model", choices=list(POOL_TOKENS), default="a")
     parser.add_argument("--rows", nargs="+", default=["W1", "W3", "W4"])
     parser.add_argument("--rounds", type=int, default=5, help="that count, behind one that warms up")
+    parser.add_argument(
+        "--arguments", nargs="+", type=json.loads, default=[{}], help="of an engine of this checkout, as JSON"
+    )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve_from(options.other, options.models, options.model)
+        serve_from(options.other, options.models, options.model, *options.arguments)
         return
     from benchmarks.gpu.models import write_folder
 
     folder = write_folder(options.models, options.model)
     with ExitStack() as stack:
         served: list[Served] = []
-        for checkout in (options.other.resolve(), HERE):
-            served.append(Served(checkout, folder, options.model))
+        for checkout, arguments in [(options.other.resolve(), {}), *((HERE, each) for each in options.arguments)]:
+            served.append(Served(checkout, folder, options.model, arguments))
             stack.callback(served[-1].close)
         for turn in range(options.rounds + 1):
             for row in options.rows:
                 for each in served[:: -1 if turn % 2 else 1]:
                     each.run(row, counts=turn > 0)
             if turn:
-                print(f"round {turn}: {ratios(*(each.figures for each in served))}", flush=True)
-        other, this = (each.figures for each in served)
-        for name, before in other.items():
-            ratio = statistics.median(this[name]) / statistics.median(before)
-            print(f"{name:36} other {shown(before)}   this {shown(this[name])}   ratio {ratio:.4f}")
+                print(f"round {turn}: {ratios(served[0].figures, [each.figures for each in served[1:]])}", flush=True)
+        for name, before in served[0].figures.items():
+            print(f"{name:36} other {shown(before)}")
+            for arguments, each in zip(options.arguments, served[1:], strict=True):
+                ratio = statistics.median(each.figures[name]) / statistics.median(before)
+                print(f"{json.dumps(arguments):>36} this  {shown(each.figures[name])}   ratio {ratio:.4f}")
 
 
 if __name__ == "__main__":

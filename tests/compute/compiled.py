@@ -23,6 +23,9 @@ TYPES = {
     torch.int64: "*i64",
     torch.bool: "*i1",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,15 +29,11 @@ class Method(NamedTuple):
 
 def words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """Pack codes [X, N * 32 / bits] -> [X, N] int32. order: the code at each place of a word; by default in order."""
-    per_word = 32 // bits
-    packed: list[list[int]] = []
-    for row in codes.tolist():
-        packed.append([])
-        for start in range(0, len(row), per_word):
-            chosen = [row[start + place] for place in order or range(per_word)]
-            word = sum(code << bits * place for place, code in enumerate(chosen))
-            packed[-1].append(word - 2**32 if word >= 2**31 else word)
-    return torch.tensor(packed, dtype=torch.int32)
+    parts = codes.long().unflatten(1, (-1, 32 // bits))
+    if order:
+        parts = parts[:, :, list(order)]
+    packed = (parts << torch.arange(0, 32, bits)).sum(2)
+    return torch.where(packed < 2**31, packed, packed - 2**32).to(torch.int32)
 
 
 class Groups(NamedTuple):
@@ -142,6 +139,47 @@ def int8_per_channel(weight: Tensor) -> Quantized:
     return Quantized({"weight": codes, "weight_scale": scales}, codes * scales)
 
 
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+FP4 = (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3)
+
+
+def bitsandbytes(weight: Tensor, kind: str, *, doubly: bool) -> Quantized:
+    """Blocks of 64 weights in the order of memory. doubly: their scales are codes in blocks of 256."""
+    table = torch.tensor(NF4 if kind == "nf4" else FP4) / (1 if kind == "nf4" else 12)
+    blocks = weight.reshape(-1, 64)
+    scales = blocks.abs().amax(1)
+    tensors = {"weight.quant_map": table, "weight.absmax": scales}
+    state: dict[str, object] = {
+        "quant_type": kind,
+        "blocksize": 64,
+        "dtype": "bfloat16",
+        "shape": list(weight.shape),
+    }
+    if doubly:
+        map8 = torch.linspace(-1, 1, 256) ** 3
+        offset = scales.mean().item()
+        padded = torch.nn.functional.pad(scales - offset, (0, -len(scales) % 256)).view(-1, 256)
+        nested = padded.abs().amax(1)
+        codes = ((padded / nested[:, None]).unsqueeze(-1) - map8).abs().argmin(-1)
+        scales = (map8[codes] * nested[:, None]).flatten()[: len(scales)] + offset
+        tensors |= {
+            "weight.absmax": codes.flatten()[: len(scales)].byte(),
+            "weight.nested_absmax": nested,
+            "weight.nested_quant_map": map8,
+        }
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    values = ((blocks / scales[:, None]).unsqueeze(-1) - table).abs().argmin(-1)
+    high, low = values.flatten().view(-1, 2).unbind(1)
+    tensors["weight"] = (high << 4 | low).byte().unsqueeze(1)
+    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(json.dumps(state).encode())).byte()
+    return Quantized(tensors, (table[values] * scales[:, None]).view_as(weight))
+
+
 def compressed(weights: Mapping[str, object], inputs: Mapping[str, object] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": inputs}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["re:.*lm_head"]}
@@ -149,6 +187,11 @@ def compressed(weights: Mapping[str, object], inputs: Mapping[str, object] | Non
 
 def _gptq_config(bits: int, **others: object) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False, **others}
+
+
+def _bitsandbytes_method(kind: str, *, doubly: bool) -> Method:
+    config = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": doubly}
+    return Method({"quant_method": "bitsandbytes", **config}, lambda w: bitsandbytes(w, kind, doubly=doubly))
 
 
 _IN_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
@@ -165,6 +208,9 @@ METHODS: dict[str, Method] = {
         compressed(_IN_GROUPS | {"actorder": "group"}), lambda w: packed(w, bits=4, symmetric=True, shuffle=True)
     ),
     "packed-8": Method(compressed(_IN_GROUPS | {"num_bits": 8}), lambda w: packed(w, bits=8, symmetric=True)),
+    "nf4": _bitsandbytes_method("nf4", doubly=False),
+    "nf4-double": _bitsandbytes_method("nf4", doubly=True),
+    "fp4-double": _bitsandbytes_method("fp4", doubly=True),
     "fp8": Method({"quant_method": "fp8", "activation_scheme": "dynamic"}, fp8_per_tensor),
     "fp8-static": Method(
         {"quant_method": "fp8", "activation_scheme": "static"},
@@ -183,16 +229,21 @@ METHODS: dict[str, Method] = {
 }
 
 
-def quantize_checkpoint(tensors: Mapping[str, Tensor], method: Method) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Quantize the layers with "proj" in their names. Return the checkpoint, and the plain one that it stands for."""
+def quantize_checkpoint(
+    tensors: Mapping[str, Tensor], method: Method, layers: tuple[str, ...] = ("proj",), *, is_transposed: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Quantize the layers with parts of ``layers`` in their names.
+
+    Return the checkpoint, and the plain one that it stands for. is_transposed: the plain one has weights [D, O].
+    """
     quantized: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if not name.endswith("proj.weight"):
+        if not name.endswith(".weight") or tensor.dim() < 2 or not any(part in name for part in layers):
             quantized[name] = plain[name] = tensor
             continue
-        layer = method.quantize(tensor.float())
+        layer = method.quantize((tensor.T if is_transposed else tensor).float())
         prefix = name.removesuffix("weight")
         quantized |= {f"{prefix}{part}": value.contiguous() for part, value in layer.tensors.items()}
-        plain[name] = layer.weight
+        plain[name] = layer.weight.T.contiguous() if is_transposed else layer.weight
     return quantized, plain

@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,20 +14,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aioengine import models, plugins
+from aioengine.families._block_config import LinearShape
+from aioengine.families._config import Task
 from aioengine.layers.linear import Linear
 from aioengine.layers.placement import Placement
 from aioengine.model_files.checkpoint import check_folder
-from aioengine.model_files.quantization import split_config
+from aioengine.model_files.quantization import TEXTS, read_quantization, split_config
+from aioengine.model_files.quantized_formats import FORMATS, WIDENED
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization._base import LinearSpec
+from aioengine.quantization.plain import plain as plain_format
 from aioengine.quantization.stored import formats
 from aioengine.runner import weights
-from tests.compute.quantized import METHODS, quantize_checkpoint
+from tests.compute.quantized import METHODS, quantize_checkpoint, words
 from tests.compute.runner_world import save_model
 from tests.compute.stepping import Stepper
+from tests.kit.decoders import config_of, random_model
 
 CPU = torch.device("cpu")
-INPUTS = 1056
+INPUTS = 1088
 """Enough for sums whose order differs between row counts, and no multiple of 128."""
 PROMPT = [5, 9, 200, 31, 7, 8, 150]
 
@@ -38,7 +44,7 @@ def loaded(folder: Path, tensors: dict[str, Tensor], quantization: object, dtype
     save_file(tensors, folder / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
     config, found = split_config(raw)
-    check_folder(folder, plugins.load("families", "qwen2").read(config), found)
+    check_folder(folder, plugins.load("families", plugins.file_name(raw["model_type"])).read(config), found)
     options = ModelOptions(dtype=dtype, device=CPU, max_positions=64)
     if found is not None:
         options = ModelOptions(dtype=dtype, device=CPU, max_positions=64, format_of=formats(found))
@@ -61,9 +67,25 @@ def loaded_layer(name: str, dtype: torch.dtype) -> tuple[Linear, dict[str, Tenso
         stored = method.quantize(torch.randn(size, INPUTS)).tensors
         tensors |= {f"{part}.{last}": tensor for last, tensor in stored.items()}
     for target_name, target in layer.weights().items():
-        target.tensor.copy_(tensors[target_name].view(target.shape))
+        tensor = tensors[target_name]
+        if target_name.endswith(TEXTS):
+            tensor = tensors[target_name] = torch.nn.functional.pad(tensor, (0, target.shape[0] - len(tensor)))
+        target.tensor.copy_(tensor.view(target.shape))
     layer.finish_loading()
     return layer, tensors
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_plan_keeps_weights_as_the_table_of_formats_says(name: str) -> None:
+    config = METHODS[name].config
+    quantization = read_quantization(config)
+    scheme = quantization.scheme_of("model.layers.0.mlp.up_proj")
+    assert scheme is not None
+    rows = [row for row in FORMATS["quant_method"] if row.name == config["quant_method"]]
+    [row] = [row for row in rows if row.layout in {"", scheme.layout}]
+    for device in ("cpu", "cuda"):
+        specs = scheme.specs(LinearShape("up_proj", 32, 256, has_bias=False), is_on_cpu=device == "cpu").values()
+        assert any(spec.is_converted for spec in specs) == (row.kept(device) == WIDENED), device
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -96,8 +118,11 @@ def test_loaded_tensors_are_freed_if_the_product_reads_others(name: str) -> None
     linear_format = formats(quantization)("model.layers.0.mlp.up_proj")
     layer = LinearSpec(256, (48, 32), False, torch.float32, CPU)
     tensors = linear_format.empty(layer)
-    for part in tensors.values():
+    for tensor_name, part in tensors.items():
         part.zero_()
+        if tensor_name.endswith(TEXTS):
+            text = b'{"blocksize": 64, "nested_blocksize": 256, "nested_offset": 0.5}'
+            part[:, : len(text)] = torch.tensor(list(text))
     if (order := tensors.get("g_idx", tensors.get("weight_g_idx"))) is not None:
         order.copy_(torch.arange(256) // 32)
     largest = weakref.ref(max(tensors.values(), key=lambda tensor: tensor.nbytes))
@@ -111,7 +136,7 @@ def test_loaded_tensors_are_freed_if_the_product_reads_others(name: str) -> None
 @pytest.mark.parametrize("name", METHODS)
 def test_logits_are_those_of_the_dequantized_checkpoint(name: str, tmp_path: Path) -> None:
     method = METHODS[name]
-    save_model("qwen2", tmp_path, tie_word_embeddings=False)
+    save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128)
     quantized, plain = quantize_checkpoint(load_file(tmp_path / "model.safetensors"), method)
     expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
     result = Stepper(loaded(tmp_path, quantized, method.config, torch.float32)).run(PROMPT, [4, 2])
@@ -119,3 +144,123 @@ def test_logits_are_those_of_the_dequantized_checkpoint(name: str, tmp_path: Pat
         assert (result - expected).norm() < 0.05 * expected.norm()
     else:
         torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
+
+
+LATENT: dict[str, Any] = {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16, "intermediate_size": 128}
+"""Sizes that are multiples of the groups."""
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-order", "nf4-double", "w8a8", "channels"])
+def test_latent_attention_reads_quantized_matrices(name: str, tmp_path: Path) -> None:
+    method = METHODS[name]
+    save_model("youtu", tmp_path, tie_word_embeddings=False, **LATENT)
+    quantized, plain = quantize_checkpoint(load_file(tmp_path / "model.safetensors"), method)
+    assert any("kv_b_proj" in tensor and tensor not in plain for tensor in quantized)
+    expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
+    model = loaded(tmp_path, quantized, method.config, torch.float32)
+    result = Stepper(model).run(PROMPT, [4, 2])
+    assert (result - expected).norm() < (0.05 if name == "w8a8" else 1e-4) * expected.norm()
+    model.open_for_loading()
+    for target_name, target in model.weights().items():
+        stored = quantized[target_name].to(target.tensor.dtype).flatten()
+        assert torch.equal(target.tensor.flatten()[: len(stored)], stored), target_name
+    model.finish_loading()
+    assert torch.equal(Stepper(model).run(PROMPT, [4, 2]), result)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "layers"),
+    [
+        *(("cohere", name, ("proj",)) for name in ("awq", "packed-zeros", "fp8-blocks", "gptq-order", "nf4")),
+        *(("gpt2", name, ("c_attn", "c_fc", "c_proj")) for name in ("gptq", "gptq-order", "nf4-double")),
+    ],
+)
+def test_outputs_are_in_the_order_of_other_families(
+    case: str, name: str, layers: tuple[str, ...], tmp_path: Path
+) -> None:
+    method, sizes = METHODS[name], {"hidden_size": 64, "intermediate_size": 128}
+    config = config_of(case, **sizes, num_attention_heads=4, vocab_size=304)
+    random_model(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    quantized, plain = quantize_checkpoint(tensors, method, layers, is_transposed=case == "gpt2")
+    assert quantized.keys() != plain.keys()
+    expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
+    result = Stepper(loaded(tmp_path, quantized, method.config, torch.float32)).run(PROMPT, [4, 2])
+    torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gptq", {"lm_head": True}),
+        ("channels", {"ignore": []}),
+        ("packed", {"ignore": None}),
+        ("nf4", {"llm_int8_skip_modules": ["visual"]}),
+    ],
+)
+def test_head_may_be_quantized(name: str, changes: dict[str, object], tmp_path: Path) -> None:
+    method = METHODS[name]
+    save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128, vocab_size=304)
+    tensors = load_file(tmp_path / "model.safetensors")
+    quantized, plain = quantize_checkpoint(tensors, method, ("proj", "lm_head"))
+    expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
+    result = Stepper(loaded(tmp_path, quantized, method.config | changes, torch.float32)).run(PROMPT, [4, 2])
+    torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="do not match config.json: .*lm_head"):
+        loaded(tmp_path, tensors, method.config | changes, torch.float32)
+
+
+def test_zero_points_of_0_are_read_as_gptq_writes_them() -> None:
+    """The library lowers words by 0x11111111 or 0x01010101, so a zero point of 0 borrows from the next one."""
+    for bits, ones in ((4, 0x11111111), (8, 0x01010101)):
+        config = {"quant_method": "gptq", "bits": bits, "group_size": 32}
+        _, quantization = split_config({"quantization_config": config})
+        assert quantization is not None
+        linear_format = formats(quantization)("up_proj")
+        spec = LinearSpec(32, (16,), False, torch.float32, CPU)
+        zeros = torch.tensor([0, 7, 0, 0, 1, 0, 3, 9] * 2)[None]
+        codes = torch.arange(32)[:, None].expand(32, 16) % (1 << bits)
+        tensors = {
+            "qweight": words(codes.T, bits).T.contiguous(),
+            "qzeros": words(zeros, bits) - ones,
+            "scales": torch.ones(1, 16),
+            "g_idx": torch.zeros(1, 32, dtype=torch.int32),
+        }
+        prepared = linear_format.prepare(spec, dict(tensors))
+        assert torch.equal(prepared.matmul(torch.eye(32)), (codes - zeros).float())
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in prepared.restore().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("gptq-order", {}), ("nf4-double", {}), ("fp8-blocks", {"modules_to_not_convert": ["k_proj", "lm_head"]})],
+)
+def test_transformers_code_reads_quantized_linear_layers(name: str, changes: dict[str, object], tmp_path: Path) -> None:
+    method = METHODS[name]
+    save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layers = ("q_proj", "v_proj", "o_proj", "mlp") if changes else ("proj",)
+    quantized, plain = quantize_checkpoint(tensors, method, layers)
+    _, quantization = split_config({"quantization_config": method.config | changes})
+    assert quantization is not None
+    results: list[Tensor] = []
+    for stored, format_of in ((plain, plain_format), (quantized, formats(quantization))):
+        save_file(stored, tmp_path / "model.safetensors")
+        options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, format_of=format_of)
+        folder = models.fallback(tmp_path, Task.GENERATE, trust_remote_code=False, has_weights=True)
+        model = folder.load(options)
+        weights.load(model, tmp_path, load_format="auto", seed=0, report=lambda done, total: None)
+        results.append(Stepper(model).run(PROMPT, [4, 2]))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_dummy_weights_have_finite_results(name: str, tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": METHODS[name].config}
+    config, quantization = split_config(raw)
+    assert quantization is not None
+    options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, format_of=formats(quantization))
+    model = models.build(config, options)
+    weights.load(model, tmp_path, load_format="dummy", seed=0, report=lambda done, total: None)
+    assert Stepper(model).run(PROMPT, [7]).isfinite().all()

@@ -75,26 +75,27 @@ class TestAnswers:
             assert "".join(chunk["text"] for chunk in engine.generate("France", stream=True)) == "Paris. 🥖"
 
     def test_unknown_setup(self) -> None:
-        with pytest.raises(TypeError, match="no answer;"):
+        with pytest.raises(
+            ValueError, match="wrong arguments of a fake engine: Object contains unknown field `answer`"
+        ):
             fake_engine(answer="x")
 
     @pytest.mark.parametrize(
-        ("setup", "error", "message"),
+        ("setup", "message"),
         [
-            ({"answers": 3}, TypeError, "answers must be a dict of text to text, got 3"),
-            ({"answers": {1: "a"}}, TypeError, "answers keys must be a string, got 1"),
-            ({"answers": {"a": 2}}, TypeError, "answers values must be a string, got 2"),
-            ({"num_pages": "many"}, TypeError, "num_pages must be an integer of at least 1, got 'many'"),
-            ({"num_pages": 0}, ValueError, "num_pages must be an integer of at least 1, got 0"),
-            ({"faults": "kill"}, TypeError, "faults must be Faults"),
-            ({"slow_reader": "wait"}, ValueError, "slow_reader must be one of 'coalesce', 'pause', 'abort'"),
-            ({"tenant_weights": {"gold": 0}}, ValueError, "tenant_weights values must be a number above 0"),
-            ({"step_time_s": -1}, ValueError, "step_time_s must be a number from 0"),
-            ({"processes": 1}, TypeError, "processes must be True or False, got 1"),
+            ({"answers": 3}, r"got `int` - at `\$.answers`"),
+            ({"answers": {1: "a"}}, r"Expected `str`, got `int` - at `key` in `\$.answers`"),
+            ({"num_pages": "many"}, r"Expected `int`, got `str` - at `\$.num_pages`"),
+            ({"num_pages": 0}, r"Expected `int` >= 1 - at `\$.num_pages`"),
+            ({"faults": "kill"}, r"got `str` - at `\$.faults`"),
+            ({"slow_reader": "wait"}, "Invalid enum value 'wait'"),
+            ({"tenant_weights": {"gold": 0}}, r"Expected `float` > 0.0 - at `\$.tenant_weights"),
+            ({"step_time_s": -1}, r"Expected `float` >= 0.0 - at `\$.step_time_s`"),
+            ({"processes": 1}, r"got `int` - at `\$.processes`"),
         ],
     )
-    def test_wrong_setup(self, setup: dict[str, object], error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=message):
+    def test_wrong_setup(self, setup: dict[str, object], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
             fake_async_engine(**setup)  # type: ignore[arg-type]
 
 

@@ -7,14 +7,19 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import aioengine
 from aioengine import Engine
 from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.compute.quantized import METHODS, quantize_checkpoint
+from tests.kit.adapters import save_adapter
 
 pytestmark = pytest.mark.process
 
@@ -36,7 +41,7 @@ def save_demo(folder: Path, name: str) -> tuple[Path, Path]:
     return paths
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8-blocks"])
+@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8-blocks", "nf4-double"])
 def test_answers_are_those_of_the_dequantized_model_after_a_lost_scheduler_too(name: str, tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, name)
     with Engine(plain, device="cpu", dtype="float32") as engine:
@@ -46,6 +51,46 @@ def test_answers_are_those_of_the_dequantized_model_after_a_lost_scheduler_too(n
         [scheduler] = [process for process in engine.health()["processes"] if process["role"] == "scheduler"]
         os.kill(scheduler["pid"], signal.SIGKILL)
         assert [answer["output_ids"] for answer in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_adapters_hidden_states_and_logprobs_are_those_of_the_dequantized_model(tmp_path: Path) -> None:
+    demo = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    adapter = save_adapter(demo, tmp_path / "adapter", r=4)
+    answers: list[list[dict[str, Any]]] = []
+    for folder in save_demo(tmp_path, "gptq-order"):
+        with Engine(folder, device="cpu", dtype="float32", enable_lora=True, lora_paths={"a": str(adapter)}) as engine:
+            answers.append(
+                engine.generate(
+                    [PROMPTS[0]] * 2,
+                    GREEDY,
+                    lora_path=["a", None],
+                    return_hidden_states=True,
+                    return_logprob=True,
+                    logprob_start_len=0,
+                )
+            )
+    for quantized, plain in zip(*answers, strict=True):
+        assert quantized["output_ids"] == plain["output_ids"]
+        logprobs = [answer["meta_info"]["input_token_logprobs"][1:] for answer in (quantized, plain)]
+        assert logprobs[0] == [(pytest.approx(logprob, abs=1e-3), *rest) for logprob, *rest in logprobs[1]]
+        for state, expected in zip(
+            *(answer["meta_info"]["hidden_states"] for answer in (quantized, plain)), strict=True
+        ):
+            np.testing.assert_allclose(state, expected, atol=1e-2, rtol=1e-3)
+    changed, unchanged = (answer["output_ids"] for answer in answers[0])
+    assert changed != unchanged
+
+
+def test_quantized_models_run_with_transformers_code(tmp_path: Path) -> None:
+    paths = save_demo(tmp_path, "gptq-8")
+    options = {"model_impl": "transformers", "device": "cpu", "dtype": "float32"}
+    plans = [aioengine.plan(path, **options) for path in paths]
+    assert plans[1].num_parameters <= plans[0].num_parameters < 1.02 * plans[1].num_parameters
+    answers: list[list[int]] = []
+    for path in paths:
+        with Engine(path, **options) as engine:
+            answers.append([answer["output_ids"] for answer in engine.generate(PROMPTS, GREEDY)])
+    assert answers[0] == answers[1]
 
 
 def test_plan_counts_the_stored_bytes(tmp_path: Path) -> None:
@@ -61,9 +106,7 @@ def test_plan_counts_the_stored_bytes(tmp_path: Path) -> None:
 
 def test_another_method_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, "awq")
-    with pytest.raises(ValueError, match="quantization='gptq', but config.json has 'awq'; leave it out"):
+    with pytest.raises(ValueError, match="quantization='gptq', but the model has 'awq'; leave it out"):
         Engine(quantized, device="cpu", quantization="gptq")
-    with pytest.raises(
-        ValueError, match="quantization='gptq', but config.json has no quantization_config; leave it out"
-    ):
+    with pytest.raises(ValueError, match="quantization='gptq', but the model has no quantization_config; leave it out"):
         Engine(plain, device="cpu", quantization="gptq")

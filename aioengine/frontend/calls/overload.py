@@ -106,8 +106,7 @@ class QueueLimits:
         Raises:
             EngineError: the engine accepts no calls, or too much waits.
         """
-        if self.refusal is not None:
-            raise copy(self.refusal)
+        self.check_refusal()
         if self._reserved.pop(caller, None) is None and (excess := self._excess()) is not None:
             raise EngineOverloadedError(
                 f"the engine is overloaded: {excess}; try again later", retry_after=self._retry_after()
@@ -117,8 +116,7 @@ class QueueLimits:
 
     def add_bytes(self, call: Call, num_bytes: int) -> None:
         """Count the bytes of a prompt. Raises EngineError if calls are refused meanwhile."""
-        if self.refusal is not None:
-            raise copy(self.refusal)
+        self.check_refusal()
         call.num_bytes += num_bytes
         self.num_bytes += num_bytes
 

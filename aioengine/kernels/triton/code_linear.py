@@ -1,49 +1,56 @@
 """Matmul with a weight of 4 or 8 bits per number (``Codes``) on a GPU: x [T, I], bias [O] -> [T, O]. G groups.
 
-The time is limited by reading the weight. One row is multiplied in fp32, as in ``vector_linear``. Up to 64 rows use
-tensor cores, as in ``skinny_linear``. For more rows, ``dequantize`` the weight first.
+For few rows, the time is limited by reading the weight, as in ``skinny_linear`` and ``vector_linear``. Numbers are
+converted in registers to operands of tensor cores. For many rows it is faster to ``dequantize`` the weight first, or to
+round the inputs to fp8 too (``quantize_rows``).
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.codes import PACKED_COLUMNS
-from aioengine.kernels.triton.dependent import start_next_and_wait, wait_and_start_next
+from aioengine.kernels.codes import PIECES, piece_of
+from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.vector_linear import products
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.kernels.codes import Codes
 
-MAX_ROWS = 64
+MAX_ROWS = 256
 LEAST_ROWS = 16
+ROWS = 64
+"""Maximum rows of a program."""
 OUTPUTS = 64
-"""Minimum outputs of a program for several rows."""
-MAX_SPLITS = 8
-ENOUGH_PROGRAMS = 132
-"""The multiprocessors of an H200."""
+"""Minimum outputs of a program."""
+MANY_OUTPUTS = 16_384
+MAX_SPLITS = 4
+PROCESSORS = 132
+"""Of an H200."""
 DEQUANTIZED_COLUMNS = 1024
-HALF = tl.constexpr(PACKED_COLUMNS // 2)
-CODES_OF_WORD = tl.constexpr(8)
-"""4-bit codes in an int32."""
-Programs = tuple[int, int, int, int, int]
+PIECE = tl.constexpr(PIECES[0])
+_EXACT = 1e-3
+"""Offsets that are this near to integers times scales were such products before they were rounded."""
+_MAX_ZERO = 64
+"""Codes minus such zeros are exact in bf16."""
+Programs = tuple[int, int, int, int, int, int]
 
 
 @triton.jit
 def _expanded(pointers: tl.tensor, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
     """Load the values of groups [outputs, GROUPS] -> [outputs, GROUPS * WIDTH]; one group is only broadcast."""
     values = tl.load(pointers)
-    if GROUPS == 1:
-        return values
-    values = tl.broadcast_to(tl.expand_dims(values, 2), (values.shape[0], GROUPS, WIDTH))
-    return tl.reshape(values, (values.shape[0], GROUPS * WIDTH))
+    if GROUPS > 1:
+        wide = tl.broadcast_to(tl.expand_dims(values, 2), (values.shape[0], GROUPS, WIDTH))
+        values = tl.reshape(wide, (values.shape[0], GROUPS * WIDTH))
+    return values
 
 
 @triton.jit
@@ -55,61 +62,150 @@ def _numbers(codes: tl.tensor, table: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _weights(
-    codes: tl.tensor, table: tl.tensor, scales: tl.tensor, offsets: tl.tensor, GROUPS: tl.constexpr, WIDTH: tl.constexpr
+def _scaled(
+    words: tl.tensor, shift: tl.tensor, table: tl.tensor, scales: tl.tensor, offsets: tl.tensor, group: tl.tensor
 ) -> tl.tensor:
-    """Return the weights in fp32. scales, offsets: pointers [outputs, GROUPS]; offsets may be None."""
-    result = _numbers(codes, table) * _expanded(scales, GROUPS, WIDTH)
+    """Return the weights of the codes at bit ``shift`` of words [outputs, N]. scales: pointers [outputs, 1]."""
+    result = _numbers(words >> shift & 15, table) * tl.load(scales)
     if offsets is not None:
-        result += _expanded(offsets, GROUPS, WIDTH)
+        result += tl.load(offsets + group)
     return result
+
+
+@triton.jit
+def _minus_zeros(
+    words: tl.tensor, zero_0: tl.tensor, zero_1: tl.tensor, zero_2: tl.tensor, zero_3: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Split words [outputs, N] int16 into four codes, and subtract zeros [outputs, 1].
+
+    In 16 bits, a code becomes the last bits of 128 or 1024, which is subtracted with the zero. All results are exact.
+    """
+    if DEPENDENT and zero_0.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _ASM_BF16, "=r,=r,=r,=r,r,r,r,r,r", [words, zero_0 + 128, zero_1 + 128, zero_2 + 128, zero_3 + 128],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    if DEPENDENT and zero_0.dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            _ASM_FP16, "=r,=r,=r,=r,r,r,r,r,r", [words, zero_0 + 1024, zero_1 + 1024, zero_2 + 1024, zero_3 + 1024],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return (
+        (words & 15).to(zero_0.dtype) - zero_0,
+        (words >> 4 & 15).to(zero_0.dtype) - zero_1,
+        (words >> 8 & 15).to(zero_0.dtype) - zero_2,
+        (words >> 12 & 15).to(zero_0.dtype) - zero_3,
+    )
+
+
+def _asm(kind: str, one: str) -> str:
+    """Return the instructions that split two words into codes plus 128 or 1024, and subtract zeros plus this.
+
+    kind: the type; "": subtract nothing. one: the bits of 128 or 1024.
+    """
+    lines = ["{ .reg .b32 a;"]
+    for index in range(4):
+        lines.append(f"shr.b32 a, $4, {4 * index};")
+        lines.append(f"lop3.b32 {'a' if kind else f'${index}'}, a, 0x000F000F, 0x{one}{one}, 0xEA;")  # (a & mask) | one
+        if kind:
+            lines.append(f"sub.{kind}x2 ${index}, a, ${5 + index};")
+    return " ".join([*lines, "}"])
+
+
+_ASM_PLUS = tl.constexpr(_asm("", "4300"))
+_ASM_BF16 = tl.constexpr(_asm("bf16", "4300"))
+_ASM_FP16 = tl.constexpr(_asm("f16", "6400"))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _matmul_kernel(
-    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, table: tl.tensor, bias: tl.tensor,
-    partials: tl.tensor, num_done: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
+    bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor, out: tl.tensor, num_rows: tl.tensor,
+    num_outputs: tl.tensor,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
-    tile, split = tl.program_id(0), tl.program_id(1)
+    split, first_row = tl.program_id(1), tl.program_id(2) * ROWS
     first = split * (SIZE // SPLITS)
-    outputs, rows = tile * OUTPUTS + tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
-    known = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
+    rows = first_row + tl.arange(0, ROWS)[None, :]
+    tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    known = tl.minimum(outputs, num_outputs - 1)
+    lines = known.to(tl.int64) * (SIZE if BITS == 8 else SIZE // 4)
     is_row = rows < num_rows
-    GROUPS: tl.constexpr = (BLOCK + GROUP - 1) // GROUP
-    groups = known * NUM_GROUPS + tl.arange(0, GROUPS)[None, :]
     wait_and_start_next()
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in tl.range(first, first + SIZE // SPLITS, BLOCK, num_stages=STAGES):
-        own_scales = scales + groups + start // GROUP
-        own_offsets = offsets
-        if offsets is not None:
-            own_offsets = offsets + groups + start // GROUP
+        group = known + start // GROUP * num_outputs
         if BITS == 8:
             columns = start + tl.arange(0, BLOCK)
-            part = tl.load(weight + known * SIZE + columns[None, :])
+            numbers = tl.load(weight + lines + columns[None, :]).to(tl.float32)
             vectors = tl.load(x + rows * SIZE + columns[:, None], mask=is_row, other=0.0)
             if NUM_GROUPS == 1 and offsets is None:
-                part = part.to(tl.float32)
+                total = tl.dot(numbers.to(x.dtype.element_ty), vectors, total)
+            elif GROUP % BLOCK == 0 and offsets is None:
+                total += tl.dot(numbers.to(x.dtype.element_ty), vectors) * tl.load(scales + group)
             else:
-                part = _weights(part, table, own_scales, own_offsets, GROUPS, GROUP)
-            total = tl.dot(part.to(x.dtype.element_ty), vectors, total)
+                GROUPS: tl.constexpr = (BLOCK + GROUP - 1) // GROUP
+                groups = group + tl.arange(0, GROUPS)[None, :] * num_outputs
+                numbers *= _expanded(scales + groups, GROUPS, GROUP)
+                if offsets is not None:
+                    numbers += _expanded(offsets + groups, GROUPS, GROUP)
+                total = tl.dot(numbers.to(x.dtype.element_ty), vectors, total)
         else:
-            places = tl.arange(0, BLOCK // 2)
-            packed = tl.load(weight + known * (SIZE // 2) + start // 2 + places[None, :])
-            columns = start + places // HALF * (2 * HALF) + places % HALF
-            low_vectors = tl.load(x + rows * SIZE + columns[:, None], mask=is_row, other=0.0)
-            high_vectors = tl.load(x + rows * SIZE + columns[:, None] + HALF, mask=is_row, other=0.0)
-            low = _weights(packed & 15, table, own_scales, own_offsets, GROUPS, GROUP // 2)
-            high = _weights(packed >> 4, table, own_scales, own_offsets, GROUPS, GROUP // 2)
-            total = tl.dot(low.to(x.dtype.element_ty), low_vectors, total)
-            total = tl.dot(high.to(x.dtype.element_ty), high_vectors, total)
+            tl.static_assert(BLOCK == PIECE)
+            words = tl.load(weight + lines + start // 4 + tl.arange(0, PIECE // 4)[None, :])
+            columns = x + rows * SIZE + start + tl.arange(0, PIECE // 4)[:, None]
+            second, third = PIECE // 4 // GROUP * num_outputs, PIECE // 2 // GROUP * num_outputs
+            fourth = PIECE * 3 // 4 // GROUP * num_outputs
+            first_vectors = tl.load(columns, mask=is_row, other=0.0)
+            second_vectors = tl.load(columns + PIECE // 4, mask=is_row, other=0.0)
+            third_vectors = tl.load(columns + PIECE // 2, mask=is_row, other=0.0)
+            fourth_vectors = tl.load(columns + PIECE * 3 // 4, mask=is_row, other=0.0)
+            if zeros is not None or ZERO >= 0:
+                if zeros is None:
+                    zero = tl.full((OUTPUTS, 1), ZERO, x.dtype.element_ty)
+                else:
+                    zero = tl.load(zeros + group).to(x.dtype.element_ty)
+                zero_1, zero_2, zero_3 = zero, zero, zero
+                if zeros is not None and GROUP < PIECE:
+                    zero_1 = tl.load(zeros + group + second).to(x.dtype.element_ty)
+                    zero_2 = tl.load(zeros + group + third).to(x.dtype.element_ty)
+                    zero_3 = tl.load(zeros + group + fourth).to(x.dtype.element_ty)
+                codes_0, codes_1, codes_2, codes_3 = _minus_zeros(words, zero, zero_1, zero_2, zero_3)
+                products = tl.dot(codes_0, first_vectors)
+                if GROUP < PIECE // 2:
+                    total += products * tl.load(scales + group)
+                    products = tl.dot(codes_1, second_vectors)
+                    total += products * tl.load(scales + group + second)
+                    products = tl.dot(codes_2, third_vectors)
+                    total += products * tl.load(scales + group + third)
+                    products = tl.dot(codes_3, fourth_vectors)
+                    total += products * tl.load(scales + group + fourth)
+                else:
+                    products = tl.dot(codes_1, second_vectors, products)
+                    if GROUP < PIECE:
+                        total += products * tl.load(scales + group)
+                        products = tl.dot(codes_2, third_vectors)
+                    else:
+                        products = tl.dot(codes_2, third_vectors, products)
+                    products = tl.dot(codes_3, fourth_vectors, products)
+                    total += products * tl.load(scales + group + third)
+            else:
+                part = _scaled(words, 0, table, scales + group, offsets, group)
+                total = tl.dot(part.to(x.dtype.element_ty), first_vectors, total)
+                part = _scaled(words, 4, table, scales + group + second, offsets, group + second)
+                total = tl.dot(part.to(x.dtype.element_ty), second_vectors, total)
+                part = _scaled(words, 8, table, scales + group + third, offsets, group + third)
+                total = tl.dot(part.to(x.dtype.element_ty), third_vectors, total)
+                part = _scaled(words, 12, table, scales + group + fourth, offsets, group + fourth)
+                total = tl.dot(part.to(x.dtype.element_ty), fourth_vectors, total)
     if NUM_GROUPS == 1 and BITS == 8 and offsets is None:
         total *= tl.load(scales + known)
     is_last = True
     if SPLITS > 1:
-        own = partials + tile.to(tl.int64) * (SPLITS * OUTPUTS * ROWS) + tl.arange(0, OUTPUTS)[:, None] * ROWS + rows
+        own = partials + tile.to(tl.int64) * (SPLITS * OUTPUTS * ROWS) + tl.arange(0, OUTPUTS)[:, None] * ROWS
+        own += tl.arange(0, ROWS)[None, :]
         tl.store(own + split * (OUTPUTS * ROWS), total)
         tl.debug_barrier()  # all threads must have stored before one increments the counter
         is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
@@ -130,152 +226,258 @@ _matmul = KernelLauncher(_matmul_kernel)
 
 @triton.jit
 def _vector_kernel(
-    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, table: tl.tensor, bias: tl.tensor,
-    out: tl.tensor, num_outputs: tl.tensor,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, BITS: tl.constexpr, OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    known = tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None]
-    wait_and_start_next()
-    if BITS == 4:
-        # 8 codes per word: byte b has the column b in its low bits, and the column b + HALF in its high bits
-        WORDS: tl.constexpr = BLOCK // CODES_OF_WORD
-        words = tl.arange(0, WORDS)
-        total = tl.zeros((OUTPUTS, WORDS), tl.float32)
-        for start in tl.range(0, SIZE // CODES_OF_WORD, WORDS, loop_unroll_factor=4):
-            inside = start + words < SIZE // CODES_OF_WORD
-            packed = tl.load(
-                weight + known * (SIZE // CODES_OF_WORD) + start + words[None, :], mask=inside[None, :], other=0,
-                eviction_policy="evict_first",
-            )  # fmt: skip
-            group = known * NUM_GROUPS + ((start + words) // (GROUP // CODES_OF_WORD))[None, :]
-            scale = tl.load(scales + group, mask=inside[None, :], other=0.0)
-            columns = (start + words) // 4 * (2 * HALF) + words % 4 * 4
-            products = tl.zeros((OUTPUTS, WORDS), tl.float32)
-            sums = tl.zeros((WORDS,), tl.float32)
-            for index in tl.static_range(CODES_OF_WORD):
-                column = columns + (index // 2 + index % 2 * HALF)
-                vector = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
-                if table is not None:
-                    numbers = tl.load(table + (packed >> 4 * index & 15))
-                else:  # the bits of 16 + code
-                    shift: tl.constexpr = 19 - 4 * index
-                    moved = packed << shift if shift > 0 else packed >> -shift
-                    numbers = (moved & 0x780000 | 0x41800000).to(tl.float32, bitcast=True)
-                products += numbers * vector[None, :]
-                sums += vector
-            total += products * scale
-            offset = tl.zeros((OUTPUTS, WORDS), tl.float32)
-            if offsets is not None:
-                offset = tl.load(offsets + group, mask=inside[None, :], other=0.0)
-            if table is None:
-                offset -= scale * 16
-            total += offset * sums[None, :]
-    else:
-        columns = tl.arange(0, BLOCK)
-        GROUPS: tl.constexpr = (BLOCK + GROUP - 1) // GROUP
-        total = tl.zeros((OUTPUTS, BLOCK if GROUPS == 1 else GROUPS), tl.float32)
-        for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=4):
-            inside = start + columns < SIZE
-            pointers = weight + known * SIZE + start + columns[None, :]
-            part = tl.load(pointers, mask=inside[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
-            vector = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-            products = part * vector
-            vectors = tl.broadcast_to(vector, (OUTPUTS, BLOCK))
-            if GROUPS > 1:
-                products = tl.sum(tl.reshape(products, (OUTPUTS, GROUPS, GROUP)), 2)
-                vectors = tl.sum(tl.reshape(vectors, (OUTPUTS, GROUPS, GROUP)), 2)
-            group = known * NUM_GROUPS + start // GROUP + tl.arange(0, GROUPS)[None, :]
-            if NUM_GROUPS > 1:
-                inner = (start + tl.arange(0, GROUPS) * GROUP < SIZE)[None, :]
-                products *= tl.load(scales + group, mask=inner, other=0.0)
-                if offsets is not None:
-                    products += vectors * tl.load(offsets + group, mask=inner, other=0.0)
-            elif offsets is not None:
-                products = products * tl.load(scales + group) + vectors * tl.load(offsets + group)
-            total += products
-    result = tl.sum(total, 1)
-    if BITS == 8 and NUM_GROUPS == 1 and offsets is None:
-        result *= tl.load(scales + outputs, mask=outputs < num_outputs, other=0.0)
+    is_output = outputs < num_outputs
+    lines = weight + outputs[:, None].to(tl.int64) * SIZE
+    result = products(lines, is_output[:, None], x, SIZE, BLOCK) * tl.load(scales + outputs, mask=is_output, other=0.0)
     if bias is not None:
-        result += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
-    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=outputs < num_outputs)
+        result += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=is_output)
 
 
 _vector = KernelLauncher(_vector_kernel)
 
 
-@lru_cache(maxsize=1024)
-def shape_of_programs(num_outputs: int, size: int, group: int, bits: int) -> Programs | None:
-    """Return (outputs per program, inputs per block, splits, stages, warps); None: the kernel lacks these sizes."""
-    if size < 128 or size % 128 or not (group % 128 == 0 or (group >= PACKED_COLUMNS // 2 and 128 % group == 0)):
-        return None
-    block = 256 if size % 256 == 0 and group % 256 in (0, 128, 64, 32, 16) else 128
-    splits, tiles = 1, num_tiles(num_outputs)
-    while splits < MAX_SPLITS and tiles * splits < ENOUGH_PROGRAMS and size % (2 * splits * block) == 0:
-        splits *= 2
-    return OUTPUTS, block, splits, 4, 4
+@triton.jit
+def _plus_128(words: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Split words [outputs, N] int16 into four codes plus 128, in fp32."""
+    if DEPENDENT:
+        parts = tl.inline_asm_elementwise(
+            _ASM_PLUS, "=r,=r,=r,=r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        parts = (words & 15) + 128, (words >> 4 & 15) + 128, (words >> 8 & 15) + 128, (words >> 12 & 15) + 128
+    return parts[0].to(tl.float32), parts[1].to(tl.float32), parts[2].to(tl.float32), parts[3].to(tl.float32)
 
 
-def num_tiles(num_outputs: int) -> int:
-    """Return the maximum number of output tiles. Each needs a counter."""
-    return -(-num_outputs // OUTPUTS)
+@triton.jit
+def _scaled_sums(
+    products: tl.tensor, vectors: tl.tensor, group: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor,
+    ZERO: tl.constexpr, COUNT: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Sum products [outputs, N] of inputs [1, N] with codes plus 128 in COUNT pieces, and scale them.
+
+    group: indices [outputs, COUNT] of the scales.
+    """
+    WIDTH: tl.constexpr = products.shape[1] // COUNT
+    sums = tl.sum(tl.reshape(products, (products.shape[0], COUNT, WIDTH)), 2)
+    inputs = tl.sum(tl.reshape(vectors, (1, COUNT, WIDTH)), 2)
+    if zeros is not None:
+        sums -= (tl.load(zeros + group) + 128) * inputs
+    elif ZERO >= 0:
+        sums -= (ZERO + 128) * inputs
+    else:
+        sums -= 128 * inputs
+    sums *= tl.load(scales + group)
+    if offsets is not None:
+        sums += tl.load(offsets + group) * inputs
+    return sums
 
 
-def matmul(x: Tensor, codes: Codes, bias: Tensor | None, *, programs: Programs, num_done: Tensor) -> Tensor:
-    """x [T, I], codes [O, I], bias [O] -> [T, O]. num_done: [num_tiles] int32 zeros, which are zeros again after."""
-    (num_outputs, size), num_rows = codes.shape, x.shape[0]
-    outputs, block, splits, stages, num_warps = programs
-    rows, tiles = max(next_power_of_2(num_rows), LEAST_ROWS), -(-num_outputs // outputs)
-    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    num_partials = 1 if splits == 1 else tiles * splits * outputs * rows
-    partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
-    sizes = size, codes.group, codes.scales.shape[1], codes.bits, rows, outputs, block, splits, stages
-    arguments = (
-        x, codes.packed, codes.scales, codes.offsets, codes.table, bias, partials, num_done, out, num_rows,
-        num_outputs, *sizes
-    )  # fmt: skip
-    key = (x.dtype, *_facts(codes), sizes, num_warps, bias is None)
-    _matmul((tiles, splits, 1), (*key, *alignments(x, codes.packed)), arguments, options(num_warps))
-    return out
+@triton.jit
+def _code_vector_kernel(
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, bias: tl.tensor,
+    out: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    known = tl.minimum(outputs, num_outputs - 1)[:, None]
+    COUNT: tl.constexpr = BLOCK // PIECE
+    PART: tl.constexpr = PIECE // 4
+    words = tl.arange(0, BLOCK // 4)
+    columns = words // PART * PIECE + words % PART
+    lines = weight + known.to(tl.int64) * (SIZE // 4) + words[None, :]
+    wait_and_start_next()
+    total = tl.zeros((OUTPUTS, COUNT), tl.float32)
+    for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=2):
+        code_0, code_1, code_2, code_3 = _plus_128(tl.load(lines + start // 4, eviction_policy="evict_first"))
+        vector_0 = tl.load(x + start + columns).to(tl.float32)[None, :]
+        vector_1 = tl.load(x + start + columns + PART).to(tl.float32)[None, :]
+        vector_2 = tl.load(x + start + columns + 2 * PART).to(tl.float32)[None, :]
+        vector_3 = tl.load(x + start + columns + 3 * PART).to(tl.float32)[None, :]
+        first = start + tl.arange(0, COUNT)[None, :] * PIECE
+        group = known + first // GROUP * num_outputs
+        if GROUP >= PIECE:
+            products = code_0 * vector_0 + code_1 * vector_1 + code_2 * vector_2 + code_3 * vector_3
+            vectors = vector_0 + vector_1 + vector_2 + vector_3
+            total += _scaled_sums(products, vectors, group, scales, offsets, zeros, ZERO, COUNT)
+        else:
+            total += _scaled_sums(code_0 * vector_0, vector_0, group, scales, offsets, zeros, ZERO, COUNT)
+            group = known + (first + PART) // GROUP * num_outputs
+            total += _scaled_sums(code_1 * vector_1, vector_1, group, scales, offsets, zeros, ZERO, COUNT)
+            group = known + (first + 2 * PART) // GROUP * num_outputs
+            total += _scaled_sums(code_2 * vector_2, vector_2, group, scales, offsets, zeros, ZERO, COUNT)
+            group = known + (first + 3 * PART) // GROUP * num_outputs
+            total += _scaled_sums(code_3 * vector_3, vector_3, group, scales, offsets, zeros, ZERO, COUNT)
+    result = tl.sum(total, 1)
+    if bias is not None:
+        result += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
+    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=outputs < num_outputs)
 
 
-def vector_matmul(x: Tensor, codes: Codes, bias: Tensor | None, *, programs: tuple[int, int, int]) -> Tensor:
-    """x [1, I], codes [O, I], bias [O] -> [1, O]. programs: outputs per program, inputs per block, warps."""
+_code_vector = KernelLauncher(_code_vector_kernel)
+
+
+def serves_vector(codes: DeviceCodes) -> bool:
+    """Return whether ``vector_matmul`` supports codes that ``serves`` accepts."""
+    return codes.table is None if codes.bits == 4 else codes.scales.shape[0] == 1 and codes.offsets is None
+
+
+def vector_matmul(
+    x: Tensor, codes: DeviceCodes, bias: Tensor | None, programs: tuple[int, int, int] | None = None
+) -> Tensor:
+    """x [1, I], codes [O, I] that ``serves_vector`` accepts, bias [O] -> [1, O].
+
+    programs: outputs per program, inputs per block, warps.
+    """
     num_outputs, size = codes.shape
-    outputs, block, num_warps = programs
+    outputs, block, num_warps = programs or _vector_programs(num_outputs, size, codes.bits)
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    sizes = size, codes.group, codes.scales.shape[1], codes.bits, outputs, block
-    weight = codes.packed if codes.bits == 8 else codes.packed.view(torch.int32)
-    arguments = (x, weight, codes.scales, codes.offsets, codes.table, bias, out, num_outputs, *sizes)
-    key = (x.dtype, *_facts(codes), sizes, num_warps, bias is None, *alignments(x, codes.packed))
-    _vector((-(-num_outputs // outputs), 1, 1), key, arguments, options(num_warps))
+    grid = -(-num_outputs // outputs), 1, 1
+    if codes.bits == 8:
+        tensors, sizes = (codes.scales, bias), (size, outputs, block)
+    else:
+        tensors = codes.scales, codes.offsets, codes.zeros, bias
+        sizes = size, codes.group, codes.zero, outputs, block
+    key = (x.dtype, codes.numbers.dtype, num_outputs, sizes, num_warps, *(own is None for own in tensors))
+    kernel = _vector if codes.bits == 8 else _code_vector
+    arguments = (x, codes.numbers, *tensors, out, num_outputs, *sizes)
+    kernel(grid, (*key, *alignments(x, codes.numbers)), arguments, options(num_warps))
     return out
 
 
-def _facts(codes: Codes) -> tuple[torch.dtype | int | bool, ...]:
-    """Return the facts of codes that need other kernels, beside their sizes."""
-    return codes.packed.dtype, codes.shape[0], codes.offsets is None, codes.table is None
+def _vector_programs(num_outputs: int, size: int, bits: int) -> tuple[int, int, int]:
+    """Return (outputs per program, inputs per block, warps), measured as in ``shape_of_programs``."""
+    is_large = num_outputs >= MANY_OUTPUTS
+    if bits == 8:
+        return (4, 4096, 4) if is_large else (4, 1024, 4)
+    block = max(block for block in (128, 256, 512, 1024, 2048) if size % block == 0)
+    return (8, block, 2) if is_large else (16, block, 8)
+
+
+def serves(size: int, group: int, bits: int) -> bool:
+    """Return whether ``matmul`` supports weights with these inputs, inputs per scale, and bits."""
+    least = 16 if bits == 8 else PIECES[0] // 4
+    return size % PIECES[0] == 0 and (group % PIECES[0] == 0 or (group >= least and PIECES[0] % group == 0))
+
+
+@lru_cache(maxsize=1024)
+def shape_of_programs(num_outputs: int, size: int, bits: int, num_rows: int) -> Programs:
+    """Return (outputs per program, inputs per block, splits, stages, warps, rows per program).
+
+    Measured on an H200 for the layers of an 8B model.
+    """
+    rows = min(max(next_power_of_2(num_rows), LEAST_ROWS), ROWS)
+    is_small = num_rows <= ROWS and (num_outputs < MANY_OUTPUTS or (bits == 8 and num_rows > LEAST_ROWS))
+    outputs = OUTPUTS if is_small else 2 * OUTPUTS
+    tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
+    splits, enough = 1, 2 * PROCESSORS if is_small else PROCESSORS
+    while splits < MAX_SPLITS and tiles * splits < enough and size % (2 * splits * PIECES[0]) == 0:
+        splits *= 2
+    stages = 5 if bits == 4 and splits == 1 and num_rows <= ROWS // 2 else 4 if splits == 1 else 3
+    return outputs, PIECES[0], splits, stages, 8 if bits == 8 and not is_small else 4, rows
+
+
+def num_tiles(num_outputs: int, num_rows: int = MAX_ROWS) -> int:
+    """Return the maximum number of output tiles. Each needs a counter."""
+    return -(-num_outputs // OUTPUTS) * -(-num_rows // ROWS)
+
+
+def matmul(
+    x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor, programs: Programs | None = None
+) -> Tensor:
+    """x [T, I], codes [O, I], bias [O] -> [T, O].
+
+    Args:
+        num_done: [num_tiles] int32 zeros, which are zeros again after.
+        programs: see ``shape_of_programs``.
+    """
+    num_outputs, size = codes.shape
+    num_rows, num_groups = x.shape[0], codes.scales.shape[0]
+    programs = programs or shape_of_programs(num_outputs, size, codes.bits, num_rows)
+    outputs, block, splits, stages, num_warps, rows = programs
+    grid = -(-num_outputs // outputs), splits, -(-num_rows // rows)
+    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    num_partials = 1 if splits == 1 else grid[0] * splits * grid[2] * outputs * rows
+    partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
+    sizes = size, codes.group, num_groups, codes.bits, codes.zero, rows, outputs, block, splits, stages
+    tensors = codes.numbers, codes.scales, codes.offsets, codes.zeros, codes.table, bias
+    arguments = (x, *tensors, partials, num_done, out, num_rows, num_outputs, *sizes)
+    key = (x.dtype, num_outputs, sizes, num_warps, *(None if own is None else own.dtype for own in tensors))
+    _matmul(grid, (*key, *alignments(x, codes.numbers)), arguments, options(num_warps))
+    return out
+
+
+class DeviceCodes(NamedTuple):
+    """``Codes`` in the layout of the kernels.
+
+    Attributes:
+        numbers: [O, I] int8 or fp8, or 4-bit codes [O, I / 4] int16.
+        scales: [G, O] fp32.
+        offsets: [G, O] fp32; None: 0.
+        zeros: [G, O] fp32: integers that are subtracted from codes before they are scaled; None: see ``zero``.
+        table: [16] fp32.
+        group: inputs that share a scale.
+        zero: is subtracted from all codes before they are scaled; -1: nothing is.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    zeros: Tensor | None
+    table: Tensor | None
+    bits: int
+    group: int
+    zero: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """O and I."""
+        return self.numbers.shape[0], self.numbers.shape[1] * (1 if self.bits == 8 else 4)
+
+
+def device_codes(codes: Codes) -> DeviceCodes:
+    """Prepare codes for the kernels."""
+    scales, zeros, zero = codes.scales.t().contiguous(), None, -1
+    offsets = None if codes.offsets is None else codes.offsets.t().contiguous()
+    if codes.bits == 4 and codes.table is None:
+        exact = torch.zeros_like(scales) if offsets is None else (-offsets / scales).nan_to_num(posinf=0.0, neginf=0.0)
+        integers = exact.round()
+        if (exact - integers).abs().max() < _EXACT and integers.min() >= 0 and integers.max() <= _MAX_ZERO:
+            offsets, zeros = None, integers
+            if (integers == integers[0, 0]).all():
+                zeros, zero = None, int(integers[0, 0])
+    numbers = codes.packed if codes.bits == 8 else codes.packed.view(torch.int16)
+    return DeviceCodes(numbers, scales, offsets, zeros, codes.table, codes.bits, codes.group, zero)
 
 
 @triton.jit
 def _dequantize_kernel(
-    weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, table: tl.tensor, out: tl.tensor,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor, out: tl.tensor,
+    num_outputs: tl.tensor,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     start_next_and_wait()
     output = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
-    group = output * NUM_GROUPS + columns // GROUP
-    if BITS == 8:
+    group = output + columns // GROUP * num_outputs
+    if PIECE == 0:
         codes = tl.load(weight + output * SIZE + columns, mask=inside)
     else:
-        place = columns // (2 * HALF) * HALF + columns % HALF
-        packed = tl.load(weight + output * (SIZE // 2) + place, mask=inside, other=0).to(tl.int32)
-        codes = packed >> (columns // HALF % 2 * 4) & 15
-    values = _numbers(codes, table) * tl.load(scales + group, mask=inside, other=0.0)
+        word = columns // PIECE * (PIECE // 4) + columns % (PIECE // 4)
+        packed = tl.load(weight + output * (SIZE // 4) + word, mask=inside, other=0).to(tl.int32)
+        codes = packed >> (columns % PIECE // (PIECE // 4) * 4) & 15
+    values = _numbers(codes, table)
+    if zeros is not None:
+        values -= tl.load(zeros + group, mask=inside, other=0.0)
+    elif ZERO > 0:
+        values -= ZERO
+    values *= tl.load(scales + group, mask=inside, other=0.0)
     if offsets is not None:
         values += tl.load(offsets + group, mask=inside, other=0.0)
     tl.store(out + output * SIZE + columns, values.to(out.dtype.element_ty), mask=inside)
@@ -284,12 +486,46 @@ def _dequantize_kernel(
 _dequantize = KernelLauncher(_dequantize_kernel)
 
 
-def dequantize(codes: Codes, dtype: torch.dtype) -> Tensor:
+def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
     """Return the weight [O, I], with its columns in the order of the codes."""
     num_outputs, size = codes.shape
-    out = torch.empty((num_outputs, size), dtype=dtype, device=codes.packed.device)
-    sizes = size, codes.group, codes.scales.shape[1], codes.bits, DEQUANTIZED_COLUMNS
-    key = (dtype, *_facts(codes), sizes, *alignments(codes.packed))
-    arguments = (codes.packed, codes.scales, codes.offsets, codes.table, out, *sizes)
-    _dequantize((num_outputs, -(-size // DEQUANTIZED_COLUMNS), 1), key, arguments, options(4))
+    out = torch.empty((num_outputs, size), dtype=dtype, device=codes.numbers.device)
+    tensors = codes.numbers, codes.scales, codes.offsets, codes.zeros, codes.table
+    sizes = size, codes.group, codes.zero, 0 if codes.bits == 8 else piece_of(size), DEQUANTIZED_COLUMNS
+    key = (dtype, num_outputs, sizes, *(None if own is None else own.dtype for own in tensors))
+    arguments = (*tensors, out, num_outputs, *sizes)
+    grid = num_outputs, -(-size // DEQUANTIZED_COLUMNS), 1
+    _dequantize(grid, (*key, *alignments(codes.numbers)), arguments, options(4))
     return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_rows_kernel(
+    x: tl.tensor, numbers: tl.tensor, scales: tl.tensor, num_rows: tl.tensor,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
+    start_next_and_wait()
+    row, groups = tl.program_id(0), tl.arange(0, GROUPS)
+    columns = groups[:, None] * GROUP + tl.arange(0, WIDTH)[None, :]
+    inside, places = columns < SIZE, row.to(tl.int64) * SIZE + columns
+    values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / 448.0
+    tl.store(numbers + places, (values / scale[:, None]).to(numbers.dtype.element_ty), mask=inside)
+    tl.store(scales + groups.to(tl.int64) * num_rows + row, scale, mask=groups * GROUP < SIZE)
+
+
+_quantize_rows = KernelLauncher(_quantize_rows_kernel)
+
+
+def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return x [T, I] as fp8 numbers [T, I], and their scales [G, T] fp32, one for each ``group`` inputs of a row.
+
+    group: a power of two, or I.
+    """
+    num_rows, size = x.shape
+    numbers = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((-(-size // group), num_rows), dtype=torch.float32, device=x.device)
+    sizes = size, group, next_power_of_2(len(scales)), next_power_of_2(group)
+    key = (x.dtype, sizes, *alignments(x))
+    _quantize_rows((num_rows, 1, 1), key, (x, numbers, scales, num_rows, *sizes), options(8 if size > 2048 else 4))
+    return numbers, scales

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from aioengine.families._tensors import adaptable_layers
 from aioengine.families.llama import LlamaFamily
-from aioengine.model_files import adapter_folder
+from aioengine.model_files import config_patterns
 from aioengine.model_files.adapter_folder import CONFIG, read_folder
 from tests.kit.adapters import PROJECTIONS, TENSORS, change_tensors, save_adapter
 from tests.kit.tiny_sizes import SIZES
@@ -264,8 +264,8 @@ def test_patterns_have_a_common_time_limit(
     folder = save_adapter(base, tmp_path)
     set_fields(folder, rank_pattern={f"layer{number}": 4 for number in range(2000)})
     read_folder(folder)
-    monkeypatch.setattr(adapter_folder, "_PATTERNS_TIMEOUT_S", 0.05)
-    with pytest.raises(ValueError, match=r"adapter_config.json: its patterns take more than 0.05 seconds"):
+    monkeypatch.setattr(config_patterns, "PATTERNS_TIMEOUT_S", 0.001)
+    with pytest.raises(ValueError, match=r"adapter_config.json: its patterns take more than 0.001 seconds"):
         read_folder(folder)
 
 

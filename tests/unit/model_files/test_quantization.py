@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from aioengine.families._block_config import LinearShape, TensorSpec
-from aioengine.model_files.quantization import Scheme, read_quantization, split_config
+from aioengine.model_files.quantization import Scheme, read_config, read_quantization, split_config
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
 
@@ -58,6 +62,63 @@ def test_groups_of_compressed_tensors_have_their_own_schemes() -> None:
     assert quantization.scheme_of("lm_head") is None
 
 
+def test_most_specific_target_of_compressed_tensors_counts() -> None:
+    groups = {
+        "a": group(["Linear"]),
+        "b": group(["re:.*mlp.*"], strategy="tensor"),
+        "c": group(["model.layers.0.mlp.up_proj"], strategy="block"),
+    }
+    quantization = read_quantization(COMPRESSED | {"config_groups": groups})
+    assert quantization.scheme_of("model.layers.0.mlp.up_proj") == Scheme(layout="fp8", block=128)
+    assert quantization.scheme_of("model.layers.0.mlp.down_proj") == Scheme(layout="fp8", group=-1)
+    assert quantization.scheme_of("model.layers.0.self_attn.q_proj") == Scheme(layout="fp8")
+
+
+def test_rules_of_gptq_change_and_skip_layers() -> None:
+    dynamic = {r"+:.*\.18\..*gate.*": {"bits": 8, "group_size": 64}, r"-:.*\.20\..*": {}, r".*down": {"desc_act": True}}
+    quantization = read_quantization(GPTQ | {"dynamic": dynamic})
+    plain = quantization.scheme_of("model.layers.1.mlp.gate_proj")
+    assert plain is not None
+    assert (plain.bits, plain.group, plain.has_order) == (4, 128, False)
+    assert quantization.scheme_of("model.layers.18.mlp.gate_proj") == replace(plain, bits=8, group=64)
+    assert quantization.scheme_of("model.layers.20.mlp.down_proj") is None
+    assert quantization.scheme_of("model.layers.1.mlp.down_proj") == replace(plain, has_order=True)
+
+
+def test_slow_expression_is_refused() -> None:
+    quantization = read_quantization(COMPRESSED | {"ignore": [r"re:(?:.|..)+\s"]})
+    with pytest.raises(ValueError, match="quantization_config: the pattern .* takes too long to match"):
+        quantization.scheme_of("model.layers.20.self_attn.q_proj")
+
+
+def test_head_of_bitsandbytes_is_skipped_unless_other_layers_are_listed() -> None:
+    assert read_quantization(BITSANDBYTES).scheme_of("lm_head") is None
+    listed = read_quantization(BITSANDBYTES | {"llm_int8_skip_modules": ["model.layers.0.mlp"]})
+    assert listed.scheme_of("lm_head") is not None
+    assert listed.scheme_of("model.layers.0.mlp.up_proj") is None
+
+
+def test_kv_cache_alone_may_be_quantized_by_modelopt() -> None:
+    config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    assert read_quantization(config).scheme_of("model.layers.0.mlp.up_proj") is None
+
+
+def test_older_file_of_modelopt_is_read(tmp_path: Path) -> None:
+    assert read_config(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert read_config(tmp_path) == {"model_type": "llama"}
+    (tmp_path / "hf_quant_config.json").write_text(
+        '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}'
+    )
+    config = read_config(tmp_path)
+    assert config is not None
+    _, quantization = split_config(config)
+    assert quantization is not None
+    assert quantization.method == "modelopt"
+    assert quantization.scheme_of("model.layers.0.mlp.up_proj") == Scheme(layout="fp8", group=-1)
+    assert quantization.scheme_of("lm_head") is None
+
+
 def test_tensors_of_a_layer_are_described() -> None:
     linear = LinearShape("model.layers.0.mlp.up_proj", 96, 256, has_bias=True)
     assert read_quantization(AWQ).tensors_of(linear) == {
@@ -74,14 +135,29 @@ def test_tensors_of_a_layer_are_described() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "quark"}, "quant_method 'quark' is not implemented; what works: fp8"),
+        (
+            {"quant_method": "quark"},
+            "quant_method 'quark' .*works: fp8, .* gptq, .*and models that are not quantized",
+        ),
+        ({"quant_method": "torchao"}, "quant_method 'torchao' .*works: fp8, .*and models that are not quantized"),
+        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' .*works: mxfp4 in models of type gpt_oss"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' .*works: FP8, FP8_PER_CHANNEL"),
+        (BITSANDBYTES | {"load_in_8bit": True}, "load_in_8bit True .*works: load_in_4bit, and models that are not"),
+        (BITSANDBYTES | {"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type 'int4' .*works: nf4, fp4"),
+        (BITSANDBYTES | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage .*works: uint8"),
         (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size \(64, 64\) .*works: \[128, 128\]"),
-        (AWQ | {"version": "gemv"}, "version 'gemv' .*works: version gemm"),
+        (AWQ | {"version": "gemv"}, "version 'gemv' .*works: gemm"),
+        (AWQ | {"bits": 8}, "bits 8 .*works: 4"),
+        (AWQ | {"zero_point": False}, "zero_point False .*works: true"),
         (GPTQ | {"bits": 3}, "bits 3 is not implemented; what works: 4, 8"),
-        (GPTQ | {"dynamic": {"-:x": {}}}, "dynamic .*works: null"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' .*works: FP8"),
+        (GPTQ | {"dynamic": {"+:x": {"bits": 2}}}, "bits 2 is not implemented; what works: 4, 8"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' .*works: gptq, gptq_v2"),
+        (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' .*works: pack-quantized"),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask' .*works: dense"),
+        (COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config .*works: null"),
+        (COMPRESSED | {"config_groups": {"a": {"targets": ["Embedding"]}}}, "targets 'Embedding' .*works: Linear"),
+        (COMPRESSED | {"ignore": ["re:("]}, r"quantization_config: a list of layers has '.*\(.*invalid"),
         ({"bits": 4}, "quant_method"),
-        ({"quant_method": "compressed-tensors", "ignore": ["re:("]}, r"has the pattern 're:\(', which is wrong"),
     ],
 )
 def test_formats_that_are_not_implemented_are_refused_by_name(config: dict[str, Any], message: str) -> None:
