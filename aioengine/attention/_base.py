@@ -81,6 +81,8 @@ class AttentionShape:
         soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap) before the softmax; None: no cap.
         sinks: for each layer, the logits [H] of learned sinks. A sink is an additional softmax entry of a head, without
             a value. They are the model's own tensors, so graphs read the current weights. Empty: no sinks.
+        kv_scales: for each layer, fp32 [2]: the factors of fp8 keys and values in the pool. They are the model's own
+            tensors, too. Unused with a pool of another dtype. Empty: 1.
         value_size: V with latent attention (arXiv 2405.04434). The pool has one latent vector per position and no
             values: the values are the first V elements of the keys. None: separate values, as large as keys.
         expansions: for each layer the matrices [H, ``plain_size`` + O, V] of latent attention, the model's own tensors.
@@ -104,6 +106,7 @@ class AttentionShape:
     windows: tuple[int | None, ...] = ()
     soft_cap: float | None = None
     sinks: tuple[Tensor, ...] = ()
+    kv_scales: tuple[Tensor, ...] = ()
     value_size: int | None = None
     expansions: tuple[Tensor, ...] = ()
     plain_size: int = 0
@@ -130,6 +133,7 @@ class AttentionShape:
             num_layers=len(layers),
             windows=tuple(self.windows[layer] for layer in layers) if self.windows else (),
             sinks=tuple(self.sinks[layer] for layer in layers) if self.sinks else (),
+            kv_scales=tuple(self.kv_scales[layer] for layer in layers) if self.kv_scales else (),
             expansions=tuple(self.expansions[layer] for layer in layers) if self.expansions else (),
         )
 
@@ -173,6 +177,10 @@ class AttentionShape:
     def num_kv_layers(self) -> int:
         """Number of layers with a KV cache."""
         return self.num_layers if self.is_causal else 0
+
+    def scales(self, layer: int) -> Tensor | None:
+        """Return the scales [2] of a layer's fp8 keys and values; None: 1."""
+        return self.kv_scales[layer] if self.kv_scales else None
 
     def window(self, layer: int, longest: int) -> int | None:
         """Return the window of this layer in rows of up to ``longest`` positions; None: no limit."""

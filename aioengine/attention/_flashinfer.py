@@ -1,7 +1,8 @@
 """FlashInfer's prefill kernels: for rows of several tokens, and for cascade attention of decode rows.
 
 Rows whose keys and values are all computed in this step ("fresh" rows) read them from the tensors of the step. This is
-20% faster than reading pages. Other rows read pages.
+20% faster than reading pages. Other rows read pages. If the pool has another dtype than queries, all rows read
+converted copies of what is in the pool (``ConvertedRows``).
 
 In cascade attention, decode rows with the same first pages attend to these pages in one non-causal prefill. The decode
 kernel attends to the other pages, and merges both results. Prefill rows with the same first pages do this too, but the
@@ -22,7 +23,7 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from torch import Tensor
 
-from aioengine.attention._base import CascadeLimits, SharedPages
+from aioengine.attention._base import CascadeLimits, ForwardBatch, SharedPages
 from aioengine.attention._gpu_rows import (
     AttentionLayers,
     FixedDecodeRows,
@@ -33,6 +34,8 @@ from aioengine.attention._gpu_rows import (
     starts_of,
 )
 from aioengine.attention._shared_rows import find_shared
+from aioengine.attention.triton import TritonAttention
+from aioengine.kernels.triton.convert_kv import convert
 from aioengine.kernels.triton.merge import add_sinks, merge
 
 if TYPE_CHECKING:
@@ -50,6 +53,8 @@ PLAN_BYTES = 1 << 20
 """Size of a plan of few rows and tokens, on the device and on the host."""
 MIN_FRESH_TOKENS = 256
 """With fewer tokens, a separate plan costs more than it saves."""
+MAX_COPY_BYTES = 128 << 20
+"""Limit of converted copies of keys and values."""
 MAX_GROUPS = 8
 MIN_ROWS = 48
 """Limits of cascade attention in decode steps, see ``CascadeLimits``."""
@@ -80,10 +85,6 @@ class FlashInferLayers(AttentionLayers):
         layers = attention_layers(shape, kv_pool)
         return cls(shape, layers.pool, layers.rules, workspace, torch.cuda.Event())
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.pool[0][0].dtype
-
     def heads(self) -> tuple[int, int, int]:
         return self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_size
 
@@ -98,6 +99,11 @@ class FlashInferLayers(AttentionLayers):
         }
 
     @property
+    def position_bytes(self) -> int:
+        """Bytes of the keys and values of a position in the dtype of queries."""
+        return 2 * self.shape.num_kv_heads * self.shape.head_size * self.dtype.itemsize
+
+    @property
     def window_left(self) -> int:
         """Number of earlier positions that a token attends to; -1: all."""
         window = self.shape.common_window
@@ -105,8 +111,7 @@ class FlashInferLayers(AttentionLayers):
 
     @property
     def cascade_limits(self) -> CascadeLimits:
-        page_bytes = 2 * self.page_size * self.shape.num_kv_heads * self.shape.head_size * self.dtype.itemsize
-        return CascadeLimits(MIN_ROWS, MIN_SAVED_BYTES // page_bytes, MAX_GROUPS)
+        return CascadeLimits(MIN_ROWS, MIN_SAVED_BYTES // (self.page_size * self.position_bytes), MAX_GROUPS)
 
 
 def _run(
@@ -166,17 +171,7 @@ class PrefillRows:
             columns = page_columns(lengths, layers.page_size)
             plan_paged(layers, self._paged, queries, lengths, columns, flat_pages(pages, columns[0])[1])
         if self._has_fresh:
-            starts, longest = starts_of(query_lengths[num_paged:]), int(query_lengths[num_paged:].max())
-            self._ragged.plan(
-                starts,
-                starts,
-                *layers.heads(),
-                causal=True,
-                **layers.plan_options,
-                window_left=layers.window_left,
-                max_token_per_sequence=longest,
-                max_sequence_kv=longest,
-            )
+            plan_packed(layers, self._ragged, query_lengths[num_paged:], query_lengths[num_paged:])
         layers.copied.record()
 
     def _plan_shared(self, page_ids: Ints, tokens: slice) -> None:
@@ -219,6 +214,69 @@ class PrefillRows:
         out = torch.zeros(1, layers.shape.num_heads, layers.shape.head_size, dtype=layers.dtype, device=layers.device)
         weights = torch.zeros(1, layers.shape.num_heads, device=out.device)
         merge(out, weights, out, weights)
+
+
+class ConvertedRows:
+    """Attention of the prefill rows of a step if the pool has another dtype than queries.
+
+    Keys and values of all positions are copied from the pool and converted. Steps with few tokens or many positions
+    read the pages with our Triton kernels instead.
+    """
+
+    def __init__(self, layers: FlashInferLayers) -> None:
+        self._layers = layers
+        self._over_pages = TritonAttention(layers)
+        self._packed = BatchPrefillWithRaggedKVCacheWrapper(layers.workspace, "NHD")
+        self._slots: Tensor | None = None
+
+    def plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints, host_pages: Ints | None = None) -> None:
+        """Plan R >= 1 rows, as ``PrefillRows.plan``: page_table [R, P] on the device, lengths [R] on the host."""
+        layers, total = self._layers, int(kv_lengths.sum())
+        self._slots = None
+        if int(query_lengths.sum()) < MIN_FRESH_TOKENS or total * layers.position_bytes > MAX_COPY_BYTES:
+            lengths = query_lengths.tolist(), kv_lengths.tolist()
+            unused = torch.empty(0, dtype=torch.int64, device=layers.device)
+            self._over_pages.prepare(
+                ForwardBatch(
+                    slot_mapping=unused, page_table=page_table, query_lengths=lengths[0], kv_lengths=lengths[1]
+                )
+            )
+            return
+        rows = np.repeat(np.arange(len(kv_lengths), dtype=np.int32), kv_lengths)
+        positions = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(kv_lengths) - kv_lengths, kv_lengths)
+        row_ids, places = pinned(np.stack((rows, positions.astype(np.int32)))).to(layers.device, non_blocking=True)
+        self._slots = page_table[row_ids, places // layers.page_size] * layers.page_size + places % layers.page_size
+        layers.copied.synchronize()
+        plan_packed(layers, self._packed, query_lengths, kv_lengths)
+        layers.copied.record()
+
+    def attend(self, q: Tensor, kv: Pool, layer: int, out: Tensor) -> None:
+        """Attend: q and out [T, H, E] of these rows. The keys and values ``kv`` are read in the pool."""
+        if self._slots is None:
+            self._over_pages.attend_into(q, *kv, layer, out=out)
+            return
+        rules = self._layers.rules[layer]
+        converted = convert(self._layers.pool[layer], self._slots, q.dtype, rules.scales)
+        _run(self._packed, q, *converted, out=out, sinks=rules.sinks)
+
+
+def plan_packed(
+    layers: FlashInferLayers,
+    wrapper: BatchPrefillWithRaggedKVCacheWrapper,
+    query_lengths: Ints,
+    kv_lengths: Ints,
+) -> None:
+    """Plan R rows with packed keys and values, for ``query_lengths`` [R] tokens and ``kv_lengths`` [R] positions."""
+    wrapper.plan(
+        starts_of(query_lengths),
+        starts_of(kv_lengths),
+        *layers.heads(),
+        causal=True,
+        **layers.plan_options,
+        window_left=layers.window_left,
+        max_token_per_sequence=int(query_lengths.max()),
+        max_sequence_kv=int(kv_lengths.max()),
+    )
 
 
 def plan_paged(

@@ -46,6 +46,7 @@ def make_ready(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    kv_dtype: torch.dtype,
     timeout_s: float,
     report: Callable[[Progress], None],
 ) -> None:
@@ -70,7 +71,7 @@ def make_ready(
         Compilation(time.monotonic() + timeout_s, report).compile_missing(specs)
         for layers in shape.groups:
             part = shape.part(layers)
-            pool = torch.zeros(kv_pool_shape(part, num_pages=1, page_size=16), dtype=dtype, device=device)
+            pool = torch.zeros(kv_pool_shape(part, num_pages=1, page_size=16), dtype=kv_dtype, device=device)
             with compile_only():  # affects our Triton kernels only: FlashInfer's kernels run
                 flashinfer.build(part, pool).warm_up()
         torch.cuda.synchronize(device)

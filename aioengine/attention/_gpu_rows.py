@@ -16,6 +16,7 @@ import torch
 from aioengine.attention._base import AttentionShape, ForwardBatch, keys_and_values, split_heads
 from aioengine.attention._gpu_splits import COLUMNS, max_splits, plan_splits
 from aioengine.kernels.kv_target import KVTarget
+from aioengine.kernels.stored_kv import FP8
 from aioengine.kernels.triton.attention import PagedRows
 from aioengine.kernels.triton.decode import DecodeRows, decode
 from aioengine.kernels.triton.heads import flatten_pages
@@ -48,6 +49,20 @@ class AttentionLayers:
         return self.pool[0][0].shape[2]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of queries."""
+        return self.shape.dtype or self.pool[0][0].dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the pool has another dtype than queries."""
+        return self.pool[0][0].dtype != self.dtype
+
+    def target(self, slots: Tensor, layer: int) -> KVTarget:
+        """Return the destination of a layer's keys and values at slots [T]."""
+        return KVTarget(slots, *self.pool[layer], scales=self.rules[layer].scales)
+
+    @property
     def device(self) -> torch.device:
         return self.pool[0][0].device
 
@@ -62,7 +77,8 @@ class AttentionLayers:
 def attention_layers(shape: AttentionShape, kv_pool: Tensor) -> AttentionLayers:
     """Return the layers of the pool [L, 1 or 2, N, K, S, E]."""
     window, sinks = shape.common_window, shape.sinks or (None,) * shape.num_layers
-    rules = [ScoreRules(window, shape.soft_cap, layer_sinks) for layer_sinks in sinks]
+    scales = shape.kv_scales if kv_pool.dtype == FP8 and shape.kv_scales else (None,) * shape.num_layers
+    rules = [ScoreRules(window, shape.soft_cap, *tensors) for tensors in zip(sinks, scales, strict=True)]
     return AttentionLayers(shape, keys_and_values(kv_pool, shape), rules)
 
 
@@ -127,7 +143,8 @@ def run_once(attention: AttentionBackend, layers: AttentionLayers, num_rows: int
         kv_lengths=[count] * num_rows,
     )
     attention.prepare(batch)
-    attention.attend(*split_heads(keys.new_zeros(num_tokens, shape.num_input_heads, shape.query_size), shape), 0)
+    heads = keys.new_zeros(num_tokens, shape.num_input_heads, shape.query_size, dtype=layers.dtype)
+    attention.attend(*split_heads(heads, shape), 0)
 
 
 def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, page_ids: Tensor) -> DecodeRows:
@@ -175,7 +192,7 @@ class PagedAttention:
         """Do nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
 
     def target(self, layer: int) -> KVTarget:
-        return KVTarget(self._step.slots, *self._layers.pool[layer])
+        return self._layers.target(self._step.slots, layer)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E] -> [T, H * V]; k and v are read in the pool."""
@@ -222,7 +239,7 @@ class FixedDecodeRows:
         self._copied.record()
 
     def target(self, layer: int) -> KVTarget:
-        return KVTarget(self._slots, *self._layers.pool[layer])
+        return self._layers.target(self._slots, layer)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [R, H, E], k and v [R, K, E] -> [R, H * E]."""

@@ -96,7 +96,10 @@ class ImageAttention(Generic[Inner]):
             page_size = self._kv_layers[layer].shape[3]
             first = first // page_size * page_size
             stored = self._kv_layers[layer][:, pages[first // page_size :]].transpose(1, 2).flatten(2, 3)
-            keys, values = from_stored(stored[:, :, : image.stop - first], q.dtype)  # [K, C, E]
+            scales = self._shape.scales(layer)
+            if scales is not None:
+                scales = scales.view(2, 1, 1, 1)
+            keys, values = from_stored(stored[:, :, : image.stop - first], q.dtype, scales)  # [K, C, E]
             is_fused = self._is_on_gpu and self._shape.soft_cap is None  # the fused kernels have no soft cap
             attend = self._attend_at_once if is_fused else self._attend_in_blocks
             attend(image, q, _ImageKV(first, window, keys, values), out=out)

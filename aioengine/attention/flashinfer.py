@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._flashinfer import FixedFlashInferCascade, FlashInferLayers, PrefillRows
+from aioengine.attention._flashinfer import (
+    MIN_FRESH_TOKENS,
+    ConvertedRows,
+    FixedFlashInferCascade,
+    FlashInferLayers,
+    PrefillRows,
+)
 from aioengine.attention._gpu_rows import (
     FixedDecodeRows,
     decode_rows,
@@ -28,25 +34,25 @@ from aioengine.attention._gpu_rows import (
     page_columns,
     run_once,
 )
-from aioengine.kernels.kv_target import KVTarget
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch
+    from aioengine.kernels.kv_target import KVTarget
     from aioengine.kernels.triton.decode import DecodeRows
 
     Ints = npt.NDArray[np.int32]
 
 
 class FlashInferAttention:
-    """Implements ``CapturableAttention``. ``kv_pool``: [L, 2, N, K, S, E] in 16 bits."""
+    """Implements ``CapturableAttention``."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 2, N, K, S, E]."""
         self._layers = FlashInferLayers.of(shape, kv_pool)
-        self._prefill = PrefillRows(self._layers)
+        self._prefill = (ConvertedRows if self._layers.is_quantized else PrefillRows)(self._layers)
         self._decode: DecodeRows | None = None
         self._slot_mapping = torch.empty(0, dtype=torch.int64, device=kv_pool.device)
         self._num_decode = 0
@@ -68,7 +74,7 @@ class FlashInferAttention:
             self._prefill.plan(batch.page_table[num_decode:], *lengths, host_pages)
 
     def target(self, layer: int) -> KVTarget:
-        return KVTarget(self._slot_mapping, *self._layers.pool[layer])
+        return self._layers.target(self._slot_mapping, layer)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
@@ -90,9 +96,10 @@ class FlashInferAttention:
 
     def warm_up(self) -> None:
         """Plan and run each kind of step once, to compile kernels."""
-        for count in (1, 2):
+        counts = (1, 2, MIN_FRESH_TOKENS) if self._layers.is_quantized else (1, 2)
+        for count in counts:
             run_once(self, self._layers, 1, count)
-        if self._layers.shape.common_window is None:
+        if isinstance(self._prefill, PrefillRows) and self._layers.shape.common_window is None:
             self._prefill.warm_up()
 
 
@@ -109,8 +116,9 @@ class CascadeFlashInferAttention(FlashInferAttention):
 
 
 def build(shape: AttentionShape, kv_pool: Tensor) -> FlashInferAttention:
-    """Return the backend for this model. kv_pool: [L, 2, N, K, S, E]."""
-    return (CascadeFlashInferAttention if shape.common_window is None else FlashInferAttention)(shape, kv_pool)
+    """Return the backend for this model. kv_pool: [L, 2, N, K, S, E]. Cascade attention needs the dtype of queries."""
+    has_cascade = shape.common_window is None and shape.dtype in {None, kv_pool.dtype}
+    return (CascadeFlashInferAttention if has_cascade else FlashInferAttention)(shape, kv_pool)
 
 
 PLUGIN = build

@@ -114,14 +114,15 @@ class TorchAttention:
             first_token += count
 
     def target(self, layer: int) -> WriteKV:
-        return partial(self._write, self._pool[layer])
+        return partial(self._write, self._pool[layer], self._shape.scales(layer))
 
-    def _write(self, pool: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write k and v [T, K, E] to their slots in the pool of a layer, [2, N, K, S, E]."""
+    def _write(self, pool: Tensor, scales: Tensor | None, k: Tensor, v: Tensor) -> None:
+        """Write k and v [T, K, E] to their slots in the pool of a layer, [2, N, K, S, E]. scales: [2]."""
+        key_scale, value_scale = (None, None) if scales is None else scales
         pages, offsets = self._slots // self.page_size, self._slots % self.page_size
-        pool[0, pages, :, offsets] = to_stored(k, pool.dtype)
+        pool[0, pages, :, offsets] = to_stored(k, pool.dtype, key_scale)
         if self._shape.num_sides == 2:
-            pool[1, pages, :, offsets] = to_stored(v, pool.dtype)
+            pool[1, pages, :, offsets] = to_stored(v, pool.dtype, value_scale)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
@@ -135,10 +136,12 @@ class TorchAttention:
     def _attended(self, q: Tensor, layer: int) -> Tensor:
         """Attend with q [T, H, E] to the pool of a layer -> [T, H, E]; [T, H, V] with latent attention."""
         out = q.new_empty(*q.shape[:2], self._shape.stored_value_size)
-        sinks = self._shape.sinks[layer] if self._shape.sinks else None
+        sinks, scales = self._shape.sinks[layer] if self._shape.sinks else None, self._shape.scales(layer)
+        if scales is not None:
+            scales = scales.view(2, 1, 1, 1)
         for row in self._rows:
             stored = self._pool[layer].flatten(1, 2)[:, row.pairs].flatten(2, 3)
-            sides = from_stored(stored, torch.float32)  # [1 or 2, K, P * S, E]
+            sides = from_stored(stored, torch.float32, scales)  # [1 or 2, K, P * S, E]
             keys, values = sides[0], sides[-1][..., : self._shape.stored_value_size]
             window = self._shape.window(layer, row.stop)
             for begin in range(row.start // BLOCK * BLOCK, row.stop, BLOCK):

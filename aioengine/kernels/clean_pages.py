@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def clean_layer(layer: Tensor, pages: Tensor) -> None:
+    """Set NaN and inf to 0 in these pages [Y] of a layer [2, N, K, S, E], with torch."""
+    layer[:, pages] = layer[:, pages].float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).to(layer.dtype)
+
+
 def clean_pages(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor) -> None:
     """Set NaN and inf to 0 in the pages of the rows with a negative token id.
 
@@ -34,4 +39,4 @@ def clean_pages(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor)
         if token_ids[index] < 0:
             pages = page_ids[first : first + count].long()
             for layer in pool:  # layer by layer, to limit the size of the copy
-                layer[:, pages] = layer[:, pages].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+                clean_layer(layer, pages)

@@ -3,7 +3,9 @@
 int8: each head of a token has its own scale, a bf16 number after the E codes of the head. The scale is the largest
 magnitude divided by 127, so a code is at most half a scale away from its number.
 
-N heads of tokens, E head size.
+fp8 (e4m3): a layer may have a scale for keys and one for values. Larger numbers than the format has become its largest.
+
+E head size.
 """
 
 from __future__ import annotations
@@ -17,13 +19,23 @@ from aioengine.settings.memory_model import INT8_SCALE_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
+FP8: Final = torch.float8_e4m3fn
+FP8_MAX: Final = torch.finfo(FP8).max
 _LARGEST: Final = 127
 _MIN_SCALE: Final = 1e-30
 """Avoids a division by zero. Smaller numbers become 0."""
 
 
-def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert x [..., E] to numbers of the pool: [..., E], or int8 [..., E + 2]. Heads with NaN or inf become NaN."""
+def to_stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """Convert x [..., E] to numbers of the pool: [..., E], or int8 [..., E + 2].
+
+    NaN and inf become NaN in fp8, and a head with one of them becomes NaN in int8. So the row fails as in 16 bits.
+
+    scale: of fp8 numbers; None: 1.
+    """
+    if dtype == FP8:
+        wide = x.float() if scale is None else x.float() / scale
+        return wide.where(wide.isfinite(), torch.nan).clamp_(-FP8_MAX, FP8_MAX).to(dtype)
     if dtype != torch.int8:
         return x.to(dtype)
     wide = x.float()
@@ -32,8 +44,13 @@ def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat((codes, scales.view(torch.int8)), dim=-1)
 
 
-def from_stored(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert numbers of the pool to [..., E] of ``dtype``. The last axis of ``stored`` is contiguous."""
+def from_stored(stored: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """Convert numbers of the pool to [..., E] of ``dtype``. The last axis of ``stored`` is contiguous.
+
+    scale: of fp8 numbers; None: 1.
+    """
+    if stored.dtype == FP8 and scale is not None:
+        return stored.float().mul_(scale).to(dtype)
     if stored.dtype != torch.int8:
         return stored.to(dtype)
     return stored[..., :-INT8_SCALE_BYTES].to(dtype).mul_(scales_of(stored))

@@ -265,15 +265,10 @@ def choose_attention(
         return AttentionChoice("packed")
     if name == "fused" and (kv_dtype not in {dtype, torch.int8} or not fused.serves(shape, dtype, device)):
         return AttentionChoice("torch")
-    if kv_dtype != dtype and name not in {"fused", "torch"}:
-        raise ValueError(
-            f"attention_backend {name!r} needs a KV cache in the dtype of the queries, {dtype}, not {kv_dtype}; "
-            "'torch' works"
-        )
     if name != "flashinfer":
         return AttentionChoice(name)
     try:
-        _make_flashinfer_ready(settings, shape, dtype, device, report=report)
+        _make_flashinfer_ready(settings, shape, dtype, device, kv_dtype=kv_dtype, report=report)
     except BackendUnavailableError as error:
         if not settings.fallback_backend:
             raise ValueError(f"attention_backend='flashinfer' does not work here: {error}") from error
@@ -288,6 +283,7 @@ def _make_flashinfer_ready(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    kv_dtype: torch.dtype,
     report: Callable[[Progress], None],
 ) -> None:
     """Import FlashInfer, compile its kernels and run them once.
@@ -302,4 +298,5 @@ def _make_flashinfer_ready(
         raise BackendUnavailableError(message) from error
     except (ImportError, OSError, RuntimeError) as error:
         raise BackendUnavailableError(f"FlashInfer cannot be imported: {type(error).__name__}: {error}") from error
-    kernels.make_ready(shape, dtype, device, timeout_s=settings.compile_timeout_s, report=report)
+    timeout_s = settings.compile_timeout_s
+    kernels.make_ready(shape, dtype, device, kv_dtype=kv_dtype, timeout_s=timeout_s, report=report)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import kv_pool_shape
-from aioengine.kernels.clean_pages import clean_pages
+from aioengine.kernels.clean_pages import clean_layer, clean_pages
 from aioengine.kernels.stored_kv import scales_of
 from aioengine.settings.memory_model import INT8_SCALE_BYTES
 from aioengine.settings.page_groups import PageGroups
@@ -111,7 +111,7 @@ class KVPool:
         """
         indices = torch.tensor(pages, dtype=torch.int64, device=self.tensors[0].device)
         for layer in chain.from_iterable(self._floats):  # layer by layer, to limit the size of the copy
-            layer[:, indices] = layer[:, indices].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            clean_layer(layer, indices)
 
     def clean_failed(self, pages: dict[int, list[int]], token_ids: Tensor, upload: Upload) -> None:
         """Queue the cleaning on the device after a step in flight, for the rows that fail in this step.

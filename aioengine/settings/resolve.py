@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aioengine.api import checks
+from aioengine.model_files import quantized_formats
 from aioengine.model_files.adapter_folder import FUSED
 from aioengine.settings.config import (
     TRANSFORMERS,
@@ -222,17 +223,17 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
     )
 
 
-def _kv_dtype(config: EngineConfig, model: ModelFacts, dtype: str, *, is_on_gpu: bool) -> str | None:
+def _kv_dtype(config: EngineConfig, model: ModelFacts, dtype: str, backend: str, *, is_on_gpu: bool) -> str | None:
     """Return the dtype of the KV cache; None: the dtype of the model."""
     wanted = config.memory.kv_cache_dtype
     if wanted in {"auto", dtype}:
         return None
     if not model.is_causal:
         raise ValueError(f"kv_cache_dtype={wanted!r}: this model has no KV cache; 'auto' works")
-    small, device = ("fp8_e4m3", "GPU") if is_on_gpu else ("int8", "CPU")
-    if wanted not in {"bfloat16", small}:
+    quantized_formats.check("kv_cache_dtype", wanted, "cuda" if is_on_gpu else "cpu")
+    if is_on_gpu and model.is_latent and backend != "torch":
         raise ValueError(
-            f"kv_cache_dtype={wanted!r} is not available on a {device}; 'auto', 'bfloat16' and {small!r} are"
+            f"kv_cache_dtype={wanted!r} does not work on a GPU with this model's latent attention; 'auto' works"
         )
     return wanted
 
@@ -254,7 +255,7 @@ def _memory_settings(
         page_size=page_size,
         num_pages=None if wanted is None else wanted // page_size,
         mem_fraction_static=default if fraction is None else fraction,
-        kv_dtype=_kv_dtype(config, model, dtype, is_on_gpu=is_on_gpu),
+        kv_dtype=_kv_dtype(config, model, dtype, backend, is_on_gpu=is_on_gpu),
     )
 
 

@@ -84,7 +84,7 @@ class Demo(NamedTuple):
 def variants(device: str) -> dict[str, Variant]:
     """Return the formats that work on a device: checkpoints as the tests write them, and arguments."""
     found = {name: Variant({}, method) for name, method in METHODS.items()}
-    found |= {f"gguf {name}": Variant({}, gguf_type=name) for name in ("Q8_0", "Q6_K", "Q4_K", "Q4_0")}
+    found |= {f"gguf {name}": Variant({}, gguf_type=name) for name in ("Q8_0", "Q4_0")}
     for source in ("quantization", "kv_cache_dtype"):
         rows = [row for row in FORMATS[source] if row.kept(device) and row.name != "bfloat16"]
         found |= {f'{source}="{row.name}"': Variant({source: row.name}) for row in rows}

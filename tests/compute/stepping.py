@@ -56,9 +56,7 @@ def write_and_attend(attention: StepAttention, q: Tensor, k: Tensor, v: Tensor, 
     """q [T, H, E], k and v [T, K, E] -> [T, H * E], with k and v written to the KV pool before."""
     target = attention.target(layer)
     if isinstance(target, KVTarget):
-        slots, page_size = target.slots.long(), target.keys.shape[2]
-        target.keys[slots // page_size, :, slots % page_size] = k
-        target.values[slots // page_size, :, slots % page_size] = v
+        target.write(k, v)
     else:
         target(k, v)
     return attention.attend(q, k, v, layer)

@@ -11,6 +11,7 @@ import torch
 
 from aioengine import models
 from aioengine.attention._base import AttentionShape, kv_pool_shape
+from aioengine.kernels.stored_kv import FP8
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights
@@ -60,6 +61,7 @@ def check_attention(
     length: int,
     ways: dict[str, Rows],
     window: int | None = None,
+    is_fp8: bool = False,
 ) -> None:
     """However the positions of a row are computed, each gives the same bits."""
     from aioengine.attention.triton import build
@@ -68,9 +70,11 @@ def check_attention(
         num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=head_size**-0.5,
         windows=(window,), soft_cap=None if window is None else 3.0,
         sinks=() if window is None else (torch.randn(num_heads, device="cuda"),),
+        dtype=dtype, kv_scales=(torch.tensor([0.25, 0.6], device="cuda"),) if is_fp8 else (),
     )  # fmt: skip
     num_pages = length // PAGE_SIZE + 10
-    pool = torch.randn(kv_pool_shape(shape, num_pages=num_pages, page_size=PAGE_SIZE), device="cuda", dtype=dtype)
+    size = kv_pool_shape(shape, num_pages=num_pages, page_size=PAGE_SIZE)
+    pool = torch.randn(size, device="cuda", dtype=dtype).to(FP8 if is_fp8 else dtype)
     heads = torch.randn(length, num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=dtype)
     table = (torch.randperm(num_pages - 1) + 1).tolist()
     attention = build(shape, pool)

@@ -168,7 +168,7 @@ def _attend_split(
         pages = tl.load(page_ids + positions // SIZES.page_size, mask=inside, other=0).to(tl.int64)
         sources = (pages * SIZES.page_stride + positions % SIZES.page_size * SIZES.key_size)[:, None]
         there = inside[:, None] & (columns < SIZES.value_size)
-        part = tl.load(keys + (sources + columns), mask=there, other=0.0)
+        part = tl.load(keys + (sources + columns), mask=there, other=0.0).to(queries.dtype)
         if SIZES.more:
             rest = keys + (sources + SIZES.value_size)
             others = load_part(rest, inside, SIZES.key_size - SIZES.value_size, SIZES.more)
@@ -183,7 +183,7 @@ def _attend_split(
             is_seen = is_seen & (positions[None, :] > last[:, None] - SIZES.window)
         weights, shrink, highest, total = softmax_step(tl.where(is_seen, scores, MASKED), highest, total)
         if not SIZES.more:
-            part = tl.load(values + (sources + columns), mask=there, other=0.0)
+            part = tl.load(values + (sources + columns), mask=there, other=0.0).to(queries.dtype)
         sums = tl.dot(weights.to(part.dtype), part, sums * shrink[:, None], input_precision="ieee")
     return highest, total, sums
 
@@ -229,7 +229,8 @@ def tokens_of(
 @triton.jit(do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "page_ids", "tiles"])
 def _attend_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, query_starts: tl.tensor, page_starts: tl.tensor,
-    last_lengths: tl.tensor, page_ids: tl.tensor, tiles: tl.tensor, out: tl.tensor, sinks: tl.tensor, scale: tl.tensor,
+    last_lengths: tl.tensor, page_ids: tl.tensor, tiles: tl.tensor, out: tl.tensor, sinks: tl.tensor,
+    scales: tl.tensor, scale: tl.tensor,
     SIZES: tl.constexpr, IN_SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
     TOKENS: tl.constexpr = SIZES.rows // SIZES.group
@@ -248,6 +249,8 @@ def _attend_kernel(
     keys += tl.program_id(1) * SIZES.tile_stride
     values += tl.program_id(1) * SIZES.tile_stride
     page_ids += first_page
+    if scales is not None:
+        scale *= tl.load(scales)
     if IN_SPLITS:
         state = nothing_attended(SIZES.rows, SIZES.columns)
         index = first_split(first_seen) if SIZES.window else tl.full((), 0, tl.int32)
@@ -259,7 +262,7 @@ def _attend_kernel(
     else:
         state = _attend_split(queries, rotated, keys, values, page_ids, 0, stop, last, first_seen, scale, SIZES)
     targets = tokens * SIZES.num_heads + heads
-    store_attended(out, targets, is_member, state, sinks, heads, SIZES.value_size)
+    store_attended(out, targets, is_member, state, sinks, heads, scales, SIZES.value_size)
 
 
 @triton.jit(
@@ -268,8 +271,8 @@ def _attend_kernel(
 )
 def _splits_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor,
-    page_ids: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, scale: tl.tensor, max_splits: tl.tensor,
-    num_programs: tl.tensor,
+    page_ids: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, scales: tl.tensor, scale: tl.tensor,
+    max_splits: tl.tensor, num_programs: tl.tensor,
     SIZES: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -283,6 +286,8 @@ def _splits_kernel(
     keys += tl.program_id(1) * SIZES.tile_stride
     values += tl.program_id(1) * SIZES.tile_stride
     page_ids += first_page
+    if scales is not None:
+        scale *= tl.load(scales)
     index = tl.program_id(2)
     if SIZES.window:
         index += first_split(first_seen)
@@ -297,7 +302,7 @@ def _splits_kernel(
 @triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["page_starts", "last_lengths"])
 def _merge_kernel(
     split_sums: tl.tensor, split_marks: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor, out: tl.tensor,
-    sinks: tl.tensor, max_splits: tl.tensor,
+    sinks: tl.tensor, scales: tl.tensor, max_splits: tl.tensor,
     SIZES: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -310,7 +315,7 @@ def _merge_kernel(
         sources = (row * max_splits + index) * SIZES.num_heads + heads
         state = with_split(state, split_sums, split_marks, sources, is_head, SIZES.value_size, "")
         index += 1
-    store_attended(out, row * SIZES.num_heads + heads, is_head, state, sinks, heads, SIZES.value_size)
+    store_attended(out, row * SIZES.num_heads + heads, is_head, state, sinks, heads, scales, SIZES.value_size)
 
 
 _attend = KernelLauncher(_attend_kernel)
@@ -353,7 +358,7 @@ def head_group(num_heads: int, pool: Pool) -> HeadGroup:
         return HeadGroup(tile, min(num_heads, tile.rows))
     group = num_heads // keys.shape[1]
     rows = max(ROWS, next_power_of_2(group))
-    is_wide = next_power_of_2(keys.shape[3]) * keys.itemsize > 256
+    is_wide = next_power_of_2(keys.shape[3]) * max(keys.itemsize, 2) > 256
     return HeadGroup(AttentionTile(rows, BLOCK, 8, 2) if is_wide else AttentionTile(rows, BLOCK, 4, 3), group)
 
 
@@ -401,9 +406,9 @@ def attend(
     group = head_group(q.shape[1], pool)
     sizes = _sizes(q, pool, group, rules)
     tensors = (q, *pool, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out, rules.sinks)
-    key = (q.dtype, sizes, in_splits, rules.sinks_key, *alignments(q, *pool, out))
+    key = (q.dtype, pool[0].dtype, sizes, in_splits, rules.tensors_key, *alignments(q, *pool, out))
     grid = tiles.shape[0], -(-q.shape[1] // group.heads), 1
-    _attend(grid, key, (*tensors, rules.factor(scale), sizes, in_splits), group.tile.options)
+    _attend(grid, key, (*tensors, rules.scales, rules.factor(scale), sizes, in_splits), group.tile.options)
 
 
 def attend_splits(
@@ -427,11 +432,11 @@ def attend_splits(
     group = head_group(num_heads, pool)
     sizes = _sizes(q, pool, group, rules)
     tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, sums, stats)
-    numbers = rules.factor(scale), max_splits, num_programs
+    numbers = rules.scales, rules.factor(scale), max_splits, num_programs
     grid = num_rows, -(-num_heads // group.heads), num_programs
-    key = (q.dtype, sizes, *alignments(q, *pool, sums, stats))
+    key = (q.dtype, pool[0].dtype, sizes, rules.tensors_key, *alignments(q, *pool, sums, stats))
     _splits(grid, key, (*tensors, *numbers, sizes), group.tile.options)
-    tensors = sums, stats, rows.page_starts, rows.last_lengths, out, rules.sinks
-    key = (out.dtype, sizes, rules.sinks_key, *alignments(sums, stats, out))
+    tensors = sums, stats, rows.page_starts, rows.last_lengths, out, rules.sinks, rules.scales
+    key = (out.dtype, sizes, rules.tensors_key, *alignments(sums, stats, out))
     grid = num_rows, -(-num_heads // MERGED_HEADS.value), 1
     _merge(grid, key, (*tensors, max_splits, sizes), {"num_warps": 4})

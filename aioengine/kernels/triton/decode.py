@@ -59,12 +59,14 @@ class DecodeRows:
 @triton.jit
 def _finish(
     state: tl.tuple, out: tl.tensor, out_heads: tl.tensor, is_member: tl.tensor, other: tl.tensor,
-    other_weights: tl.tensor, sinks: tl.tensor, heads: tl.tensor,
+    other_weights: tl.tensor, sinks: tl.tensor, heads: tl.tensor, scales: tl.tensor,
 ) -> None:  # fmt: skip
     """Store the attention result, after merging it with ``other`` and with the sinks if there are any."""
     if sinks is not None:
         state = with_sinks(state, sinks, heads, is_member)
     highest, total, sums = state
+    if scales is not None:
+        sums *= tl.load(scales + 1)
     targets = out_heads[:, None] * sums.shape[1] + tl.arange(0, sums.shape[1])[None, :]
     if other is not None:
         weight = tl.load(other_weights + out_heads, mask=is_member, other=MASKED)
@@ -80,7 +82,7 @@ def _finish(
 def _decode_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, page_ids: tl.tensor, splits: tl.tensor,
     num_done: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor, other: tl.tensor,
-    other_weights: tl.tensor, sinks: tl.tensor, max_splits: tl.tensor, scale: tl.tensor,
+    other_weights: tl.tensor, sinks: tl.tensor, scales: tl.tensor, max_splits: tl.tensor, scale: tl.tensor,
     TOKEN_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -99,22 +101,24 @@ def _decode_kernel(
         queries = tl.load(q + row * TOKEN_STRIDE + heads[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
         keys += head * PAGE_SIZE * HEAD_SIZE
         values += head * PAGE_SIZE * HEAD_SIZE
+        if scales is not None:
+            scale *= tl.load(scales)
         highest, total, sums = nothing_attended(ROWS, HEAD_SIZE)
         for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
             positions = first + tl.arange(0, BLOCK)
             is_there = positions < end
             page = tl.load(pages + positions // PAGE_SIZE, mask=is_there, other=0).to(tl.int64)
             offsets = (page * PAGE_STRIDE + positions % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
-            scores = tl.dot(queries, tl.trans(tl.load(keys + offsets))) * scale
+            scores = tl.dot(queries, tl.trans(tl.load(keys + offsets).to(queries.dtype))) * scale
             if CAP > 0.0:
                 scores = capped(scores, CAP)
             weights, shrink, highest, total = softmax_step(tl.where(is_there[None, :], scores, MASKED), highest, total)
             # values beyond the end have weight 0, but may be NaN
-            block_values = tl.load(values + offsets, mask=is_there[:, None], other=0.0)
+            block_values = tl.load(values + offsets, mask=is_there[:, None], other=0.0).to(queries.dtype)
             sums = tl.dot(weights.to(queries.dtype), block_values, sums * shrink[:, None])
         state, target = (
             (highest, total, sums),
-            (out, row * NUM_HEADS + heads, is_member, other, other_weights, sinks, heads),
+            (out, row * NUM_HEADS + heads, is_member, other, other_weights, sinks, heads, scales),
         )
         if count == 1:
             _finish(state, *target)
@@ -161,6 +165,6 @@ def decode(
     block = 128 if head_size <= 128 else 64
     sizes = q.stride(0), num_heads, num_kv_heads, num_rows, page_size, head_size, block, rules.cap
     tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.splits, rows.num_done, sums, stats, out)
-    key = (q.dtype, sizes, rules.sinks_key, *alignments(q, *pool, sums, stats, out, *(other or ())))
-    arguments = (*tensors, *(other or (None, None)), rules.sinks, max_splits, rules.factor(scale), *sizes)
+    key = (q.dtype, pool[0].dtype, sizes, rules.tensors_key, *alignments(q, *pool, sums, stats, out, *(other or ())))
+    arguments = (*tensors, *(other or (None, None)), rules.sinks, rules.scales, max_splits, rules.factor(scale), *sizes)
     _decode((num_kv_heads, max_splits, 1), key, arguments, options(4))

@@ -11,8 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from aioengine.kernels import stored_kv
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.scores import scales_key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from aioengine.kernels.kv_target import KVTarget
 
 HEADS = tl.constexpr(8)  # per program
+FP8_MAX = tl.constexpr(stored_kv.FP8_MAX)
 
 
 @triton.jit
@@ -34,10 +37,23 @@ def rotated(low: tl.tensor, high: tl.tensor, cos: tl.tensor, sin: tl.tensor, HAL
     return turned_low, (wide_high * cosine + wide_low * sine).to(low.dtype)
 
 
+@triton.jit
+def _stored(numbers: tl.tensor, pool: tl.tensor, scales: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
+    """Convert numbers for the pool as ``kernels.stored_kv.to_stored``. SIDE: index of the scale in ``scales``."""
+    if pool.dtype.element_ty.is_fp8():
+        numbers = numbers.to(tl.float32)
+        if scales is not None:
+            numbers = tl.div_rn(numbers, tl.load(scales + SIDE))
+        is_finite = tl.abs(numbers) < float("inf")
+        numbers = tl.where(is_finite, tl.clamp(numbers, -FP8_MAX, FP8_MAX), float("nan"))
+    return numbers.to(pool.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rotate_kernel(
     heads: tl.tensor, token_stride: tl.tensor, cos: tl.tensor, sin: tl.tensor, query_weight: tl.tensor,
     key_weight: tl.tensor, epsilon: tl.tensor, slots: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor,
+    scales: tl.tensor,
     NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -75,10 +91,10 @@ def _rotate_kernel(
         target = ((slot // PAGE_SIZE * NUM_KV + kv_head) * PAGE_SIZE + slot % PAGE_SIZE) * (2 * HALF) + columns[None, :]
         is_key = is_rotated_here & (head >= NUM_QUERY)
         is_value = inside & (head >= NUM_QUERY + NUM_KV)
-        tl.store(keys + target, low, mask=is_key)
-        tl.store(keys + target + HALF, high, mask=is_key)
-        tl.store(values + target, value_low, mask=is_value)
-        tl.store(values + target + HALF, value_high, mask=is_value)
+        tl.store(keys + target, _stored(low, keys, scales, 0), mask=is_key)
+        tl.store(keys + target + HALF, _stored(high, keys, scales, 0), mask=is_key)
+        tl.store(values + target, _stored(value_low, values, scales, 1), mask=is_value)
+        tl.store(values + target + HALF, _stored(value_high, values, scales, 1), mask=is_value)
     if out is not None:
         moved = out + token * ((NUM_QUERY + 2 * NUM_KV) * 2 * HALF) + head * (2 * HALF) + columns[None, :]
         tl.store(moved, tl.where(is_rotated, low, value_low), mask=inside)
@@ -92,7 +108,7 @@ def _rotate_kernel(
 def _write_kernel(
     queries: tl.tensor, query_token: tl.tensor, query_head: tl.tensor, new_keys: tl.tensor, key_token: tl.tensor,
     key_head: tl.tensor, new_values: tl.tensor, value_token: tl.tensor, value_head: tl.tensor, slots: tl.tensor,
-    keys: tl.tensor, values: tl.tensor, out: tl.tensor,
+    keys: tl.tensor, values: tl.tensor, out: tl.tensor, scales: tl.tensor,
     NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -111,8 +127,8 @@ def _write_kernel(
     target = ((slot // PAGE_SIZE * NUM_KV + kv_head) * PAGE_SIZE + slot % PAGE_SIZE) * SIZE + columns
     key = tl.load(new_keys + token * key_token + kv_head * key_head + columns, mask=is_key, other=0.0)
     value = tl.load(new_values + token * value_token + kv_head * value_head + columns, mask=is_value, other=0.0)
-    tl.store(keys + target, key, mask=is_key)
-    tl.store(values + target, value, mask=is_value)
+    tl.store(keys + target, _stored(key, keys, scales, 0), mask=is_key)
+    tl.store(values + target, _stored(value, values, scales, 1), mask=is_value)
     if out is not None:
         moved = out + (token * (NUM_QUERY + 2 * NUM_KV) + head) * SIZE + columns
         query = tl.load(queries + token * query_token + head * query_head + columns, mask=is_query, other=0.0)
@@ -195,11 +211,11 @@ def rotate(
     num_tokens, num_heads, head_size = heads.shape
     num_kv = (num_heads - num_query) // 2
     stride, half = heads.stride(0), head_size // 2
-    slots, keys, values, out = (None,) * 4 if target is None else target
+    slots, keys, values, out, scales = (None,) * 5 if target is None else target
     sizes = num_query, num_kv, half, next_power_of_2(half), 1 if keys is None else keys.shape[2]
     dtypes = heads.dtype, norms and norms[0].dtype, target and (target.slots.dtype, target.keys.dtype)
-    key = *dtypes, stride, sizes, out is None, *alignments(heads, heads if out is None else out)
-    arguments = heads, stride, *tables, *(norms or (None,) * 3), slots, keys, values, out, *sizes
+    key = *dtypes, stride, sizes, out is None, scales_key(scales), *alignments(heads, heads if out is None else out)
+    arguments = heads, stride, *tables, *(norms or (None,) * 3), slots, keys, values, out, scales, *sizes
     grid = num_tokens, -(-(num_heads if target else num_query + num_kv) // HEADS.value), 1
     _rotate(grid, key, arguments, options(4))
 
@@ -207,12 +223,12 @@ def rotate(
 def write(q: Tensor, k: Tensor, v: Tensor, target: KVTarget) -> None:
     """Write q [T, H, E], k and v [T, K, E] to the target. The elements of a head are adjacent."""
     (num_tokens, num_query, size), num_kv = q.shape, k.shape[1]
-    slots, keys, values, out = target
+    slots, keys, values, out, scales = target
     strides = [x.stride(dim) for x in (q, k, v) for dim in (0, 1)]
     sizes = num_query, num_kv, size, next_power_of_2(size), keys.shape[2]
-    arguments = (q, *strides[:2], k, *strides[2:4], v, *strides[4:], slots, keys, values, out, *sizes)
+    arguments = (q, *strides[:2], k, *strides[2:4], v, *strides[4:], slots, keys, values, out, scales, *sizes)
     tensors = (q, k, v) if out is None else (q, k, v, out)
-    key = (q.dtype, keys.dtype, slots.dtype, sizes, _forms(tensors, strides))
+    key = (q.dtype, keys.dtype, slots.dtype, sizes, scales_key(scales), _forms(tensors, strides))
     num_moved = 2 * num_kv if out is None else num_query + 2 * num_kv
     _write((num_tokens, -(-num_moved // HEADS.value), 1), key, arguments, options(4))
 

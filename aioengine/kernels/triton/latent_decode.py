@@ -111,7 +111,7 @@ def _parts_kernel(
         weights, shrink, highest, total = softmax_step(scores, highest, total)
         sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision="ieee")
     if size >= length:
-        store_attended(out, row * NUM_HEADS + heads, is_head, (highest, total, sums), None, heads, VALUE_SIZE)
+        store_attended(out, row * NUM_HEADS + heads, is_head, (highest, total, sums), None, heads, None, VALUE_SIZE)
     else:
         targets = (row * most_parts + part) * NUM_HEADS + heads
         store_split(part_sums, part_marks, targets, (highest, total, sums), is_head, VALUE_SIZE)

@@ -26,11 +26,13 @@ class ScoreRules(NamedTuple):
         window: number of positions that a token attends to, including its own.
         soft_cap: as in ``AttentionShape``.
         sinks: [H], as in ``AttentionShape``.
+        scales: [2] fp32, factors of the keys and values in the pool.
     """
 
     window: int | None = None
     soft_cap: float | None = None
     sinks: Tensor | None = None
+    scales: Tensor | None = None
 
     def factor(self, scale: float) -> float:
         """Return the factor of dot products; with a cap, as ``capped`` needs it."""
@@ -42,12 +44,18 @@ class ScoreRules(NamedTuple):
         return 0.0 if self.soft_cap is None else self.soft_cap / math.log(2)
 
     @property
-    def sinks_key(self) -> object:
-        """Return the part of a ``KernelLauncher`` key that depends on the sinks."""
-        return None if self.sinks is None else (self.sinks.dtype, self.sinks.data_ptr() % 16)
+    def tensors_key(self) -> object:
+        """Return the part of a ``KernelLauncher`` key that depends on the sinks and the scales."""
+        sinks = None if self.sinks is None else (self.sinks.dtype, self.sinks.data_ptr() % 16)
+        return sinks, scales_key(self.scales)
 
 
 NO_RULES = ScoreRules()
+
+
+def scales_key(scales: Tensor | None) -> int | None:
+    """Return the part of a ``KernelLauncher`` key that depends on the scales [2] of keys and values."""
+    return None if scales is None else scales.data_ptr() % 16
 
 
 @triton.jit
@@ -150,14 +158,18 @@ def store_attended(
     state: tl.tuple,
     sinks: tl.tensor,
     heads: tl.tensor,
+    scales: tl.tensor,
     VALUE_SIZE: tl.constexpr,
 ) -> None:
     """Store the attention result of query rows at indices ``targets`` [G] of ``out``, after adding the sinks of their
-    heads [G] if there are any.
+    heads [G] if there are any. scales: factors of keys and values, or None.
     """
     if sinks is not None:
         state = with_sinks(state, sinks, heads, is_head)
     columns = tl.arange(0, state[2].shape[1])[None, :]
     places = targets[:, None] * VALUE_SIZE + columns
     inside = is_head[:, None] & (columns < VALUE_SIZE)
-    tl.store(out + places, (state[2] / state[1][:, None]).to(out.dtype.element_ty), mask=inside)
+    attended = state[2] / state[1][:, None]
+    if scales is not None:
+        attended *= tl.load(scales + 1)
+    tl.store(out + places, attended.to(out.dtype.element_ty), mask=inside)

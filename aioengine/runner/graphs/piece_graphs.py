@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import CapturableAttention, ForwardBatch
+    from aioengine.attention._base import AttentionShape, CapturableAttention, ForwardBatch
     from aioengine.models._base import Model, ModelInputs
     from aioengine.runner.lora.grouping import TileRows
     from aioengine.runner.state_pool import StatePool
@@ -40,7 +40,12 @@ class _GraphSplitter:
     """Replaces attention during the capture: when a layer calls attention, one graph ends and the next begins."""
 
     def __init__(
-        self, kv_pool: list[tuple[Tensor, Tensor]], slots: dict[int, Tensor], heads: Tensor, attended: Tensor
+        self,
+        shape: AttentionShape,
+        kv_pool: list[tuple[Tensor, Tensor]],
+        slots: dict[int, Tensor],
+        heads: Tensor,
+        attended: Tensor,
     ) -> None:
         """
         Args:
@@ -49,6 +54,7 @@ class _GraphSplitter:
             heads: q, k and v as for ``split_heads``, written by graphs.
             attended: [T, H, V], the attention outputs, read by graphs.
         """
+        self._shape = shape
         self._kv_pool = kv_pool
         self._slots = slots
         self._heads = heads
@@ -72,7 +78,7 @@ class _GraphSplitter:
 
     def target(self, layer: int) -> KVTarget:
         keys, values = self._kv_pool[layer]
-        return KVTarget(self._slots[layer], keys, values, self._heads)
+        return KVTarget(self._slots[layer], keys, values, self._heads, self._shape.scales(layer))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """End a graph and begin the next. Return the memory [T, H * V] that attention writes between them."""
@@ -142,7 +148,7 @@ class PieceGraphs:
             num_rows = min(self._max_rows, size)  # each has at least one token
             step = inputs.for_graph(size, num_rows)
             slots = {layer: slots for slots, layers in zip(step.slots, self._groups, strict=True) for layer in layers}
-            splitter = _GraphSplitter(self._kv_pool, slots, self._heads[:size], self._attended[:size])
+            splitter = _GraphSplitter(shape, self._kv_pool, slots, self._heads[:size], self._attended[:size])
             # Run the kernels once first: they must not be compiled or loaded during the capture.
             if size in (max_tokens, num_rows):
                 model.forward(step.inputs, splitter)

@@ -37,7 +37,7 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, error: Exception | None) ->
     """Replace FlashInfer's kernels: ``make_ready`` raises ``error``. Returns the list of its timeouts."""
     timeouts: list[float] = []
 
-    def make_ready(*_: object, timeout_s: float, report: object) -> None:
+    def make_ready(*_: object, timeout_s: float, **options: object) -> None:
         timeouts.append(timeout_s)
         if error is not None:
             raise error
@@ -123,10 +123,12 @@ def test_kv_dtype_that_differs_from_the_model_dtype(monkeypatch: pytest.MonkeyPa
     for name in ("fused", "torch"):
         settings = msgspec.structs.replace(EXPLICIT, attention_backend=name)
         assert choose_typed(settings, kv_dtype=torch.float32) == AttentionChoice("torch")
+    settings = msgspec.structs.replace(EXPLICIT, attention_backend="fused")
+    assert choose_typed(settings, kv_dtype=torch.int8) == AttentionChoice("fused")
+    replace_kernels(monkeypatch, None)
     for name in ("flashinfer", "triton"):
         settings = msgspec.structs.replace(AUTOMATIC, attention_backend=name)
-        with pytest.raises(ValueError, match=f"{name}.* needs a KV cache in the dtype of the queries"):
-            choose_typed(settings, kv_dtype=torch.float32)
+        assert choose_typed(settings, kv_dtype=torch.float8_e4m3fn) == AttentionChoice(name)
 
 
 def test_fused_chunk_constants_agree() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aioengine.kernels.stored_kv import from_stored, to_stored
+from aioengine.kernels.stored_kv import FP8, from_stored, to_stored
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -42,3 +42,13 @@ def test_other_dtypes_are_converted() -> None:
     x = torch.randn(5, 8)
     assert to_stored(x, torch.float32) is from_stored(x, torch.float32) is x
     assert torch.equal(from_stored(to_stored(x, torch.bfloat16), torch.float32), x.bfloat16().float())
+
+
+def test_fp8_numbers_are_scaled_and_limited() -> None:
+    x = torch.tensor([[1.0, -3.0, 1e9, -1e9, 0.3], [torch.inf, -torch.inf, torch.nan, 0.0, 448.0]])
+    plain = from_stored(to_stored(x, FP8), torch.float32)
+    assert plain[0].tolist() == [1.0, -3.0, 448.0, -448.0, 0.3125]
+    assert plain[1, :3].isnan().all()
+    assert plain[1, 3:].tolist() == [0.0, 448.0]
+    scaled = from_stored(to_stored(x, FP8, torch.tensor(0.5)), torch.float32, torch.tensor(0.5))
+    assert scaled[0].tolist() == [1.0, -3.0, 224.0, -224.0, 0.3125]

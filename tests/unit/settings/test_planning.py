@@ -81,6 +81,14 @@ def test_int8_pool_has_nearly_twice_the_tokens(tmp_path: Path) -> None:
     assert small.max_total_tokens >= 1.9 * plain.max_total_tokens
 
 
+def test_fp8_pool_has_twice_the_tokens(tmp_path: Path) -> None:
+    path = folder(tmp_path)
+    plain, small = (aioengine.plan(path, device_memory="40GiB", kv_cache_dtype=dtype) for dtype in ("auto", "fp8"))
+    assert small.kv_cache_dtype == "fp8_e4m3"
+    assert 2 * small.kv_bytes_per_token == plain.kv_bytes_per_token
+    assert small.max_total_tokens // 32 == plain.max_total_tokens // 16
+
+
 def test_gpu_computes_float32_checkpoints_in_16_bits(tmp_path: Path) -> None:
     plan = aioengine.plan(folder(tmp_path, dtype=None), device_memory="80GiB")
     assert (plan.dtype, plan.weights_bytes) == ("bfloat16", 2 * plan.num_parameters)

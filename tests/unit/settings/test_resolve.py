@@ -187,10 +187,17 @@ def test_kv_cache_dtype_fits_the_device_and_the_model() -> None:
     assert settings(kv_cache_dtype="auto").memory.kv_dtype is None
     assert settings(kv_cache_dtype="bfloat16").memory.kv_dtype is None
     assert settings(kv_cache_dtype="bfloat16", dtype="float32").memory.kv_dtype == "bfloat16"
-    with pytest.raises(ValueError, match="'fp8_e4m3' is not available on a CPU; 'auto', 'bfloat16' and 'int8' are"):
+    with pytest.raises(ValueError, match="'fp8_e4m3' does not work on a CPU; what works there: bfloat16, int8"):
         settings(kv_cache_dtype="fp8_e4m3")
-    with pytest.raises(ValueError, match="'int8' is not available on a GPU; 'auto', 'bfloat16' and 'fp8_e4m3' are"):
+    with pytest.raises(ValueError, match="'int8' does not work on a GPU; what works there: bfloat16, fp8_e4m3"):
         settings(machine=gpu, kv_cache_dtype="int8")
+    fp8 = settings(machine=gpu, kv_cache_dtype="fp8")
+    assert (fp8.memory.kv_dtype, fp8.runner.attention_backend) == ("fp8_e4m3", "flashinfer")
+    with pytest.raises(
+        ValueError, match="'fp8_e4m3' does not work on a GPU with this model's latent attention.*'auto' works"
+    ):
+        settings(replace(MODEL, is_latent=True), gpu, kv_cache_dtype="fp8_e4m3")
+    assert settings(replace(MODEL, is_latent=True), kv_cache_dtype="int8").memory.kv_dtype == "int8"
     with pytest.raises(ValueError, match="kv_cache_dtype='int8': this model has no KV cache; 'auto' works"):
         settings(replace(MODEL, is_causal=False), kv_cache_dtype="int8")
 
