@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import ForwardBatch
+
+Ints = npt.NDArray[np.int64]
 
 CHUNK = 512
 """Number of positions that the kernel processes at a time."""
@@ -38,17 +42,17 @@ MIN_SHARING = 4
 
 @dataclass(frozen=True, slots=True)
 class WorkUnits:
-    """The units of one kernel call, or one chunk shared by all ``rows``.
+    """The units of one kernel call, or one chunk shared by several rows.
 
     Attributes:
-        rows: [U] index of the row of each unit, among the decode rows.
+        rows: [U] index of the row of each unit, among the decode rows; None: the units are all rows, in order.
         targets: [U] index of the result of each unit: slot * R + row.
-        pages: indices of (page, kv head) pairs in the pool: [U * K * P], or [K * P] if shared.
+        pages: [2 * U * K * P], see ``Paging.pairs``; [2 * K * P] if shared.
         width: C; chunks with fewer positions are padded.
-        hidden: [U, 1, C] mask added to the scores; None if shared.
+        hidden: [U, 1, 1, C] mask added to the scores; None if shared.
     """
 
-    rows: Tensor
+    rows: Tensor | None
     targets: Tensor
     pages: Tensor
     width: int
@@ -75,9 +79,10 @@ class Paging:
     """The layout of positions in pages and chunks.
 
     Attributes:
+        num_pages: pages of the pool, N. The pool has the (page, kv head) pairs of keys, then those of values.
         page_size: divides ``CHUNK``.
         padded_width: maps the number of visible positions of a chunk to the number that the kernel computes.
-        max_units: maximum number of units per call.
+        max_positions: maximum positions of the units of a call, if it has several units.
         window: the number of positions that a token attends to; None: all.
 
     Raises:
@@ -85,9 +90,10 @@ class Paging:
     """
 
     num_kv_heads: int
+    num_pages: int
     page_size: int
     padded_width: Callable[[int], int]
-    max_units: int
+    max_positions: int
     window: int | None = None
 
     def __post_init__(self) -> None:
@@ -115,24 +121,28 @@ class Paging:
         return 0 if self.window is None else max(position - self.window + 1, 0)
 
     def new_slots(self, slot_mapping: Tensor) -> Tensor:
-        """Convert KV slots [T] to indices [T * K] of (page, kv head, offset) triples in the pool."""
-        pages, offsets = slot_mapping // self.page_size, slot_mapping % self.page_size
-        heads = (pages * self.num_kv_heads).unsqueeze(1) + torch.arange(self.num_kv_heads, device=slot_mapping.device)
-        return (heads * self.page_size + offsets.unsqueeze(1)).flatten()
+        """Convert KV slots [T] to indices [2 * T * K] of (page, kv head, offset) triples of keys, then of values."""
+        pages, offsets = np.divmod(slot_mapping.numpy(), self.page_size)
+        heads = self._pairs(pages)
+        return torch.from_numpy((heads * self.page_size + offsets[:, np.newaxis]).ravel())
 
-    def chunk_table(self, page_table: Tensor, num_chunks: int) -> Tensor:
+    def _pairs(self, pages: Ints) -> Ints:
+        """Convert page ids [...] to indices [2, ..., K] of (page, kv head) pairs of keys and of values."""
+        sides = np.arange(2).reshape(2, *(1,) * pages.ndim, 1) * (self.num_pages * self.num_kv_heads)
+        return sides + (pages * self.num_kv_heads)[..., np.newaxis] + np.arange(self.num_kv_heads)
+
+    def chunk_table(self, page_table: npt.NDArray[np.int32], num_chunks: int) -> Ints:
         """Divide a page table [R, pages] into the page ids of each chunk [R, X, P], padded with page 0."""
         num_rows, num_columns = page_table.shape
         chunk_pages = CHUNK // self.page_size
-        table = page_table.new_zeros(num_rows, num_chunks * chunk_pages, dtype=torch.int64)
+        table = np.zeros((num_rows, num_chunks * chunk_pages), np.int64)
         used = min(num_columns, table.shape[1])
         table[:, :used] = page_table[:, :used]
-        return table.view(num_rows, num_chunks, chunk_pages)
+        return table.reshape(num_rows, num_chunks, chunk_pages)
 
-    def pairs(self, pages: Tensor) -> Tensor:
-        """Convert page ids [U, P] to indices [U * K * P] of (page, kv head) pairs in the pool."""
-        heads = torch.arange(self.num_kv_heads, device=pages.device)
-        return ((pages * self.num_kv_heads).unsqueeze(1) + heads.unsqueeze(1)).flatten()
+    def pairs(self, pages: Ints) -> Tensor:
+        """Convert page ids [U, P] to indices [2 * U * K * P] of (page, kv head) pairs of keys, then of values."""
+        return torch.from_numpy(self._pairs(pages).swapaxes(2, 3).ravel())
 
     def decode_units(self, batch: ForwardBatch) -> DecodeUnits | None:
         """Divide the decode rows (rows of one token) into units. None: there are no decode rows."""
@@ -140,50 +150,50 @@ class Paging:
         if not single:
             return None
         is_all = len(single) == len(batch.query_lengths)
-        device = batch.page_table.device
-        kv_lengths = [batch.kv_lengths[row] for row in single]
-        num_chunks = -(-max(kv_lengths) // CHUNK)
-        page_table = batch.page_table if is_all else batch.page_table[torch.tensor(single, device=device)]
+        kv_lengths, page_table = np.array(batch.kv_lengths), batch.page_table.numpy()
+        if not is_all:
+            kv_lengths, page_table = kv_lengths[single], page_table[single]
+        num_chunks = -(-int(kv_lengths.max()) // CHUNK)
         table = self.chunk_table(page_table, num_chunks)
-        left = torch.tensor(kv_lengths, device=device) - torch.arange(num_chunks, device=device).unsqueeze(1) * CHUNK
+        left = kv_lengths - np.arange(num_chunks)[:, np.newaxis] * CHUNK
         shared, unshared = self._find_shared(table, left)
-        first_seen: Tensor | None = None
+        first_seen: Ints | None = None
         if self.window is not None:
-            first_seen = torch.tensor([self.first_seen(length - 1) for length in kv_lengths], device=device)
-            ends = torch.arange(CHUNK, (num_chunks + 1) * CHUNK, CHUNK, device=device)
-            unshared &= ends.unsqueeze(1) > first_seen
-        chunks, rows = torch.nonzero(unshared, as_tuple=True)
-        units = [
-            self._own_chunks(table, left, row, chunk, first_seen=first_seen)
-            for row, chunk in zip(rows.split(self.max_units), chunks.split(self.max_units), strict=True)
-            if row.numel()
-        ]
+            first_seen = np.maximum(kv_lengths - self.window, 0)
+            ends = np.arange(1, num_chunks + 1) * CHUNK
+            unshared &= ends[:, np.newaxis] > first_seen
+        chunks, rows = np.nonzero(unshared)
+        width = self.padded_width(min(CHUNK, int(kv_lengths.max())))
+        max_units = max(1, self.max_positions // width)
+        calls = [slice(start, start + max_units) for start in range(0, len(rows), max_units)]
+        units = [self._own_chunks(table, left, rows[call], chunks[call], first_seen=first_seen) for call in calls]
         starts = first_tokens(batch.query_lengths)
-        tokens = None if is_all else torch.tensor([starts[row] for row in single], device=device)
+        tokens = None if is_all else torch.tensor([starts[row] for row in single])
         num_slots = self.num_slots(num_chunks)
         return DecodeUnits(num_rows=len(single), num_slots=num_slots, tokens=tokens, units=shared + units)
 
-    def _own_chunks(
-        self, table: Tensor, left: Tensor, rows: Tensor, chunks: Tensor, *, first_seen: Tensor | None
-    ) -> WorkUnits:
+    def _own_chunks(self, table: Ints, left: Ints, rows: Ints, chunks: Ints, *, first_seen: Ints | None) -> WorkUnits:
         """Return the units of one call, for chunks [U] of rows [U].
 
         left: [X, R] number of positions of a row from the start of a chunk to the end of the row.
         first_seen: [R] first position that each row attends to; None: 0.
         """
+        num_chunks, num_rows = left.shape
         visible = left[chunks, rows]
         width = self.padded_width(min(CHUNK, int(visible.max())))
         pages = self.pairs(table[rows, chunks, : width // self.page_size])
-        columns = torch.arange(width, device=table.device)
-        is_hidden = columns >= visible.unsqueeze(1)
+        columns = np.arange(width)
+        is_hidden = columns >= visible[:, np.newaxis]
         slots = chunks
         if first_seen is not None:
-            is_hidden |= columns < (first_seen[rows] - chunks * CHUNK).unsqueeze(1)
-            slots = chunks % self.num_slots(len(left))
-        hidden = (is_hidden * MASKED).unsqueeze(1)
-        return WorkUnits(rows, slots * left.shape[1] + rows, pages, width, hidden)
+            is_hidden |= columns < (first_seen[rows] - chunks * CHUNK)[:, np.newaxis]
+            slots = chunks % self.num_slots(num_chunks)
+        hidden = torch.from_numpy((is_hidden * np.float32(MASKED))[:, np.newaxis, np.newaxis])
+        is_all = num_chunks == 1 and len(rows) == num_rows
+        targets = torch.from_numpy(slots * num_rows + rows)
+        return WorkUnits(None if is_all else torch.from_numpy(rows), targets, pages, width, hidden)
 
-    def _find_shared(self, table: Tensor, left: Tensor) -> tuple[list[WorkUnits], Tensor]:
+    def _find_shared(self, table: Ints, left: Ints) -> tuple[list[WorkUnits], npt.NDArray[np.bool_]]:
         """Return the full chunks that at least ``MIN_SHARING`` rows share, and a mask [X, R] of the other chunks."""
         num_rows, num_chunks, _ = table.shape
         unshared = left > 0
@@ -191,18 +201,19 @@ class Paging:
         if num_rows < MIN_SHARING or num_chunks == 1 or self.window is not None:
             return shared, unshared
         for chunk in range(num_chunks):
-            candidates = torch.nonzero(left[chunk] >= CHUNK).squeeze(1)
-            if candidates.numel() < MIN_SHARING:
+            candidates = np.flatnonzero(left[chunk] >= CHUNK)
+            if len(candidates) < MIN_SHARING:
                 break
-            pages, group, counts = table[candidates, chunk].unique(dim=0, return_inverse=True, return_counts=True)
-            many = torch.nonzero(counts >= MIN_SHARING).squeeze(1).tolist()
+            pages, group, counts = np.unique(table[candidates, chunk], axis=0, return_inverse=True, return_counts=True)
+            many = np.flatnonzero(counts >= MIN_SHARING).tolist()
             if not many:
                 break  # rows that differ here differ in all later chunks
             for index in many:
-                rows = candidates[group == index]
+                rows = candidates[group.ravel() == index]
                 unshared[chunk, rows] = False
                 pairs = self.pairs(pages[index : index + 1])
-                shared.append(WorkUnits(rows, chunk * num_rows + rows, pairs, CHUNK, None))
+                targets = torch.from_numpy(chunk * num_rows + rows)
+                shared.append(WorkUnits(torch.from_numpy(rows), targets, pairs, CHUNK, None))
         return shared, unshared
 
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from aioengine.attention._cpu import DecodeUnits, WorkUnits
     from aioengine.kernels.kv_target import WriteKV
 
+SMALL_SIZE = 512
+"""Models with fewer outputs of all query heads are small."""
 UNIT_BYTES = 1 << 20
 """Size of keys and values per call; they fit the caches."""
 SHARED_ROWS = 256
@@ -77,16 +79,23 @@ def serves(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> b
         return False
     if device.type != "cpu" or not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return False
-    return find_limits(shape.head_size, dtype, torch.get_num_threads()) is not None
+    return _limits(shape, dtype) is not None
+
+
+def _limits(shape: AttentionShape, dtype: torch.dtype) -> FusedLimits | None:
+    is_small = shape.num_heads * shape.head_size < SMALL_SIZE
+    return find_limits(shape.head_size, dtype, torch.get_num_threads(), is_small=is_small)
 
 
 @lru_cache(maxsize=64)
-def find_limits(head_size: int, dtype: torch.dtype, num_threads: int) -> FusedLimits | None:
-    """Return the limits with which the kernel is batch-invariant in trials, or None.
+def find_limits(head_size: int, dtype: torch.dtype, num_threads: int, *, is_small: bool = False) -> FusedLimits | None:
+    """Return the limits with which a kernel is batch-invariant in trials, or None.
 
-    num_threads: only part of the cache key, because the trials depend on it.
+    Args:
+        num_threads: only part of the cache key, because the trials depend on it.
+        is_small: a decode step takes about as long as its calls of operators, so the kernel with fewer calls is used.
     """
-    kernels = (_attend_by_products, _attend) if _has_fast_products(dtype) else (_attend,)
+    kernels = (_attend_by_products, _attend) if not is_small and _has_fast_products(dtype) else (_attend,)
     for kernel, rows in product(kernels, TRIED_ROWS):
         matches = partial(_matches, kernel, rows, head_size=head_size, dtype=dtype)
         if matches(CHUNK):
@@ -147,11 +156,10 @@ def _attend(
     num_rows = queries.shape[2]
     if hidden is None:
         hidden = torch.zeros(1, 1, 1, 1)
-    if hidden.shape[2] > 1:
+    if 1 < hidden.shape[2] < num_rows:
         hidden = hidden.repeat(1, 1, num_rows // hidden.shape[2], 1)
-    mask = hidden.expand(queries.shape[0], 1, num_rows, keys.shape[2])
     sums: Sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        queries, keys, values, 0.0, False, attn_mask=mask, scale=scale
+        queries, keys, values, 0.0, False, attn_mask=hidden, scale=scale
     )
     return sums
 
@@ -170,18 +178,21 @@ def _attend_by_products(
 
     oneDNN only computes full blocks, because it compiles code for each M.
     """
-    queries, keys, values = queries.float() * scale, keys.float(), values.float()
+    shape = queries.shape[:2]
+    queries = queries.float() if scale == 1.0 else queries.float() * scale
+    keys, values = keys.float(), values.float()
     if not is_full_block:
-        weights = torch.matmul(queries, keys.transpose(2, 3))
-        sums = _to_weights(weights, hidden, needs_sums=needs_sums)
-        return torch.matmul(weights, values), sums
+        queries, keys, values = (part.flatten(0, 1) for part in (queries, keys, values))
+        scores = torch.bmm(queries, keys.transpose(1, 2)).unflatten(0, shape)
+        weights, sums = _to_weights(scores, hidden, needs_sums=needs_sums)
+        return torch.bmm(weights.flatten(0, 1), values).unflatten(0, shape), sums
     outputs, sums = queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3])
     for index in product(range(queries.shape[0]), range(queries.shape[1])):
-        weights = _product(queries[index], keys[index])
-        sums[index] = _to_weights(weights[None, None], hidden, needs_sums=needs_sums)
-        for begin in range(0, weights.shape[1], PIECE):
+        scores = _product(queries[index], keys[index])
+        weights, sums[index] = _to_weights(scores[None, None], hidden, needs_sums=needs_sums)
+        for begin in range(0, weights.shape[3], PIECE):
             piece = slice(begin, begin + PIECE)
-            part = _product(weights[:, piece], values[index][piece].t())
+            part = _product(weights[0, 0, :, piece], values[index][piece].t())
             outputs[index] = part if begin == 0 else part.add_(outputs[index])
     return outputs, sums
 
@@ -191,8 +202,8 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
 
 
-def _to_weights(scores: Tensor, hidden: Tensor | None, *, needs_sums: bool) -> Tensor:
-    """Replace scores [B, H, M, C] by their softmax and return the logarithms of the sums of exponentials [B, H, M].
+def _to_weights(scores: Tensor, hidden: Tensor | None, *, needs_sums: bool) -> Sums:
+    """Return the softmax of scores [B, H, M, C] and the logarithms of the sums of exponentials [B, H, M].
 
     The exponential of the largest score is 1, so the largest weight is the inverse of the sum.
     """
@@ -201,10 +212,10 @@ def _to_weights(scores: Tensor, hidden: Tensor | None, *, needs_sums: bool) -> T
     elif hidden is not None:
         scores.unflatten(2, (-1, hidden.shape[2])).add_(hidden.unsqueeze(2))
     if not needs_sums:
-        return torch.softmax(scores, -1, out=scores)[..., 0]
+        return torch.softmax(scores, -1), scores.select(-1, 0)
     largest = scores.amax(-1)
     torch.softmax(scores, -1, out=scores)
-    return largest.sub_(scores.amax(-1).log_())
+    return scores, largest.sub_(scores.amax(-1).log_())
 
 
 def _combine(outputs: Tensor, sums: Tensor) -> Tensor:
@@ -258,10 +269,23 @@ class _Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _PrefillRow:
-    """A row of several tokens. pages: [2 * X * K * P], as returned by ``_kv_indices``."""
+    """A row of several tokens. pages: [2 * X * K * P], see ``Paging.pairs``."""
 
     pages: Tensor
     blocks: list[_TokenBlock]
+
+
+class _DecodeCall(NamedTuple):
+    """A kernel call for decode rows.
+
+    Attributes:
+        memory: receives the pages, [2 * U * K * P, numbers of a page].
+        stored: a view of it, keys and values [2, U, K, C, E] as stored.
+    """
+
+    units: WorkUnits
+    memory: Tensor
+    stored: Tensor
 
 
 class FusedAttention:
@@ -275,7 +299,7 @@ class FusedAttention:
         """
         num_layers, _, num_pages, num_kv_heads, page_size, stored_size = kv_pool.shape
         head_size, dtype = shape.head_size, shape.dtype or kv_pool.dtype
-        limits = find_limits(head_size, dtype, torch.get_num_threads())
+        limits = _limits(shape, dtype)
         if limits is None:
             raise ValueError(
                 f"torch's fused attention is not batch-invariant for head size {head_size} on this machine"
@@ -285,31 +309,36 @@ class FusedAttention:
         self._num_kv_heads = num_kv_heads
         self._group = shape.num_heads // num_kv_heads
         self._head_size, self._stored_size = head_size, stored_size
-        self._attend = partial(limits.attend, scale=shape.scale)
+        self._attend, self._scale = limits.attend, shape.scale
+        is_wide = limits.attend is _attend_by_products
+        self._query_scale = torch.tensor([shape.scale]) if is_wide else None
+        self._decode_scale = 1.0 if is_wide else shape.scale
         self._sinks = shape.sinks
         self._padding = -self._group % limits.rows
         self._paging = Paging(
             num_kv_heads=num_kv_heads,
+            num_pages=num_pages,
             page_size=page_size,
             padded_width=self._padded_width,
-            max_units=max(1, UNIT_BYTES // (2 * num_kv_heads * CHUNK * head_size * dtype.itemsize)),
+            max_positions=UNIT_BYTES // (2 * num_kv_heads * head_size * dtype.itemsize),
             window=shape.common_window,
         )
-        self._num_pairs = num_pages * num_kv_heads
         self._dtype = dtype
-        self._pages = kv_pool.view(num_layers, 2 * self._num_pairs, page_size * stored_size).unbind(0)
-        self._slots = kv_pool.view(num_layers, 2 * self._num_pairs * page_size, stored_size).unbind(0)
+        self._pages = kv_pool.view(num_layers, -1, page_size * stored_size).unbind(0)
+        self._slots = kv_pool.view(num_layers, -1, stored_size).unbind(0)
         self._new_slots = torch.empty(0)
         self._decode: DecodeUnits | None = None
-        self._unit_pages: list[Tensor] = []
+        self._calls: list[_DecodeCall] = []
+        self._memory = kv_pool.new_empty(0)
+        # padded queries of all rows, and a view without padding
+        self._queries = self._own_queries = torch.empty(0, dtype=torch.float32 if is_wide else dtype)
         self._prefill: list[_PrefillRow] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
-        self._new_slots = self._kv_indices(self._paging.new_slots(batch.slot_mapping), self._num_pairs * self.page_size)
+        self._new_slots = self._paging.new_slots(batch.slot_mapping)
         self._decode = self._paging.decode_units(batch)
-        self._unit_pages = (
-            [self._kv_indices(units.pages, self._num_pairs) for units in self._decode.units] if self._decode else []
-        )
+        if self._decode is not None:
+            self._prepare_decode(self._decode)
         starts = first_tokens(batch.query_lengths)
         self._prefill = [
             self._prefill_row(batch, row, starts[row]) for row, length in enumerate(batch.query_lengths) if length > 1
@@ -334,9 +363,19 @@ class FusedAttention:
             self._attend_prefill(row, q, layer, out)
         return out
 
-    def _kv_indices(self, key_indices: Tensor, offset: int) -> Tensor:
-        """Indices [X] of keys -> indices [2 X] of keys, then of values, which are stored ``offset`` later."""
-        return torch.cat((key_indices, key_indices + offset))
+    def _prepare_decode(self, decode: DecodeUnits) -> None:
+        """Allocate the memory of decode calls, which all layers use."""
+        most = max(units.pages.numel() for units in decode.units) * self.page_size * self._stored_size
+        if self._memory.numel() < most:
+            self._memory = self._memory.new_empty(most)
+        self._calls = []
+        for units in decode.units:
+            memory = self._memory[: units.pages.numel() * self.page_size * self._stored_size]
+            stored = memory.view(2, -1, self._num_kv_heads, units.width, self._stored_size)
+            self._calls.append(_DecodeCall(units, memory.view(units.pages.numel(), -1), stored))
+        shape = (decode.num_rows, self._num_kv_heads, self._group + self._padding, self._head_size)
+        self._queries = self._queries.new_zeros(shape)
+        self._own_queries = self._queries[:, :, : self._group]
 
     def _padded_width(self, visible: int) -> int:
         return next(width for width in self._limits.widths if width >= visible and width % self.page_size == 0)
@@ -349,12 +388,15 @@ class FusedAttention:
 
     def _attend_decode(self, decode: DecodeUnits, q: Tensor, layer: int) -> Tensor:
         """q [R, H, E] -> [R, H * E]."""
-        queries = q.reshape(decode.num_rows, self._num_kv_heads, self._group, self._head_size)
-        if self._padding:
-            queries = functional.pad(queries, (0, 0, 0, self._padding))
+        queries = q.view(decode.num_rows, self._num_kv_heads, self._group, self._head_size)
+        if self._query_scale is not None:
+            torch.mul(queries, self._query_scale, out=self._own_queries)
+            queries = self._queries
+        elif self._padding:
+            self._own_queries.copy_(queries)
+            queries = self._queries
         if decode.num_slots == 1 and not self._sinks:
-            calls = zip(decode.units, self._unit_pages, strict=True)
-            outputs = [self._attend_units(queries, units, pages, layer)[0] for units, pages in calls]
+            outputs = [self._attend_units(queries, call, layer)[0] for call in self._calls]
             merged = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         else:
             slots = self._decode_sums(decode, queries, layer)
@@ -362,37 +404,45 @@ class FusedAttention:
                 sinks = functional.pad(self._grouped_sinks(layer), (0, self._padding))
                 slots = _with_sinks(*slots, sinks)
             merged = _combine(*slots)
-        return merged[:, :, : self._group].reshape(decode.num_rows, -1).to(q.dtype)
+        if self._padding:
+            merged = merged[:, :, : self._group]
+        return merged.to(q.dtype).reshape(decode.num_rows, -1)
 
     def _decode_sums(self, decode: DecodeUnits, queries: Tensor, layer: int) -> Sums:
         """queries [R, K, M, E] -> sums [X, R, K, M, ...], without weight in slots that a row does not use."""
         num_targets = decode.num_slots * decode.num_rows
         outputs = queries.new_zeros(num_targets, *queries.shape[1:], dtype=torch.float32)
         sums = queries.new_full((num_targets, *queries.shape[1:3]), MASKED, dtype=torch.float32)
-        for units, pages in zip(decode.units, self._unit_pages, strict=True):
-            unit_outputs, unit_sums = self._attend_units(queries, units, pages, layer)
-            outputs.index_copy_(0, units.targets, unit_outputs.float())
-            sums.index_copy_(0, units.targets, unit_sums)
+        for call in self._calls:
+            unit_outputs, unit_sums = self._attend_units(queries, call, layer)
+            outputs.index_copy_(0, call.units.targets, unit_outputs.float())
+            sums.index_copy_(0, call.units.targets, unit_sums)
         shape = (decode.num_slots, decode.num_rows)
         return torch.unflatten(outputs, 0, shape), torch.unflatten(sums, 0, shape)
 
-    def _attend_units(self, queries: Tensor, units: WorkUnits, pages: Tensor, layer: int) -> Sums:
+    def _attend_units(self, queries: Tensor, call: _DecodeCall, layer: int) -> Sums:
         """queries [R, K, M, E] -> sums [U, K, M, ...]."""
-        keys, values = self._gather(layer, pages, units.width)
-        num_units = units.rows.shape[0]
-        chosen = queries.index_select(0, units.rows)
+        units = call.units
+        torch.index_select(self._pages[layer], 0, units.pages, out=call.memory)
+        keys, values = from_stored(call.stored, self._dtype).to(self._queries.dtype).unbind(0)
+        chosen = queries if units.rows is None else queries.index_select(0, units.rows)
         if units.hidden is not None:
-            needs_sums = self._decode is None or self._decode.num_slots > 1 or bool(self._sinks)
-            return self._attend(chosen, keys, values, hidden=units.hidden.unsqueeze(1), needs_sums=needs_sums)
+            assert self._decode is not None
+            needs_sums = self._decode.num_slots > 1 or bool(self._sinks)
+            return self._attend(
+                chosen, keys, values, hidden=units.hidden, scale=self._decode_scale, needs_sums=needs_sums
+            )
         joined = chosen.transpose(0, 1).reshape(1, self._num_kv_heads, -1, self._head_size)
         is_full_block = joined.shape[2] % SHARED_ROWS == 0
-        outputs, sums = self._attend(joined, keys, values, hidden=None, is_full_block=is_full_block)
-        shape = (num_units, -1)
+        outputs, sums = self._attend(
+            joined, keys, values, hidden=None, scale=self._decode_scale, is_full_block=is_full_block
+        )
+        shape = (len(chosen), -1)
         return torch.unflatten(outputs[0], 1, shape).transpose(0, 1), torch.unflatten(sums[0], 1, shape).transpose(0, 1)
 
     def _prefill_row(self, batch: ForwardBatch, row: int, start: int) -> _PrefillRow:
         count, kv_length = batch.query_lengths[row], batch.kv_lengths[row]
-        table = self._paging.chunk_table(batch.page_table[row : row + 1], -(-kv_length // CHUNK))
+        table = self._paging.chunk_table(batch.page_table[row : row + 1].numpy(), -(-kv_length // CHUNK))
         first = kv_length - count
         first_chunk = self._paging.first_seen(first) // CHUNK
         blocks = []
@@ -401,8 +451,7 @@ class FusedAttention:
             position = first + offset
             last = position + torch.arange(size + -size % self._limits.rows)
             blocks.append(_TokenBlock(start + offset, start + offset + size, self._chunks(last, size, first_chunk)))
-        pages = self._paging.pairs(table[0, first_chunk:])
-        return _PrefillRow(pages=self._kv_indices(pages, self._num_pairs), blocks=blocks)
+        return _PrefillRow(pages=self._paging.pairs(table[0, first_chunk:]), blocks=blocks)
 
     def _chunks(self, last: Tensor, size: int, first_chunk: int) -> list[_Chunk]:
         """Return the chunks that ``size`` tokens see.
@@ -447,6 +496,7 @@ class FusedAttention:
                     joined,
                     *kv,
                     hidden=mask,
+                    scale=self._scale,
                     is_full_block=num_rows == BLOCK_TOKENS,
                     needs_sums=len(block.chunks) > 1 or bool(self._sinks),
                 )

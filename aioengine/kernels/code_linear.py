@@ -88,9 +88,9 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
     size = next((size for size in GROUP_SIZES if codes.group % size == 0), None)
     if codes.bits != 4 or size is None or outputs % 16 or codes.table is not None:
         return None
-    middle, order, scales, group = 8, codes.order, codes.scales, codes.group
+    middle, order, scales = 8, codes.order, codes.scales
     offsets = middle * scales if codes.offsets is None else codes.offsets + middle * scales
-    parameters = torch.stack((scales, offsets), -1).repeat_interleave(group // size, 1)
+    parameters = torch.stack((scales, offsets), -1).repeat_interleave(codes.group // size, 1)
     parameters = parameters.transpose(0, 1).contiguous().to(dtype)  # [D / size, O, 2]
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.unpacked().int(), 1)
 
@@ -103,7 +103,6 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
         """Multiply with a scale of 1 and the identity, because torch has no function that unpacks."""
         ones = torch.tensor([1.0, middle]).expand(*parameters.shape).contiguous()
         values = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(inputs), packed, size, ones)
-        scales = parameters[:: group // size, :, 0].t().float()
         return Codes(pack_nibbles(values.t().round().to(torch.uint8)), scales, bits=4, order=order)
 
     return PreparedCodes(matmul, restore)

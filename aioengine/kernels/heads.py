@@ -29,9 +29,14 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The first half of ``sin`` is negated.
     """
     wide = x.float()
-    half = x.shape[-1] // 2
-    swapped = torch.cat((wide[..., half:], wide[..., :half]), dim=-1)
-    return (wide * cos).addcmul_(swapped, sin).to(x.dtype)
+    return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate as ``rope``, in place: x [T, H, E], cos and sin [T, 1, E]."""
+    wide = x.float()
+    swapped = wide.roll(x.shape[-1] // 2, -1)
+    x.copy_(wide.mul_(cos).addcmul_(swapped, sin))
 
 
 def as_parts(heads: Tensor, num_heads: int) -> Heads:
@@ -66,13 +71,11 @@ def rotate_heads(
         q, k, v = as_parts(heads if pages is None or pages.heads is None else pages.heads, num_heads)
     else:
         q, k, v = as_parts(heads, num_heads)
-        if norms is None:
-            num_kv_heads = k.shape[1]
-            q, k = rope(heads[:, :-num_kv_heads], *tables).split((num_heads, num_kv_heads), dim=1)
-        else:
+        if norms is not None:
             query_weight, key_weight, epsilon = norms
-            q = rope(rms_norm(q, query_weight, epsilon), *tables)
-            k = rope(rms_norm(k, key_weight, epsilon), *tables)
+            q.copy_(rms_norm(q, query_weight, epsilon))
+            k.copy_(rms_norm(k, key_weight, epsilon))
+        _rotate(heads[:, : -k.shape[1]], *tables)
         if pages is not None:
             q, k, v = _written(q, k, v, pages)
     if target is not None and not isinstance(target, KVTarget):

@@ -351,4 +351,5 @@ def _padded(matmul: Matmul, x: Tensor, padded_rows: int) -> Tensor:
     if padded_rows == num_rows:
         return matmul(x)
     copies, rest = divmod(padded_rows, num_rows)
-    return matmul(torch.cat((*(x,) * copies, x[:rest])))[:num_rows]
+    parts = (x,) * copies
+    return matmul(torch.cat((*parts, x[:rest]) if rest else parts))[:num_rows]

@@ -27,9 +27,10 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     inverse = torch.addcmul(epsilon, length, length, value=1.0 / x.shape[-1]).rsqrt_()
+    scaled = wide * inverse if x.dtype == torch.float32 else wide.mul_(inverse)
     if weight.dtype == torch.float32:
-        return (wide * inverse).mul_(weight).to(x.dtype)
-    return (wide * inverse).to(x.dtype).mul_(weight)
+        return scaled.mul_(weight).to(x.dtype)
+    return scaled.to(x.dtype).mul_(weight)
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def to_stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Ten
         wide = x.float() if scale is None else x.float() / scale
         return wide.where(wide.isfinite(), torch.nan).clamp_(-FP8_MAX, FP8_MAX).to(dtype)
     if dtype != torch.int8:
-        return x.to(dtype)
+        return x if x.dtype == dtype else x.to(dtype)
     wide = x.float()
     scales = (wide.abs().amax(-1, keepdim=True) / _LARGEST).clamp_(min=_MIN_SCALE).to(torch.bfloat16)
     codes = (wide / scales).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
@@ -52,7 +52,7 @@ def from_stored(stored: Tensor, dtype: torch.dtype, scale: Tensor | None = None)
     if stored.dtype == FP8 and scale is not None:
         return stored.float().mul_(scale).to(dtype)
     if stored.dtype != torch.int8:
-        return stored.to(dtype)
+        return stored if stored.dtype == dtype else stored.to(dtype)
     return stored[..., :-INT8_SCALE_BYTES].to(dtype).mul_(scales_of(stored))
 
 

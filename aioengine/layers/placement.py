@@ -71,11 +71,13 @@ class Target(NamedTuple):
     Attributes:
         source: the part of the checkpoint tensor to load. ``tensor`` has its joined ranges. None for all of it.
         writer: receives the loaded rows instead of ``tensor``, which is its placeholder.
+        is_optional: the checkpoint may not have the tensor.
     """
 
     tensor: Tensor
     source: Slice | None = None
     writer: RowWriter | None = None
+    is_optional: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -207,7 +207,8 @@ def _model(settings: Settings, options: ModelOptions) -> Model:
         config = as_embedder(config)
     config, quantization = split_config(config)
     if quantization is not None:
-        options = dataclasses.replace(options, format_of=formats(quantization))
+        has_kv_scales = quantization.has_kv_scales and settings.memory.kv_dtype == "fp8_e4m3"
+        options = dataclasses.replace(options, format_of=formats(quantization), has_kv_scales=has_kv_scales)
     if settings.model.implementation == TRANSFORMERS:
         return _fallback(settings).load(options)
     return models.build(config, options)

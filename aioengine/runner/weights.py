@@ -57,6 +57,8 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
             for entry in read_headers(folder, model.prefix, model.renamed)
             if entry.name in targets or not (model.is_ignored(entry.name) or entry.name.endswith(UNUSED))
         ]
+        stored = {entry.name for entry in entries}
+        targets = {name: target for name, target in targets.items() if name in stored or not target.is_optional}
         specs = {
             name: TensorSpec(target.shape, _EXACT_TYPES.get(target.tensor.dtype, ""))
             for name, target in targets.items()
@@ -84,7 +86,7 @@ def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
             if target.tensor.is_floating_point():
                 target.tensor.fill_(1.0)  # weight of a norm, or scale
             continue
-        scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.02
         values = block.roll(zlib.crc32(name.encode()) % _DUMMY_BLOCK) * scale
         size = math.prod(shape)
         target.write(values.repeat(-(-size // _DUMMY_BLOCK))[:size].view(shape)[target.index])

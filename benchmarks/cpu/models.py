@@ -38,6 +38,16 @@ TINY = Qwen2Config(
 )
 
 
+def write_config(folder: Path, config: Qwen2Config) -> Path:
+    """Write config and tokenizer of the model, without weights, unless the folder has them. Return the folder."""
+    if not (folder / "tokenizer.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        config.architectures = ["Qwen2ForCausalLM"]
+        config.save_pretrained(folder)
+        write_tokenizer(folder, config.vocab_size, eos_token_id=config.eos_token_id)
+    return folder
+
+
 def write_model(folder: Path, config: Qwen2Config, *, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write the model with seeded random weights unless the folder has it already; returns the folder."""
     if (folder / "model.safetensors").exists():

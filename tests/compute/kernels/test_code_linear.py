@@ -48,7 +48,8 @@ for outputs, inputs, group, num_rows in (
     constant = codes._replace(scales=scales, offsets=torch.where(scales == 0, 1.0, -8 * scales))
     equal = constant._replace(offsets=-8 * scales)
     assert device_codes(equal).zero == 8
-    for same in (codes, integers, constant, equal, codes._replace(offsets=None), codes._replace(offsets=None, table=torch.randn(16))):
+    plain = codes._replace(offsets=None)
+    for same in (codes, integers, constant, equal, plain, plain._replace(table=torch.randn(16))):
         check(same, num_rows)
 for outputs, inputs, group, num_rows in ((64, 256, 64, 5), (96, 384, 128, 70), (64, 256, 16, 4), (64, 256, 256, 2)):
     numbers = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)

@@ -199,7 +199,7 @@ def test_torch_attention_accepts_any_page_size(page_size: int) -> None:
 
 def test_fused_attention_is_refused_if_rows_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
-    monkeypatch.setattr(fused, "find_limits", lambda *_: None)
+    monkeypatch.setattr(fused, "find_limits", lambda *_, **__: None)
     assert not fused.serves(shape, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="not batch-invariant for head size 8"):
         FusedAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=16)))
