@@ -83,6 +83,7 @@ def serves(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> b
 
 
 def _limits(shape: AttentionShape, dtype: torch.dtype) -> FusedLimits | None:
+    """Return the limits of the kernel for this shape, or None."""
     is_small = shape.num_heads * shape.head_size < SMALL_SIZE
     return find_limits(shape.head_size, dtype, torch.get_num_threads(), is_small=is_small)
 
@@ -174,7 +175,7 @@ def _attend_by_products(
     is_full_block: bool = False,
     needs_sums: bool = True,
 ) -> Sums:
-    """Attend as ``_attend``, in fp32 with matrix products and torch's softmax.
+    """Attend as ``_attend`` with queries [B, H, M, E], in fp32 with matrix products and torch's softmax.
 
     oneDNN only computes full blocks, because it compiles code for each M.
     """

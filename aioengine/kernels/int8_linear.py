@@ -99,7 +99,7 @@ def _widened(weight: Tensor, scales: Tensor) -> Matmul:
     """Return the product of integers [T, D] int8 with a weight [O, D] and its scales [1, O] in fp32."""
 
     def multiply(integers: Tensor, outputs: Tensor) -> Tensor:
-        """Multiply with the weights of some outputs."""
+        """Multiply integers [T, D] with the weights of some outputs [P, D] -> [T, P]."""
         terms = zip(integers.float().split(EXACT_TERMS, 1), outputs.split(EXACT_TERMS, 1), strict=True)
         first, *others = [functional.linear(part, numbers.float()) for part, numbers in terms]
         for sums in others:

@@ -38,6 +38,7 @@ class Placement:
         dtype: of weights and activations. A linear format may store weights in another dtype.
         format_of: the full name of a linear layer in the checkpoint -> how it stores and multiplies its weights.
         table_format: whether the token embeddings are also the head -> their format; None: they are not quantized.
+        mixes_formats: fused layers may have parts in different formats.
         batch_invariant: on a GPU, the result of a row must not depend on the number of rows.
         shard: the shard of this process.
     """
@@ -46,6 +47,7 @@ class Placement:
     device: torch.device
     format_of: Callable[[str], LinearFormat]
     table_format: Callable[[bool], CodesFormat | None] = plain_table
+    mixes_formats: bool = False
     batch_invariant: bool = False
     shard: Shard = WHOLE
 

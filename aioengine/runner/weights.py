@@ -44,6 +44,7 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
     """
     num_bytes = _fill(model, folder, load_format=load_format, seed=seed, report=report)
     model.finish_loading()  # this function has no references to parameters, so converted parameters are freed
+    torch.cuda.empty_cache()  # frees what the streams of readers used to convert weights; without a GPU, does nothing
     return num_bytes
 
 
@@ -59,10 +60,7 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
         ]
         stored = {entry.name for entry in entries}
         targets = {name: target for name, target in targets.items() if name in stored or not target.is_optional}
-        specs = {
-            name: TensorSpec(target.shape, _EXACT_TYPES.get(target.tensor.dtype, ""))
-            for name, target in targets.items()
-        }
+        specs = {name: TensorSpec(target.shape, _exact_type(target)) for name, target in targets.items()}
         check_entries(entries, specs, folder)
         for entry in entries:
             if entry.name.endswith(TEXTS):  # the rest of a shorter text stays 0
@@ -73,6 +71,11 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
         read_all(entries, targets, report)
         check_unchanged(before, "while it was read")
     return sum(target.num_bytes for target in targets.values())
+
+
+def _exact_type(target: Target) -> str:
+    """Return the type that the tensor must have in the file; "" for any floating-point type."""
+    return _EXACT_TYPES.get(target.tensor.dtype, "") if target.writer is None else target.writer.stored
 
 
 def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:

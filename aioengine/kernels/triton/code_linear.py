@@ -14,15 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.codes import PIECES, piece_of
+from aioengine.kernels.codes import PIECES, Codes, piece_of
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.vector_linear import products
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from aioengine.kernels.codes import Codes
 
 MAX_ROWS = 256
 LEAST_ROWS = 16
@@ -56,11 +54,24 @@ def _expanded(pointers: tl.tensor, GROUPS: tl.constexpr, WIDTH: tl.constexpr) ->
 
 
 @triton.jit
-def _numbers(codes: tl.tensor, table: tl.tensor) -> tl.tensor:
-    """Convert 4-bit codes, or int8 or fp8 numbers, to fp32."""
-    if table is not None:
-        return tl.load(table + codes.to(tl.int32))
-    return codes.to(tl.float32)
+def as_scales(values: tl.tensor) -> tl.tensor:
+    """Convert loaded scales to fp32. uint8: exponents, for the numbers of ``numbers_of``."""
+    if values.dtype == tl.uint8:
+        values = (values.to(tl.int32) + 126 << 23).to(tl.float32, bitcast=True)
+    return values
+
+
+@triton.jit
+def numbers_of(codes: tl.tensor, table: tl.tensor, scales: tl.tensor) -> tl.tensor:
+    """Convert 4-bit codes, or int8 or fp8 numbers, to fp32. Numbers of MXFP4 are multiplied by 2 ** -126."""
+    if scales.dtype.element_ty == tl.uint8:  # sign, exponent and mantissa move to their places in fp32
+        codes = codes.to(tl.int32)
+        numbers = ((codes & 8) << 28 | (codes & 7) << 22).to(tl.float32, bitcast=True)
+    elif table is not None:
+        numbers = tl.load(table + codes.to(tl.int32))
+    else:
+        numbers = codes.to(tl.float32)
+    return numbers
 
 
 @triton.jit
@@ -68,7 +79,7 @@ def _scaled(
     words: tl.tensor, shift: tl.tensor, table: tl.tensor, scales: tl.tensor, offsets: tl.tensor, group: tl.tensor
 ) -> tl.tensor:
     """Return the weights of the codes at bit ``shift`` of words [outputs, N]. scales: pointers [outputs, 1]."""
-    result = _numbers(words >> shift & 15, table) * tl.load(scales)
+    result = numbers_of(words >> shift & 15, table, scales) * tl.load(scales)
     if offsets is not None:
         result += tl.load(offsets + group)
     return result
@@ -419,7 +430,7 @@ class DeviceCodes(NamedTuple):
 
     Attributes:
         numbers: [O, I] int8 or fp8, or 4-bit codes [O, I / 4] int16.
-        scales: [G, O] fp32.
+        scales: [G, O] fp32, or uint8 (see ``Codes``).
         offsets: [G, O] fp32; None: 0.
         zeros: [G, O] fp32: integers that are subtracted from codes before they are scaled; None: see ``zero``.
         table: [16] fp32.
@@ -440,6 +451,17 @@ class DeviceCodes(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """O and I."""
         return self.numbers.shape[0], self.numbers.shape[1] * (1 if self.bits == 8 else 4)
+
+    def restored(self, order: Tensor | None = None) -> Codes:
+        """Undo ``device_codes``. order: [I], see ``Codes``."""
+        packed = self.numbers if self.bits == 8 else self.numbers.view(torch.uint8)
+        offsets = self.offsets
+        if self.zeros is not None:
+            offsets = -self.zeros * self.scales
+        elif self.zero > 0:
+            offsets = -self.zero * self.scales
+        offsets = None if offsets is None else offsets.t()
+        return Codes(packed, self.scales.t(), offsets, self.bits, order, self.table)
 
 
 def device_codes(codes: Codes) -> DeviceCodes:
@@ -475,12 +497,12 @@ def _dequantize_kernel(
         word = columns // PIECE * (PIECE // 4) + columns % (PIECE // 4)
         packed = tl.load(weight + output * (SIZE // 4) + word, mask=inside, other=0).to(tl.int32)
         codes = packed >> (columns % PIECE // (PIECE // 4) * 4) & 15
-    values = _numbers(codes, table)
+    values = numbers_of(codes, table, scales)
     if zeros is not None:
         values -= tl.load(zeros + group, mask=inside, other=0.0)
     elif ZERO > 0:
         values -= ZERO
-    values *= tl.load(scales + group, mask=inside, other=0.0)
+    values *= as_scales(tl.load(scales + group, mask=inside, other=0))
     if offsets is not None:
         values += tl.load(offsets + group, mask=inside, other=0.0)
     tl.store(out + output * SIZE + columns, values.to(out.dtype.element_ty), mask=inside)
