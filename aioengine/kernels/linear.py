@@ -157,7 +157,7 @@ def _try_packings(out_features: int, in_features: int, dtype: torch.dtype, *, ha
     def agrees(for_rows: int | None) -> Callable[[int], bool]:
         return trial.agreeing(_packed(trial.weight, trial.bias if has_bias else None, for_rows), COMMON_ROWS)
 
-    if dtype == torch.bfloat16 and _has_matrix_unit():
+    if dtype == torch.bfloat16 and has_matrix_unit():
         agree = agrees(None)
         if all(agree(count) for count in reversed(counts)):
             return Packing(None, tuple(counts), dtype)
@@ -169,7 +169,7 @@ def _try_packings(out_features: int, in_features: int, dtype: torch.dtype, *, ha
     return Packing(None, tuple(count for count in ROW_COUNTS if count >= max(least, differing + 1)), dtype)
 
 
-def _has_matrix_unit() -> bool:
+def has_matrix_unit() -> bool:
     """Return whether this CPU has a matrix unit for bf16 (AMX)."""
     return torch.cpu._is_amx_tile_supported()
 
