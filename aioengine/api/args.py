@@ -21,7 +21,9 @@ from aioengine.api.parameter_table import ARGUMENTS_OF_CALLS
 from aioengine.api.params import is_sampling_parameter
 from aioengine.logs import warn_caller
 from aioengine.model_files.adapter_folder import MAX_RANK
-from aioengine.settings.config import EngineConfig, GivenAdapter
+from aioengine.model_files.online_quantization import GROUP_SIZES, METHODS
+from aioengine.model_files.quantized_formats import FORMATS
+from aioengine.settings.config import DEFAULT_GROUP_SIZE, EngineConfig, GivenAdapter
 from aioengine.settings.resolve import CPU_LIMITS, CPU_MEMORY_FRACTION, GPU_GRAPH_ROWS, GPU_LIMITS, GPU_MEMORY_FRACTION
 from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES
 
@@ -106,6 +108,13 @@ def _chunk_size(name: str, value: object) -> int:
     size = checks.whole(name, value, -1)
     if size == 0:
         raise checks.wrong_value(name, "-1 (prompts are never split) or an integer of at least 1", value)
+    return size
+
+
+def _group_size(name: str, value: object) -> int:
+    size = checks.whole(name, value, min(GROUP_SIZES))
+    if size not in GROUP_SIZES:
+        raise checks.wrong_value(name, "32, 64, 128 or 256", value)
     return size
 
 
@@ -244,7 +253,12 @@ _ROWS: Final = {
         _words("auto", "safetensors", "gguf", "dummy"), "auto, safetensors, gguf or dummy (random weights)"
     ),
     "quantization": Argument(
-        _text, "how the weights are stored; refused if config.json says something else", "what config.json says"
+        _words(*METHODS, *(row.name for row in FORMATS["quant_method"]), "gguf"),
+        "fp8, int8 or int4 quantize 16-bit weights while loading; other methods only check config.json",
+        "the method in config.json",
+    ),
+    "quantization_group_size": Argument(
+        _group_size, "inputs that share a scale with quantization='int4': 32, 64, 128 or 256", str(DEFAULT_GROUP_SIZE)
     ),
     "dtype": Argument(_dtype, "auto, bfloat16, float16 or float32"),
     "context_length": Argument(whole_from(1), "maximum tokens of prompt and output", "the model's"),

@@ -88,6 +88,7 @@ class EngineArguments(TypedDict, total=False):
     download_dir: str | PurePath | None
     load_format: str | None
     quantization: str | None
+    quantization_group_size: int | None
     dtype: str | Dtype | None
     context_length: int | None
     model_impl: str | None

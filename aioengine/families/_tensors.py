@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 LinearTensors = Callable[[LinearShape], TensorSpecs]
 """Returns the tensors of a linear layer by the last part of their names, such as "weight"."""
+TableTensors = Callable[[LinearShape, bool], TensorSpecs]
+"""Does the same for the table of token embeddings. The second argument says whether it is also the head."""
 
 
 def plain_tensors(linear: LinearShape) -> TensorSpecs:

@@ -288,10 +288,10 @@ def _log_start(settings: Settings, facts: Mapping[str, object], took_s: float) -
     size, pages = facts.get("weights_bytes"), facts.get("num_pages", "unknown number of")
     count = facts.get("num_threads") if facts.get("device") == "cpu" else None
     threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
-    is_gguf = settings.model.load_format == "gguf"
     dtype, stored = settings.model.dtype, settings.model.checkpoint_dtype
     change = " (the checkpoint has float32; dtype='float32' keeps it)" if stored == "float32" != dtype else ""
-    form = f", all in {dtype} (the file's blocks were dequantized)" if is_gguf else ""
+    widened = facts.get("widened_types")
+    form = "" if widened is None else f" (converted to {dtype}: {widened})"
     for line in (
         f"model: {settings.model.path}" + (f", {_megabytes(size)} of weights{form}" if size is not None else ""),
         f"device: {facts.get('device_name', settings.runner.device)}{threads}",

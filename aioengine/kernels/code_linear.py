@@ -37,7 +37,7 @@ FEW_ROWS: Final = 64
 
 
 class PreparedCodes(NamedTuple):
-    """A product [T, D] -> [T, O], and a function that returns its codes; the offsets may be missing."""
+    """A product [T, D] -> [T, O], and a function that returns its codes."""
 
     matmul: Matmul
     restore: Callable[[], Codes]
@@ -90,21 +90,22 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
         return None
     middle, order, scales = 8, codes.order, codes.scales
     offsets = middle * scales if codes.offsets is None else codes.offsets + middle * scales
-    parameters = torch.stack((scales, offsets), -1).repeat_interleave(codes.group // size, 1)
+    step = codes.group // size
+    parameters = torch.stack((scales, offsets), -1).repeat_interleave(step, 1)
     parameters = parameters.transpose(0, 1).contiguous().to(dtype)  # [D / size, O, 2]
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.unpacked().int(), 1)
-    rest = codes._replace(packed=codes.packed[:0])  # without the weight, whose memory is freed
 
     def matmul(x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
-        x = x if order is None else x[:, order]
+        x = x.contiguous() if order is None else x[:, order]
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, size, parameters)
 
     def restore() -> Codes:
         """Multiply with a scale of 1 and the identity, because torch has no function that unpacks."""
         ones = torch.tensor([1.0, middle]).expand(*parameters.shape).contiguous()
         values = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(inputs), packed, size, ones)
-        return rest._replace(packed=pack_nibbles(values.t().round().to(torch.uint8)))
+        offsets = parameters[::step, :, 1].t() - middle * scales
+        return Codes(pack_nibbles(values.t().round().to(torch.uint8)), scales, offsets, bits=4, order=order)
 
     return PreparedCodes(matmul, restore)
 
@@ -151,10 +152,16 @@ class _OnDevice:
             self._max_rows = code_linear.MAX_ROWS if self._fp8_scales is None else FEW_ROWS
 
     def restore(self) -> Codes:
-        """Return the codes without their offsets, which the format keeps in its own way."""
+        """Return the codes."""
         codes = self._codes
         packed = codes.numbers if codes.bits == 8 else codes.numbers.view(torch.uint8)
-        return Codes(packed, codes.scales.t(), None, codes.bits, self._order, codes.table)
+        offsets = codes.offsets
+        if codes.zeros is not None:
+            offsets = -codes.zeros * codes.scales
+        elif codes.zero > 0:
+            offsets = -codes.zero * codes.scales
+        offsets = None if offsets is None else offsets.t()
+        return Codes(packed, codes.scales.t(), offsets, codes.bits, self._order, codes.table)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""

@@ -5,7 +5,7 @@ Shape letters: T tokens, D input size, O output size.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -57,6 +57,7 @@ class Linear(Layer):
         in_features: D.
         sizes: the output size of each part.
         is_gated, stored: see above.
+        joined: layers that compute the parts, if these have different formats.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Linear(Layer):
         self.sizes = sizes
         self.is_gated = is_gated
         self.stored = stored
-        self._format_of = placement.format_of
+        self._placement = placement
         self._spec = LinearSpec(
             in_features,
             tuple(sizes.values()),
@@ -103,24 +104,40 @@ class Linear(Layer):
         self._is_open = True
         self._prepared: Prepared | None = None
         self._matmul: Matmul | None = None
+        self.joined: list[Linear] = []
         self._adapters: LayerAdapters | None = None
 
     def weights(self, prefix: str = "") -> dict[str, Target]:
         """Map names to views of the fused tensors. The first call allocates them, in the format for the layer's name.
 
         Raises:
-            ValueError: the parts have different formats.
+            ValueError: the parts have different formats, and the checkpoint should not have such parts.
         """
-        if not self._tensors:
+        if not self._tensors and not self.joined:
             names = [f"{prefix}{part}" for part in self.sizes]
-            self._format, *others = map(self._format_of, names)
-            if any(other is not self._format for other in others):
+            formats = [self._placement.format_of(name) for name in names]
+            if all(other is formats[0] for other in formats):
+                self._format = formats[0]
+                self._tensors = self._format.empty(self._spec)
+            elif self._placement.mixes_formats and self._order is None and self._divided is None:
+                self._join(formats)
+            else:
                 raise ValueError(f"{', '.join(names)} are one layer here, but their checkpoint has several formats")
-            self._tensors = self._format.empty(self._spec)
         return super().weights(prefix)
+
+    def _join(self, formats: Sequence[LinearFormat]) -> None:
+        """Compute this layer as several layers, each with consecutive parts of the same format."""
+        for _, group in groupby(zip(formats, self.sizes.items(), strict=True), key=lambda part: id(part[0])):
+            sizes = dict(size for _, size in group)
+            self.joined.append(
+                Linear(self.in_features, sizes, self._placement, bias=self._spec.has_bias, stored=self.stored)
+            )
+        self.parts = [("", layer) for layer in self.joined]
 
     def own_weights(self) -> dict[str, Target]:
         assert self._is_open, "the layer is not open for loading"
+        if self.joined:
+            return {}
         return {
             f"{part}.{name}": self._as_stored(name, target)._replace(source=self._source(part, name, target.tensor))
             for name, targets in unplaced_targets(self._format, self._spec, self._tensors)
@@ -171,8 +188,12 @@ class Linear(Layer):
             self._reorder(self._order)
         if self._divided == "inputs" and self._shard.rank and "bias" in self._tensors:
             self._tensors["bias"].zero_()  # only rank 0 adds the bias to the sum over the ranks
+        super().finish_loading()
         if self._prepared is None:
-            self._prepared = self._format.prepare(self._spec, self._tensors)
+            if self.joined:
+                self._prepared = self._spec.prepared(lambda x: torch.cat([part(x) for part in self.joined], 1), dict)
+            else:
+                self._prepared = self._format.prepare(self._spec, self._tensors)
             self._matmul = self._prepared.gated or self._prepared.matmul
         self._tensors = {}
 
@@ -193,6 +214,7 @@ class Linear(Layer):
         assert not self._is_open, "the layer is open for loading already"
         assert self._prepared is not None
         self._is_open = True
+        super().open_for_loading()
         self._tensors = self._prepared.restore()
         if self._order is not None:
             self._reorder(self._order.argsort())

@@ -38,6 +38,7 @@ class Placement:
         dtype: of weights and activations. A linear format may store weights in another dtype.
         format_of: the full name of a linear layer in the checkpoint -> how it stores and multiplies its weights.
         table_format: whether the token embeddings are also the head -> their format; None: they are not quantized.
+        mixes_formats: fused layers may have parts in different formats.
         batch_invariant: on a GPU, the result of a row must not depend on the number of rows.
         shard: the shard of this process.
     """
@@ -46,6 +47,7 @@ class Placement:
     device: torch.device
     format_of: Callable[[str], LinearFormat]
     table_format: Callable[[bool], CodesFormat | None] = plain_table
+    mixes_formats: bool = False
     batch_invariant: bool = False
     shard: Shard = WHOLE
 
@@ -71,11 +73,13 @@ class Target(NamedTuple):
     Attributes:
         source: the part of the checkpoint tensor to load. ``tensor`` has its joined ranges. None for all of it.
         writer: receives the loaded rows instead of ``tensor``, which is its placeholder.
+        is_optional: the checkpoint may not have the tensor.
     """
 
     tensor: Tensor
     source: Slice | None = None
     writer: RowWriter | None = None
+    is_optional: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -65,8 +65,10 @@ _READ: Final = (
 _REQUIRED: Final = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
 """Keys that every file has."""
 
+EMBEDDING: Final = "model.embed_tokens"
+"""The name of the token embeddings in a model folder."""
 _NAMES: Final = {
-    "token_embd": "model.embed_tokens",
+    "token_embd": EMBEDDING,
     "output_norm": "model.norm",
     "output": "lm_head",
     "attn_norm": "input_layernorm",

@@ -29,6 +29,7 @@ from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
 from aioengine.model_files.hub import download, weight_shapes
+from aioengine.model_files.online_quantization import METHODS
 from aioengine.model_files.quantization import quantization_method, read_config, split_config
 from aioengine.settings.config import OWN, TRANSFORMERS, PoolingSettings
 
@@ -80,6 +81,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         is_causal, keeps_states, short_length: see ``TransformerConfig``.
         is_encoder: an encoder such as BERT, not a decoder.
         is_latent: latent attention (DeepSeek).
+        is_quantized: the weights are quantized in the files.
         has_soft_cap: attention with soft caps. False for transformers' code, where it is unknown.
         whole_image_tokens: see ``VisionConfig``.
         linear_layers: name in the checkpoint -> (outputs, inputs) of the layers that adapters may change.
@@ -103,6 +105,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     is_causal: bool = True
     is_encoder: bool = False
     is_latent: bool = False
+    is_quantized: bool = False
     has_soft_cap: bool = False
     keeps_states: bool = False
     whole_image_tokens: int = 0
@@ -308,6 +311,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         is_causal=model.is_causal,
         is_encoder=isinstance(model, EncoderConfig),
         is_latent=attention.latent is not None,
+        is_quantized=quantization is not None or folder_files.is_gguf(folder),
         has_soft_cap=attention.soft_cap is not None,
         keeps_states=model.keeps_states,
         short_length=model.short_length,
@@ -391,13 +395,30 @@ def _read_config(
         if model.task is Task.GENERATE and not model.is_causal:
             not_implemented("is_causal", False, "true, or is_embedding=True: its tokens attend to the whole text")
         if wanted.quantization not in (None, method):
-            stored = "no quantization_config" if method is None else repr(method)
-            raise ValueError(f"quantization={wanted.quantization!r}, but the model has {stored}; leave it out")
+            _check_online(wanted.quantization, method, model, implementation)
         if quantization is not None:
             _check_quantization(quantization, model)
         return config, model, read_pooling(folder, model, raw), implementation, quantization
     except ValueError as error:
         raise ValueError(f"{folder_files.shown_path(file)}: {error}") from error
+
+
+def _check_online(wanted: str, stored: object, model: TransformerConfig, implementation: str) -> None:
+    """Raise ValueError if the weights cannot be quantized while they are loaded.
+
+    stored: the method of the model; None: its weights are not quantized.
+    """
+    if stored is not None:
+        raise ValueError(f"quantization={wanted!r}, but the model has {stored!r}; leave it out")
+    if wanted not in METHODS:
+        raise ValueError(
+            f"quantization={wanted!r} is a format of checkpoints, but the model has no quantization_config; leave it "
+            f"out, or quantize while loading with {', '.join(map(repr, METHODS))}"
+        )
+    if implementation == TRANSFORMERS:
+        raise ValueError(f"quantization={wanted!r} does not work with models in transformers' code; leave it out")
+    if isinstance(model, DecoderConfig) and model.experts is not None:
+        raise ValueError(f"quantization={wanted!r} does not work with models that have experts; leave it out")
 
 
 def _check_quantization(quantization: Quantization, model: TransformerConfig) -> None:

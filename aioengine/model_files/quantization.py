@@ -165,10 +165,12 @@ class Quantization(Struct, frozen=True, kw_only=True):
     Attributes:
         method: its name in config.json.
         rules: whether a rule is for the layer of a name, and how it is stored; None: not quantized. The first counts.
+        has_kv_scales: there may be scales of fp8 keys and values.
     """
 
     method: str
     rules: tuple[tuple[Callable[[str], bool], Scheme | None], ...]
+    has_kv_scales: bool = False
 
     def tensors_of(self, linear: LinearShape, *, is_on_cpu: bool = False) -> TensorSpecs:
         """Describe the tensors of a linear layer (``LinearTensors``). is_on_cpu: see ``Scheme.specs``."""
@@ -244,6 +246,7 @@ class _Config(Struct, frozen=True):
     # modelopt
     quant_algo: str = ""
     exclude_modules: list[str] | None = None
+    kv_cache_quant_algo: str | None = None
     # awq, gptq
     bits: int = 4
     group_size: int = 128
@@ -259,6 +262,7 @@ class _Config(Struct, frozen=True):
     format: str = ""
     sparsity_config: _Sparsity = _Sparsity()
     transform_config: dict[str, object] = {}
+    kv_cache_scheme: dict[str, object] | str | None = None
     # bitsandbytes
     load_in_8bit: bool = False
     bnb_4bit_quant_type: str = "fp4"
@@ -311,7 +315,8 @@ def read_quantization(raw: Mapping[str, object]) -> Quantization:
     config = decode({name: value for name, value in raw.items() if value is not None}, _Config, "quantization_config")
     patterns = ConfigPatterns("quantization_config")
     rules = tuple((_matcher(pattern, patterns), scheme) for pattern, scheme in _rules(config))
-    return Quantization(method=config.quant_method, rules=rules)
+    has_kv_scales = bool(config.kv_cache_quant_algo or config.kv_cache_scheme)
+    return Quantization(method=config.quant_method, rules=rules, has_kv_scales=has_kv_scales)
 
 
 def _matcher(pattern: str, patterns: ConfigPatterns) -> Callable[[str], bool]:

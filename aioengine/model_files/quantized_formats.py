@@ -23,7 +23,7 @@ class Format(NamedTuple):
         name: the value of the source.
         description: for the guide.
         gpu, cpu: how the numbers are kept in memory; "": the device refuses the format.
-        layout: ``Scheme.layout``, if the name has several rows.
+        layout: ``Scheme.layout`` or a type of GGUF tensors, if the name has several rows.
     """
 
     name: str
@@ -58,8 +58,26 @@ FORMATS: Final[dict[Source, tuple[Format, ...]]] = {
         Format("compressed-tensors", "fp8 per tensor, channel or block", STORED, WIDENED, "fp8"),
         Format("mxfp4", "the experts of gpt-oss", WIDENED, WIDENED),
     ),
-    "load_format": (Format("gguf", "the blocks of [GGUF files](gguf.md)", WIDENED, WIDENED),),
-    "quantization": (),  # of 16-bit weights, while they are loaded
+    "load_format": (  # a layout is a type of tensors
+        Format("gguf", "Q4_0 in [GGUF files](gguf.md)", STORED, STORED, "Q4_0"),
+        Format("gguf", "Q4_1", STORED, STORED, "Q4_1"),
+        Format("gguf", "Q4_K", STORED, STORED, "Q4_K"),
+        Format("gguf", "Q8_0", STORED, WIDENED, "Q8_0"),
+        Format("gguf", "Q5_K", "8 bits", WIDENED, "Q5_K"),
+        Format("gguf", "Q6_K", "8 bits", WIDENED, "Q6_K"),
+        Format("gguf", "Q5_0, Q5_1", WIDENED, WIDENED),
+    ),
+    "quantization": (
+        Format("fp8", "16-bit weights, quantized while loading: fp8 with a scale per output", "fp8", ""),
+        Format("int8", "16-bit weights, quantized while loading: int8 with a scale per output", "int8", "int8"),
+        Format(
+            "int4",
+            "16-bit weights, quantized while loading: 4 bits with a scale per group of `quantization_group_size` "
+            "inputs (128)",
+            "4 bits",
+            "4 bits",
+        ),
+    ),
     "kv_cache_dtype": (
         Format("bfloat16", "keys and values, with any `dtype`", "16 bits", "16 bits"),
         Format("fp8_e4m3", "keys and values", "8 bits", ""),

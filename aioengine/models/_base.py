@@ -36,9 +36,11 @@ class ModelOptions(Placement):
 
     Attributes:
         max_positions: tokens of the longest request.
+        has_kv_scales: the KV cache is in fp8, and the checkpoint may have scales of keys and values.
     """
 
     max_positions: int
+    has_kv_scales: bool = False
     format_of: Callable[[str], LinearFormat] = plain
 
 

@@ -6,7 +6,7 @@ key without RoPE and a value, V latent size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from aioengine.models._base import ModelOptions
 
 
+_KV_SCALES: Final = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale")
+"""Names of the scales of keys and values, in checkpoints of several libraries."""
+
+
 def effective_windows(windows: tuple[int | None, ...], max_positions: int) -> tuple[int | None, ...]:
     """Drop windows that no request of ``max_positions`` tokens exceeds. Returns () if no window is left."""
     effective = tuple(None if window is None or window >= max_positions else window for window in windows)
@@ -57,6 +61,7 @@ class DecoderModel(TextModel):
             windows=effective_windows(config.windows, options.max_positions),
             soft_cap=config.attention.soft_cap,
             sinks=tuple(options.empty(config.num_heads) for _ in range(config.num_layers * config.attention.has_sinks)),
+            kv_scales=_kv_scales(config, options),
             value_size=None if config.attention.latent is None else config.attention.latent.rank,
             expansions=_expansions(config, options),
             plain_size=0 if config.attention.latent is None else config.attention.latent.plain_size,
@@ -101,10 +106,17 @@ class DecoderModel(TextModel):
 
     def own_weights(self) -> dict[str, Target]:
         names, attention = self._config.names, self._config.block.attention
-        return {
+        targets = {
             f"{names.block(layer)}{attention}sinks": Target(sinks)
             for layer, sinks in enumerate(self.attention_shape.sinks)
         }
+        layers = [layer for layer in range(self._config.num_layers) if not self._config.keeps_state(layer)]
+        for layer, scales in zip(layers, self.attention_shape.kv_scales, strict=False):
+            for scale, side in zip(scales.split(1), "kv", strict=True):
+                target = Target(scale, is_optional=True)
+                prefix = f"{names.block(layer)}{attention}"
+                targets |= {f"{prefix}{name.format(side, side)}": target for name in _KV_SCALES}
+        return targets
 
     def linears(self) -> list[tuple[str, Linear]]:
         """Implement ``models._base.AdaptableModel``."""
@@ -113,6 +125,8 @@ class DecoderModel(TextModel):
 
     def finish_loading(self) -> None:
         super().finish_loading()
+        for scales in self.attention_shape.kv_scales:
+            scales.copy_(scales.where(scales > 0, 1.0))  # other numbers mean that keys or values were not observed
         if self._head is None and self.task is Task.GENERATE:
             self._logits = self._embedding.as_head()
 
@@ -185,6 +199,14 @@ def _expansions(config: DecoderConfig, placement: Placement) -> tuple[Tensor, ..
         return ()
     sizes = config.num_heads, latent.plain_size + latent.value_size, latent.rank
     return tuple(placement.empty(*sizes) for _ in range(config.num_layers))
+
+
+def _kv_scales(config: DecoderConfig, options: ModelOptions) -> tuple[Tensor, ...]:
+    """Return ``AttentionShape.kv_scales``, [2] per layer, with values of 1."""
+    if not options.has_kv_scales or config.attention.latent is not None:
+        return ()
+    num_layers = sum(not config.keeps_state(layer) for layer in range(config.num_layers))
+    return tuple(torch.ones(2, device=options.device) for _ in range(num_layers))
 
 
 def _has_forms(placement: Placement) -> bool:

@@ -112,6 +112,7 @@ class RowWriter(NamedTuple):
         scales: not finite where loaded values are not.
         num_bytes: of the quantized weight.
         is_whole: ``write`` needs all rows at once.
+        stored: the type in GGUF files whose bytes [R, X] ``write`` takes; "": it takes values.
     """
 
     placeholder: Tensor
@@ -119,6 +120,7 @@ class RowWriter(NamedTuple):
     scales: Tensor
     num_bytes: int
     is_whole: bool = False
+    stored: str = ""
 
     def transposed(self) -> RowWriter:
         """Return a writer of values [D, O]."""
@@ -138,7 +140,7 @@ class CodesFormat(ABC):
 
     @abstractmethod
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """See ``LinearFormat``. Return () for a tensor that is not in the checkpoint."""
+        """Split ``tensor`` [...]; see ``LinearFormat``. Return () for a tensor that is not in the checkpoint."""
 
     @abstractmethod
     def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:

@@ -20,10 +20,14 @@ from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
 from aioengine.model_files.checkpoint import check_unchanged
+from aioengine.model_files.gguf_quantization import StoredTypes
+from aioengine.model_files.online_quantization import OnlineQuantization
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import AdaptableModel, ModelOptions
 from aioengine.protocol.messages import Progress
+from aioengine.quantization.gguf import gguf_formats
+from aioengine.quantization.online import online_formats
 from aioengine.quantization.stored import formats
 from aioengine.runner import weights
 from aioengine.runner.device_memory import DeviceMemory, fit_pool, kv_cache_of
@@ -87,6 +91,12 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         max_positions=settings.model.context_length,
         batch_invariant=settings.runner.batch_invariant,
     )
+    widened: tuple[str, ...] = ()
+    if settings.model.load_format == "gguf":
+        stored = StoredTypes.of(Path(settings.model.path), is_on_cpu=device.type == "cpu")
+        widened = stored.widened
+        format_of, table_format = gguf_formats(stored)
+        options = dataclasses.replace(options, format_of=format_of, table_format=table_format, mixes_formats=True)
     with memory.record("the weights", advice=advice, need=_weights_bytes(settings, options)), torch.no_grad():
         model = _model(settings, options)
         if device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
@@ -148,6 +158,8 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         facts |= states.facts
     if adapters is not None:
         facts["adapters_bytes"] = adapters.num_bytes
+    if widened:
+        facts["widened_types"] = ", ".join(widened)
     if choice.warning:
         facts["warning"] = choice.warning
     for package in ("torch", "triton", "flashinfer-python"):
@@ -207,7 +219,11 @@ def _model(settings: Settings, options: ModelOptions) -> Model:
         config = as_embedder(config)
     config, quantization = split_config(config)
     if quantization is not None:
-        options = dataclasses.replace(options, format_of=formats(quantization))
+        has_kv_scales = quantization.has_kv_scales and settings.memory.kv_dtype == "fp8_e4m3"
+        options = dataclasses.replace(options, format_of=formats(quantization), has_kv_scales=has_kv_scales)
+    elif (online := OnlineQuantization.of(settings.model)) is not None:
+        format_of, table_format = online_formats(online)
+        options = dataclasses.replace(options, format_of=format_of, table_format=table_format)
     if settings.model.implementation == TRANSFORMERS:
         return _fallback(settings).load(options)
     return models.build(config, options)

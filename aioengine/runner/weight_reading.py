@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from aioengine.kernels.gguf_blocks import dequantized
 from aioengine.model_files import folder_files
-from aioengine.runner.gguf_blocks import dequantized
 from aioengine.runner.tensor_files import DTYPES
 
 if TYPE_CHECKING:
@@ -77,15 +77,18 @@ class _FilePart:
         values = self.values(content)
         if self.writer is not None:
             self.writer.write(self.first_row, values)
-            return values
+            return self.writer.scales[self.first_row :][: len(values)] if self.writer.stored else values
         self.target.copy_(values)
         return self.target
 
     def values(self, content: Tensor) -> Tensor:
-        """Convert content [X] (bytes) to the elements of the target [...]."""
-        entry = self.entry
-        dtype = DTYPES.get(entry.dtype)
-        values = (dequantized(content, entry.dtype) if dtype is None else content.view(dtype)).view(self.shape)
+        """Convert content [X] (bytes) to the elements of the target [...], or to the bytes that its writer takes."""
+        dtype = DTYPES.get(self.entry.dtype)
+        if self.writer is not None and self.writer.stored:
+            values = content.view(self.shape[0], -1)
+        else:
+            values = dequantized(content, self.entry.dtype) if dtype is None else content.view(dtype)
+            values = values.view(self.shape)
         if self.head_size:
             # rows [R] or [R, C] with interleaved halves of heads -> first half, then second half of each head
             halves = values.view(-1, self.head_size // 2, 2, *values.shape[1:])

@@ -44,6 +44,7 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
     """
     num_bytes = _fill(model, folder, load_format=load_format, seed=seed, report=report)
     model.finish_loading()  # this function has no references to parameters, so converted parameters are freed
+    torch.cuda.empty_cache()  # frees what the streams of readers used to convert weights; without a GPU, does nothing
     return num_bytes
 
 
@@ -57,10 +58,9 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
             for entry in read_headers(folder, model.prefix, model.renamed)
             if entry.name in targets or not (model.is_ignored(entry.name) or entry.name.endswith(UNUSED))
         ]
-        specs = {
-            name: TensorSpec(target.shape, _EXACT_TYPES.get(target.tensor.dtype, ""))
-            for name, target in targets.items()
-        }
+        stored = {entry.name for entry in entries}
+        targets = {name: target for name, target in targets.items() if name in stored or not target.is_optional}
+        specs = {name: TensorSpec(target.shape, _exact_type(target)) for name, target in targets.items()}
         check_entries(entries, specs, folder)
         for entry in entries:
             if entry.name.endswith(TEXTS):  # the rest of a shorter text stays 0
@@ -71,6 +71,11 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
         read_all(entries, targets, report)
         check_unchanged(before, "while it was read")
     return sum(target.num_bytes for target in targets.values())
+
+
+def _exact_type(target: Target) -> str:
+    """Return the type that the tensor must have in the file; "" for any floating-point type."""
+    return _EXACT_TYPES.get(target.tensor.dtype, "") if target.writer is None else target.writer.stored
 
 
 def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
@@ -84,7 +89,7 @@ def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
             if target.tensor.is_floating_point():
                 target.tensor.fill_(1.0)  # weight of a norm, or scale
             continue
-        scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.02
         values = block.roll(zlib.crc32(name.encode()) % _DUMMY_BLOCK) * scale
         size = math.prod(shape)
         target.write(values.repeat(-(-size // _DUMMY_BLOCK))[:size].view(shape)[target.index])

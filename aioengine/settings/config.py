@@ -14,6 +14,9 @@ OWN: Final = "aioengine"
 TRANSFORMERS: Final = "transformers"
 """Names of the code that computes a model."""
 
+DEFAULT_GROUP_SIZE: Final = 128
+"""Inputs that share a scale in int4."""
+
 # ---------------------------------------------------------------- values of the user
 
 
@@ -25,6 +28,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         tokenizer: False: requests contain token ids only.
         chat_template: text or path; None: the template of the model.
         allow_request_templates: a request may contain the text or the path of a template.
+        quantization: the method in config.json, or one of ``online_quantization.METHODS``.
+        quantization_group_size: inputs that share a scale in int4; None: the default.
         is_embedding: a generative model only returns vectors; None: if its folder belongs to sentence-transformers.
         implementation: "auto", "aioengine" or "transformers".
         sampling_defaults: "model" (from generation_config.json) or "engine".
@@ -36,6 +41,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     download_dir: str | None = None
     load_format: str = "auto"
     quantization: str | None = None
+    quantization_group_size: int | None = None
     dtype: str = "auto"
     context_length: int | None = None
     trust_remote_code: bool = False
@@ -223,6 +229,8 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
         hidden_size: 0 if the model returns no hidden states.
         files: digests of config.json and the weight files (``checkpoint.file_states``). The runner loads no others.
         sampling_defaults: values of sampling parameters for requests that leave them out.
+        quantization: how weights are quantized while they are loaded: "fp8", "int8" or "int4"; "": they are not.
+        quantization_group_size: inputs that share a scale in int4.
         implementation: whose code computes the model, "aioengine" or "transformers". Only the latter may run code in
             the folder, with ``trust_remote_code``.
     """
@@ -240,6 +248,8 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
     pooling: PoolingSettings = PoolingSettings()
     files: dict[str, str] = {}
     sampling_defaults: dict[str, float] = {}
+    quantization: str = ""
+    quantization_group_size: int = DEFAULT_GROUP_SIZE
 
 
 class MemorySettings(Struct, frozen=True, kw_only=True):

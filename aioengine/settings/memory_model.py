@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import Struct
 
-from aioengine.families._block_config import MambaConfig, ShortConvConfig
-from aioengine.families._config import DecoderConfig
+from aioengine.families._block_config import LinearShape, MambaConfig, ShortConvConfig
+from aioengine.families._config import DecoderConfig, Task
 from aioengine.families._tensors import checkpoint_tensors, plain_tensors
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aioengine.families._config import TransformerConfig
-    from aioengine.families._tensors import LinearTensors
+    from aioengine.families._tensors import LinearTensors, TableTensors
     from aioengine.settings.config import Settings
 
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
@@ -68,9 +68,22 @@ def weights_bytes(
     itemsize: int,
     raw: Mapping[str, object],
     linear_tensors: LinearTensors = plain_tensors,
+    table_tensors: TableTensors | None = None,
 ) -> int:
-    """Return the bytes of the weights. ``itemsize``: of the model's dtype. ``raw``: see ``num_parameters``."""
-    num_bytes = sum(spec.num_bytes(itemsize) for spec in checkpoint_tensors(config, linear_tensors).values())
+    """Return the bytes of the weights.
+
+    Args:
+        itemsize: of the model's dtype.
+        raw: see ``num_parameters``.
+        linear_tensors: describes linear layers.
+        table_tensors: describes token embeddings, which may also be the head.
+    """
+    specs = checkpoint_tensors(config, linear_tensors)
+    if table_tensors is not None and isinstance(config, DecoderConfig):
+        table = LinearShape(config.names.embedding, config.vocab_size, config.hidden_size, False)
+        is_head = config.task is Task.GENERATE and not config.head
+        specs |= {f"{table.name}.{name}": spec for name, spec in table_tensors(table, is_head).items()}
+    num_bytes = sum(spec.num_bytes(itemsize) for spec in specs.values())
     if isinstance(config, VisionConfig):
         num_bytes += num_tower_parameters(raw, config.hidden_size) * itemsize
     return num_bytes

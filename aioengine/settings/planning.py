@@ -23,6 +23,8 @@ from aioengine.families._tensors import plain_tensors
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
 from aioengine.model_files import checkpoint, model_folder
+from aioengine.model_files.gguf_quantization import StoredTypes
+from aioengine.model_files.online_quantization import OnlineQuantization
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.settings import machine
 from aioengine.settings.config import OWN, padded_rank
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from aioengine.api.signatures import EngineArguments
     from aioengine.families._config import TransformerConfig
     from aioengine.model_files.model_folder import ModelFacts
-    from aioengine.settings.config import EngineConfig, ModelConfig, Settings
+    from aioengine.settings.config import EngineConfig, ModelConfig, ModelSettings, Settings
     from aioengine.settings.machine import DeviceFacts
 
 _CUDA_BYTES: Final = 1 << 30
@@ -194,7 +196,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         device_memory = machine.free_host_memory() if is_on_cpu else _gpu_memory(device)
     family = model_folder.family_config(config.model)
     itemsize = DTYPE_BYTES[settings.model.dtype]
-    count, num_weights_bytes = _weights(family, facts, itemsize, is_on_cpu=is_on_cpu)
+    count, num_weights_bytes = _weights(family, facts, settings.model, itemsize, is_on_cpu=is_on_cpu)
     activations = _activations(family, settings, itemsize)
     activations += _adapter_elements(settings, facts.linear_layers) * itemsize
     share = settings.memory.mem_fraction_static if settings.memory.num_pages is None else 1.0
@@ -252,7 +254,9 @@ def _reason(facts: ModelFacts, wanted: ModelConfig) -> str:
     return f"{reason}; but an engine would refuse to start: {missing}" if missing else reason
 
 
-def _weights(family: TransformerConfig, facts: ModelFacts, itemsize: int, *, is_on_cpu: bool) -> tuple[int, int]:
+def _weights(
+    family: TransformerConfig, facts: ModelFacts, model: ModelSettings, itemsize: int, *, is_on_cpu: bool
+) -> tuple[int, int]:
     """Return number and bytes of the parameters. For transformers' code, count the elements in the weight files.
 
     Raises ValueError if there are no such files.
@@ -261,7 +265,13 @@ def _weights(family: TransformerConfig, facts: ModelFacts, itemsize: int, *, is_
         raw = read_config(Path(facts.path)) or {}
         _, quantization = split_config(raw)
         tensors = plain_tensors if quantization is None else partial(quantization.tensors_of, is_on_cpu=is_on_cpu)
-        return num_parameters(family, raw), weights_bytes(family, itemsize, raw, tensors)
+        tables = None
+        if model.load_format == "gguf":
+            stored = StoredTypes.of(Path(facts.path), is_on_cpu=is_on_cpu)
+            tensors, tables = stored.tensors_of, stored.table_tensors
+        elif (online := OnlineQuantization.of(model)) is not None:
+            tensors, tables = online.tensors_of, online.table_tensors
+        return num_parameters(family, raw), weights_bytes(family, itemsize, raw, tensors, tables)
     if not facts.weights.num_parameters:
         raise ValueError(
             f"transformers' code would compute this model, if it knows the type {checks.shown(facts.model_type)}. The "

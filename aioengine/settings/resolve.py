@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Final
 from aioengine.api import checks
 from aioengine.model_files import quantized_formats
 from aioengine.model_files.adapter_folder import FUSED
+from aioengine.model_files.online_quantization import METHODS
 from aioengine.settings.config import (
+    DEFAULT_GROUP_SIZE,
     TRANSFORMERS,
     EngineConfig,
     LoraConfig,
@@ -86,6 +88,8 @@ def resolve(
     backend = _attention_backend(config, model, dtype, is_on_gpu=is_on_gpu)
     scheduler = _scheduler_settings(config, model, is_on_gpu=is_on_gpu)
     model_settings = _model_settings(config, model, dtype)
+    if model_settings.quantization:
+        quantized_formats.check("quantization", model_settings.quantization, device_name)
     graph_rows = 0
     if is_on_gpu and config.device.cuda_graphs:
         wanted = config.device.cuda_graph_max_rows
@@ -206,6 +210,11 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
     if wanted not in {stored, "dummy"}:
         kind = "is a GGUF file" if stored == "gguf" else "is no GGUF file"
         raise ValueError(f"load_format={wanted!r}, but {model.path!r} {kind}; load_format='auto' works")
+    wanted_method = config.model.quantization
+    quantization = wanted_method if wanted_method in METHODS and not model.is_quantized else ""
+    group_size = config.model.quantization_group_size
+    if group_size is not None and quantization != "int4":
+        raise ValueError(f"quantization_group_size={group_size} has an effect only with quantization='int4'")
     return ModelSettings(
         path=model.path,
         dtype=dtype,
@@ -220,6 +229,8 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
         trust_remote_code=config.model.trust_remote_code,
         implementation=model.implementation,
         sampling_defaults=model.sampling_defaults,
+        quantization=quantization,
+        quantization_group_size=group_size or DEFAULT_GROUP_SIZE,
     )
 
 

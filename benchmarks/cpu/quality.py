@@ -172,7 +172,8 @@ def product_error(method: Method, dtype: torch.dtype, device: torch.device) -> f
     layer_format = formats(read_quantization(method.config))("model.layers.0.mlp.up_proj")
     tensors = layer_format.empty(layer)
     for name, tensor in tensors.items():
-        tensor.copy_(quantized.tensors[name].view(tensor.shape))
+        stored = quantized.tensors[name].flatten()  # a text is followed by zeros
+        tensor.zero_().view(-1)[: len(stored)] = stored
     prepared = layer_format.prepare(layer, tensors)
     errors: list[float] = []
     for num_rows in (1, 32, 512):

@@ -247,3 +247,26 @@ def quantize_checkpoint(
         quantized |= {f"{prefix}{part}": value.contiguous() for part, value in layer.tensors.items()}
         plain[name] = layer.weight.T.contiguous() if is_transposed else layer.weight
     return quantized, plain
+
+
+def rounded(weight: Tensor, method: str, group: int = 0) -> Tensor:
+    """Quantize a weight [O, D] like ``quantization="fp8"``, "int8" or "int4", and dequantize it.
+
+    group: inputs that share a scale; 0: all inputs of an output.
+    """
+    parts = weight.float().view(len(weight), -1, group or weight.shape[1])
+    if method == "int4":
+        largest = torch.where(parts.amax(2) > -parts.amin(2), parts.amax(2), parts.amin(2)).unsqueeze(2)
+        tried = torch.stack([_four_bits(parts, (largest * factor / -8).bfloat16()) for factor in (1.0, 0.93, 0.87)])
+        best = (tried - parts).square().sum(3, keepdim=True).argmin(0, keepdim=True)
+        return tried.gather(0, best.expand(1, *parts.shape)).view(weight.shape)
+    largest = parts.abs().amax(2, keepdim=True)
+    if method == "int8":
+        scale = (largest / 127).bfloat16().float()
+        return ((parts / scale).round().clamp(-127, 127) * scale).view(weight.shape)
+    return ((parts / (largest / 448)).to(torch.float8_e4m3fn).float() * (largest / 448)).view(weight.shape)
+
+
+def _four_bits(weight: Tensor, scales: Tensor) -> Tensor:
+    """Round to -8 to 7 times the scales."""
+    return (weight / scales).nan_to_num().round().clamp(-8, 7) * scales

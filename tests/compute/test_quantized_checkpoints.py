@@ -264,3 +264,26 @@ def test_dummy_weights_have_finite_results(name: str, tmp_path: Path) -> None:
     model = models.build(config, options)
     weights.load(model, tmp_path, load_format="dummy", seed=0, report=lambda done, total: None)
     assert Stepper(model).run(PROMPT, [7]).isfinite().all()
+
+
+KV_SCALES = {
+    "model.layers.0.self_attn.k_proj.k_scale": 0.5,
+    "model.layers.0.self_attn.v_proj.v_scale": 2.0,
+    "model.layers.1.self_attn.k_scale": 0.25,
+    "model.layers.1.self_attn.v_scale": 0.0,
+}
+
+
+@pytest.mark.parametrize("has_kv_scales", [True, False])
+def test_scales_of_keys_and_values_are_read(has_kv_scales: bool, tmp_path: Path) -> None:
+    """A scale of 0 means that no values were observed."""
+    save_model("qwen2", tmp_path, num_hidden_layers=3)
+    scales = {name: torch.tensor([scale]) for name, scale in KV_SCALES.items()}
+    save_file(load_file(tmp_path / "model.safetensors") | scales, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    check_folder(tmp_path, plugins.load("families", "qwen2").read(config))
+    options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, has_kv_scales=has_kv_scales)
+    model = models.build(config, options)
+    weights.load(model, tmp_path, load_format="auto", seed=0, report=lambda done, total: None)
+    loaded_scales = [scales.tolist() for scales in model.attention_shape.kv_scales]
+    assert loaded_scales == ([[0.5, 2.0], [0.25, 1.0], [1.0, 1.0]] if has_kv_scales else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.attention import _mixed
+from aioengine.attention import _image_attention, _mixed
 from aioengine.attention._base import AttentionShape, DecodeBuffers, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels.stored_kv import FP8
+from tests.compute.attention import test_image_attention
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import write_and_attend
 from tests.gpu.test_attention import NUM_PAGES, PAGE_SIZE, ROWS, make_batch
@@ -97,6 +99,24 @@ def test_fixed_decode_rows_match_torch(name: str) -> None:
         write_and_attend(reference, q.float(), k.float(), v.float(), 0),
     )
     assert (result.float() - expected).norm() / expected.norm() < 1e-2
+
+
+def test_image_tokens_attend_to_stored_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    from aioengine.attention.triton import build
+
+    torch.manual_seed(0)
+    scales = tuple(torch.tensor([0.25 + layer, 0.6]) for layer in range(3))
+    heads = torch.randn(3, 46, 8, 16).bfloat16()
+    results: list[torch.Tensor] = []
+    for device, plugin, dtype in (("cpu", TorchAttention, torch.float32), ("cuda", build, torch.bfloat16)):
+        on_device = tuple(scale.to(device) for scale in scales)
+        shape = replace(test_image_attention.SHAPE, dtype=dtype, kv_scales=on_device)
+        pools = [torch.zeros(len(layers), 2, 13, 2, 4, 16, device=device, dtype=FP8) for layers in shape.groups]
+        attention = _image_attention.build(_mixed.build(plugin, shape, pools), shape, pools)
+        monkeypatch.setattr(test_image_attention, "PAGES", test_image_attention.PAGES.to(device))
+        with torch.device(device):
+            results.append(test_image_attention.outputs(attention, heads.to(device, dtype), 0, 46).float().cpu())
+    assert (results[1] - results[0]).norm() / results[0].norm() < 1e-2
 
 
 @pytest.mark.parametrize(("head_size", "window"), [(128, None), (64, 100), (256, None)])

@@ -181,10 +181,16 @@ def write_model(
     more: Mapping[str, object] | None = None,
     *,
     kind_of_vectors: str = "F32",
+    other_kinds: Mapping[str, str] | None = None,
 ) -> dict[str, Tensor]:
-    """A model of transformers as a GGUF file with matrices of one type; returns the weights that it then has.
+    """Write a model of transformers as a GGUF file; return the weights that it then has.
 
-    ``config``: with head_dim. ``more``: metadata. ``kind_of_vectors``: the type of norms and biases.
+    Args:
+        config: with head_dim.
+        kind: the type of matrices.
+        more: metadata.
+        kind_of_vectors: the type of norms and biases.
+        other_kinds: last part of the names of layers -> the type of their matrices.
     """
     tensors: dict[str, Stored] = {}
     values: dict[str, Tensor] = {}
@@ -192,7 +198,8 @@ def write_model(
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         turned = _taking_turns(name, tensor, config) if config["model_type"] == "llama" else tensor
-        tensors[_name(name)], numbers = stored(turned, kind if tensor.dim() > 1 else kind_of_vectors)
+        kind_of_matrix = (other_kinds or {}).get(name.split(".")[-2], kind)
+        tensors[_name(name)], numbers = stored(turned, kind_of_matrix if tensor.dim() > 1 else kind_of_vectors)
         if turned is not tensor:
             places = _taking_turns(name, torch.arange(len(tensor))[:, None], config)[:, 0]
             back = torch.empty_like(numbers)

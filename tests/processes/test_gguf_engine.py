@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+import aioengine
 from aioengine import Engine
 from aioengine.model_files.model_folder import DEMO_MODEL
+from tests.kit.adapters import save_adapter
 from tests.kit.gguf_files import write_model
 
 pytestmark = pytest.mark.process
@@ -18,7 +28,8 @@ PROMPT = "The capital of France is"
 GREEDY = {"temperature": 0, "max_new_tokens": 8}
 
 
-def write_demo(path: Path) -> None:
+def write_demo(path: Path, kind: str = "Q8_0", others: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+    """Write the demo model with matrices of one type, and others by the last part of their names. Return its values."""
     config, words, named = (
         json.loads((DEMO_MODEL / name).read_text())
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -34,7 +45,8 @@ def write_demo(path: Path) -> None:
         "tokenizer.ggml.eos_token_id": config["eos_token_id"],
         "tokenizer.chat_template": named["chat_template"],
     }
-    write_model(path, config, load_file(DEMO_MODEL / "model.safetensors"), "Q8_0", metadata)
+    state = load_file(DEMO_MODEL / "model.safetensors")
+    return write_model(path, config, state, kind, metadata, other_kinds=others)
 
 
 def test_generate_and_chat(tmp_path: Path) -> None:
@@ -46,3 +58,29 @@ def test_generate_and_chat(tmp_path: Path) -> None:
         assert "Paris" in engine.generate(PROMPT, GREEDY)["text"]
         assert "Paris" in engine.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)["text"]
         json.loads(engine.generate("Write a JSON object for a person:", {"json_schema": '{"type": "object"}'})["text"])
+
+
+def test_mixed_types_give_the_answers_of_their_dequantized_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With adapters, and after a lost scheduler too. The parts of the attention layers have different types."""
+    path, plain = tmp_path / "demo.gguf", tmp_path / "plain"
+    values = write_demo(path, "Q4_K", {"v_proj": "Q6_K", "down_proj": "Q4_0"})
+    shutil.copytree(DEMO_MODEL, plain)
+    save_file(values, plain / "model.safetensors")
+    demo = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    adapter = str(save_adapter(demo, tmp_path / "adapter"))
+
+    def answers(engine: Engine) -> list[list[int]]:
+        return [answer["output_ids"] for answer in engine.generate([PROMPT] * 2, GREEDY, lora_path=[None, adapter])]
+
+    with Engine(plain, device="cpu", dtype="float32", lora_paths=[adapter]) as engine:
+        expected = answers(engine)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "quantization": "gguf"}
+    with Engine(path, lora_paths=[adapter], log_level="info", **options) as engine:
+        assert answers(engine) == expected
+        [scheduler] = [process for process in engine.health()["processes"] if process["role"] == "scheduler"]
+        os.kill(scheduler["pid"], signal.SIGKILL)
+        assert answers(engine) == expected
+    num_bytes = aioengine.plan(path, **options).weights_bytes
+    assert f"{num_bytes / 1e6:,.0f} MB of weights (converted to float32: Q6_K)" in caplog.text

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import aioengine
 from aioengine import Engine
 from aioengine.model_files.model_folder import DEMO_MODEL
-from tests.compute.quantized import METHODS, quantize_checkpoint
+from tests.compute.quantized import METHODS, quantize_checkpoint, rounded
 from tests.kit.adapters import save_adapter
 
 pytestmark = pytest.mark.process
@@ -51,6 +51,50 @@ def test_answers_are_those_of_the_dequantized_model_after_a_lost_scheduler_too(n
         [scheduler] = [process for process in engine.health()["processes"] if process["role"] == "scheduler"]
         os.kill(scheduler["pid"], signal.SIGKILL)
         assert [answer["output_ids"] for answer in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+def save_rounded(folder: Path, method: str, group: int) -> Path:
+    """Save the demo model with the weights that quantization while loading gives. Its head is the embedding table."""
+    tensors = load_file(DEMO_MODEL / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("proj.weight"):
+            tensors[name] = rounded(tensor, method, group)
+        elif name == "model.embed_tokens.weight":
+            tensors[name] = rounded(tensor, "int8")
+    shutil.copytree(DEMO_MODEL, folder)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("method", "group"), [("int8", 0), ("int4", 64)])
+def test_quantization_while_loading_gives_the_answers_of_rounded_weights(
+    method: str, group: int, tmp_path: Path
+) -> None:
+    """With adapters, hidden states, and after a lost scheduler too."""
+    base = AutoModelForCausalLM.from_pretrained(str(DEMO_MODEL), dtype=torch.float32).eval()
+    adapter = save_adapter(base, tmp_path / "adapter", r=4)
+    plain = save_rounded(tmp_path / "plain", method, group)
+
+    def answers(engine: Engine) -> list[list[int]]:
+        return [answer["output_ids"] for answer in engine.generate(PROMPTS, GREEDY)]
+
+    def states(engine: Engine) -> np.ndarray:
+        """Return the last hidden state with and without the adapter."""
+        params: dict[str, object] = {"temperature": 0, "max_new_tokens": 1}
+        paths = [str(adapter), None]
+        results = engine.generate([PROMPTS[0]] * 2, params, lora_path=paths, return_hidden_states="last")
+        return np.stack([result["meta_info"]["hidden_states"][0] for result in results])
+
+    arguments: dict[str, Any] = {"device": "cpu", "dtype": "float32", "lora_paths": [str(adapter)]}
+    with Engine(plain, **arguments) as engine:
+        expected, expected_states = answers(engine), states(engine)
+    options: dict[str, Any] = {"quantization_group_size": group} if group else {}
+    with Engine(quantization=method, **options, **arguments) as engine:
+        assert answers(engine) == expected
+        np.testing.assert_allclose(states(engine), expected_states, atol=1e-2, rtol=1e-3)
+        [scheduler] = [process for process in engine.health()["processes"] if process["role"] == "scheduler"]
+        os.kill(scheduler["pid"], signal.SIGKILL)
+        assert answers(engine) == expected
 
 
 def test_adapters_hidden_states_and_logprobs_are_those_of_the_dequantized_model(tmp_path: Path) -> None:
@@ -108,5 +152,7 @@ def test_another_method_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, "awq")
     with pytest.raises(ValueError, match="quantization='gptq', but the model has 'awq'; leave it out"):
         Engine(quantized, device="cpu", quantization="gptq")
-    with pytest.raises(ValueError, match="quantization='gptq', but the model has no quantization_config; leave it out"):
+    with pytest.raises(ValueError, match="quantization='int8', but the model has 'awq'; leave it out"):
+        Engine(quantized, device="cpu", quantization="int8")
+    with pytest.raises(ValueError, match="no quantization_config; leave it out, or quantize .* 'fp8', 'int8', 'int4'"):
         Engine(plain, device="cpu", quantization="gptq")

@@ -38,6 +38,8 @@ DEQUANTIZED_COLUMNS = 1024
 PIECE = tl.constexpr(PIECES[0])
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
+_MIDDLE = 8.0
+"""The zero point of symmetric formats with 4 bits."""
 _MAX_ZERO = 64
 """Codes minus such zeros are exact in bf16."""
 Programs = tuple[int, int, int, int, int, int]
@@ -445,7 +447,8 @@ def device_codes(codes: Codes) -> DeviceCodes:
     scales, zeros, zero = codes.scales.t().contiguous(), None, -1
     offsets = None if codes.offsets is None else codes.offsets.t().contiguous()
     if codes.bits == 4 and codes.table is None:
-        exact = torch.zeros_like(scales) if offsets is None else (-offsets / scales).nan_to_num(posinf=0.0, neginf=0.0)
+        exact = torch.zeros_like(scales) if offsets is None else -offsets / scales
+        exact = torch.where(exact.isnan(), _MIDDLE, exact)  # scale and offset are 0: any number is correct
         integers = exact.round()
         if (exact - integers).abs().max() < _EXACT and integers.min() >= 0 and integers.max() <= _MAX_ZERO:
             offsets, zeros = None, integers

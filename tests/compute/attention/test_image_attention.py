@@ -9,6 +9,7 @@ from aioengine.attention import _image_attention, _mixed
 from aioengine.attention._base import AttentionBackend, AttentionShape, BidirectionalImage, ForwardBatch
 from aioengine.attention.fused import FusedAttention
 from aioengine.attention.torch import TorchAttention
+from tests.compute.stepping import write_and_attend
 
 NUM_TOKENS, START, STOP, PAGE_SIZE = 46, 9, 33, 4
 WINDOWS = (11, None, 40)
@@ -38,10 +39,7 @@ def outputs(backend: AttentionBackend, heads: torch.Tensor, first: int, last: in
     results: list[torch.Tensor] = []
     for layer, layer_heads in enumerate(heads[:, first:last]):
         q, k, v = layer_heads.split((4, 2, 2), 1)
-        write = backend.target(layer)
-        assert callable(write)
-        write(k, v)
-        results.append(backend.attend(q, k, v, layer))
+        results.append(write_and_attend(backend, q, k, v, layer))
     return torch.stack(results)
 
 

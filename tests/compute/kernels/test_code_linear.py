@@ -43,7 +43,13 @@ for outputs, inputs, group, num_rows in (
     codes = Codes(pack_nibbles(numbers), scales, offsets, bits=4)
     assert torch.equal(codes.unpacked(), numbers)
     integers = codes._replace(offsets=-torch.randint(0, 16, scales.shape) * scales)
-    for same in (codes, integers, codes._replace(offsets=None), codes._replace(offsets=None, table=torch.randn(16))):
+    scales = scales.clone()
+    scales[:5] = 0
+    constant = codes._replace(scales=scales, offsets=torch.where(scales == 0, 1.0, -8 * scales))
+    equal = constant._replace(offsets=-8 * scales)
+    assert device_codes(equal).zero == 8
+    plain = codes._replace(offsets=None)
+    for same in (codes, integers, constant, equal, plain, plain._replace(table=torch.randn(16))):
         check(same, num_rows)
 for outputs, inputs, group, num_rows in ((64, 256, 64, 5), (96, 384, 128, 70), (64, 256, 16, 4), (64, 256, 256, 2)):
     numbers = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)

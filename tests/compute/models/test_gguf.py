@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from aioengine import models
+from aioengine.kernels.gguf_blocks import dequantized
 from aioengine.model_files import folder_files
 from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.runner import weight_reading, weights
-from aioengine.runner.gguf_blocks import dequantized
 from tests.compute.runner_world import FAMILIES, World, make_settings
 from tests.compute.stepping import Stepper, options
 from tests.kit.gguf_files import KINDS, write_model
@@ -33,8 +33,8 @@ WIDE = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def transformers_model(family: str, **changes: object) -> torch.nn.Module:
-    torch.manual_seed(3)
+def transformers_model(family: str, seed: int = 3, **changes: object) -> torch.nn.Module:
+    torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(FAMILIES[family](**{**SIZES, "head_dim": 16, **changes})).eval()
 
 
@@ -67,16 +67,22 @@ def test_all_weight_types_load(tmp_path: Path, family: str, kind: str, monkeypat
     torch.testing.assert_close(our_logits(path), logits_of(model), rtol=1e-4, atol=1e-4)
 
 
+def random_blocks(kind: str, num_blocks: int) -> bytearray:
+    """Return blocks of random bytes with scales that are finite."""
+    draw = random.Random(1)
+    content = bytearray()
+    for _ in range(num_blocks):
+        block = bytearray(draw.randbytes(BLOCKS[kind][1]))
+        for place in (0, 2, len(block) - 2):
+            block[place : place + 2] = struct.pack("<e", draw.uniform(-2, 2))
+        content += block
+    return content
+
+
 @pytest.mark.parametrize("kind", [kind for kind, (size, _) in BLOCKS.items() if size > 1])
 def test_dequantized_blocks_match_the_gguf_package(kind: str) -> None:
     gguf = pytest.importorskip("gguf")
-    draw = random.Random(1)
-    content = bytearray()
-    for _ in range(20):
-        block = bytearray(draw.randbytes(BLOCKS[kind][1]))
-        for place in (0, 2, len(block) - 2):  # scales that are finite
-            block[place : place + 2] = struct.pack("<e", draw.uniform(-2, 2))
-        content += block
+    content = random_blocks(kind, 20)
     expected = gguf.quants.dequantize(np.frombuffer(content, np.uint8), gguf.GGMLQuantizationType[kind])
     assert torch.equal(dequantized(torch.frombuffer(content, dtype=torch.uint8), kind), torch.from_numpy(expected))
 

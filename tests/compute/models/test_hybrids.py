@@ -275,6 +275,18 @@ def test_preempted_requests_continue_from_a_snapshot(folder: Path) -> None:
         assert world.num_preemptions > 0
 
 
+def test_int8_keys_and_values_do_not_depend_on_snapshots(folder: Path) -> None:
+    cold = make_world(folder, kv_dtype="int8", prefix_cache=False)
+    alone = [cold.answers([prompt], max_new_tokens=40)[0] for prompt in PROMPTS[2:]]
+    world = make_world(folder, kv_dtype="int8", num_pages=34, chunk_tokens=24)
+    assert world.answers(PROMPTS[2:] * 2, max_new_tokens=40) == alone * 2
+    assert world.num_preemptions > 0
+    world = make_world(folder, kv_dtype="int8", chunk_tokens=24)
+    for _ in range(2):
+        assert world.answers(PROMPTS[2:], max_new_tokens=40) == alone
+    assert any(world.num_cached.values())
+
+
 def test_nonfinite_states_do_not_reach_the_next_request_of_a_slot(folder: Path, expected: list[list[int]]) -> None:
     world = make_world(folder)
     states = world.runner._inputs.states

@@ -19,7 +19,7 @@ from aioengine.settings.config import EngineConfig
 
 DOCUMENTED = """
     model_path tokenizer_path device dtype context_length trust_remote_code model_impl load_format random_seed
-    quantization kv_cache_dtype
+    quantization quantization_group_size kv_cache_dtype
     max_running_requests max_queued_requests max_queued_tokens max_total_tokens mem_fraction_static page_size
     chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule disable_cuda_graph
     tenant_weights max_queued_bytes max_logprob_bytes slow_reader slow_reader_timeout
@@ -76,7 +76,9 @@ def test_arguments_reach_their_sections() -> None:
 
 def test_each_argument_changes_one_field() -> None:
     values = {int: 5, float: 0.5, bool: True}
-    words = {
+    words: dict[str, str | int] = {
+        "quantization": "int4",
+        "quantization_group_size": 64,
         "device": "cpu",
         "dtype": "float32",
         "load_format": "dummy",

@@ -264,6 +264,12 @@ def test_random_damage_gives_a_clear_error_or_none(tmp_path: Path, tokenizer: di
             assert len(str(error)) < 2000  # noqa: PT017  # most are, some damage is harmless
 
 
+def test_quantization_while_loading_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match="quantization='int8', but the model has 'gguf'; leave it out"):
+        find_facts(engine_config(str(path), {"quantization": "int8"}).model)
+
+
 def test_vocabulary_with_too_many_merges_is_refused(tmp_path: Path) -> None:
     words = word_tokenizer(["the"])
     tokens = words["tokenizer.ggml.tokens"]

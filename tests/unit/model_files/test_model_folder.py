@@ -322,3 +322,23 @@ def test_downloads_show_a_progress_bar_on_a_terminal_or_on_request(
     with pytest.raises(ValueError, match="no network"):
         blueprint_of(EngineConfig(model=ModelConfig(path="owner/name"), progress=wish))
     assert told == [expected]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt9"}, "'int8' does not work with models in transformers' code"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+            "'int8' does not work with models that have experts",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization='int8', but the model has 'fp8'"),
+    ],
+)
+def test_models_that_cannot_be_quantized_while_loading_are_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    path = folder(tmp_path, {"model.safetensors": None}, **changes)
+    assert read_facts(path).is_quantized == ("quantization_config" in changes)
+    with pytest.raises(ValueError, match=message):
+        find_facts(ModelConfig(path=path, load_format="dummy", quantization="int8"))

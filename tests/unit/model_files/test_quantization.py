@@ -103,6 +103,13 @@ def test_kv_cache_alone_may_be_quantized_by_modelopt() -> None:
     assert read_quantization(config).scheme_of("model.layers.0.mlp.up_proj") is None
 
 
+def test_scales_of_the_kv_cache_are_announced_by_config() -> None:
+    modelopt = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    assert read_quantization(modelopt | {"kv_cache_quant_algo": "FP8"}).has_kv_scales
+    assert read_quantization(COMPRESSED | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}).has_kv_scales
+    assert not read_quantization(modelopt).has_kv_scales
+
+
 def test_older_file_of_modelopt_is_read(tmp_path: Path) -> None:
     assert read_config(tmp_path) is None
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

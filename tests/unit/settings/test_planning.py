@@ -41,6 +41,24 @@ def folder(path: Path, **changes: object) -> Path:
     return path
 
 
+def test_plan_of_weights_that_are_quantized_while_loading(tmp_path: Path) -> None:
+    """The head of this model has int8 with "int8" and "int4". Its embeddings and norms keep 16 bits."""
+    layers, table, norms = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336), 128256 * 4096, 65 * 4096
+    outputs = 32 * (2 * (4096 + 1024) + 2 * 14336 + 4096)
+
+    def bytes_of(method: str, **arguments: int) -> int:
+        return aioengine.plan(folder(tmp_path), device_memory="80GiB", quantization=method, **arguments).weights_bytes
+
+    assert bytes_of("fp8") == layers + 4 * outputs + 2 * (2 * table + norms)
+    assert bytes_of("int8") == layers + 4 * outputs + table + 4 * 128256 + 2 * (table + norms)
+    assert bytes_of("int4") == layers // 2 + 4 * layers // 128 + table + 4 * 128256 + 2 * (table + norms)
+    assert bytes_of("int4", quantization_group_size=32) - bytes_of("int4") == 4 * layers // 32 - 4 * layers // 128
+    tied = folder(tmp_path, tie_word_embeddings=True)
+    assert aioengine.plan(tied, device_memory="80GiB", quantization="int8").weights_bytes == (
+        layers + 4 * outputs + table + 4 * 128256 + 2 * norms
+    )
+
+
 def test_plan_of_a_large_model_on_another_machine(tmp_path: Path) -> None:
     plan = aioengine.plan(folder(tmp_path), device_memory="80GiB")
     assert (plan.model_type, plan.architecture, plan.implementation) == ("llama", "LlamaForCausalLM", "aioengine")
@@ -79,6 +97,14 @@ def test_int8_pool_has_nearly_twice_the_tokens(tmp_path: Path) -> None:
     assert "65.0 KiB a token in int8" in str(small)
     plain, small = plans(num_attention_heads=64)  # heads of size 64
     assert small.max_total_tokens >= 1.9 * plain.max_total_tokens
+
+
+def test_fp8_pool_has_twice_the_tokens(tmp_path: Path) -> None:
+    path = folder(tmp_path)
+    plain, small = (aioengine.plan(path, device_memory="40GiB", kv_cache_dtype=dtype) for dtype in ("auto", "fp8"))
+    assert small.kv_cache_dtype == "fp8_e4m3"
+    assert 2 * small.kv_bytes_per_token == plain.kv_bytes_per_token
+    assert small.max_total_tokens // 32 == plain.max_total_tokens // 16
 
 
 def test_gpu_computes_float32_checkpoints_in_16_bits(tmp_path: Path) -> None:

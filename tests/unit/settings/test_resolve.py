@@ -181,6 +181,22 @@ def test_cpu_backend_is_refused_on_a_gpu() -> None:
         settings(machine=replace(MACHINE, num_gpus=1, has_triton=True), attention_backend="fused")
 
 
+def test_quantization_while_loading() -> None:
+    model = settings(quantization="int4").model
+    assert (model.quantization, model.quantization_group_size) == ("int4", 128)
+    assert settings(quantization="int4", quantization_group_size=32).model.quantization_group_size == 32
+    gpu = replace(MACHINE, num_gpus=1, has_triton=True)
+    assert settings(machine=gpu, quantization="fp8").model.quantization == "fp8"
+    stored = replace(MODEL, is_quantized=True)
+    assert settings(stored, quantization="fp8").model.quantization == ""
+    assert settings(quantization="gguf").model.quantization == ""
+    with pytest.raises(ValueError, match=r"quantization='fp8' does not work on a CPU; what works there: int8, int4"):
+        settings(quantization="fp8")
+    for method in ("int8", None):
+        with pytest.raises(ValueError, match="quantization_group_size=64 has an effect only with quantization='int4'"):
+            settings(quantization=method, quantization_group_size=64)
+
+
 def test_kv_cache_dtype_fits_the_device_and_the_model() -> None:
     gpu = replace(MACHINE, num_gpus=1, has_triton=True)
     assert settings(kv_cache_dtype="int8").memory.kv_dtype == "int8"

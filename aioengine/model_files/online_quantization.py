@@ -1,0 +1,97 @@
+"""Which layers are quantized while 16-bit weights are loaded, and their sizes in memory. Torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
+
+from msgspec import Struct
+
+from aioengine.families._block_config import TensorSpec
+from aioengine.families._tensors import plain_tensors
+from aioengine.model_files.quantized_formats import FORMATS
+
+if TYPE_CHECKING:
+    from aioengine.families._block_config import LinearShape, TensorSpecs
+    from aioengine.settings.config import ModelSettings
+
+Method = Literal["fp8", "int8", "int4"]
+METHODS: Final = tuple(row.name for row in FORMATS["quantization"])
+"""The values of ``quantization`` for checkpoints that are not quantized."""
+GROUP_SIZES: Final = (256, 128, 64, 32)
+"""Inputs that share a scale in int4."""
+_HEADS: Final = frozenset(("lm_head", "embed_out"))
+_UNQUANTIZED: Final = frozenset(
+    ("gate", "router", "shared_expert_gate", "score", "classifier", "pooler", "head", "kv_b_proj")
+)
+"""Parts of the names of routers, of the heads of classifiers, and of the matrix that latent attention multiplies by."""
+
+
+class Numbers(NamedTuple):
+    """How a weight [O, D] is quantized. ``group``: inputs that share a scale; 0: all inputs of an output."""
+
+    kind: Method
+    group: int = 0
+
+
+class OnlineQuantization(Struct, frozen=True, kw_only=True):
+    """Quantization while loading.
+
+    Attributes:
+        method: with int4, the head has int8, and so have layers whose inputs are no multiple of 32. With fp8, the head
+            is not quantized.
+        group_size: of the largest groups in int4.
+    """
+
+    method: Method
+    group_size: int = 128
+
+    @classmethod
+    def of(cls, model: ModelSettings) -> OnlineQuantization | None:
+        """Return the quantization of an engine; None: the weights are loaded as they are stored."""
+        if not model.quantization:
+            return None
+        return cls(method=cast("Method", model.quantization), group_size=model.quantization_group_size)
+
+    def part_of(self, name: str) -> Literal["layer", "head", "unquantized"]:
+        """Return the kind of the linear layer ``name``."""
+        parts = {*name.split(".")}
+        if parts & _UNQUANTIZED or (parts & _HEADS and self.head is None):
+            return "unquantized"
+        return "head" if parts & _HEADS else "layer"
+
+    @property
+    def head(self) -> Numbers | None:
+        """How the head is quantized, which may also be the table of token embeddings; None: it is not."""
+        return None if self.method == "fp8" else Numbers("int8")
+
+    def layer(self, inputs: int) -> Numbers:
+        """Return how a layer with this number of inputs is quantized."""
+        sizes = (size for size in GROUP_SIZES if size <= self.group_size and inputs % size == 0)
+        if self.method == "int4" and (group := next(sizes, 0)):
+            return Numbers("int4", group)
+        return Numbers("fp8" if self.method == "fp8" else "int8")
+
+    def tensors_of(self, linear: LinearShape) -> TensorSpecs:
+        """Describe the tensors of a linear layer in memory (``LinearTensors``)."""
+        match self.part_of(linear.name):
+            case "layer":
+                return code_tensors(linear, self.layer(linear.inputs))
+            case "head":
+                return code_tensors(linear, self.head)
+            case "unquantized":
+                return plain_tensors(linear)
+
+    def table_tensors(self, table: LinearShape, is_head: bool) -> TensorSpecs:
+        """Describe the tensors of token embeddings in memory (``TableTensors``)."""
+        return code_tensors(table, self.head if is_head else None)
+
+
+def code_tensors(linear: LinearShape, numbers: Numbers | None) -> TensorSpecs:
+    """Describe the tensors of a quantized layer in memory. numbers: how it is quantized; None: it is not."""
+    specs, (outputs, inputs) = plain_tensors(linear), (linear.outputs, linear.inputs)
+    if numbers is None:
+        return specs
+    scales = TensorSpec((outputs, inputs // (numbers.group or inputs)), "F32")
+    if numbers.kind == "int4":
+        return specs | {"weight": TensorSpec((outputs, inputs // 2), "U8"), "scales": scales}
+    return specs | {"weight": TensorSpec((outputs, inputs), "I8"), "scales": scales}
