@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aioengine.attention._cpu import DecodeUnits, WorkUnits
     from aioengine.kernels.kv_target import WriteKV
 
-UNIT_BYTES = 8 << 20
+UNIT_BYTES = 4 << 20
 """Size of keys and values per call; they fit the caches."""
 TRIED_ROWS = (4, 8, 16)
 TRIED_TIMES = (1, 2, 3, 5, 9, 12)
@@ -228,6 +228,9 @@ class FusedAttention:
         self._decode = self._paging.decode_units(batch)
         if self._decode is not None:
             self._prepare_decode(self._decode)
+            if self._decode.tokens is None:
+                self._prefill = []
+                return
         starts = first_tokens(batch.query_lengths)
         self._prefill = [
             self._prefill_row(batch, row, starts[row]) for row, length in enumerate(batch.query_lengths) if length > 1
