@@ -231,10 +231,8 @@ def expert_tensors(
         elif config.stored == "mxfp4":
             for name, rows, columns in ((gate_up, 2 * inner, hidden_size), (down, hidden_size, inner)):
                 scales = num_experts, rows, columns // MXFP4_BLOCK
-                mxfp4_specs[f"{name}_blocks"] = TensorSpec(
-                    (*scales, MXFP4_BLOCK // 2), "U8", per_element=2, is_converted=True
-                )
-                mxfp4_specs[f"{name}_scales"] = TensorSpec(scales, "U8", per_element=0, is_converted=True)
+                mxfp4_specs[f"{name}_blocks"] = TensorSpec((*scales, MXFP4_BLOCK // 2), "U8", per_element=2)
+                mxfp4_specs[f"{name}_scales"] = TensorSpec(scales, "U8", per_element=0)
     specs = {name: TensorSpec(shape) for name, shape in shapes.items()} | mxfp4_specs
     return _linears(linears, linear_tensors) | _prefixed(prefix, specs)
 

@@ -153,15 +153,7 @@ class _OnDevice:
 
     def restore(self) -> Codes:
         """Return the codes."""
-        codes = self._codes
-        packed = codes.numbers if codes.bits == 8 else codes.numbers.view(torch.uint8)
-        offsets = codes.offsets
-        if codes.zeros is not None:
-            offsets = -codes.zeros * codes.scales
-        elif codes.zero > 0:
-            offsets = -codes.zero * codes.scales
-        offsets = None if offsets is None else offsets.t()
-        return Codes(packed, codes.scales.t(), offsets, codes.bits, self._order, codes.table)
+        return self._codes.restored(self._order)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
@@ -175,9 +167,10 @@ class _OnDevice:
             return self._kernels.matmul(x, codes, bias, self._num_done)
         if self._fp8_scales is not None and x.dtype == torch.bfloat16 and not self._batch_invariant:
             numbers, scales = self._kernels.quantize_rows(x, codes.group)
-            return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-                numbers, codes.numbers.t(), scale_a=scales.t(), scale_b=self._fp8_scales, bias=bias, out_dtype=x.dtype
-            )
+            result = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+                numbers, codes.numbers.t(), scale_a=scales.t(), scale_b=self._fp8_scales, out_dtype=x.dtype
+            )[:num_rows]
+            return result if bias is None else result.add_(bias)
         weight = self._kernels.dequantize(codes, x.dtype)
         if self._batch_invariant:
             return linear.prepare(weight, bias, batch_invariant=True)(x)

@@ -18,6 +18,9 @@ PIECES: Final = (128, 64, 32)
 16 bits. Bits 4 i to 4 i + 3 of word j are the code of column i * P / 4 + j.
 """
 
+EXPONENT_BIAS: Final = 127
+"""Of scales that are stored as exponents."""
+
 
 def unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] = ()) -> Tensor:
     """Unpack words [..., N, ...] int32 -> codes [..., N * 32 / bits, ...] uint8 along ``dim``, low bits first.
@@ -59,7 +62,7 @@ class Codes(NamedTuple):
 
     Attributes:
         packed: [O, D] int8 or fp8. With 4 bits, unsigned codes [O, D / 2] uint8; see ``PIECES``.
-        scales: [O, G] fp32.
+        scales: [O, G] fp32. uint8: the number e stands for 2 ** (e - 127), and codes for the numbers of MXFP4.
         offsets: [O, G] fp32; None: 0.
         bits: 4 or 8.
         order: [D] int64, the input of each column; None: columns are in the order of the inputs.
@@ -82,13 +85,23 @@ class Codes(NamedTuple):
     def group(self) -> int:
         """Columns that share a scale. Only the last group of fp8 blocks may be smaller."""
         size, num_groups = self.shape[1], self.scales.shape[1]
-        return FP8_BLOCK if size % num_groups else size // num_groups
+        return FP8_BLOCK if num_groups > 1 and self.packed.is_floating_point() else size // num_groups
 
     def split(self, sizes: Sequence[int]) -> list[Codes]:
         """Divide the outputs into parts of these sizes."""
         offsets = [None] * len(sizes) if self.offsets is None else self.offsets.split(sizes)
         tensors = zip(self.packed.split(sizes), self.scales.split(sizes), offsets, strict=True)
         return [self._replace(packed=packed, scales=scales, offsets=offsets) for packed, scales, offsets in tensors]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Codes]) -> Codes:
+        """Undo ``split``."""
+        offsets = [part.offsets for part in parts if part.offsets is not None]
+        return parts[0]._replace(
+            packed=torch.cat([part.packed for part in parts]),
+            scales=torch.cat([part.scales for part in parts]),
+            offsets=torch.cat(offsets) if offsets else None,
+        )
 
     def with_outputs(self, indices: Tensor) -> Codes:
         """Return the outputs of ``indices`` [N], in this order."""
@@ -108,11 +121,18 @@ class Codes(NamedTuple):
         packed, scales = self.packed.index_select(0, indices), self.scales.index_select(0, indices)
         return self._replace(packed=packed, scales=scales, offsets=offsets)
 
+    @property
+    def wide_scales(self) -> Tensor:
+        """The scales [O, G] in fp32."""
+        if self.scales.dtype != torch.uint8:
+            return self.scales
+        return torch.ldexp(torch.ones_like(self.scales, dtype=torch.float32), self.scales.int() - EXPONENT_BIAS)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [O, D], with its columns in the order of the inputs."""
         codes = self.unpacked()
         weight = codes.float() if self.table is None else self.table[codes.int()]
-        weight *= self.expanded(self.scales)
+        weight *= self.expanded(self.wide_scales)
         if self.offsets is not None:
             weight += self.expanded(self.offsets)
         return self.in_input_order(weight.to(dtype))

@@ -5,10 +5,13 @@ T tokens, D model size, I inner size, E experts, K experts per token.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from aioengine.kernels.codes import Codes
 
 
 class ChosenExperts(NamedTuple):
@@ -40,13 +43,25 @@ SILU = GateFunction()
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of all experts: gate_up [E, 2 I, D], gates first; down [E, D, I]; biases [E, 2 I] and [E, D]."""
+    """The weights of all experts.
 
-    gate_up: Tensor
-    down: Tensor
+    Attributes:
+        gate_up: [E, 2 I, D], gates first; or codes [E * 2 I, D].
+        down: [E, D, I]; or codes [E * D, I].
+        gate_up_bias: [E, 2 I].
+        down_bias: [E, D].
+    """
+
+    gate_up: Tensor | Codes
+    down: Tensor | Codes
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     gate: GateFunction = SILU
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return math.prod(self.gate_up.shape[:-1]) // (2 * self.down.shape[-1])
 
 
 class SharedOutputs(NamedTuple):

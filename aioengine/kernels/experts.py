@@ -9,20 +9,25 @@ T tokens, D model size, I inner size, E experts, K experts per token, P = T * K 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from aioengine.kernels import linear
+from aioengine.kernels import code_linear, linear
 from aioengine.kernels.activation import activate_and_mul, sigmoid
+from aioengine.kernels.codes import Codes
 from aioengine.kernels.expert_types import ExpertWeights
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
     from aioengine.kernels.linear import Matmul
+    from aioengine.kernels.triton.expert_codes import DeviceWeights
 
 
 class Experts(Protocol):
@@ -57,63 +62,91 @@ def add_shared(total: Tensor, shared: SharedOutputs | None) -> Tensor:
     return total + (shared.values if shared.gates is None else sigmoid(shared.gates) * shared.values)
 
 
-def prepare(weights: ExpertWeights, *, batch_invariant: bool = False) -> Experts:
+def prepare(weights: ExpertWeights, dtype: torch.dtype, *, batch_invariant: bool = False) -> Experts:
     """Return the fastest implementation for these experts.
 
     Args:
         weights: on a CPU they may be copied; the caller can then free them.
+        dtype: of x.
         batch_invariant: on a GPU, a row of the result must not depend on the number of rows.
 
     Raises:
         ValueError: the weights are on a GPU and Triton is not installed.
     """
-    if launcher.serves(weights.down):
+    down = weights.down.packed if isinstance(weights.down, Codes) else weights.down
+    if launcher.serves(down):
         return DeviceExperts(weights, batch_invariant=batch_invariant)
-    if weights.down.device.type != "cpu":
+    if down.device.type != "cpu":
         raise ValueError("mixture-of-experts models on a GPU need Triton, which is not installed: pip install triton")
-    return GroupedExperts(weights)
+    return GroupedExperts(weights, dtype)
 
 
 class DeviceExperts:
     """Experts on a GPU. The kernels read the routing on the device, so the host never waits for it."""
 
     def __init__(self, weights: ExpertWeights, *, batch_invariant: bool) -> None:
-        from aioengine.kernels.triton.experts import compute
+        from aioengine.kernels.triton import expert_codes, experts
 
-        self._weights = weights
+        self._compute, self._codes = experts.compute, expert_codes
+        self._weights = expert_codes.device_weights(weights)
         self._batch_invariant = batch_invariant
-        self._compute = compute
 
     def __call__(self, x: Tensor, chosen: ChosenExperts, shared: SharedOutputs | None = None) -> Tensor:
         """Compute the experts: x [T, D] -> [T, D]."""
-        return self._compute(x.contiguous(), chosen, self._weights, shared, batch_invariant=self._batch_invariant)
+        invariant = self._batch_invariant
+        return self._compute(x.contiguous(), chosen, self._weights, shared, batch_invariant=invariant)
 
     def weights(self) -> ExpertWeights:
-        return self._weights
+        return self._codes.restored(self._weights)
 
     def update(self, weights: ExpertWeights) -> None:
-        for own, new in zip(self._weights, weights, strict=True):
-            if isinstance(own, torch.Tensor) and isinstance(new, torch.Tensor) and own is not new:
+        for own, new in zip(_flat(self._weights), _flat(self._codes.device_weights(weights)), strict=True):
+            if not isinstance(own, torch.Tensor):
+                assert own == new, "the weights are stored in another way than before"
+            elif isinstance(new, torch.Tensor) and own is not new:
                 own.copy_(new)
+
+
+def _flat(weights: DeviceWeights) -> list[object]:
+    return [part for value in weights for part in (value if isinstance(value, tuple) else (value,))]
+
+
+class _Product(NamedTuple):
+    """The product [T, I] -> [T, O] with the weight of an expert, and a function that returns the weight."""
+
+    matmul: Matmul
+    restore: Callable[[], Tensor | Codes]
 
 
 class GroupedExperts:
     """Experts on a CPU, one after the other: all rows of an expert are multiplied together."""
 
-    def __init__(self, weights: ExpertWeights) -> None:
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self.update(weights)
 
     def update(self, weights: ExpertWeights) -> None:
-        gate_up_bias, down_bias = weights.gate_up_bias, weights.down_bias
-        gate_ups = [linear.pack(own, has_bias=gate_up_bias is not None) for own in weights.gate_up]
-        downs = [linear.pack(own, has_bias=down_bias is not None) for own in weights.down]
-        self._gate_up, self._down = _matmuls(gate_ups, gate_up_bias), _matmuls(downs, down_bias)
-        self._packed = gate_ups, downs, gate_up_bias, down_bias, weights.gate
+        self._gate_up = self._prepared(weights.gate_up, weights.gate_up_bias, weights.num_experts)
+        self._down = self._prepared(weights.down, weights.down_bias, weights.num_experts)
+        self._rest = weights[2:]
+
+    def _prepared(self, weight: Tensor | Codes, bias: Tensor | None, num_experts: int) -> list[_Product]:
+        """Return the product of each expert. bias: [E, O]."""
+        biases = [None] * num_experts if bias is None else list(bias)
+        if isinstance(weight, Codes):
+            parts = weight.split([weight.shape[0] // num_experts] * num_experts)
+            return [
+                _Product(*code_linear.prepare(part, own, self._dtype)) for part, own in zip(parts, biases, strict=True)
+            ]
+        packed = [linear.pack(own, has_bias=bias is not None) for own in weight]
+        return [
+            _Product(linear.prepare(part, own), partial(linear.unpack, part))
+            for part, own in zip(packed, biases, strict=True)
+        ]
 
     def weights(self) -> ExpertWeights:
-        gate_ups, downs, gate_up_bias, down_bias, gate = self._packed
-        gate_up, down = (torch.stack([linear.unpack(own) for own in packed]) for packed in (gate_ups, downs))
-        return ExpertWeights(gate_up, down, gate_up_bias, down_bias, gate)
+        gate_up, down = (_joined([product.restore() for product in own]) for own in (self._gate_up, self._down))
+        return ExpertWeights(gate_up, down, *self._rest)
 
     def __call__(self, x: Tensor, chosen: ChosenExperts, shared: SharedOutputs | None = None) -> Tensor:
         """Compute the experts: x [T, D] -> [T, D]."""
@@ -121,10 +154,10 @@ class GroupedExperts:
         sorted_experts, order = chosen.experts.flatten().sort(stable=True)
         used, counts = sorted_experts.unique_consecutive(return_counts=True)
         parts = x.new_empty((num_tokens * top_k, x.shape[1]))
-        gate = self._packed[-1]
+        gate = self._rest[-1]
         for expert, pairs in zip(used.tolist(), order.split(counts.tolist()), strict=True):
-            gate_up = self._gate_up[expert](x.index_select(0, pairs // top_k))
-            parts.index_copy_(0, pairs, self._down[expert](activate(gate_up, gate)))
+            gate_up = self._gate_up[expert].matmul(x.index_select(0, pairs // top_k))
+            parts.index_copy_(0, pairs, self._down[expert].matmul(activate(gate_up, gate)))
         weighted = parts.view(num_tokens, top_k, -1) * chosen.weights.to(x.dtype).unsqueeze(-1)
         total = weighted[:, 0]
         for index in range(1, top_k):
@@ -132,7 +165,9 @@ class GroupedExperts:
         return add_shared(total, shared)
 
 
-def _matmuls(packed: list[Tensor], bias: Tensor | None) -> list[Matmul]:
-    """Return one matmul per expert, for packed weights [O, I] and bias [E, O]."""
-    biases = [None] * len(packed) if bias is None else list(bias)
-    return [linear.prepare(own, own_bias) for own, own_bias in zip(packed, biases, strict=True)]
+def _joined(parts: list[Tensor | Codes]) -> Tensor | Codes:
+    """Undo the split into experts: weights [O, I] -> [E, O, I], or codes [O, I] -> [E * O, I]."""
+    codes = [part for part in parts if isinstance(part, Codes)]
+    if not codes:
+        return torch.stack([part for part in parts if isinstance(part, torch.Tensor)])
+    return Codes.joined(codes)

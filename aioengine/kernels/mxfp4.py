@@ -1,4 +1,4 @@
-"""Dequantization of MXFP4 (OCP Microscaling formats): blocks of 32 4-bit numbers with one scale."""
+"""MXFP4 (OCP Microscaling formats): blocks of 32 4-bit numbers with one scale. O outputs, G blocks of an output."""
 
 from __future__ import annotations
 
@@ -6,20 +6,35 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.kernels.codes import Codes, pack_nibbles
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
-"""The value of each code: sign, two exponent bits, one mantissa bit."""
-BIAS = 127  # scales are stored as biased exponents
+"""The number of each code: sign, two exponent bits, one mantissa bit."""
+
+MAX_SCALE = 128
+"""The exponent of 2.0, with its bias."""
 
 
-def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize blocks [..., G, 16] uint8 with scales [..., G] uint8 -> [..., 32 G], exact in bf16 and fp32.
+def to_codes(blocks: Tensor, scales: Tensor) -> Codes:
+    """Return the weight [O, 32 G] of blocks [O, G, 16] with scales [O, G], both uint8.
 
-    The first number of each byte is in its low bits.
+    The first number of each byte is in its low bits. Scales are exponents.
+
+    Raises:
+        ValueError: a scale is above 2, which the kernels do not support.
     """
-    values = torch.tensor(VALUES, dtype=dtype, device=blocks.device)
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
-    return torch.ldexp(values[codes.int()], (scales.int() - BIAS).unsqueeze(-1)).to(dtype).flatten(-2)
+    if (scales > MAX_SCALE).any():
+        raise ValueError(f"a weight in MXFP4 has a scale of {int(scales.max())}; what works: up to {MAX_SCALE} (2.0)")
+    numbers = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
+    table = torch.tensor(VALUES, device=blocks.device)
+    return Codes(pack_nibbles(numbers), scales, bits=4, table=table)
+
+
+def to_blocks(codes: Codes) -> Tensor:
+    """Return the blocks [O, G, 16] of ``to_codes``."""
+    even, odd = codes.unpacked().unflatten(1, (-1, 16, 2)).unbind(3)
+    return even | odd << 4

@@ -12,6 +12,7 @@ import torch
 from aioengine.families._experts import MXFP4_BLOCK
 from aioengine.families._tensors import expert_tensors as checkpoint_tensors
 from aioengine.kernels import mxfp4
+from aioengine.kernels.codes import Codes
 from aioengine.kernels.expert_types import ExpertWeights, GateFunction
 
 if TYPE_CHECKING:
@@ -52,13 +53,16 @@ def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> Expe
         if name.startswith(config.names)
     }
     if config.stored == "mxfp4":
-        return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors, placement.dtype))
+        wide = placement.dtype if placement.device.type == "cpu" else None  # torch has no product for MXFP4 on a CPU
+        return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors, wide))
     return ExpertTensors(tensors, lambda: _from_interleaved(config, tensors))
 
 
 def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
-    """Return tensors with the values of ``weights``, possibly as views. Those of "mxfp4" are not quantized."""
+    """Return tensors with the values of ``weights``, possibly as views. Dequantized weights are "interleaved"."""
     gate_up, down = config.names[-2:]
+    if not isinstance(weights.gate_up, torch.Tensor) or not isinstance(weights.down, torch.Tensor):
+        return _as_mxfp4(config, weights)
     if config.stored == "packed":
         return ExpertTensors({gate_up: weights.gate_up, down: weights.down}, lambda: weights)
     tensors: Tensors = {}
@@ -68,12 +72,34 @@ def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
             for name, matrix in zip(config.names, matrices, strict=True):
                 tensors[f"experts.{expert}.{name}.weight"] = matrix
         return ExpertTensors(tensors, lambda: weights)
-    assert weights.gate_up_bias is not None
-    assert weights.down_bias is not None
     tensors[gate_up] = _interleave(weights.gate_up).transpose(1, 2).contiguous()
     tensors[down] = weights.down.transpose(1, 2).contiguous()
-    tensors |= {f"{gate_up}_bias": _interleave(weights.gate_up_bias), f"{down}_bias": weights.down_bias}
+    tensors |= _biases(config, weights)
     return ExpertTensors(tensors, lambda: _from_interleaved(config, tensors))
+
+
+def _as_mxfp4(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
+    """Undo ``_from_mxfp4``."""
+    tensors = _biases(config, weights)
+    for name, codes in zip(config.names, weights[:2], strict=True):
+        assert isinstance(codes, Codes)
+        parts = codes.split([codes.shape[0] // config.num_experts] * config.num_experts)
+        blocks, scales = (
+            torch.stack([mxfp4.to_blocks(part) for part in parts]),
+            torch.stack([part.scales for part in parts]),
+        )
+        if name == config.names[0]:
+            blocks, scales = _interleave(blocks), _interleave(scales)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors, None))
+
+
+def _biases(config: ExpertsConfig, weights: ExpertWeights) -> Tensors:
+    """Return the biases as the checkpoint stores them."""
+    gate_up, down = config.names
+    assert weights.gate_up_bias is not None
+    assert weights.down_bias is not None
+    return {f"{gate_up}_bias": _interleave(weights.gate_up_bias), f"{down}_bias": weights.down_bias}
 
 
 def _interleave(tensor: Tensor) -> Tensor:
@@ -92,27 +118,39 @@ def _from_interleaved(config: ExpertsConfig, tensors: Tensors) -> ExpertWeights:
     return _with_biases(config, tensors, _gates_first(gate_up).contiguous(), down.contiguous())
 
 
-def _from_mxfp4(config: ExpertsConfig, tensors: Tensors, dtype: torch.dtype) -> ExpertWeights:
-    """Blocks and scales are uint8. gate_up has gate and up rows alternating."""
-    gate_up, down = (_dequantized(tensors, name, dtype, is_gated=name == config.names[0]) for name in config.names)
+def _from_mxfp4(config: ExpertsConfig, tensors: Tensors, wide: torch.dtype | None) -> ExpertWeights:
+    """Blocks and scales are uint8. gate_up has gate and up rows alternating. wide: dequantize to this dtype."""
+    gate_up, down = (_mxfp4_weight(tensors, name, wide, is_gated=name == config.names[0]) for name in config.names)
     return _with_biases(config, tensors, gate_up, down)
 
 
-def _with_biases(config: ExpertsConfig, tensors: Tensors, gate_up: Tensor, down: Tensor) -> ExpertWeights:
+def _with_biases(
+    config: ExpertsConfig, tensors: Tensors, gate_up: Tensor | Codes, down: Tensor | Codes
+) -> ExpertWeights:
     """Add the biases to gate_up [E, 2 I, D] and down [E, D, I]. Gate and up rows of the loaded biases alternate."""
     gate_up_bias, down_bias = (tensors[f"{name}_bias"] for name in config.names)
     return ExpertWeights(gate_up, down, _gates_first(gate_up_bias).contiguous(), down_bias, _gate(config))
 
 
-def _dequantized(tensors: Tensors, name: str, dtype: torch.dtype, *, is_gated: bool) -> Tensor:
-    """Return [E, outputs, inputs] with gates first. Converts expert by expert to bound the temporary memory."""
+def _mxfp4_weight(tensors: Tensors, name: str, wide: torch.dtype | None, *, is_gated: bool) -> Tensor | Codes:
+    """Return the weight with gates first: codes [E * outputs, inputs], or [E, outputs, inputs] in the dtype ``wide``.
+
+    Converts expert by expert, codes in place, to bound the temporary memory.
+    """
     blocks, scales = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
     shape = *scales.shape[:2], scales.shape[2] * MXFP4_BLOCK
-    weights = torch.empty(shape, dtype=dtype, device=blocks.device)
-    for weight, expert_blocks, expert_scales in zip(weights, blocks, scales, strict=True):
-        values = mxfp4.dequantize(expert_blocks, expert_scales, dtype)
-        weight.copy_(_gates_first(values.unsqueeze(0))[0] if is_gated else values)
-    return weights
+    weights = None if wide is None else torch.empty(shape, dtype=wide, device=blocks.device)
+    for expert in range(len(blocks)):
+        own = blocks[expert : expert + 1], scales[expert : expert + 1]
+        own_blocks, own_scales = map(_gates_first, own) if is_gated else own
+        codes = mxfp4.to_codes(own_blocks[0], own_scales[0])
+        if weights is not None:
+            weights[expert] = codes.dequantized(weights.dtype)
+        else:
+            blocks[expert], scales[expert] = codes.packed.view(blocks.shape[1:]), codes.scales
+    if weights is not None:
+        return weights
+    return codes._replace(packed=blocks.flatten(2).flatten(0, 1), scales=scales.flatten(0, 1))
 
 
 def _gate(config: ExpertsConfig) -> GateFunction:

@@ -74,7 +74,7 @@ class SparseMLP(Layer):
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
         self._config = config
-        self._batch_invariant = placement.batch_invariant
+        self._dtype, self._batch_invariant = placement.dtype, placement.batch_invariant
         self._router = ExpertRouter(hidden_size, config, placement)
         self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, placement)
         # Open for loading: ``_tensors`` is set. Otherwise ``_experts`` has the weights for the kernels.
@@ -91,7 +91,7 @@ class SparseMLP(Layer):
         super().finish_loading()
         weights, self._tensors = self._tensors.assemble(), None
         if self._experts is None:
-            self._experts = experts.prepare(weights, batch_invariant=self._batch_invariant)
+            self._experts = experts.prepare(weights, self._dtype, batch_invariant=self._batch_invariant)
         else:
             self._experts.update(weights)
 

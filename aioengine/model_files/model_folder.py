@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Final, cast
 import msgspec
 from msgspec import Struct
 
-from aioengine import logs, plugins
+from aioengine import plugins
 from aioengine.api import checks
 from aioengine.api.params import FROM_MODEL, PARAMETERS
 from aioengine.families._block_config import AttentionConfig
@@ -46,10 +45,6 @@ DEMO_MODEL: Final = Path(__file__).parents[1] / "demo"
 
 _DTYPES: Final = ("bfloat16", "float16", "float32")
 _WIDER: Final = ("float64", "double", "float", "auto")
-_logger = logging.getLogger(__name__)
-_CONVERTED: Final = (
-    "the experts in %s have 4 bits (MXFP4); they are converted to the model's dtype when they are loaded"
-)
 _MAX_HUB_ID: Final = 200
 
 
@@ -271,8 +266,6 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         layers = adaptable_layers(model) if isinstance(model, DecoderConfig) else {}
         if is_loaded:
             checkpoint.check_folder(folder, model, quantization)
-            if isinstance(model, DecoderConfig) and model.experts is not None and model.experts.stored == "mxfp4":
-                logs.log(_logger, logging.INFO, _CONVERTED, folder)
     else:  # transformers checks the tensors when it loads them
         shapes = _fallback_shapes(folder, wanted, configs_only=configs_only)
         num_parameters = sum(

@@ -56,7 +56,7 @@ FORMATS: Final[dict[Source, tuple[Format, ...]]] = {
             "compressed-tensors", "int8 per tensor or channel, with int8 activations per token", STORED, STORED, "int8"
         ),
         Format("compressed-tensors", "fp8 per tensor, channel or block", STORED, WIDENED, "fp8"),
-        Format("mxfp4", "the experts of gpt-oss", WIDENED, WIDENED),
+        Format("mxfp4", "the experts of gpt-oss", STORED, WIDENED),
     ),
     "load_format": (  # a layout is a type of tensors
         Format("gguf", "Q4_0 in [GGUF files](gguf.md)", STORED, STORED, "Q4_0"),

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from aioengine import plugins
 from aioengine.api import checks
 from aioengine.api.args import engine_config
+from aioengine.families._config import DecoderConfig
 from aioengine.families._tensors import plain_tensors
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
@@ -264,6 +265,8 @@ def _weights(
     if facts.implementation == OWN:
         raw = read_config(Path(facts.path)) or {}
         _, quantization = split_config(raw)
+        if is_on_cpu and isinstance(family, DecoderConfig) and family.experts and family.experts.stored == "mxfp4":
+            family = replace(family, experts=replace(family.experts, stored="interleaved"))  # dequantized when loaded
         tensors = plain_tensors if quantization is None else partial(quantization.tensors_of, is_on_cpu=is_on_cpu)
         tables = None
         if model.load_format == "gguf":

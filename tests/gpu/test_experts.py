@@ -41,7 +41,7 @@ def on_gpu(weights: ExpertWeights) -> ExpertWeights:
 @pytest.mark.parametrize(("gate", "has_bias"), [(SILU, False), (GateFunction(0.7, 1.702), True)])
 def test_kernels_equal_torch(gate: GateFunction, has_bias: bool, dtype: torch.dtype) -> None:
     weights = make_weights(gate, has_bias=has_bias, dtype=dtype)
-    computed = experts.prepare(on_gpu(weights))
+    computed = experts.prepare(on_gpu(weights), dtype)
     tolerance = 2e-4 if dtype == torch.float32 else 5e-2
     for num_tokens in (1, 3, 20, 200, 700):
         x, logits = torch.randn(num_tokens, SIZE, dtype=dtype), torch.randn(num_tokens, NUM_EXPERTS)
@@ -50,14 +50,14 @@ def test_kernels_equal_torch(gate: GateFunction, has_bias: bool, dtype: torch.dt
         chosen = routing.route(logits, None, 3, RouterConfig())
         there = routing.route(logits.cuda(), None, 3, RouterConfig())
         assert torch.equal(there.experts.cpu(), chosen.experts)
-        expected = experts.prepare(weights)(x, chosen, shared)
+        expected = experts.prepare(weights, dtype)(x, chosen, shared)
         found = computed(x.cuda(), there, SharedOutputs(shared.values.cuda(), gates.cuda()))
         torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_with_any_other_rows(dtype: torch.dtype) -> None:
-    computed = experts.prepare(on_gpu(make_weights(SILU, has_bias=False, dtype=dtype)), batch_invariant=True)
+    computed = experts.prepare(on_gpu(make_weights(SILU, has_bias=False, dtype=dtype)), dtype, batch_invariant=True)
     x = torch.randn(600, SIZE, dtype=dtype, device="cuda")
     chosen = routing.route(torch.randn(600, NUM_EXPERTS, device="cuda"), None, 3, RouterConfig())
     whole = computed(x, chosen)

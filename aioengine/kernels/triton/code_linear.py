@@ -14,15 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.codes import PIECES, piece_of
+from aioengine.kernels.codes import PIECES, Codes, piece_of
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.vector_linear import products
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from aioengine.kernels.codes import Codes
 
 MAX_ROWS = 256
 LEAST_ROWS = 16
@@ -35,6 +33,7 @@ MAX_SPLITS = 4
 PROCESSORS = 132
 """Of an H200."""
 DEQUANTIZED_COLUMNS = 1024
+PADDED_ROWS = 4
 PIECE = tl.constexpr(PIECES[0])
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
@@ -56,11 +55,24 @@ def _expanded(pointers: tl.tensor, GROUPS: tl.constexpr, WIDTH: tl.constexpr) ->
 
 
 @triton.jit
-def _numbers(codes: tl.tensor, table: tl.tensor) -> tl.tensor:
-    """Convert 4-bit codes, or int8 or fp8 numbers, to fp32."""
-    if table is not None:
-        return tl.load(table + codes.to(tl.int32))
-    return codes.to(tl.float32)
+def as_scales(values: tl.tensor) -> tl.tensor:
+    """Convert loaded scales to fp32. uint8: exponents, for the numbers of ``numbers_of``."""
+    if values.dtype == tl.uint8:
+        values = (values.to(tl.int32) + 126 << 23).to(tl.float32, bitcast=True)
+    return values
+
+
+@triton.jit
+def numbers_of(codes: tl.tensor, table: tl.tensor, scales: tl.tensor) -> tl.tensor:
+    """Convert 4-bit codes, or int8 or fp8 numbers, to fp32. Numbers of MXFP4 are multiplied by 2 ** -126."""
+    if scales.dtype.element_ty == tl.uint8:  # sign, exponent and mantissa move to their places in fp32
+        codes = codes.to(tl.int32)
+        numbers = ((codes & 8) << 28 | (codes & 7) << 22).to(tl.float32, bitcast=True)
+    elif table is not None:
+        numbers = tl.load(table + codes.to(tl.int32))
+    else:
+        numbers = codes.to(tl.float32)
+    return numbers
 
 
 @triton.jit
@@ -68,7 +80,7 @@ def _scaled(
     words: tl.tensor, shift: tl.tensor, table: tl.tensor, scales: tl.tensor, offsets: tl.tensor, group: tl.tensor
 ) -> tl.tensor:
     """Return the weights of the codes at bit ``shift`` of words [outputs, N]. scales: pointers [outputs, 1]."""
-    result = _numbers(words >> shift & 15, table) * tl.load(scales)
+    result = numbers_of(words >> shift & 15, table, scales) * tl.load(scales)
     if offsets is not None:
         result += tl.load(offsets + group)
     return result
@@ -419,7 +431,7 @@ class DeviceCodes(NamedTuple):
 
     Attributes:
         numbers: [O, I] int8 or fp8, or 4-bit codes [O, I / 4] int16.
-        scales: [G, O] fp32.
+        scales: [G, O] fp32, or uint8 (see ``Codes``).
         offsets: [G, O] fp32; None: 0.
         zeros: [G, O] fp32: integers that are subtracted from codes before they are scaled; None: see ``zero``.
         table: [16] fp32.
@@ -440,6 +452,17 @@ class DeviceCodes(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """O and I."""
         return self.numbers.shape[0], self.numbers.shape[1] * (1 if self.bits == 8 else 4)
+
+    def restored(self, order: Tensor | None = None) -> Codes:
+        """Undo ``device_codes``. order: [I], see ``Codes``."""
+        packed = self.numbers if self.bits == 8 else self.numbers.view(torch.uint8)
+        offsets = self.offsets
+        if self.zeros is not None:
+            offsets = -self.zeros * self.scales
+        elif self.zero > 0:
+            offsets = -self.zero * self.scales
+        offsets = None if offsets is None else offsets.t()
+        return Codes(packed, self.scales.t(), offsets, self.bits, order, self.table)
 
 
 def device_codes(codes: Codes) -> DeviceCodes:
@@ -475,12 +498,12 @@ def _dequantize_kernel(
         word = columns // PIECE * (PIECE // 4) + columns % (PIECE // 4)
         packed = tl.load(weight + output * (SIZE // 4) + word, mask=inside, other=0).to(tl.int32)
         codes = packed >> (columns % PIECE // (PIECE // 4) * 4) & 15
-    values = _numbers(codes, table)
+    values = numbers_of(codes, table, scales)
     if zeros is not None:
         values -= tl.load(zeros + group, mask=inside, other=0.0)
     elif ZERO > 0:
         values -= ZERO
-    values *= tl.load(scales + group, mask=inside, other=0.0)
+    values *= as_scales(tl.load(scales + group, mask=inside, other=0))
     if offsets is not None:
         values += tl.load(offsets + group, mask=inside, other=0.0)
     tl.store(out + output * SIZE + columns, values.to(out.dtype.element_ty), mask=inside)
@@ -502,9 +525,9 @@ def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_padded"])
 def _quantize_rows_kernel(
-    x: tl.tensor, numbers: tl.tensor, scales: tl.tensor, num_rows: tl.tensor,
+    x: tl.tensor, numbers: tl.tensor, scales: tl.tensor, num_padded: tl.tensor,
     SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     start_next_and_wait()
@@ -514,21 +537,23 @@ def _quantize_rows_kernel(
     values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / 448.0
     tl.store(numbers + places, (values / scale[:, None]).to(numbers.dtype.element_ty), mask=inside)
-    tl.store(scales + groups.to(tl.int64) * num_rows + row, scale, mask=groups * GROUP < SIZE)
+    tl.store(scales + groups.to(tl.int64) * num_padded + row, scale, mask=groups * GROUP < SIZE)
 
 
 _quantize_rows = KernelLauncher(_quantize_rows_kernel)
 
 
 def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return x [T, I] as fp8 numbers [T, I], and their scales [G, T] fp32, one for each ``group`` inputs of a row.
+    """Return x [T, I] as fp8 numbers [P, I], and their scales [G, P] fp32, one for each ``group`` inputs of a row.
 
-    group: a power of two, or I.
+    P is the next multiple of ``PADDED_ROWS``, as torch's products with several scales per row need; the last P - T rows
+    are uninitialized. group: a power of two, or I.
     """
     num_rows, size = x.shape
-    numbers = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((-(-size // group), num_rows), dtype=torch.float32, device=x.device)
+    num_padded = -(-num_rows // PADDED_ROWS) * PADDED_ROWS
+    numbers = torch.empty((num_padded, size), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((-(-size // group), num_padded), dtype=torch.float32, device=x.device)
     sizes = size, group, next_power_of_2(len(scales)), next_power_of_2(group)
     key = (x.dtype, sizes, *alignments(x))
-    _quantize_rows((num_rows, 1, 1), key, (x, numbers, scales, num_rows, *sizes), options(8 if size > 2048 else 4))
+    _quantize_rows((num_rows, 1, 1), key, (x, numbers, scales, num_padded, *sizes), options(8 if size > 2048 else 4))
     return numbers, scales

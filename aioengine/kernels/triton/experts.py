@@ -17,14 +17,25 @@ import torch
 import triton
 import triton.language as tl
 
+from aioengine.kernels.triton.code_linear import DeviceCodes
 from aioengine.kernels.triton.dependent import wait_and_start_next
+from aioengine.kernels.triton.expert_codes import (
+    add_products,
+    line_sums,
+    loaded,
+    stored_weight,
+    vector_parts,
+    vector_products,
+    vector_zeros,
+)
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
 from aioengine.kernels.triton.routing import align
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.expert_types import ChosenExperts, ExpertWeights, GateFunction, SharedOutputs
+    from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
+    from aioengine.kernels.triton.expert_codes import DeviceWeights
     from aioengine.kernels.triton.routing import Tiling
 
 
@@ -49,19 +60,16 @@ def _activate(gate: tl.tensor, up: tl.tensor, GATE: tl.constexpr, narrow: tl.con
     return (gate / (1.0 + tl.exp(-gate))).to(narrow) * up.to(narrow)
 
 
-@triton.jit
-def _loaded(pointers: tl.tensor, inside: tl.tensor, IS_WHOLE: tl.constexpr) -> tl.tensor:
-    """Load from pointers [...]; 0 outside of the mask. IS_WHOLE: the mask is true everywhere."""
-    return tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=inside, other=0.0)
-
-
 @triton.jit(do_not_specialize=["max_tiles"])
 def _tiled_kernel(
-    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, order: tl.tensor, tiles: tl.tensor,
-    num_tiles: tl.tensor, max_tiles: tl.tensor, NUM_OUTPUTS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, GATE: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
+    num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, order: tl.tensor, tiles: tl.tensor, num_tiles: tl.tensor,
+    max_tiles: tl.tensor,
+    NUM_OUTPUTS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, GATE: tl.constexpr, STORED: tl.constexpr,
 ) -> None:  # fmt: skip
     IS_GATED: tl.constexpr = GATE is not None
+    PART: tl.constexpr = 0 if STORED is None else STORED.part
     num_blocks = tl.cdiv(NUM_OUTPUTS, OUTPUTS)  # a constant, so that the compiler knows that stores are aligned
     tile = tl.program_id(0) // num_blocks
     outputs = tl.program_id(0) % num_blocks * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -76,18 +84,29 @@ def _tiled_kernel(
         lines = expert.to(tl.int64) * ((2 if IS_GATED else 1) * NUM_OUTPUTS)
         lines += tl.where(outputs < NUM_OUTPUTS, outputs, 0)
         columns = tl.arange(0, BLOCK)
+        if PART > 0:
+            columns = tl.arange(0, BLOCK // 4)
+            columns = columns // PART * (4 * PART) + columns % PART
         x_pointers = x + vectors[None, :] + columns[:, None]
         total, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
         IS_WHOLE: tl.constexpr = SIZE % BLOCK == 0
         for start in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
-            inside = start + columns < SIZE
-            block = _loaded(x_pointers + start, inside[:, None], IS_WHOLE)
-            part = _loaded(weight + lines[:, None] * SIZE + (start + columns)[None, :], inside[None, :], IS_WHOLE)
-            total = tl.dot(part, block, total, input_precision="ieee")
+            inside = (start + columns < SIZE)[:, None]
+            x_0 = loaded(x_pointers + start, inside, IS_WHOLE)
+            x_1, x_2, x_3 = x_0, x_0, x_0
+            if PART > 0:
+                x_1 = loaded(x_pointers + start + PART, inside, IS_WHOLE)
+                x_2 = loaded(x_pointers + start + 2 * PART, inside, IS_WHOLE)
+                x_3 = loaded(x_pointers + start + 3 * PART, inside, IS_WHOLE)
+            total = add_products(
+                total, weight, scales, zeros, offsets, table, lines, num_lines, start, x_0, x_1, x_2, x_3, SIZE, BLOCK,
+                STORED, IS_WHOLE,
+            )  # fmt: skip
             if IS_GATED:
-                up_lines = weight + (lines + NUM_OUTPUTS)[:, None] * SIZE
-                part = _loaded(up_lines + (start + columns)[None, :], inside[None, :], IS_WHOLE)
-                up = tl.dot(part, block, up, input_precision="ieee")
+                up = add_products(
+                    up, weight, scales, zeros, offsets, table, lines + NUM_OUTPUTS, num_lines, start, x_0, x_1, x_2,
+                    x_3, SIZE, BLOCK, STORED, IS_WHOLE,
+                )  # fmt: skip
         if bias is not None:
             total += tl.load(bias + lines).to(tl.float32)[:, None]
             if IS_GATED:
@@ -104,34 +123,35 @@ def _tiled_kernel(
 
 @triton.jit
 def _vector_gated_kernel(
-    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, num_outputs: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
+    num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    GATE: tl.constexpr,
+    GATE: tl.constexpr, STORED: tl.constexpr,
 ) -> None:  # fmt: skip
     pair = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_output = (outputs < num_outputs)[:, None]
-    columns = tl.arange(0, BLOCK)[None, :]
-    vectors = x + (pair // TOP_K).to(tl.int64) * SIZE + columns + tl.zeros((OUTPUTS, 1), tl.int32)
+    is_output = outputs < num_outputs
+    vector = x + (pair // TOP_K).to(tl.int64) * SIZE
     wait_and_start_next()
     expert = tl.load(experts + pair).to(tl.int64)
-    pointers = weight + (expert * (2 * num_outputs) + outputs.to(tl.int64))[:, None] * SIZE + columns
-    up_pointers = pointers + num_outputs.to(tl.int64) * SIZE
-    gate, up = tl.zeros((OUTPUTS, BLOCK), tl.float32), tl.zeros((OUTPUTS, BLOCK), tl.float32)
+    lines = expert * (2 * num_outputs) + outputs
+    gate, up = vector_zeros(OUTPUTS, BLOCK, STORED), vector_zeros(OUTPUTS, BLOCK, STORED)
     for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=UNROLL):
-        mask = is_output & (start + columns < SIZE)
-        part = tl.load(pointers + start, mask=mask, other=0.0, eviction_policy="evict_first")
-        up_part = tl.load(up_pointers + start, mask=mask, other=0.0, eviction_policy="evict_first")
-        values = tl.load(vectors + start, mask=mask, other=0.0).to(tl.float32)
-        gate += part.to(tl.float32) * values
-        up += up_part.to(tl.float32) * values
-    gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
+        x_0, x_1, x_2, x_3 = vector_parts(vector, is_output, start, SIZE, BLOCK, STORED)
+        gate += vector_products(
+            weight, scales, zeros, offsets, table, lines, num_lines, is_output, start, x_0, x_1, x_2, x_3, SIZE, BLOCK,
+            STORED,
+        )  # fmt: skip
+        up += vector_products(
+            weight, scales, zeros, offsets, table, lines + num_outputs, num_lines, is_output, start, x_0, x_1, x_2,
+            x_3, SIZE, BLOCK, STORED,
+        )  # fmt: skip
+    gate_sum, up_sum = line_sums(gate), line_sums(up)
     if bias is not None:
-        own_bias = bias + expert * (2 * num_outputs) + outputs
-        gate_sum += tl.load(own_bias, mask=outputs < num_outputs, other=0.0).to(tl.float32)
-        up_sum += tl.load(own_bias + num_outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
+        gate_sum += tl.load(bias + lines, mask=is_output, other=0.0).to(tl.float32)
+        up_sum += tl.load(bias + lines + num_outputs, mask=is_output, other=0.0).to(tl.float32)
     result = _activate(gate_sum, up_sum, GATE, out.dtype.element_ty)
-    tl.store(out + pair.to(tl.int64) * num_outputs + outputs, result, mask=outputs < num_outputs)
+    tl.store(out + pair.to(tl.int64) * num_outputs + outputs, result, mask=is_output)
 
 
 @triton.jit
@@ -149,14 +169,15 @@ def _with_shared(
 
 @triton.jit
 def _vector_down_kernel(
-    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, pair_weights: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
+    num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, pair_weights: tl.tensor,
     shared: tl.tensor, gates: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    STORED: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
-    columns = tl.arange(0, BLOCK)[None, :]
     wait_and_start_next()
     total = tl.zeros((OUTPUTS,), tl.float32)
     lines, factors = (), ()
@@ -166,16 +187,19 @@ def _vector_down_kernel(
         lines += (expert * num_outputs + outputs,)
         if bias is not None:
             total += tl.load(bias + lines[index], mask=is_output, other=0.0).to(tl.float32) * factors[index]
-    vectors = x + token.to(tl.int64) * (TOP_K * SIZE) + columns + tl.zeros((OUTPUTS, 1), tl.int32)
-    products = tl.zeros((OUTPUTS, BLOCK), tl.float32)
+    vectors = x + token.to(tl.int64) * (TOP_K * SIZE)
+    products = vector_zeros(OUTPUTS, BLOCK, STORED)
     for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=UNROLL):
-        mask = is_output[:, None] & (start + columns < SIZE)
         for index in tl.static_range(TOP_K):
-            pointers = weight + lines[index][:, None] * SIZE + (start + columns)
-            part = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
-            values = tl.load(vectors + index * SIZE + start, mask=mask, other=0.0)
-            products += part.to(tl.float32) * (values.to(tl.float32) * factors[index])
-    total += tl.sum(products, 1)
+            x_0, x_1, x_2, x_3 = vector_parts(vectors + index * SIZE, is_output, start, SIZE, BLOCK, STORED)
+            if STORED is None:
+                x_0 *= factors[index]
+            part = vector_products(
+                weight, scales, zeros, offsets, table, lines[index], num_lines, is_output, start, x_0, x_1, x_2, x_3,
+                SIZE, BLOCK, STORED,
+            )  # fmt: skip
+            products += part if STORED is None else part * factors[index]
+    total += line_sums(products)
     places = token.to(tl.int64) * num_outputs + outputs
     total = _with_shared(total, shared, gates, token, places, is_output)
     tl.store(out + places, total.to(out.dtype.element_ty), mask=is_output)
@@ -224,55 +248,72 @@ VECTOR_PARTS = 48
 """Maximum pieces of 256 weights that a program loads per iteration with few tokens; the fastest for the same models."""
 
 
+CODE_TILES = (
+    (8, ExpertTile(16, 64, 64, 4, 4), ExpertTile(16, 64, 64, 4, 4)),
+    (20, ExpertTile(32, 64, 64, 4, 4), ExpertTile(32, 64, 64, 4, 4)),
+    (48, ExpertTile(64, 64, 64, 4, 4), ExpertTile(64, 64, 64, 4, 4)),
+    (math.inf, ExpertTile(128, 128, 64, 3, 8), ExpertTile(128, 128, 64, 3, 8)),
+)
+"""As ``TILES``, for codes."""
+
+
 def tiles_for(
-    num_pairs: int, num_experts: int, dtype: torch.dtype, *, batch_invariant: bool
+    num_pairs: int, num_experts: int, dtype: torch.dtype, *, batch_invariant: bool, is_coded: bool = False
 ) -> tuple[ExpertTile, ExpertTile]:
     """Return the tiles of both matmuls. They have the same number of rows."""
     if dtype == torch.float32:
         return FP32, FP32
     if batch_invariant:
         return INVARIANT, INVARIANT
-    return next((first, second) for most, first, second in TILES if num_pairs <= most * num_experts)
+    tiles = CODE_TILES if is_coded else TILES
+    return next((first, second) for most, first, second in tiles if num_pairs <= most * num_experts)
 
 
 def compute(
-    x: Tensor, chosen: ChosenExperts, weights: ExpertWeights, shared: SharedOutputs | None, *, batch_invariant: bool
+    x: Tensor, chosen: ChosenExperts, weights: DeviceWeights, shared: SharedOutputs | None, *, batch_invariant: bool
 ) -> Tensor:
     """Compute ``kernels.experts.Experts`` for contiguous x [T, D] -> [T, D]."""
     if x.shape[0] <= MAX_VECTOR_TOKENS and not batch_invariant:
         return multiply_vectors_down(multiply_vectors(x, chosen, weights), chosen, weights, shared)
-    num_experts = weights.down.shape[0]
-    first, second = tiles_for(chosen.experts.numel(), num_experts, x.dtype, batch_invariant=batch_invariant)
+    num_experts, is_coded = weights.num_experts, isinstance(weights.down, DeviceCodes)
+    num_pairs = chosen.experts.numel()
+    first, second = tiles_for(num_pairs, num_experts, x.dtype, batch_invariant=batch_invariant, is_coded=is_coded)
     tiling = align(chosen, num_experts=num_experts, rows=first.rows)
     return add_up(
         multiply_tiles_down(multiply_tiles(x, weights, tiling, first), weights, tiling, second), shared, tiling
     )
 
 
-def multiply_tiles(x: Tensor, weights: ExpertWeights, tiling: Tiling, tile: ExpertTile) -> Tensor:
+def multiply_tiles(x: Tensor, weights: DeviceWeights, tiling: Tiling, tile: ExpertTile) -> Tensor:
     """x [T, D] -> activated [P, I], in the order of the tiling."""
-    return _multiply_tiles(x, (weights.gate_up, weights.gate_up_bias, weights.gate), tiling, tile)
+    num_outputs = weights.down.shape[-1]
+    return _multiply_tiles(x, weights.gate_up, weights.gate_up_bias, tiling, tile, num_outputs, weights.gate)
 
 
-def multiply_tiles_down(x: Tensor, weights: ExpertWeights, tiling: Tiling, tile: ExpertTile) -> Tensor:
+def multiply_tiles_down(x: Tensor, weights: DeviceWeights, tiling: Tiling, tile: ExpertTile) -> Tensor:
     """x [P, I], in the order of the tiling -> [P, D], in the order of pairs."""
-    return _multiply_tiles(x, (weights.down, weights.down_bias, None), tiling, tile)
+    return _multiply_tiles(x, weights.down, weights.down_bias, tiling, tile, weights.gate_up.shape[-1], None)
 
 
 def _multiply_tiles(
-    x: Tensor, layer: tuple[Tensor, Tensor | None, GateFunction | None], tiling: Tiling, tile: ExpertTile
+    x: Tensor,
+    weight: Tensor | DeviceCodes,
+    bias: Tensor | None,
+    tiling: Tiling,
+    tile: ExpertTile,
+    num_outputs: int,
+    gate: GateFunction | None,
 ) -> Tensor:
-    """x [T, D] or [P, I] -> [P, I] or [P, D]. layer: weight, bias, and gate function if it has gates."""
-    weight, bias, gate = layer
+    """x [T, D] or [P, I] -> [P, I] or [P, D]. gate: the gate function if the weight has gates."""
+    stored, size = stored_weight(weight), weight.shape[-1]
     num_pairs, top_k = len(tiling.order), tiling.chosen.experts.shape[1]
-    size = weight.shape[2]
-    num_outputs = weight.shape[1] // (1 if gate is None else 2)
     out = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
     max_tiles = tiling.tiles.shape[1]
-    tensors = x, weight, bias, out, tiling.order, tiling.tiles, tiling.num_tiles
-    sizes = num_outputs, size, top_k, tile.rows, tile.outputs, tile.block, tile.stages
-    arguments = (*tensors, max_tiles, *sizes, gate)
-    key = x.dtype, weight.shape, tile, top_k, gate, bias is None, *alignments(x, weight)
+    tensors = x, *stored.arguments, bias, out, tiling.order, tiling.tiles, tiling.num_tiles
+    block = tile.block if stored.how is None else max(tile.block, 4 * stored.how.part)  # whole pieces
+    sizes = num_outputs, size, top_k, tile.rows, tile.outputs, block, tile.stages
+    arguments = (*tensors, max_tiles, *sizes, gate, stored.how)
+    key = x.dtype, *stored.key, tile, top_k, gate, bias is None, *alignments(x)
     _tiled((max_tiles * -(-num_outputs // tile.outputs), 1, 1), key, arguments, options(tile.warps))
     return out
 
@@ -300,6 +341,10 @@ class Programs(NamedTuple):
     warps: int
 
 
+VECTOR_CODES = Programs(4, 1024, 1, 4)
+"""The programs for codes."""
+
+
 @lru_cache(maxsize=64)
 def programs_for(size: int, num_matrices: int, block: int) -> Programs:
     """Return the programs for weight rows of ``size`` elements in ``num_matrices`` matrices, loaded in blocks."""
@@ -309,17 +354,17 @@ def programs_for(size: int, num_matrices: int, block: int) -> Programs:
 
 
 def multiply_vectors(
-    x: Tensor, chosen: ChosenExperts, weights: ExpertWeights, programs: Programs | None = None
+    x: Tensor, chosen: ChosenExperts, weights: DeviceWeights, programs: Programs | None = None
 ) -> Tensor:
     """x [T, D] -> activated [P, I], in the order of pairs."""
-    weight, bias = weights.gate_up, weights.gate_up_bias
-    num_outputs, size, (num_tokens, top_k) = weight.shape[1] // 2, weight.shape[2], chosen.experts.shape
-    programs = programs or programs_for(size, 2, 512)
+    stored, bias = stored_weight(weights.gate_up), weights.gate_up_bias
+    num_outputs, size, (num_tokens, top_k) = weights.down.shape[-1], x.shape[1], chosen.experts.shape
+    programs = programs or (programs_for(size, 2, 512) if stored.how is None else VECTOR_CODES)
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens * top_k, num_outputs))
     sizes = num_outputs, size, top_k, outputs, block, unroll
-    arguments = (x, weight, bias, out, chosen.experts, *sizes, weights.gate)
-    key = x.dtype, weight.shape, programs, top_k, weights.gate, bias is None, *alignments(x, weight)
+    arguments = (x, *stored.arguments, bias, out, chosen.experts, *sizes, weights.gate, stored.how)
+    key = x.dtype, *stored.key, num_outputs, programs, top_k, weights.gate, bias is None, *alignments(x)
     _vector_gated((-(-num_outputs // outputs), num_tokens * top_k, 1), key, arguments, options(num_warps))
     return out
 
@@ -327,20 +372,20 @@ def multiply_vectors(
 def multiply_vectors_down(
     x: Tensor,
     chosen: ChosenExperts,
-    weights: ExpertWeights,
+    weights: DeviceWeights,
     shared: SharedOutputs | None,
     *,
     programs: Programs | None = None,
 ) -> Tensor:
     """x [P, I] -> [T, D], plus the outputs of shared experts."""
-    weight, bias = weights.down, weights.down_bias
-    (num_tokens, top_k), (_, num_outputs, size) = chosen.experts.shape, weight.shape
-    programs = programs or programs_for(size, top_k, 256)
+    stored, bias = stored_weight(weights.down), weights.down_bias
+    num_outputs, size, (num_tokens, top_k) = weights.gate_up.shape[-1], x.shape[1], chosen.experts.shape
+    programs = programs or (programs_for(size, top_k, 256) if stored.how is None else VECTOR_CODES)
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens, num_outputs))
     sizes = num_outputs, size, top_k, outputs, block, unroll
-    arguments = (x, weight, bias, out, *chosen, *(shared or (None, None)), *sizes)
-    key = x.dtype, weight.shape, programs, top_k, bias is None, _shared_key(shared), weight.data_ptr() % 16
+    arguments = (x, *stored.arguments, bias, out, *chosen, *(shared or (None, None)), *sizes, stored.how)
+    key = x.dtype, *stored.key, num_outputs, programs, top_k, bias is None, _shared_key(shared)
     _vector_down((-(-num_outputs // outputs), num_tokens, 1), key, arguments, options(num_warps))
     return out
 

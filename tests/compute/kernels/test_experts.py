@@ -17,6 +17,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig
 from aioengine.families._tensors import expert_tensors as described_tensors
 from aioengine.kernels import experts, mxfp4, routing
+from aioengine.kernels.codes import Codes
 from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, SharedOutputs
 from aioengine.layers import expert_tensors
 from aioengine.layers.experts import SparseMLP
@@ -105,7 +106,7 @@ def reference(
 @pytest.mark.parametrize(("gate", "has_bias"), [(SILU, False), (GateFunction(0.7, 1.702), True)])
 def test_experts_match_the_reference(gate: GateFunction, has_bias: bool, shared: str) -> None:
     weights = random_weights(gate, has_bias=has_bias)
-    computed = experts.prepare(weights)
+    computed = experts.prepare(weights, torch.float32)
     for num_tokens in (1, 2, 40):
         x = torch.randn(num_tokens, SIZE)
         chosen = routing.route(torch.randn(num_tokens, NUM_EXPERTS), None, 3, RouterConfig())
@@ -121,7 +122,7 @@ def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
     x, logits = torch.randn(151, SIZE, dtype=dtype), torch.randn(151, NUM_EXPERTS, dtype=dtype)
     values, gates = torch.randn(151, SIZE, dtype=dtype), torch.randn(151, 1, dtype=dtype)
     for gate, has_bias in ((SILU, False), (GateFunction(0.7, 1.702), True)):
-        computed = experts.prepare(random_weights(gate, has_bias=has_bias, dtype=dtype))
+        computed = experts.prepare(random_weights(gate, has_bias=has_bias, dtype=dtype), dtype)
         whole = computed(x, routing.route(logits, None, *own), SharedOutputs(values, gates))
         for rows in (slice(0, 1), slice(7, 9), slice(20, 37), slice(3, 120)):
             shared = SharedOutputs(values[rows], gates[rows])
@@ -133,9 +134,17 @@ def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
 def test_mxfp4_weights_match_transformers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     blocks = torch.randint(0, 256, (3, 8, 2, 16), dtype=torch.uint8)
-    scales = torch.randint(100, 150, (3, 8, 2), dtype=torch.uint8)
+    scales = torch.randint(100, 129, (3, 8, 2), dtype=torch.uint8)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
-    assert torch.equal(mxfp4.dequantize(blocks, scales, dtype).transpose(1, 2), expected)
+    for own_blocks, own_scales, own in zip(blocks, scales, expected, strict=True):
+        codes = mxfp4.to_codes(own_blocks, own_scales)
+        assert torch.equal(codes.dequantized(dtype).t(), own)
+        assert torch.equal(mxfp4.to_blocks(codes), own_blocks)
+
+
+def test_large_mxfp4_scales_are_refused() -> None:
+    with pytest.raises(ValueError, match="scale of 129; what works: up to 128"):
+        mxfp4.to_codes(torch.zeros(1, 1, 16, dtype=torch.uint8), torch.full((1, 1), 129, dtype=torch.uint8))
 
 
 def config_of(stored: str) -> ExpertsConfig:
@@ -173,13 +182,36 @@ def test_layers_can_be_reloaded(stored: str) -> None:
         name: tensor.tolist() for name, tensor in loaded.items()
     }
     changed = next(name for name in reopened if "down_proj" in name)
-    reopened[changed].tensor.mul_(2.0)
+    reopened[changed].tensor.add_(2)
     layer.finish_loading()
     assert not torch.equal(layer(x), expected)
     layer.open_for_loading()
-    layer.weights("")[changed].tensor.mul_(0.5)
+    layer.weights("")[changed].tensor.copy_(loaded[changed])
     layer.finish_loading()
     assert torch.equal(layer(x), expected)
+
+
+def test_mxfp4_codes_can_be_stored_again() -> None:
+    torch.manual_seed(0)
+    config = config_of("mxfp4")
+    codes = [
+        mxfp4.to_codes(
+            torch.randint(0, 256, (NUM_EXPERTS * rows, 1, 16), dtype=torch.uint8),
+            torch.randint(120, 126, (NUM_EXPERTS * rows, 1), dtype=torch.uint8),
+        )
+        for rows in (64, SIZE)
+    ]
+    biases = torch.randn(NUM_EXPERTS, 64), torch.randn(NUM_EXPERTS, SIZE)
+    tensors = expert_tensors.reopened(config, ExpertWeights(codes[0], codes[1], *biases))
+    assert {name: tensor.shape for name, tensor in tensors.tensors.items()} == {
+        name: spec.shape for name, spec in described_tensors(config, SIZE).items() if name.startswith("experts")
+    }
+    interleaved = tensors.tensors["experts.gate_up_proj_blocks"]
+    assert torch.equal(interleaved[2, 6], mxfp4.to_blocks(codes[0])[2 * 64 + 3])
+    for kept, before in zip(tensors.assemble()[:2], codes, strict=True):
+        assert isinstance(kept, Codes)
+        assert torch.equal(kept.packed, before.packed)
+        assert torch.equal(kept.scales, before.scales)
 
 
 def test_interleaved_gates_match_transformers() -> None:
@@ -199,7 +231,7 @@ def test_interleaved_gates_match_transformers() -> None:
     x = torch.randn(20, SIZE)
     chosen = routing.route(torch.randn(20, NUM_EXPERTS), None, 3, RouterConfig())
     expected = theirs(x, chosen.experts.long(), chosen.weights)
-    torch.testing.assert_close(experts.prepare(tensors.assemble())(x, chosen), expected)
+    torch.testing.assert_close(experts.prepare(tensors.assemble(), torch.float32)(x, chosen), expected)
 
 
 PROGRAM = """

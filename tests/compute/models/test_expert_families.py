@@ -23,6 +23,7 @@ from aioengine import models
 from aioengine.api.args import engine_config
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weights
+from aioengine.settings.planning import plan
 from tests.compute.stepping import Stepper, check_bits, options
 from tests.kit.decoders import random_model
 
@@ -136,6 +137,10 @@ def test_mxfp4_experts_match_transformers(tmp_path: Path) -> None:
     assert find_facts(engine_config(str(tmp_path), {}).model).model_type == "gpt_oss"
     ours = models.build(config, options())
     weights.load(ours, tmp_path, load_format="auto", seed=0, report=lambda *_: None)
+    wide = plan(str(tmp_path), device="cpu", dtype="bfloat16")
+    small = plan(str(tmp_path), device="cuda", device_memory="80GiB", dtype="bfloat16")
+    num_numbers = SIZES["num_hidden_layers"] * GPT_OSS["num_local_experts"] * 3 * 32 * GPT_OSS["hidden_size"]
+    assert wide.weights_bytes - small.weights_bytes == num_numbers * 2 - num_numbers // 32 * 17
     token_ids = torch.randint(0, SIZES["vocab_size"], (NUM_TOKENS,))
     expected = theirs(token_ids.unsqueeze(0)).logits[0]
     torch.testing.assert_close(Stepper(ours).run(token_ids.tolist(), [NUM_TOKENS]), expected, atol=5e-5, rtol=1e-5)
