@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 SMALL_SIZE = 512
 """Models with fewer outputs of all query heads are small."""
-UNIT_BYTES = 1 << 20
+UNIT_BYTES = 4 << 20
 """Size of keys and values per call; they fit the caches."""
 SHARED_ROWS = 256
 """Multiples of this number of query rows that share a chunk are full blocks, see ``_attend_by_products``."""
@@ -340,6 +340,9 @@ class FusedAttention:
         self._decode = self._paging.decode_units(batch)
         if self._decode is not None:
             self._prepare_decode(self._decode)
+            if self._decode.tokens is None:
+                self._prefill = []
+                return
         starts = first_tokens(batch.query_lengths)
         self._prefill = [
             self._prefill_row(batch, row, starts[row]) for row, length in enumerate(batch.query_lengths) if length > 1

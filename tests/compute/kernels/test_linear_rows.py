@@ -157,6 +157,22 @@ def test_row_counts_with_another_summation_order_are_not_used(
     assert linear.choose_packing.__wrapped__(48, 100, dtype, 1) == (for_rows, expected, dtype)
 
 
+@pytest.mark.parametrize("milliseconds", [(30, 36, 20, 20), (20, 20, 20, 20)])
+def test_few_rows_are_padded_where_large_weights_are_read_slowly_with_them(
+    milliseconds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "TIMED_SHAPE", (64, 64))
+    monkeypatch.setattr(linear, "_seconds", lambda _, x: milliseconds[len(x) - 1] / 1000)
+    slow = tuple(count for count in (1, 2, 3) if milliseconds[count - 1] > 22)
+    assert linear.slow_counts.__wrapped__(1) == slow
+    monkeypatch.setattr(linear, "_packed", differing_in(set()))
+    monkeypatch.setattr(linear, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(linear, "slow_counts", lambda _: slow)
+    for cached_bytes, first in ((1 << 20, 1), (0, 1 + len(slow))):
+        monkeypatch.setattr(linear, "CACHED_BYTES", cached_bytes)
+        assert linear.choose_packing.__wrapped__(48, 100, torch.bfloat16, 1).counts[0] == first
+
+
 def test_unpacked_matmuls_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for differing, first in ((set[int](), 1), ({1, 2}, 3), ({17}, 32), ({64}, 64)):
         monkeypatch.setattr(linear, "_plain", differing_in(differing))
