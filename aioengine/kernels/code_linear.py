@@ -167,9 +167,10 @@ class _OnDevice:
             return self._kernels.matmul(x, codes, bias, self._num_done)
         if self._fp8_scales is not None and x.dtype == torch.bfloat16 and not self._batch_invariant:
             numbers, scales = self._kernels.quantize_rows(x, codes.group)
-            return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-                numbers, codes.numbers.t(), scale_a=scales.t(), scale_b=self._fp8_scales, bias=bias, out_dtype=x.dtype
-            )
+            result = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+                numbers, codes.numbers.t(), scale_a=scales.t(), scale_b=self._fp8_scales, out_dtype=x.dtype
+            )[:num_rows]
+            return result if bias is None else result.add_(bias)
         weight = self._kernels.dequantize(codes, x.dtype)
         if self._batch_invariant:
             return linear.prepare(weight, bias, batch_invariant=True)(x)

@@ -68,6 +68,7 @@ class KVPool:
                 self._owned.append(torch.frombuffer(self._memory[-1], dtype=dtype).view(size))
             else:
                 self._owned.append(torch.zeros(size, dtype=dtype, device=device))
+        # the numbers that may be NaN or inf
         self._floats = [scales_of(tensor) for tensor in self._owned] if dtype == torch.int8 else self._owned
         self.tensors = self._owned
         if windows:

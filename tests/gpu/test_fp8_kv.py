@@ -33,25 +33,25 @@ def make_shape(num_layers: int, num_heads: int, num_kv_heads: int, head_size: in
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(
-    ("name", "num_heads", "num_kv_heads", "head_size", "rules"),
-    [
-        ("flashinfer", 16, 8, 128, {}),
-        ("flashinfer", 32, 8, 64, {"windows": (300, None), "soft_cap": 2.0}),
-        ("triton", 16, 8, 128, {}),
-        ("triton", 71, 1, 64, {}),
-        ("triton", 14, 2, 32, {"windows": (None, 40), "soft_cap": 2.0}),
-    ],
+    ("num_heads", "num_kv_heads", "head_size", "rules"),
+    [(16, 8, 128, {}), (71, 1, 64, {}), (14, 2, 32, {"windows": (None, 40), "soft_cap": 2.0})],
 )
-def test_backends_match_torch(
-    name: str,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    rules: dict[str, object],
-    rows: list[tuple[int, int]],
+def test_triton_matches_torch(
+    num_heads: int, num_kv_heads: int, head_size: int, rules: dict[str, object], rows: list[tuple[int, int]]
 ) -> None:
+    check_backend("triton", make_shape(2, num_heads, num_kv_heads, head_size, **rules), rows)
+
+
+@pytest.mark.parametrize("name", ["mixed, fresh ones last", "one prefill"])
+def test_flashinfer_matches_torch(name: str) -> None:
+    """The first test may compile FlashInfer's kernel for 16-bit pools, which also computes converted copies."""
+    check_backend("flashinfer", make_shape(2, 16, 8, 128), ROWS[name])
+
+
+def check_backend(name: str, shape: AttentionShape, rows: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)
-    shape = make_shape(2, num_heads, num_kv_heads, head_size, **rules, sinks=(torch.randn(num_heads, device=CUDA),) * 2)
+    num_heads, num_kv_heads, head_size = shape.num_heads, shape.num_kv_heads, shape.head_size
+    shape = replace(shape, sinks=(torch.randn(num_heads, device=CUDA),) * 2)
     sizes = [kv_pool_shape(shape.part(layers), num_pages=NUM_PAGES, page_size=PAGE_SIZE) for layers in shape.groups]
     pools = [torch.randn(size, device=CUDA).to(FP8) for size in sizes]
     expected_pools = [pool.clone() for pool in pools]
@@ -174,4 +174,4 @@ def test_first_tokens_with_flashinfer(folder: Path) -> None:
         answers.append(running.answers(PROMPTS, greedy, max_new_tokens=4))
         running.runner.close()
     same = sum(first[0] == second[0] for first, second in zip(*answers, strict=True))
-    assert same >= len(PROMPTS) - 2
+    assert same >= 0.75 * len(PROMPTS)

@@ -107,9 +107,10 @@ def test_products_of_fp8_match_the_reference(has_blocks: bool) -> None:
     if has_blocks:
         scales = (torch.rand(32, 32, device=CUDA) * 0.01).repeat_interleave(128, 0)
     codes = Codes(numbers, scales)
-    matmul, weight = code_linear.prepare(codes, None, torch.bfloat16).matmul, codes.dequantized(torch.float32)
-    for num_rows in (1, 16, 64, 65, 300):
+    bias = torch.randn(4096, device=CUDA, dtype=torch.bfloat16)
+    matmul, weight = code_linear.prepare(codes, bias, torch.bfloat16).matmul, codes.dequantized(torch.float32)
+    for num_rows in (1, 16, 64, 65, 66, 67, 300):
         x = torch.randn(num_rows, 4096, device=CUDA, dtype=torch.bfloat16)
-        expected = x.float() @ weight.T
+        expected = x.float() @ weight.T + bias.float()
         error = (matmul(x).float() - expected).norm() / expected.norm()
         assert error < (0.04 if num_rows > FEW_ROWS else 5e-3), (num_rows, error)

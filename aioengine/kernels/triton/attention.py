@@ -34,6 +34,7 @@ from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
     capped,
+    fp16_queries,
     merged,
     nothing_attended,
     softmax_step,
@@ -251,6 +252,8 @@ def _attend_kernel(
     page_ids += first_page
     if scales is not None:
         scale *= tl.load(scales)
+    if keys.dtype.element_ty.is_fp8():
+        queries, scale = fp16_queries(queries, scale)
     if IN_SPLITS:
         state = nothing_attended(SIZES.rows, SIZES.columns)
         index = first_split(first_seen) if SIZES.window else tl.full((), 0, tl.int32)
@@ -288,6 +291,8 @@ def _splits_kernel(
     page_ids += first_page
     if scales is not None:
         scale *= tl.load(scales)
+    if keys.dtype.element_ty.is_fp8():
+        queries, scale = fp16_queries(queries, scale)
     index = tl.program_id(2)
     if SIZES.window:
         index += first_split(first_seen)

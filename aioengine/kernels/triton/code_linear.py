@@ -33,6 +33,7 @@ MAX_SPLITS = 4
 PROCESSORS = 132
 """Of an H200."""
 DEQUANTIZED_COLUMNS = 1024
+PADDED_ROWS = 4
 PIECE = tl.constexpr(PIECES[0])
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
@@ -524,9 +525,9 @@ def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_padded"])
 def _quantize_rows_kernel(
-    x: tl.tensor, numbers: tl.tensor, scales: tl.tensor, num_rows: tl.tensor,
+    x: tl.tensor, numbers: tl.tensor, scales: tl.tensor, num_padded: tl.tensor,
     SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     start_next_and_wait()
@@ -536,21 +537,23 @@ def _quantize_rows_kernel(
     values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / 448.0
     tl.store(numbers + places, (values / scale[:, None]).to(numbers.dtype.element_ty), mask=inside)
-    tl.store(scales + groups.to(tl.int64) * num_rows + row, scale, mask=groups * GROUP < SIZE)
+    tl.store(scales + groups.to(tl.int64) * num_padded + row, scale, mask=groups * GROUP < SIZE)
 
 
 _quantize_rows = KernelLauncher(_quantize_rows_kernel)
 
 
 def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return x [T, I] as fp8 numbers [T, I], and their scales [G, T] fp32, one for each ``group`` inputs of a row.
+    """Return x [T, I] as fp8 numbers [P, I], and their scales [G, P] fp32, one for each ``group`` inputs of a row.
 
-    group: a power of two, or I.
+    P is the next multiple of ``PADDED_ROWS``, as torch's products with several scales per row need; the last P - T rows
+    are uninitialized. group: a power of two, or I.
     """
     num_rows, size = x.shape
-    numbers = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((-(-size // group), num_rows), dtype=torch.float32, device=x.device)
+    num_padded = -(-num_rows // PADDED_ROWS) * PADDED_ROWS
+    numbers = torch.empty((num_padded, size), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((-(-size // group), num_padded), dtype=torch.float32, device=x.device)
     sizes = size, group, next_power_of_2(len(scales)), next_power_of_2(group)
     key = (x.dtype, sizes, *alignments(x))
-    _quantize_rows((num_rows, 1, 1), key, (x, numbers, scales, num_rows, *sizes), options(8 if size > 2048 else 4))
+    _quantize_rows((num_rows, 1, 1), key, (x, numbers, scales, num_padded, *sizes), options(8 if size > 2048 else 4))
     return numbers, scales

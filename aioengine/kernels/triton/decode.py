@@ -22,6 +22,7 @@ from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
     capped,
+    fp16_queries,
     nothing_attended,
     softmax_step,
     store_split,
@@ -101,15 +102,18 @@ def _decode_kernel(
         queries = tl.load(q + row * TOKEN_STRIDE + heads[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
         keys += head * PAGE_SIZE * HEAD_SIZE
         values += head * PAGE_SIZE * HEAD_SIZE
+        factor = scale
         if scales is not None:
-            scale *= tl.load(scales)
+            factor *= tl.load(scales)
+        if keys.dtype.element_ty.is_fp8():
+            queries, factor = fp16_queries(queries, factor)
         highest, total, sums = nothing_attended(ROWS, HEAD_SIZE)
         for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
             positions = first + tl.arange(0, BLOCK)
             is_there = positions < end
             page = tl.load(pages + positions // PAGE_SIZE, mask=is_there, other=0).to(tl.int64)
             offsets = (page * PAGE_STRIDE + positions % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
-            scores = tl.dot(queries, tl.trans(tl.load(keys + offsets).to(queries.dtype))) * scale
+            scores = tl.dot(queries, tl.trans(tl.load(keys + offsets).to(queries.dtype))) * factor
             if CAP > 0.0:
                 scores = capped(scores, CAP)
             weights, shrink, highest, total = softmax_step(tl.where(is_there[None, :], scores, MASKED), highest, total)

@@ -59,6 +59,20 @@ def scales_key(scales: Tensor | None) -> int | None:
 
 
 @triton.jit
+def fp16_queries(queries: tl.tensor, scale: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Convert bf16 queries [G, E] of fp8 keys to fp16. One instruction converts two fp8 numbers to fp16, but to bf16 it
+    takes three slow ones.
+
+    Each query is divided by a power of two to fit into fp16. The returned scale [G, 1] includes it.
+    """
+    if queries.dtype == tl.bfloat16:
+        wide = queries.to(tl.float32)
+        power = tl.exp2(tl.floor(tl.log2(tl.maximum(tl.max(tl.abs(wide), 1), 1e-30))))[:, None]
+        queries, scale = (wide / power).to(tl.float16), scale * power
+    return queries, scale
+
+
+@triton.jit
 def capped(products: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
     """Return ``CAP * tanh(x)`` for products = 2 x * log2(e)."""
     return CAP - 2.0 * CAP / (tl.exp2(products) + 1.0)

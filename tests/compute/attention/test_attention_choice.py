@@ -129,6 +129,8 @@ def test_kv_dtype_that_differs_from_the_model_dtype(monkeypatch: pytest.MonkeyPa
     for name in ("flashinfer", "triton"):
         settings = msgspec.structs.replace(AUTOMATIC, attention_backend=name)
         assert choose_typed(settings, kv_dtype=torch.float8_e4m3fn) == AttentionChoice(name)
+    replace_kernels(monkeypatch, BackendUnavailableError("nvcc cannot be found"))
+    assert choose_typed(AUTOMATIC, kv_dtype=torch.float8_e4m3fn).name == "triton"
 
 
 def test_fused_chunk_constants_agree() -> None:

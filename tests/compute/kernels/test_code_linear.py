@@ -63,8 +63,10 @@ x = torch.randn(3, 320)
 for group in (320, 128):
     numbers, scales = quantize_rows(x, group)
     parts = torch.nn.functional.pad(x, (0, -320 % group)).view(3, -1, group)
-    torch.testing.assert_close(scales, parts.abs().amax(2).t() / 448)  # the interpreter rounds to fp8 incorrectly
-    assert numbers.float().abs().amax(1).eq(448).all()
+    assert numbers.shape == (4, 320)
+    # the interpreter rounds to fp8 incorrectly
+    torch.testing.assert_close(scales[:, :3], parts.abs().amax(2).t() / 448)
+    assert numbers[:3].float().abs().amax(1).eq(448).all()
 """
 
 

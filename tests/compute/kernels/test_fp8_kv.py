@@ -11,7 +11,9 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-TYPES = {tl.float8e4nv: torch.float8_e4m3fn, tl.float32: torch.float32, tl.float16: torch.float16}
+from aioengine.kernels.stored_kv import FP8
+
+TYPES = {tl.float8e4nv: FP8, tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
 convert = interpreter._convert_float
 
 
@@ -46,14 +48,16 @@ from tests.compute.stepping import make_batch, write_and_attend
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 64, 16, 100
 kernels.SPLIT, kernels.EVEN_SPLITS = tl.constexpr(64), tl.constexpr(4)  # short rows have several splits
 torch.manual_seed(0)
-for scales, rules in (
-    ((), {}),
-    ((torch.tensor([0.25, 0.6]),), {"windows": (70,), "soft_cap": 5.0, "sinks": (torch.randn(HEADS),)}),
+for dtype, scales, rules in (
+    (torch.float32, (), {}),
+    (torch.bfloat16, (), {"soft_cap": 5.0}),
+    (torch.float32, (torch.tensor([0.25, 0.6]),), {"windows": (70,), "soft_cap": 5.0, "sinks": (torch.randn(HEADS),)}),
 ):
     shape = AttentionShape(
         num_layers=1, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5,
-        dtype=torch.float32, kv_scales=scales, **rules,
+        dtype=dtype, kv_scales=scales, **rules,
     )
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
     window = rules.get("windows", (None,))[0]
     for rows in ([(0, 1), (15, 1), (300, 1)], [(0, 70)], [(40, 1), (0, 33), (280, 5)]):
         pool = torch.randn(kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE)).to(FP8)
@@ -61,24 +65,27 @@ for scales, rules in (
         order = (torch.randperm(NUM_PAGES - 1) + 1).tolist()
         tables = [[order.pop() for _ in range(-(-(start + count) // PAGE_SIZE))] for start, count in rows]
         batch = make_batch(rows, tables, PAGE_SIZE)
-        q, k, v = torch.randn(len(batch.slot_mapping), 8, HEAD_SIZE).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        heads = torch.randn(len(batch.slot_mapping), 8, HEAD_SIZE).to(dtype)
+        q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        q[0, 0] *= 1e6  # more than fp16 holds
+        q[0, 1] = 0.0
         v[0, 0, :3] = torch.tensor([1e6, -1e6, 500.0])
         backend, reference = triton_attention.build(shape, pool), TorchAttention(shape, expected_pool)
         backend.prepare(batch)
         reference.prepare(batch)
         result, expected = write_and_attend(backend, q, k, v, 0), write_and_attend(reference, q, k, v, 0)
         assert torch.equal(pool.view(torch.uint8), expected_pool.view(torch.uint8))
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result, expected, **tolerance)
         if max(batch.query_lengths) == 1:
             lengths = np.array(batch.kv_lengths, dtype=np.int32)
             splits = torch.from_numpy(plan_splits(lengths, max_splits(3, KV_HEADS), window))
             starts = torch.tensor([0, *np.cumsum([len(table) for table in tables])], dtype=torch.int32)
             page_ids = torch.tensor(sum(tables, []), dtype=torch.int32)
             step = decode.DecodeRows(starts, page_ids, splits, torch.zeros(3 * KV_HEADS, dtype=torch.int32))
-            out = torch.empty(3, HEADS, HEAD_SIZE)
+            out = torch.empty(3, HEADS, HEAD_SIZE, dtype=dtype)
             layers = attention_layers(shape, pool)
             layers.decode(q.contiguous(), step, 0, out=out)
-            torch.testing.assert_close(out.flatten(1), expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(out.flatten(1), expected, **tolerance)
 """
 FLASHINFER = """
 import sys
