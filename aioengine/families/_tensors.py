@@ -204,22 +204,23 @@ def expert_tensors(
     ``prefix``: the beginning of their names.
     """
     num_experts, inner, router = config.num_experts, config.inner_size, config.router
-    linears = [LinearShape(f"{prefix}{router.name}", num_experts, hidden_size, router.has_bias)]
+    unquantized = [LinearShape(f"{prefix}{router.name}", num_experts, hidden_size, router.has_bias)]
+    linears: list[LinearShape] = []
     if (shared := config.shared) is not None:
         mlp, size = f"{prefix}{shared.name}.", shared.inner_size
         linears += [LinearShape(f"{mlp}{name}", size, hidden_size, False) for name in ("gate_proj", "up_proj")]
         linears += [LinearShape(f"{mlp}down_proj", hidden_size, size, False)]
         if shared.gate:
-            linears += [LinearShape(f"{prefix}{shared.gate}", 1, hidden_size, False)]
+            unquantized += [LinearShape(f"{prefix}{shared.gate}", 1, hidden_size, False)]
     shapes: dict[str, tuple[int, ...]] = {}
     if router.has_choice_bias:
         shapes[f"{router.name}.{CHOICE_BIAS}"] = (num_experts,)
     mxfp4_specs: TensorSpecs = {}
     if config.stored == "separate":
         gate, up, down = config.names
-        for expert in range(num_experts):
-            shapes |= {f"experts.{expert}.{name}.weight": (inner, hidden_size) for name in (gate, up)}
-            shapes[f"experts.{expert}.{down}.weight"] = hidden_size, inner
+        for own in (f"{prefix}experts.{expert}." for expert in range(num_experts)):
+            linears += [LinearShape(f"{own}{name}", inner, hidden_size, False) for name in (gate, up)]
+            linears += [LinearShape(f"{own}{down}", hidden_size, inner, False)]
     else:
         gate_up, down = config.names
         if config.stored == "packed":
@@ -234,7 +235,7 @@ def expert_tensors(
                 mxfp4_specs[f"{name}_blocks"] = TensorSpec((*scales, MXFP4_BLOCK // 2), "U8", per_element=2)
                 mxfp4_specs[f"{name}_scales"] = TensorSpec(scales, "U8", per_element=0)
     specs = {name: TensorSpec(shape) for name, shape in shapes.items()} | mxfp4_specs
-    return _linears(linears, linear_tensors) | _prefixed(prefix, specs)
+    return _linears(unquantized, plain_tensors) | _linears(linears, linear_tensors) | _prefixed(prefix, specs)
 
 
 def _encoder(config: EncoderConfig, linear_tensors: LinearTensors) -> TensorSpecs:

@@ -46,7 +46,7 @@ def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> Expe
             placement.empty(num_experts, 2 * inner, hidden_size),
             placement.empty(num_experts, hidden_size, inner),
         )
-        return reopened(config, ExpertWeights(*matrices, gate=_gate(config)))
+        return reopened(config, ExpertWeights(*matrices, gate=gate_function(config)))
     tensors = {
         name: torch.empty(spec.shape, dtype=torch.uint8 if spec.dtype else placement.dtype, device=placement.device)
         for name, spec in checkpoint_tensors(config, hidden_size).items()
@@ -129,7 +129,7 @@ def _with_biases(
 ) -> ExpertWeights:
     """Add the biases to gate_up [E, 2 I, D] and down [E, D, I]. Gate and up rows of the loaded biases alternate."""
     gate_up_bias, down_bias = (tensors[f"{name}_bias"] for name in config.names)
-    return ExpertWeights(gate_up, down, _gates_first(gate_up_bias).contiguous(), down_bias, _gate(config))
+    return ExpertWeights(gate_up, down, _gates_first(gate_up_bias).contiguous(), down_bias, gate_function(config))
 
 
 def _mxfp4_weight(tensors: Tensors, name: str, wide: torch.dtype | None, *, is_gated: bool) -> Tensor | Codes:
@@ -153,5 +153,6 @@ def _mxfp4_weight(tensors: Tensors, name: str, wide: torch.dtype | None, *, is_g
     return codes._replace(packed=blocks.flatten(2).flatten(0, 1), scales=scales.flatten(0, 1))
 
 
-def _gate(config: ExpertsConfig) -> GateFunction:
+def gate_function(config: ExpertsConfig) -> GateFunction:
+    """Return the activation of the experts."""
     return GateFunction(config.limit, config.alpha)

@@ -13,13 +13,17 @@ import torch
 from aioengine.families._block_config import MlpConfig
 from aioengine.families._experts import CHOICE_BIAS
 from aioengine.kernels import experts
-from aioengine.kernels.expert_types import SharedOutputs
+from aioengine.kernels.codes import Codes
+from aioengine.kernels.expert_types import ExpertWeights, SharedOutputs
 from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
+from aioengine.layers.coded_experts import CodedExperts
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import MLP
 from aioengine.layers.placement import Target
+from aioengine.quantization._base import CodesFormat
+from aioengine.quantization.plain import PLAIN, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from aioengine.layers.adapters import Grouping
     from aioengine.layers.expert_tensors import ExpertTensors
     from aioengine.layers.placement import Placement
+    from aioengine.quantization._base import LinearFormat
 
 
 class ExpertRouter(Layer):
@@ -38,7 +43,9 @@ class ExpertRouter(Layer):
     def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
         router = self._config = config.router
         self._top_k = config.top_k
-        own = replace(placement, dtype=torch.float32) if router.in_fp32 else placement
+        own = replace(placement, format_of=plain)  # checkpoints do not quantize routers
+        if router.in_fp32:
+            own = replace(own, dtype=torch.float32)
         self._logits = Linear(hidden_size, {router.name: config.num_experts}, own, bias=router.has_bias)
         self.parts = (("", self._logits),)
         self._bias: Tensor | None = None
@@ -59,7 +66,8 @@ class SharedExpert(Layer):
 
     def __init__(self, hidden_size: int, config: SharedConfig, placement: Placement) -> None:
         self._mlp = MLP(hidden_size, config.inner_size, placement, config=MlpConfig())
-        self._gate = Linear(hidden_size, {config.gate: 1}, placement) if config.gate else None
+        unquantized = replace(placement, format_of=plain)
+        self._gate = Linear(hidden_size, {config.gate: 1}, unquantized) if config.gate else None
         self.parts = (f"{config.name}.", self._mlp), ("", self._gate)
 
     def __call__(self, x: Tensor) -> SharedOutputs:
@@ -73,32 +81,77 @@ class SparseMLP(Layer):
     is_adaptable = False
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
-        self._config = config
-        self._dtype, self._batch_invariant = placement.dtype, placement.batch_invariant
+        self._hidden_size, self._config, self._placement = hidden_size, config, placement
         self._router = ExpertRouter(hidden_size, config, placement)
         self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, placement)
-        # Open for loading: ``_tensors`` is set. Otherwise ``_experts`` has the weights for the kernels.
-        self._tensors: ExpertTensors | None = expert_tensors.empty(config, hidden_size, placement)
+        # Open for loading: ``_tensors`` or ``_coded`` is set. Otherwise ``_experts`` has the weights for the kernels.
+        self._is_open = True
+        self._tensors: ExpertTensors | None = None
+        self._coded: tuple[CodedExperts, CodedExperts] | None = None
         self._experts: Experts | None = None
         self.parts = ("", self._router), ("", self._shared)
 
+    def weights(self, prefix: str = "") -> dict[str, Target]:
+        """Map names to targets. The first call allocates them, in the format for the names of the experts.
+
+        Raises:
+            ValueError: the experts have different formats.
+        """
+        if self._is_open and self._tensors is None and self._coded is None:
+            self._allocate(prefix)
+        return super().weights(prefix)
+
+    def _allocate(self, prefix: str) -> None:
+        config, size, placement = self._config, self._hidden_size, self._placement
+        linear_format: LinearFormat = PLAIN
+        if config.stored == "separate":
+            names = [f"{prefix}experts.{i}.{name}" for i in range(config.num_experts) for name in config.names]
+            linear_format, *others = map(placement.format_of, names)
+            if any(other is not linear_format for other in others):
+                raise ValueError(f"the experts {prefix}experts have several formats; what works: one for all of them")
+        if isinstance(linear_format, CodesFormat):
+            num_experts, inner = config.num_experts, config.inner_size
+            self._coded = (
+                CodedExperts(linear_format, config.names[:2], size, inner, num_experts, placement),
+                CodedExperts(linear_format, config.names[2:], inner, size, num_experts, placement),
+            )
+        else:
+            self._tensors = expert_tensors.empty(config, size, placement)
+
     def own_weights(self) -> dict[str, Target]:
-        assert self._tensors is not None, "the layer is not open for loading"
+        assert self._is_open, "the layer is not open for loading"
+        if self._coded is not None:
+            return self._coded[0].targets() | self._coded[1].targets()
+        assert self._tensors is not None, "weights was not called"
         return {name: Target(tensor) for name, tensor in self._tensors.tensors.items()}
 
     def finish_loading(self) -> None:
-        assert self._tensors is not None, "the layer is not open for loading"
+        assert self._is_open, "the layer is not open for loading"
         super().finish_loading()
-        weights, self._tensors = self._tensors.assemble(), None
+        self._is_open = False
+        if self._coded is not None:
+            gate_up, down = (matrix.assemble() for matrix in self._coded)
+            weights = ExpertWeights(gate_up, down, gate=expert_tensors.gate_function(self._config))
+        else:
+            assert self._tensors is not None, "weights was not called"
+            weights, self._tensors = self._tensors.assemble(), None
         if self._experts is None:
-            self._experts = experts.prepare(weights, self._dtype, batch_invariant=self._batch_invariant)
+            placement = self._placement
+            self._experts = experts.prepare(weights, placement.dtype, batch_invariant=placement.batch_invariant)
         else:
             self._experts.update(weights)
 
     def open_for_loading(self) -> None:
         assert self._experts is not None, "the layer is open for loading already"
         super().open_for_loading()
-        self._tensors = expert_tensors.reopened(self._config, self._experts.weights())
+        self._is_open = True
+        weights = self._experts.weights()
+        if self._coded is None:
+            self._tensors = expert_tensors.reopened(self._config, weights)
+        else:
+            for matrix, codes in zip(self._coded, (weights.gate_up, weights.down), strict=True):
+                assert isinstance(codes, Codes)
+                matrix.open_for_loading(codes)
 
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
         """[T, D] -> [T, D]. ``rows`` is unused, since adapters do not change experts."""

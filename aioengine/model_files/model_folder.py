@@ -418,8 +418,14 @@ def _check_quantization(quantization: Quantization, model: TransformerConfig) ->
     """Raise ValueError if the model has parts for which quantized weights are not implemented."""
     if not isinstance(model, DecoderConfig) or model.experts is None:
         return
-    if quantization.scheme_of(f"{model.names.block(0)}experts.0.up_proj"):
-        not_implemented("quantization_config.quant_method", quantization.method, "null for experts")
+    layer = next((layer for layer in range(model.num_layers) if model.experts_of(layer)), 0)
+    is_separate, name = model.experts.stored == "separate", model.experts.names[0]
+    name = f"experts.0.{name}" if is_separate else name
+    scheme = quantization.scheme_of(f"{model.names.block(layer)}{model.block.mlp}{name}")
+    if scheme is not None and not is_separate:
+        not_implemented("quantization_config.quant_method", quantization.method, "null for experts in joined tensors")
+    if scheme is not None and scheme.has_order:
+        not_implemented("quantization_config.desc_act", True, "false for experts (actorder null or weight)")
 
 
 def _reason_without_config(folder: Path) -> str:

@@ -156,7 +156,11 @@ class CodesFormat(ABC):
 
     @abstractmethod
     def tensors(self, layer: LinearSpec, codes: Codes) -> Tensors:
-        """Undo ``codes``."""
+        """Undo ``codes``, but for the tensors that are ``kept``."""
+
+    def kept(self, tensors: Tensors) -> Tensors:
+        """Return the loaded tensors that ``tensors`` does not restore."""
+        return {}
 
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
         """See ``LinearFormat``."""

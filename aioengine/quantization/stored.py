@@ -11,6 +11,7 @@ import torch
 from aioengine.kernels import code_linear, int8_linear
 from aioengine.kernels.codes import Codes, pack, pack_nibbles, piece_of, unpack
 from aioengine.model_files.quantization import BLOCK_SCALES, MAX_TEXT, TEXTS
+from aioengine.quantization._base import CodesFormat
 from aioengine.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class _QuantState(msgspec.Struct):
     nested_offset: float
 
 
-class StoredFormat:
-    """Implements ``LinearFormat`` for a scheme."""
+class StoredFormat(CodesFormat):
+    """The format of a scheme."""
 
     reorders = True
 
@@ -96,9 +97,22 @@ class StoredFormat:
         unit = stored.outputs if axis == "outputs" else stored.inputs
         return (stored.dim_of(axis), unit) if unit else None
 
-    def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
+    def codes(self, layer: LinearSpec, tensors: Tensors) -> Codes:
+        """Return the weight [O, D]. Raises ValueError if parts have different orders of inputs."""
+        codes, *others = self._codes(layer, tensors)
+        if others:
+            raise ValueError("its parts have different orders of inputs (desc_act), which experts do not support")
+        return codes
+
+    def tensors(self, layer: LinearSpec, codes: Codes) -> Tensors:
+        return self._stored([codes], None)
+
+    def kept(self, tensors: Tensors) -> Tensors:
         restored = [*_WEIGHTS, self.scheme.scale] if self._restores_scales else _WEIGHTS
-        others = {name: tensor for name, tensor in tensors.items() if name not in restored}
+        return {name: tensor for name, tensor in tensors.items() if name not in restored}
+
+    def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
+        others = self.kept(tensors)
         bias, order = tensors.get("bias"), layer.order
         loaded = self._codes(layer, tensors)
         if order is not None:

@@ -11,7 +11,10 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from aioengine.families._experts import RouterConfig
 from aioengine.kernels import experts, routing
+from aioengine.kernels.codes import Codes
 from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, SharedOutputs
+from tests.compute.kernels.test_coded_experts import KINDS, dequantized, random_weights
+from tests.compute.kernels.test_coded_experts import NUM_EXPERTS as CODED_EXPERTS
 from tests.compute.runner_world import World, check_greedy
 from tests.kit.settings import small_settings
 
@@ -63,6 +66,62 @@ def test_a_row_has_the_same_bits_with_any_other_rows(dtype: torch.dtype) -> None
     whole = computed(x, chosen)
     for rows in (slice(0, 1), slice(7, 9), slice(20, 60), slice(3, 500)):
         assert torch.equal(computed(x[rows], ChosenExperts(chosen.experts[rows], chosen.weights[rows])), whole[rows])
+
+
+def coded_on_gpu(kind: str, size: int, inner: int) -> tuple[ExpertWeights, ExpertWeights]:
+    """Return random weights of few bits on the GPU, and dequantized in fp32 on the CPU."""
+    torch.manual_seed(0)
+    weights = random_weights(kind, size, inner, torch.bfloat16, has_bias=True)
+    tensors = [
+        Codes(*(part.cuda() if isinstance(part, torch.Tensor) else part for part in own))
+        if isinstance(own, Codes)
+        else own.cuda()
+        for own in weights[:4]
+        if own is not None
+    ]
+    wide = dequantized(weights, torch.float32)
+    biases = (None if bias is None else bias.float() for bias in wide[2:4])
+    return ExpertWeights(*tensors, weights.gate), ExpertWeights(*wide[:2], *biases, wide.gate)
+
+
+@pytest.mark.parametrize(("size", "inner"), [(192, 320), (256, 384)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_with_codes_equal_the_dequantized_weights(kind: str, size: int, inner: int) -> None:
+    coded, wide = coded_on_gpu(kind, size, inner)
+    computed, expected = experts.prepare(coded, torch.bfloat16), experts.prepare(wide, torch.float32)
+    for num_tokens in (1, 3, 12, 30, 80, 200, 700):
+        x, logits = torch.randn(num_tokens, size).bfloat16(), torch.randn(num_tokens, CODED_EXPERTS)
+        chosen = routing.route(logits, None, 3, RouterConfig())
+        result = computed(x.cuda(), ChosenExperts(chosen.experts.cuda(), chosen.weights.cuda())).cpu().float()
+        wanted = expected(x.float(), chosen)
+        error = (result - wanted).norm() / wanted.norm()
+        assert error < 0.02, (num_tokens, error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_codes_has_the_same_bits_with_any_other_rows(kind: str) -> None:
+    coded, _ = coded_on_gpu(kind, 192, 320)
+    computed = experts.prepare(coded, torch.bfloat16, batch_invariant=True)
+    x = torch.randn(600, 192, dtype=torch.bfloat16, device="cuda")
+    chosen = routing.route(torch.randn(600, CODED_EXPERTS, device="cuda"), None, 3, RouterConfig())
+    whole = computed(x, chosen)
+    for rows in (slice(0, 1), slice(7, 9), slice(20, 60), slice(3, 500)):
+        assert torch.equal(computed(x[rows], ChosenExperts(chosen.experts[rows], chosen.weights[rows])), whole[rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_are_restored_and_replaced_in_place(kind: str) -> None:
+    coded, _ = coded_on_gpu(kind, 192, 320)
+    computed = experts.prepare(coded, torch.bfloat16)
+    for kept, own in zip(computed.weights()[:2], coded[:2], strict=True):
+        assert isinstance(kept, Codes)
+        assert isinstance(own, Codes)
+        torch.testing.assert_close(kept.dequantized(torch.float32), own.dequantized(torch.float32))
+    x = torch.randn(5, 192, dtype=torch.bfloat16, device="cuda")
+    chosen = routing.route(torch.randn(5, CODED_EXPERTS, device="cuda"), None, 3, RouterConfig())
+    before = computed(x, chosen)
+    computed.update(computed.weights())
+    assert torch.equal(computed(x, chosen), before)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from aioengine.kernels.codes import Codes, piece_of
 from aioengine.kernels.expert_types import ExpertWeights
-from aioengine.kernels.triton.code_linear import DeviceCodes, as_scales, device_codes, numbers_of
-from aioengine.kernels.triton.dependent import DEPENDENT
-from aioengine.kernels.triton.launcher import alignments
+from aioengine.kernels.triton.code_linear import DeviceCodes, as_scales, dequantize, device_codes, numbers_of
+from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.kernels.expert_types import GateFunction
 
+LINES, WORDS = 4, 256
+"""Lines of a program that dequantizes 4-bit codes, and words of 4 codes of each line."""
 RUN = tl.constexpr(16)
 """Columns of 8 bits that a thread loads at once; they share a scale."""
 
@@ -296,6 +299,48 @@ def vector_products(
                 weights += tl.expand_dims(tl.load(offsets + places), 2)
             result += weights * x
     return result
+
+
+@triton.jit
+def _dequantize_words_kernel(
+    weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor, out: tl.tensor,
+    num_lines: tl.tensor, SIZE: tl.constexpr, STORED: tl.constexpr, LINES: tl.constexpr, WORDS: tl.constexpr,
+) -> None:  # fmt: skip
+    start_next_and_wait()
+    PART: tl.constexpr = STORED.part
+    lines = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
+    places = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
+    inside = (lines < num_lines) & (places < SIZE // 4)
+    words = tl.load(weight + lines * (SIZE // 4) + places, mask=inside, other=0)
+    columns = places // PART * (4 * PART) + places % PART
+    code_0, code_1, code_2, code_3 = _four_numbers(words, table, scales)
+    for index in tl.static_range(4):
+        values = code_0 if index == 0 else code_1 if index == 1 else code_2 if index == 2 else code_3
+        group = lines + ((columns + index * PART) // STORED.group).to(tl.int64) * num_lines
+        if zeros is not None:
+            values -= tl.load(zeros + group, mask=inside, other=0.0)
+        elif STORED.zero > 0:
+            values -= STORED.zero
+        values *= as_scales(tl.load(scales + group, mask=inside, other=0))
+        if offsets is not None:
+            values += tl.load(offsets + group, mask=inside, other=0.0)
+        tl.store(out + lines * SIZE + columns + index * PART, values.to(out.dtype.element_ty), mask=inside)
+
+
+_dequantize_words = KernelLauncher(_dequantize_words_kernel)
+
+
+def widened(codes: DeviceCodes, dtype: torch.dtype, num_experts: int) -> Tensor:
+    """Dequantize codes [E * O, D] -> [E, O, D]."""
+    num_lines, size = codes.shape
+    if codes.bits == 8:
+        return dequantize(codes, dtype).view(num_experts, -1, size)
+    stored = stored_weight(codes)
+    out = torch.empty((num_experts, num_lines // num_experts, size), dtype=dtype, device=codes.numbers.device)
+    arguments = (*stored.arguments[:-1], out, num_lines, size, stored.how, LINES, WORDS)
+    grid = -(-num_lines // LINES), -(-size // (4 * WORDS)), 1
+    _dequantize_words(grid, (dtype, *stored.key), arguments, options(4))
+    return out
 
 
 class DeviceWeights(NamedTuple):

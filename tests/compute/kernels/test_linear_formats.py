@@ -196,12 +196,14 @@ def test_description_of_an_int8_checkpoint_matches_its_model(family: str, tmp_pa
 
 
 def test_description_of_int8_experts_matches_their_layer() -> None:
-    """Router and shared expert have the format; the other experts are not linear layers."""
+    """Of the layers of experts, only the shared expert has a format that keeps no codes."""
     shared = SharedConfig(inner_size=16, gate="shared_expert_gate")
     config = ExpertsConfig(num_experts=4, top_k=2, inner_size=24, shared=shared)
     int8 = Int8Format()
     placement = Placement(dtype=torch.float32, device=CPU, format_of=lambda name: int8)
-    specs = expert_tensors(config, 32, "mlp.", int8_tensors)
+    specs = expert_tensors(
+        config, 32, "mlp.", lambda linear: (plain_tensors if ".experts." in linear.name else int8_tensors)(linear)
+    )
     assert {name: target.shape for name, target in SparseMLP(32, config, placement).weights("mlp.").items()} == {
         name: spec.shape for name, spec in specs.items()
     }
