@@ -153,7 +153,7 @@ def _try_packings(out_features: int, in_features: int, dtype: torch.dtype, *, ha
     It is the default packing. If the CPU has a matrix unit for bf16 and not all row counts agree, it is the packing for
     one row: more row counts agree with it, but many rows take a third longer.
     """
-    has_unit = dtype == torch.bfloat16 and _has_matrix_unit()
+    has_unit = dtype == torch.bfloat16 and has_matrix_unit()
     slow: Sequence[int] = ()
     if dtype == torch.bfloat16 and 2 * out_features * in_features > CACHED_BYTES:
         slow = range(1, FAST_ROWS) if has_unit else slow_counts(torch.get_num_threads())
@@ -197,7 +197,7 @@ def _seconds(matmul: Matmul, x: Tensor) -> float:
     return perf_counter() - started
 
 
-def _has_matrix_unit() -> bool:
+def has_matrix_unit() -> bool:
     """Return whether this CPU has a matrix unit for bf16 (AMX)."""
     return torch.cpu._is_amx_tile_supported()
 

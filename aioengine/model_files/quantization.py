@@ -247,19 +247,20 @@ class _Config(Struct, frozen=True):
     quant_algo: str = ""
     exclude_modules: list[str] | None = None
     kv_cache_quant_algo: str | None = None
-    # awq, gptq
+    # awq, gptq; format: compressed-tensors, too
     bits: int = 4
     group_size: int = 128
     zero_point: bool = True
     version: str = "gemm"
     desc_act: bool = False
+    format: str = ""
     checkpoint_format: str = "gptq"
+    is_marlin_format: bool = False
     lm_head: bool = False
-    dynamic: dict[str, _Override] | None = None
+    dynamic: dict[str, _Override | None] | None = None
     # compressed-tensors
     config_groups: dict[str, _Group] = {}
     ignore: list[str] | None = None
-    format: str = ""
     sparsity_config: _Sparsity = _Sparsity()
     transform_config: dict[str, object] = {}
     kv_cache_scheme: dict[str, object] | str | None = None
@@ -343,8 +344,8 @@ def _rules(config: _Config) -> _Rules:
         case "modelopt":
             return [*skipped, (ALL, _modelopt(config))]
         case "awq":
-            if config.version.lower() != "gemm":
-                _refuse("version", config.version, "gemm")
+            if (version := config.format or config.version).lower() != "gemm":
+                _refuse("version", version, "gemm")
             if config.bits != 4:
                 _refuse("bits", config.bits, "4")
             if not config.zero_point:
@@ -394,10 +395,12 @@ def _modelopt(config: _Config) -> Scheme | None:
 
 
 def _gptq(config: _Config) -> _Rules:
-    if config.checkpoint_format not in {"gptq", "gptq_v2"}:
-        _refuse("checkpoint_format", config.checkpoint_format, "gptq, gptq_v2")
+    stored = "marlin" if config.is_marlin_format else config.format or config.checkpoint_format
+    if stored not in {"gptq", "gptq_v2"}:
+        _refuse("format", stored, "gptq, gptq_v2")
     rules: _Rules = []
-    for pattern, override in {**(config.dynamic or {}), ALL: _Override()}.items():
+    for pattern, entry in {**(config.dynamic or {}), ALL: None}.items():
+        override = entry or _Override()
         bits = config.bits if override.bits is None else override.bits
         if bits not in {4, 8}:
             _refuse("bits", bits, "4, 8")
@@ -409,7 +412,7 @@ def _gptq(config: _Config) -> _Rules:
             scale="scales",
             has_zeros=True,
             has_order=config.desc_act if override.desc_act is None else override.desc_act,
-            has_lower_zeros=config.checkpoint_format == "gptq",
+            has_lower_zeros=stored == "gptq",
         )
         expression = pattern if pattern == ALL else _EXPRESSION + pattern.removeprefix("-:").removeprefix("+:")
         rules.append((expression, None if pattern.startswith("-:") else scheme))

@@ -30,8 +30,7 @@ _DTYPES: Final = {
 }
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output i of eight is at this place in its word."""
-_RESTORED: Final = ("weight", "weight_packed", "qweight", "scales")
-"""Tensors that are restored from codes. The others are small or read by the product, and are kept."""
+_WEIGHTS: Final = ("weight", "weight_packed", "qweight")
 _ONES: Final = {4: 0x11111111, 8: 0x01010101}
 """Words of codes that are 1."""
 _FP4: Final = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)
@@ -98,7 +97,8 @@ class StoredFormat:
         return (stored.dim_of(axis), unit) if unit else None
 
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
-        others = {name: tensor for name, tensor in tensors.items() if name not in _RESTORED}
+        restored = [*_WEIGHTS, self.scheme.scale] if self._restores_scales else _WEIGHTS
+        others = {name: tensor for name, tensor in tensors.items() if name not in restored}
         bias, order = tensors.get("bias"), layer.order
         loaded = self._codes(layer, tensors)
         if order is not None:
@@ -106,8 +106,11 @@ class StoredFormat:
             order = order.argsort()
         if self.scheme.layout == "int8":
             [codes] = loaded
-            matmul = int8_linear.prepare(codes.packed, codes.scales, bias)
-            return layer.prepared(matmul, lambda: others | self._stored([codes], order))
+            matmul, restore_integers = int8_linear.prepare(codes.packed, codes.scales, bias)
+            rest = codes._replace(packed=codes.packed[:0])  # without the weight, which oneDNN packs
+            return layer.prepared(
+                matmul, lambda: others | self._stored([rest._replace(packed=restore_integers())], order)
+            )
         biases = [bias] if bias is None or len(loaded) == 1 else bias.split(layer.sizes)
         parts = [
             code_linear.prepare(codes, part_bias, layer.dtype, batch_invariant=layer.batch_invariant)
@@ -122,6 +125,11 @@ class StoredFormat:
             return others | self._stored([part.restore() for part in parts], order)
 
         return layer.prepared(joined if len(parts) > 1 else parts[0].matmul, restore)
+
+    @property
+    def _restores_scales(self) -> bool:
+        """Whether scales are restored from codes, because the kernels of a GPU use a transposed copy."""
+        return self.scheme.layout in {"packed", "bitsandbytes"} and not self.scheme.has_scale_codes
 
     def _scales(self, layer: LinearSpec, tensors: Tensors) -> Tensor:
         """Return the scales [O, G]."""
@@ -188,7 +196,7 @@ class StoredFormat:
         if (zeros is not None and inputs % num_groups) or (bits == 4 and not piece_of(inputs)):
             raise ValueError(f"{inputs} inputs cannot have {num_groups} equal groups of codes with {bits} bits")
         offsets = (-zeros * scales).contiguous() if zeros is not None and zeros.any() else None
-        whole = Codes(codes, scales.contiguous(), offsets, table=table)
+        whole = Codes(codes, scales, offsets, table=table)
         if layer.order is not None:
             whole = whole.with_outputs(layer.order)
         if not self.scheme.has_order:
@@ -203,24 +211,32 @@ class StoredFormat:
         return [_packed(part, bits, order) for part, order in zip(whole.split(layer.sizes), orders, strict=True)]
 
     def _stored(self, parts: Sequence[Codes], order: Tensor | None) -> Tensors:
-        """Return ``_RESTORED`` from the codes of the parts. order: [O], the index in them of each stored output."""
+        """Return the weight, and scales that are not kept, from the codes of the parts.
+
+        order: [O], the index in the codes of each stored output.
+        """
         bits, layout = self.scheme.bits, self.scheme.layout
         numbers = [part.in_input_order(part.unpacked()) for part in parts]
         codes = torch.cat(numbers) if len(numbers) > 1 else numbers[0]
         if order is not None:
             codes = codes[order]
-        if layout in {"fp8", "int8"}:
-            return {"weight": codes}
-        if layout == "bitsandbytes":
-            return {"weight": codes[:, ::2] << 4 | codes[:, 1::2]}
-        if bits == 8:
+        if bits == 8 and layout in {"gptq", "packed"}:
             codes = codes.view(torch.uint8) ^ 128
-        if layout == "packed":
-            return {"weight_packed": pack(codes, bits, 1)}
-        scales = torch.cat([part.scales for part in parts])
-        scales = scales if order is None else scales[order]
-        words = pack(codes.t(), bits, 1, _AWQ_ORDER) if layout == "awq" else pack(codes.t(), bits, 0)
-        return {"qweight": words.contiguous(), "scales": scales.t().contiguous()}
+        match layout:
+            case "awq":
+                tensors = {"qweight": pack(codes.t(), bits, 1, _AWQ_ORDER).contiguous()}
+            case "gptq":
+                tensors = {"qweight": pack(codes.t(), bits, 0).contiguous()}
+            case "packed":
+                tensors = {"weight_packed": pack(codes, bits, 1)}
+            case "bitsandbytes":
+                tensors = {"weight": codes[:, ::2] << 4 | codes[:, 1::2]}
+            case _:
+                tensors = {"weight": codes}
+        if self._restores_scales:
+            scales = torch.cat([part.scales for part in parts])
+            tensors[self.scheme.scale] = (scales if order is None else scales[order]).contiguous()
+        return tensors
 
 
 def _packed(codes: Codes, bits: int, order: Tensor | None) -> Codes:

@@ -153,7 +153,7 @@ def test_row_counts_with_another_summation_order_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(linear, "_packed", differing_in(differing, {16, 48}))
-    monkeypatch.setattr(linear, "_has_matrix_unit", lambda: has_unit)
+    monkeypatch.setattr(linear, "has_matrix_unit", lambda: has_unit)
     assert linear.choose_packing.__wrapped__(48, 100, dtype, 1) == (for_rows, expected, dtype)
 
 
@@ -166,7 +166,7 @@ def test_few_rows_are_padded_where_large_weights_are_read_slowly_with_them(
     slow = tuple(count for count in (1, 2, 3) if milliseconds[count - 1] > 22)
     assert linear.slow_counts.__wrapped__(1) == slow
     monkeypatch.setattr(linear, "_packed", differing_in(set()))
-    monkeypatch.setattr(linear, "_has_matrix_unit", lambda: False)
+    monkeypatch.setattr(linear, "has_matrix_unit", lambda: False)
     monkeypatch.setattr(linear, "slow_counts", lambda _: slow)
     for cached_bytes, first in ((1 << 20, 1), (0, 1 + len(slow))):
         monkeypatch.setattr(linear, "CACHED_BYTES", cached_bytes)
@@ -180,7 +180,7 @@ def test_unpacked_matmuls_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_fp32_is_used_if_few_row_counts_agree_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_has_matrix_unit", lambda: False)
+    monkeypatch.setattr(linear, "has_matrix_unit", lambda: False)
     in_bf16, in_fp32 = differing_in(range(9, 600)), differing_in({1})
 
     def packed(weight: torch.Tensor, bias: torch.Tensor | None, for_rows: int | None) -> linear.Matmul:

@@ -74,6 +74,13 @@ def read_all(path: Path) -> None:
     Tokenizer(path)
 
 
+def test_argument_quantization_may_be_gguf(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "model.gguf"))
+    find_facts(engine_config(path, {"quantization": "gguf"}).model)
+    with pytest.raises(ValueError, match="quantization='awq', but .* has 'gguf'; leave it out"):
+        find_facts(engine_config(path, {"quantization": "awq"}).model)
+
+
 def test_model_is_a_file_or_its_folder(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", tokenizer__chat_template=TEMPLATE)
     for given in (path, tmp_path):

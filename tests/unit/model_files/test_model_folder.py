@@ -113,6 +113,26 @@ def test_context_length_includes_rope_scaling(tmp_path: Path, key: str, rope: ob
     assert read_facts(folder(tmp_path, **{key: rope})).context_length == expected
 
 
+QUANTIZED: dict[str, dict[str, object]] = {
+    "awq": {},
+    "bitsandbytes": {"load_in_4bit": True},
+    "compressed-tensors": {},
+    "fbgemm_fp8": {},
+    "fp8": {},
+    "gptq": {"bits": 4},
+    "modelopt": {"quant_algo": "FP8"},
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_argument_quantization_is_the_method_of_the_model(name: str, tmp_path: Path) -> None:
+    path = folder(tmp_path, quantization_config={"quant_method": name, **QUANTIZED[name]})
+    find_facts(ModelConfig(path=path, load_format="dummy", quantization=name))
+    for other in {*QUANTIZED, "gguf", "mxfp4", "int8"} - {name}:
+        with pytest.raises(ValueError, match=f"quantization={other!r}, but .* has {name!r}; leave it out"):
+            find_facts(ModelConfig(path=path, load_format="dummy", quantization=other))
+
+
 def test_end_of_text_ids_come_from_two_files(tmp_path: Path) -> None:
     path = folder(tmp_path, {"generation_config.json": {"eos_token_id": [7, 5, 300, -1]}})
     assert read_facts(path).eos_token_ids == (7, 5)

@@ -75,7 +75,11 @@ def test_most_specific_target_of_compressed_tensors_counts() -> None:
 
 
 def test_rules_of_gptq_change_and_skip_layers() -> None:
-    dynamic = {r"+:.*\.18\..*gate.*": {"bits": 8, "group_size": 64}, r"-:.*\.20\..*": {}, r".*down": {"desc_act": True}}
+    dynamic = {
+        r"+:.*\.18\..*gate.*": {"bits": 8, "group_size": 64},
+        r"-:.*\.20\..*": None,
+        r".*down": {"desc_act": True},
+    }
     quantization = read_quantization(GPTQ | {"dynamic": dynamic})
     plain = quantization.scheme_of("model.layers.1.mlp.gate_proj")
     assert plain is not None
@@ -158,7 +162,9 @@ def test_tensors_of_a_layer_are_described() -> None:
         (AWQ | {"zero_point": False}, "zero_point False .*works: true"),
         (GPTQ | {"bits": 3}, "bits 3 is not implemented; what works: 4, 8"),
         (GPTQ | {"dynamic": {"+:x": {"bits": 2}}}, "bits 2 is not implemented; what works: 4, 8"),
-        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' .*works: gptq, gptq_v2"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "format 'marlin' .*works: gptq, gptq_v2"),
+        (GPTQ | {"is_marlin_format": True}, "format 'marlin' .*works: gptq, gptq_v2"),
+        (GPTQ | {"format": "gptq_p", "checkpoint_format": "gptq"}, "format 'gptq_p' .*works: gptq, gptq_v2"),
         (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' .*works: pack-quantized"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask' .*works: dense"),
         (COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config .*works: null"),
