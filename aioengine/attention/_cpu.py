@@ -167,8 +167,10 @@ class Paging:
         max_units = max(1, self.max_positions // width)
         calls = [slice(start, start + max_units) for start in range(0, len(rows), max_units)]
         units = [self._own_chunks(table, left, rows[call], chunks[call], first_seen=first_seen) for call in calls]
-        starts = first_tokens(batch.query_lengths)
-        tokens = None if is_all else torch.tensor([starts[row] for row in single])
+        tokens: Tensor | None = None
+        if not is_all:
+            starts = first_tokens(batch.query_lengths)
+            tokens = torch.tensor([starts[row] for row in single])
         num_slots = self.num_slots(num_chunks)
         return DecodeUnits(num_rows=len(single), num_slots=num_slots, tokens=tokens, units=shared + units)
 

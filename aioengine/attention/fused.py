@@ -1,10 +1,14 @@
-"""Attention with torch's fused CPU kernel, used in a way that makes it batch-invariant.
+"""Attention of a CPU in chunks, batch-invariant.
 
 As in ``attention/torch.py``, the result of a token has the same bits alone, in any batch, in a decode step and in any
-prefill chunk. Keys are processed in chunks of ``CHUNK`` positions aligned from position 0. The kernel returns the
-output of a chunk and the logarithm of its sum of exponentials. The chunks of a token are merged in an order that chunks
+prefill chunk. Keys are processed in chunks of ``CHUNK`` positions aligned from position 0. A kernel returns the output
+of a chunk and the logarithm of its sum of exponentials. The chunks of a token are merged in an order that chunks
 without weight do not change. ``find_limits`` tries which numbers of query rows and positions give the bits of a full
 chunk; if there are none, ``attention/torch.py`` is used instead.
+
+There are two kernels. ``_attend_by_products`` computes in fp32 with MKL, and full blocks of a prompt with oneDNN, which
+is twice as fast where MKL does not use AVX-512, and gives the same bits if the sums are split in the same way. If it
+does not, or if the CPU has a matrix unit for bf16, ``_attend`` calls torch's fused kernel.
 
 T packed tokens, R rows, H query heads, K kv heads, G query heads per kv head, E head size, U units, C positions of a
 chunk, N pages of the pool, S page size, P pages of a chunk, M padded query rows per kv head, X chunks of the longest
@@ -22,22 +26,31 @@ import torch
 from torch.nn import functional
 
 from aioengine.attention._cpu import BLOCK_TOKENS, CHUNK, MASKED, Paging, first_tokens
+from aioengine.kernels import linear
 from aioengine.kernels.stored_kv import from_stored, to_stored
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, ForwardBatch
     from aioengine.attention._cpu import DecodeUnits, WorkUnits
     from aioengine.kernels.kv_target import WriteKV
 
-UNIT_BYTES = 8 << 20
+SMALL_SIZE = 512
+"""Models with fewer outputs of all query heads are small."""
+UNIT_BYTES = 4 << 20
 """Size of keys and values per call; they fit the caches."""
+SHARED_ROWS = 256
+"""Multiples of this number of query rows that share a chunk are full blocks, see ``_attend_by_products``."""
 TRIED_ROWS = (4, 8, 16)
 TRIED_TIMES = (1, 2, 3, 5, 9, 12)
 TRIED_WIDTHS = tuple(range(64, CHUNK, 64))
 MOST_ROWS = 200
 """Above 192 rows, the kernel uses another block size than below."""
+PIECE = 192
+"""MKL computes the sums of longer rows in pieces of this length."""
 TRIED_OFFSETS = (0, 16, 37)
 """Indices of a row among many: without AVX-512, results depend on the index."""
 
@@ -47,10 +60,17 @@ Sums = tuple["Tensor", "Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class FusedLimits:
-    """rows: the number of query rows must be a multiple of this. widths: allowed numbers of positions of a chunk."""
+    """How the kernel may be called.
+
+    Attributes:
+        rows: the number of query rows must be a multiple of this.
+        widths: allowed numbers of positions of a chunk.
+        attend: the kernel.
+    """
 
     rows: int
     widths: tuple[int, ...]
+    attend: Callable[..., Sums]
 
 
 def serves(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:
@@ -59,22 +79,39 @@ def serves(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> b
         return False
     if device.type != "cpu" or not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return False
-    return find_limits(shape.head_size, dtype, torch.get_num_threads()) is not None
+    return _limits(shape, dtype) is not None
+
+
+def _limits(shape: AttentionShape, dtype: torch.dtype) -> FusedLimits | None:
+    """Return the limits of the kernel for this shape, or None."""
+    is_small = shape.num_heads * shape.head_size < SMALL_SIZE
+    return find_limits(shape.head_size, dtype, torch.get_num_threads(), is_small=is_small)
 
 
 @lru_cache(maxsize=64)
-def find_limits(head_size: int, dtype: torch.dtype, num_threads: int) -> FusedLimits | None:
-    """Return the limits with which the kernel is batch-invariant in trials, or None.
+def find_limits(head_size: int, dtype: torch.dtype, num_threads: int, *, is_small: bool = False) -> FusedLimits | None:
+    """Return the limits with which a kernel is batch-invariant in trials, or None.
 
-    num_threads: only part of the cache key, because the trials depend on it.
+    Args:
+        num_threads: only part of the cache key, because the trials depend on it.
+        is_small: a decode step takes about as long as its calls of operators, so the kernel with fewer calls is used.
     """
-    rows = next((rows for rows in TRIED_ROWS if _matches(rows, CHUNK, head_size, dtype)), None)
-    if rows is None:
-        return None
-    return FusedLimits(rows, (*(width for width in TRIED_WIDTHS if _matches(rows, width, head_size, dtype)), CHUNK))
+    kernels = (_attend_by_products, _attend) if not is_small and _has_fast_products(dtype) else (_attend,)
+    for kernel, rows in product(kernels, TRIED_ROWS):
+        matches = partial(_matches, kernel, rows, head_size=head_size, dtype=dtype)
+        if matches(CHUNK):
+            return FusedLimits(rows, (*(width for width in TRIED_WIDTHS if matches(width)), CHUNK), kernel)
+    return None
 
 
-def _matches(rows: int, width: int, head_size: int, dtype: torch.dtype) -> bool:
+def _has_fast_products(dtype: torch.dtype) -> bool:
+    """Return whether products in fp32 are as fast as torch's fused kernel. It uses the matrix unit for bf16."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or not linear.has_matrix_unit()
+
+
+def _matches(kernel: Callable[..., Sums], rows: int, width: int, *, head_size: int, dtype: torch.dtype) -> bool:
     """Return whether multiples of ``rows`` queries over ``width`` positions give the bits of many over a full chunk.
 
     The values of the second half of the positions cancel the values of the first half. Only the rounding error remains,
@@ -88,26 +125,98 @@ def _matches(rows: int, width: int, head_size: int, dtype: torch.dtype) -> bool:
     values[:, :, half:width] = -values[:, :, :half]
     hidden = ((torch.arange(CHUNK) >= width) * MASKED).view(1, 1, 1, -1)
     for scale in (0.05, 4.0):
-        expected = _attend(queries, keys, values, hidden=hidden, scale=scale)
+        expected = kernel(queries, keys, values, hidden=hidden, scale=scale, is_full_block=True)
         for times, (batch, heads), offset in product(TRIED_TIMES, ((1, 1), (1, 2), (2, 2)), TRIED_OFFSETS):
             inside = slice(offset, offset + rows * times)
             few = queries[:batch, :heads, inside].contiguous()
             cut_keys, cut_values = keys[:batch, :heads, :width], values[:batch, :heads, :width]
-            result = _attend(few, cut_keys, cut_values, hidden=hidden[..., :width], scale=scale)
+            result = kernel(few, cut_keys, cut_values, hidden=hidden[..., :width], scale=scale)
             for part, full in zip(result, expected, strict=True):
                 if not torch.equal(part, full[:batch, :heads, inside]):
                     return False
     return True
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, hidden: Tensor | None, scale: float) -> Sums:
-    """Attend with queries [B, H, M, E] to keys, values [B, H, C, E]. hidden: mask [1 or B, 1, 1 or M, C]."""
+def _attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    hidden: Tensor | None,
+    scale: float,
+    is_full_block: bool = False,
+    needs_sums: bool = True,
+) -> Sums:
+    """Attend with queries [B, H, M, E] to keys, values [B, H, C, E].
+
+    Args:
+        hidden: mask [1 or B, 1, m, C], where m is 1 or divides M.
+        is_full_block: M is the number of rows of most blocks of prompts, and ``hidden`` is None or [1, 1, m, C].
+        needs_sums: otherwise the returned sums may be anything.
+    """
+    num_rows = queries.shape[2]
     if hidden is None:
         hidden = torch.zeros(1, 1, 1, 1)
+    if 1 < hidden.shape[2] < num_rows:
+        hidden = hidden.repeat(1, 1, num_rows // hidden.shape[2], 1)
     sums: Sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         queries, keys, values, 0.0, False, attn_mask=hidden, scale=scale
     )
     return sums
+
+
+def _attend_by_products(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    hidden: Tensor | None,
+    scale: float,
+    is_full_block: bool = False,
+    needs_sums: bool = True,
+) -> Sums:
+    """Attend as ``_attend`` with queries [B, H, M, E], in fp32 with matrix products and torch's softmax.
+
+    oneDNN only computes full blocks, because it compiles code for each M.
+    """
+    shape = queries.shape[:2]
+    queries = queries.float() if scale == 1.0 else queries.float() * scale
+    keys, values = keys.float(), values.float()
+    if not is_full_block:
+        queries, keys, values = (part.flatten(0, 1) for part in (queries, keys, values))
+        scores = torch.bmm(queries, keys.transpose(1, 2)).unflatten(0, shape)
+        weights, sums = _to_weights(scores, hidden, needs_sums=needs_sums)
+        return torch.bmm(weights.flatten(0, 1), values).unflatten(0, shape), sums
+    outputs, sums = queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3])
+    for index in product(range(queries.shape[0]), range(queries.shape[1])):
+        scores = _product(queries[index], keys[index])
+        weights, sums[index] = _to_weights(scores[None, None], hidden, needs_sums=needs_sums)
+        for begin in range(0, weights.shape[3], PIECE):
+            piece = slice(begin, begin + PIECE)
+            part = _product(weights[0, 0, :, piece], values[index][piece].t())
+            outputs[index] = part if begin == 0 else part.add_(outputs[index])
+    return outputs, sums
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x [M, I] with a weight [O, I] by oneDNN -> [M, O]."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
+
+
+def _to_weights(scores: Tensor, hidden: Tensor | None, *, needs_sums: bool) -> Sums:
+    """Return the softmax of scores [B, H, M, C] and the logarithms of the sums of exponentials [B, H, M].
+
+    The exponential of the largest score is 1, so the largest weight is the inverse of the sum.
+    """
+    if hidden is not None and hidden.shape[2] == 1:
+        scores.add_(hidden)
+    elif hidden is not None:
+        scores.unflatten(2, (-1, hidden.shape[2])).add_(hidden.unsqueeze(2))
+    if not needs_sums:
+        return torch.softmax(scores, -1), scores.select(-1, 0)
+    largest = scores.amax(-1)
+    torch.softmax(scores, -1, out=scores)
+    return scores, largest.sub_(scores.amax(-1).log_())
 
 
 def _combine(outputs: Tensor, sums: Tensor) -> Tensor:
@@ -172,13 +281,12 @@ class _DecodeCall(NamedTuple):
 
     Attributes:
         memory: receives the pages, [2 * U * K * P, numbers of a page].
-        keys, values: views of it, [U, K, C, E] or as stored.
+        stored: a view of it, keys and values [2, U, K, C, E] as stored.
     """
 
     units: WorkUnits
     memory: Tensor
-    keys: Tensor
-    values: Tensor
+    stored: Tensor
 
 
 class FusedAttention:
@@ -192,7 +300,7 @@ class FusedAttention:
         """
         num_layers, _, num_pages, num_kv_heads, page_size, stored_size = kv_pool.shape
         head_size, dtype = shape.head_size, shape.dtype or kv_pool.dtype
-        limits = find_limits(head_size, dtype, torch.get_num_threads())
+        limits = _limits(shape, dtype)
         if limits is None:
             raise ValueError(
                 f"torch's fused attention is not batch-invariant for head size {head_size} on this machine"
@@ -202,7 +310,10 @@ class FusedAttention:
         self._num_kv_heads = num_kv_heads
         self._group = shape.num_heads // num_kv_heads
         self._head_size, self._stored_size = head_size, stored_size
-        self._scale = shape.scale
+        self._attend, self._scale = limits.attend, shape.scale
+        is_wide = limits.attend is _attend_by_products
+        self._query_scale = torch.tensor([shape.scale]) if is_wide else None
+        self._decode_scale = 1.0 if is_wide else shape.scale
         self._sinks = shape.sinks
         self._padding = -self._group % limits.rows
         self._paging = Paging(
@@ -220,7 +331,8 @@ class FusedAttention:
         self._decode: DecodeUnits | None = None
         self._calls: list[_DecodeCall] = []
         self._memory = kv_pool.new_empty(0)
-        self._queries = self._own_queries = torch.empty(0)  # padded queries of all rows, and a view without padding
+        # padded queries of all rows, and a view without padding
+        self._queries = self._own_queries = torch.empty(0, dtype=torch.float32 if is_wide else dtype)
         self._prefill: list[_PrefillRow] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -228,6 +340,9 @@ class FusedAttention:
         self._decode = self._paging.decode_units(batch)
         if self._decode is not None:
             self._prepare_decode(self._decode)
+            if self._decode.tokens is None:
+                self._prefill = []
+                return
         starts = first_tokens(batch.query_lengths)
         self._prefill = [
             self._prefill_row(batch, row, starts[row]) for row, length in enumerate(batch.query_lengths) if length > 1
@@ -260,12 +375,11 @@ class FusedAttention:
         self._calls = []
         for units in decode.units:
             memory = self._memory[: units.pages.numel() * self.page_size * self._stored_size]
-            keys, values = memory.view(2, -1, self._num_kv_heads, units.width, self._stored_size).unbind(0)
-            self._calls.append(_DecodeCall(units, memory.view(units.pages.numel(), -1), keys, values))
-        if self._padding:
-            shape = (decode.num_rows, self._num_kv_heads, self._group + self._padding, self._head_size)
-            self._queries = torch.zeros(shape, dtype=self._dtype)
-            self._own_queries = self._queries[:, :, : self._group]
+            stored = memory.view(2, -1, self._num_kv_heads, units.width, self._stored_size)
+            self._calls.append(_DecodeCall(units, memory.view(units.pages.numel(), -1), stored))
+        shape = (decode.num_rows, self._num_kv_heads, self._group + self._padding, self._head_size)
+        self._queries = self._queries.new_zeros(shape)
+        self._own_queries = self._queries[:, :, : self._group]
 
     def _padded_width(self, visible: int) -> int:
         return next(width for width in self._limits.widths if width >= visible and width % self.page_size == 0)
@@ -279,7 +393,10 @@ class FusedAttention:
     def _attend_decode(self, decode: DecodeUnits, q: Tensor, layer: int) -> Tensor:
         """q [R, H, E] -> [R, H * E]."""
         queries = q.view(decode.num_rows, self._num_kv_heads, self._group, self._head_size)
-        if self._padding:
+        if self._query_scale is not None:
+            torch.mul(queries, self._query_scale, out=self._own_queries)
+            queries = self._queries
+        elif self._padding:
             self._own_queries.copy_(queries)
             queries = self._queries
         if decode.num_slots == 1 and not self._sinks:
@@ -290,19 +407,19 @@ class FusedAttention:
             if self._sinks:
                 sinks = functional.pad(self._grouped_sinks(layer), (0, self._padding))
                 slots = _with_sinks(*slots, sinks)
-            merged = _combine(*slots).to(q.dtype)
+            merged = _combine(*slots)
         if self._padding:
             merged = merged[:, :, : self._group]
-        return merged.reshape(decode.num_rows, -1)
+        return merged.to(q.dtype).reshape(decode.num_rows, -1)
 
     def _decode_sums(self, decode: DecodeUnits, queries: Tensor, layer: int) -> Sums:
         """queries [R, K, M, E] -> sums [X, R, K, M, ...], without weight in slots that a row does not use."""
         num_targets = decode.num_slots * decode.num_rows
-        outputs = queries.new_zeros(num_targets, *queries.shape[1:])
+        outputs = queries.new_zeros(num_targets, *queries.shape[1:], dtype=torch.float32)
         sums = queries.new_full((num_targets, *queries.shape[1:3]), MASKED, dtype=torch.float32)
         for call in self._calls:
             unit_outputs, unit_sums = self._attend_units(queries, call, layer)
-            outputs.index_copy_(0, call.units.targets, unit_outputs)
+            outputs.index_copy_(0, call.units.targets, unit_outputs.float())
             sums.index_copy_(0, call.units.targets, unit_sums)
         shape = (decode.num_slots, decode.num_rows)
         return torch.unflatten(outputs, 0, shape), torch.unflatten(sums, 0, shape)
@@ -311,12 +428,19 @@ class FusedAttention:
         """queries [R, K, M, E] -> sums [U, K, M, ...]."""
         units = call.units
         torch.index_select(self._pages[layer], 0, units.pages, out=call.memory)
-        keys, values = from_stored(call.keys, self._dtype), from_stored(call.values, self._dtype)
+        keys, values = from_stored(call.stored, self._dtype).to(self._queries.dtype).unbind(0)
         chosen = queries if units.rows is None else queries.index_select(0, units.rows)
         if units.hidden is not None:
-            return _attend(chosen, keys, values, hidden=units.hidden, scale=self._scale)
+            assert self._decode is not None
+            needs_sums = self._decode.num_slots > 1 or bool(self._sinks)
+            return self._attend(
+                chosen, keys, values, hidden=units.hidden, scale=self._decode_scale, needs_sums=needs_sums
+            )
         joined = chosen.transpose(0, 1).reshape(1, self._num_kv_heads, -1, self._head_size)
-        outputs, sums = _attend(joined, keys, values, hidden=None, scale=self._scale)
+        is_full_block = joined.shape[2] % SHARED_ROWS == 0
+        outputs, sums = self._attend(
+            joined, keys, values, hidden=None, scale=self._decode_scale, is_full_block=is_full_block
+        )
         shape = (len(chosen), -1)
         return torch.unflatten(outputs[0], 1, shape).transpose(0, 1), torch.unflatten(sums[0], 1, shape).transpose(0, 1)
 
@@ -367,11 +491,21 @@ class FusedAttention:
             queries = q[block.start : block.stop].view(size, kv_heads, group, head_size).permute(1, 2, 0, 3)
             if padding := -size % self._limits.rows:
                 queries = functional.pad(queries, (0, 0, 0, padding))
+            joined, num_rows = queries.reshape(1, kv_heads, -1, head_size), queries.shape[2]
             parts: dict[int, Sums] = {}
             for chunk in block.chunks:
-                kv = (part[chunk.index, :, None, : chunk.width].expand(-1, group, -1, -1) for part in (keys, values))
-                mask = None if chunk.hidden is None else chunk.hidden.view(1, 1, *chunk.hidden.shape)
-                parts[chunk.slot] = _attend(queries, *kv, hidden=mask, scale=self._scale)
+                kv = (part[chunk.index, None, :, : chunk.width] for part in (keys, values))
+                mask = None if chunk.hidden is None else chunk.hidden[None, None]
+                outputs, sums = self._attend(
+                    joined,
+                    *kv,
+                    hidden=mask,
+                    scale=self._scale,
+                    is_full_block=num_rows == BLOCK_TOKENS,
+                    needs_sums=len(block.chunks) > 1 or bool(self._sinks),
+                )
+                shape = (group, num_rows)
+                parts[chunk.slot] = outputs[0].unflatten(1, shape), sums[0].unflatten(1, shape)
             if len(parts) == 1 and not self._sinks:
                 [(merged, _)] = parts.values()
             else:

@@ -71,11 +71,12 @@ def rotate_heads(
         q, k, v = as_parts(heads if pages is None or pages.heads is None else pages.heads, num_heads)
     else:
         q, k, v = as_parts(heads, num_heads)
+        rotated = heads[:, : -k.shape[1]]
         if norms is not None:
             query_weight, key_weight, epsilon = norms
-            q.copy_(rms_norm(q, query_weight, epsilon))
-            k.copy_(rms_norm(k, key_weight, epsilon))
-        _rotate(heads[:, : -k.shape[1]], *tables)
+            weights = torch.cat((query_weight.expand(num_heads, -1), key_weight.expand(k.shape[1], -1)))
+            rotated.copy_(rms_norm(rotated, weights, epsilon))
+        _rotate(rotated, *tables)
         if pages is not None:
             q, k, v = _written(q, k, v, pages)
     if target is not None and not isinstance(target, KVTarget):

@@ -15,6 +15,7 @@ few row counts also saves memory and time. ``child_process.host.limit_kernel_cac
 from __future__ import annotations
 
 from functools import lru_cache
+from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from torch.nn import functional
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -45,10 +46,14 @@ FEW_ROWS = 32
 MAX_TRIED_ELEMENTS = 2 << 20
 """Maximum size of a result of more than ``BLOCK`` rows in the trials, to limit time and memory."""
 FAST_ROWS = 4
-"""oneDNN reads packed bf16 weights fastest with 3 to 6 rows: 31 GB/s with one row, 26 with two, 37 with four, on two
-cores with 38 GB/s. So fewer rows are padded to four if the weight exceeds the cache.
+"""With 3 to 6 rows, oneDNN reads packed bf16 weights at the rate of memory. With fewer rows it is slower on some CPUs
+(31 GB/s with one row, 26 with two, 37 with four, on two cores of Zen 4), and faster on others (Zen 5).
 """
 CACHED_BYTES = 1 << 20
+TIMED_SHAPE = (1 << 14, 1 << 11)
+"""The weight with which row counts are timed. It is larger than most caches."""
+NUM_TIMED = 5
+TOO_SLOW = 1.1
 LONG_INPUTS = 8192
 FEW_ROWS_OF_LONG_INPUTS = 128
 TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
@@ -148,16 +153,18 @@ def _try_packings(out_features: int, in_features: int, dtype: torch.dtype, *, ha
     It is the default packing. If the CPU has a matrix unit for bf16 and not all row counts agree, it is the packing for
     one row: more row counts agree with it, but many rows take a third longer.
     """
-    is_slow_with_few = dtype == torch.bfloat16 and 2 * out_features * in_features > CACHED_BYTES
-    least = FAST_ROWS if is_slow_with_few else 1
+    has_unit = dtype == torch.bfloat16 and has_matrix_unit()
+    slow: Sequence[int] = ()
+    if dtype == torch.bfloat16 and 2 * out_features * in_features > CACHED_BYTES:
+        slow = range(1, FAST_ROWS) if has_unit else slow_counts(torch.get_num_threads())
     most = max(BLOCK, MAX_TRIED_ELEMENTS // out_features)
-    counts = [count for count in TILED_COUNTS if least <= count <= most]
+    counts = [count for count in TILED_COUNTS if count not in slow and count <= most]
     trial = Trial(out_features, in_features, dtype)
 
     def agrees(for_rows: int | None) -> Callable[[int], bool]:
         return trial.agreeing(_packed(trial.weight, trial.bias if has_bias else None, for_rows), COMMON_ROWS)
 
-    if dtype == torch.bfloat16 and _has_matrix_unit():
+    if has_unit:
         agree = agrees(None)
         if all(agree(count) for count in reversed(counts)):
             return Packing(None, tuple(counts), dtype)
@@ -166,10 +173,31 @@ def _try_packings(out_features: int, in_features: int, dtype: torch.dtype, *, ha
     differing = max({*counts} - {*agreeing}, default=0)
     if differing >= COMMON_ROWS:
         return Packing(None, agreeing, dtype)
-    return Packing(None, tuple(count for count in ROW_COUNTS if count >= max(least, differing + 1)), dtype)
+    return Packing(None, tuple(count for count in ROW_COUNTS if count not in slow and count > differing), dtype)
 
 
-def _has_matrix_unit() -> bool:
+@lru_cache(maxsize=8)
+def slow_counts(num_threads: int) -> tuple[int, ...]:
+    """Return the row counts below ``FAST_ROWS`` with which a bf16 weight in memory takes ``TOO_SLOW`` times as long.
+
+    The choice changes no bits: only row counts with equal bits are used. num_threads: only part of the cache key.
+    """
+    counts = range(1, FAST_ROWS + 1)
+    matmul = _packed(torch.ones(TIMED_SHAPE, dtype=torch.bfloat16), None, None)
+    inputs = [torch.ones(count, TIMED_SHAPE[1], dtype=torch.bfloat16) for count in counts]
+    seconds = [[_seconds(matmul, x) for x in inputs] for _ in range(NUM_TIMED)][1:]  # the first ones compile
+    *few, fast = (min(times) for times in zip(*seconds, strict=True))
+    return tuple(count for count, time in zip(counts, few, strict=False) if time > TOO_SLOW * fast)
+
+
+def _seconds(matmul: Matmul, x: Tensor) -> float:
+    """Return the seconds that ``matmul`` takes for x [T, I]."""
+    started = perf_counter()
+    matmul(x)
+    return perf_counter() - started
+
+
+def has_matrix_unit() -> bool:
     """Return whether this CPU has a matrix unit for bf16 (AMX)."""
     return torch.cpu._is_amx_tile_supported()
 

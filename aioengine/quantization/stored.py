@@ -120,8 +120,11 @@ class StoredFormat(CodesFormat):
             order = order.argsort()
         if self.scheme.layout == "int8":
             [codes] = loaded
-            matmul = int8_linear.prepare(codes.packed, codes.scales, bias)
-            return layer.prepared(matmul, lambda: others | self._stored([codes], order))
+            matmul, restore_integers = int8_linear.prepare(codes.packed, codes.scales, bias)
+            rest = codes._replace(packed=codes.packed[:0])  # without the weight, which oneDNN packs
+            return layer.prepared(
+                matmul, lambda: others | self._stored([rest._replace(packed=restore_integers())], order)
+            )
         biases = [bias] if bias is None or len(loaded) == 1 else bias.split(layer.sizes)
         parts = [
             code_linear.prepare(codes, part_bias, layer.dtype, batch_invariant=layer.batch_invariant)

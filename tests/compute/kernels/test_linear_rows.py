@@ -153,8 +153,24 @@ def test_row_counts_with_another_summation_order_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(linear, "_packed", differing_in(differing, {16, 48}))
-    monkeypatch.setattr(linear, "_has_matrix_unit", lambda: has_unit)
+    monkeypatch.setattr(linear, "has_matrix_unit", lambda: has_unit)
     assert linear.choose_packing.__wrapped__(48, 100, dtype, 1) == (for_rows, expected, dtype)
+
+
+@pytest.mark.parametrize("milliseconds", [(30, 36, 20, 20), (20, 20, 20, 20)])
+def test_few_rows_are_padded_where_large_weights_are_read_slowly_with_them(
+    milliseconds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "TIMED_SHAPE", (64, 64))
+    monkeypatch.setattr(linear, "_seconds", lambda _, x: milliseconds[len(x) - 1] / 1000)
+    slow = tuple(count for count in (1, 2, 3) if milliseconds[count - 1] > 22)
+    assert linear.slow_counts.__wrapped__(1) == slow
+    monkeypatch.setattr(linear, "_packed", differing_in(set()))
+    monkeypatch.setattr(linear, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(linear, "slow_counts", lambda _: slow)
+    for cached_bytes, first in ((1 << 20, 1), (0, 1 + len(slow))):
+        monkeypatch.setattr(linear, "CACHED_BYTES", cached_bytes)
+        assert linear.choose_packing.__wrapped__(48, 100, torch.bfloat16, 1).counts[0] == first
 
 
 def test_unpacked_matmuls_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +180,7 @@ def test_unpacked_matmuls_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_fp32_is_used_if_few_row_counts_agree_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_has_matrix_unit", lambda: False)
+    monkeypatch.setattr(linear, "has_matrix_unit", lambda: False)
     in_bf16, in_fp32 = differing_in(range(9, 600)), differing_in({1})
 
     def packed(weight: torch.Tensor, bias: torch.Tensor | None, for_rows: int | None) -> linear.Matmul:

@@ -1,0 +1,46 @@
+"""Products of int8 weights with activations that are quantized per token."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from aioengine.kernels import int8_linear
+
+
+def check_products(num_inputs: int) -> None:
+    """Compare with products in 64-bit integers, for large numbers of one sign, in the whole batch and row by row."""
+    torch.manual_seed(0)
+    weight = torch.randint(-128, 128, (70, num_inputs)).to(torch.int8)
+    weight[0], weight[1] = 127, -128
+    scales, bias = torch.rand(70, 1) + 0.1, torch.randn(70)
+    x = torch.randint(-127, 128, (150, num_inputs)).float()
+    x[0], x[:, 0] = 127, 127
+    prepared = int8_linear.prepare(weight, scales, bias)
+    result = prepared.matmul(x * 0.5)
+    sums = (x.long() @ weight.long().t()).double()
+    torch.testing.assert_close(result.double(), sums * 0.5 * scales.t().double() + bias, rtol=1e-6, atol=1e-2)
+    for rows in (slice(0, 1), slice(3, 10), slice(140, 150)):
+        assert torch.equal(prepared.matmul(x[rows] * 0.5), result[rows])
+    assert torch.equal(prepared.restore(), weight)
+
+
+@pytest.mark.parametrize("num_inputs", [1, 300, 2500])
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_integer_products_are_exact(num_inputs: int, is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_exact:
+        assert int8_linear.multiplies_exactly() == torch.cpu._is_vnni_supported()
+    else:
+        monkeypatch.setattr(int8_linear, "multiplies_exactly", lambda: False)
+    check_products(num_inputs)
+
+
+def test_integer_products_are_exact_on_a_cpu_without_vnni() -> None:
+    """There oneDNN adds products in 16 bits, which overflow."""
+    code = "from tests.compute.kernels.test_int8_linear import check_products; check_products(300)"
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
