@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedConfig, YoutuConfig
+from transformers import PreTrainedConfig, Qwen2MoeConfig, YoutuConfig
 
 from aioengine import models, plugins
 from aioengine.layers.linear import Linear, Stored
@@ -55,6 +55,11 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "delta net": make_newer,
     "convolutions": make_lfm2,
     "mamba": make_granite,
+    "experts": partial(
+        Qwen2MoeConfig,
+        **{**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+        shared_expert_intermediate_size=64,
+    ),
 }
 """Families with transposed, reordered, fused and tied weights, biases, states, and sizes that groups do not divide."""
 
