@@ -163,7 +163,7 @@ class _OnDevice:
         x = x.contiguous()
         if num_rows == 1 and self._serves_vector:
             return self._kernels.vector_matmul(x, codes, bias)
-        if num_rows <= self._max_rows:
+        if num_rows <= self._max_rows and x.dtype != torch.float32:  # tensor cores would round fp32
             return self._kernels.matmul(x, codes, bias, self._num_done)
         if self._fp8_scales is not None and x.dtype == torch.bfloat16 and not self._batch_invariant:
             numbers, scales = self._kernels.quantize_rows(x, codes.group)

@@ -60,12 +60,15 @@ class CodedExperts:
         for expert in range(len(self._kept)):
             tensors = self._loaded.pop(0)
             codes = self._format.codes(self._layer, tensors)
+            if codes.offsets is None:  # depends on the zero points of the expert
+                codes = codes._replace(offsets=torch.zeros_like(codes.scales))
             self._kept[expert] = self._format.kept(tensors)
             joined = codes._replace(**self._empty(codes)) if joined is None else joined
             for own, new in zip(_tensors(joined), _tensors(codes), strict=True):
                 own[expert * len(new) : (expert + 1) * len(new)] = new
         assert joined is not None
-        return joined
+        assert joined.offsets is not None
+        return joined if joined.offsets.any() else joined._replace(offsets=None)
 
     def _empty(self, codes: Codes) -> dict[str, Tensor]:
         """Return uninitialized tensors [E * O, ...] for codes [O, D] of one expert."""

@@ -98,10 +98,10 @@ class StoredFormat(CodesFormat):
         return (stored.dim_of(axis), unit) if unit else None
 
     def codes(self, layer: LinearSpec, tensors: Tensors) -> Codes:
-        """Return the weight [O, D]. Raises ValueError if parts have different orders of inputs."""
+        """Return the weight [O, D]. Raises ValueError if its inputs are reordered."""
         codes, *others = self._codes(layer, tensors)
-        if others:
-            raise ValueError("its parts have different orders of inputs (desc_act), which experts do not support")
+        if others or codes.order is not None:
+            raise ValueError("its inputs are reordered (desc_act), which experts do not support")
         return codes
 
     def tensors(self, layer: LinearSpec, codes: Codes) -> Tensors:
@@ -121,7 +121,7 @@ class StoredFormat(CodesFormat):
         if self.scheme.layout == "int8":
             [codes] = loaded
             matmul, restore_integers = int8_linear.prepare(codes.packed, codes.scales, bias)
-            rest = codes._replace(packed=codes.packed[:0])  # without the weight, which oneDNN packs
+            rest = Codes(codes.packed.new_empty(0), codes.scales)  # oneDNN packs the weight
             return layer.prepared(
                 matmul, lambda: others | self._stored([rest._replace(packed=restore_integers())], order)
             )

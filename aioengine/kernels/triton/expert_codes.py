@@ -184,10 +184,10 @@ def add_products(
             weight_0, weight_1, weight_2, weight_3 = _mxfp4_weights(
                 part, scales, lines, num_lines, start, COUNT, STORED
             )
-            total = tl.dot(weight_0, x_0, total)
-            total = tl.dot(weight_1, x_1, total)
-            total = tl.dot(weight_2, x_2, total)
-            total = tl.dot(weight_3, x_3, total)
+            total = tl.dot(weight_0, x_0, total, input_precision="ieee")
+            total = tl.dot(weight_1, x_1, total, input_precision="ieee")
+            total = tl.dot(weight_2, x_2, total, input_precision="ieee")
+            total = tl.dot(weight_3, x_3, total, input_precision="ieee")
         else:
             for index in tl.static_range(4):
                 vectors = x_0 if index == 0 else x_1 if index == 1 else x_2 if index == 2 else x_3
@@ -359,7 +359,7 @@ def device_weights(weights: ExpertWeights) -> DeviceWeights:
     matrices = [device_codes(part) if isinstance(part, Codes) else part for part in (weights.gate_up, weights.down)]
     for codes in (part for part in matrices if isinstance(part, DeviceCodes)):
         unit = RUN.value if codes.bits == 8 else piece_of(codes.shape[1]) // 4
-        if codes.scales.shape[0] > 1 and (codes.group % unit or (codes.group < 128 and 128 % codes.group)):
+        if codes.scales.shape[0] > 1 and (codes.group % unit or (codes.group % 128 and 128 % codes.group)):
             raise ValueError(f"experts with groups of {codes.group} inputs are not implemented; 32, 64 and 128 work")
     return DeviceWeights(*matrices, *weights[2:], weights.num_experts)
 
