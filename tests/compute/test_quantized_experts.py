@@ -17,12 +17,15 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, 
 from aioengine import models, plugins
 from aioengine.api.args import engine_config
 from aioengine.families._experts import ExpertsConfig
+from aioengine.kernels.codes import Codes
+from aioengine.layers.coded_experts import CodedExperts
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.placement import Placement
 from aioengine.model_files.checkpoint import check_folder
 from aioengine.model_files.model_folder import find_facts
 from aioengine.model_files.quantization import TEXTS, split_config
 from aioengine.models._base import Model, ModelOptions
+from aioengine.quantization.plain import PLAIN
 from aioengine.quantization.stored import formats
 from aioengine.runner import weights
 from tests.compute.quantized import METHODS, quantize_checkpoint
@@ -97,6 +100,34 @@ def test_logits_are_those_of_the_dequantized_checkpoint(family: str, name: str, 
         assert (result - expected).norm() < 0.1 * expected.norm()
     else:
         torch.testing.assert_close(result, expected, atol=1e-3, rtol=1e-3)
+
+
+class _GivenCodes:
+    """A format with these codes, one of each expert."""
+
+    def __init__(self, *codes: Codes) -> None:
+        self._codes = iter(codes)
+
+    def empty(self, _layer: object) -> dict[str, Tensor]:
+        return {}
+
+    def kept(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors
+
+    def codes(self, _layer: object, _tensors: object) -> Codes:
+        return next(self._codes)
+
+
+@pytest.mark.parametrize("first_has_offsets", [False, True])
+def test_only_some_experts_have_offsets(first_has_offsets: bool) -> None:
+    plain = Codes(torch.ones(4, 32, dtype=torch.int8), torch.ones(4, 1))
+    shifted = plain._replace(offsets=torch.full((4, 1), 3.0))
+    both = (shifted, plain) if first_has_offsets else (plain, shifted)
+    placement = Placement(dtype=torch.float32, device=CPU, format_of=lambda _name: PLAIN)
+    given: Any = _GivenCodes(*both)
+    joined = CodedExperts(given, ("down_proj",), 32, 4, 2, placement).assemble()
+    expected = torch.cat([codes.dequantized(torch.float32) for codes in both])
+    assert torch.equal(joined.dequantized(torch.float32), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
