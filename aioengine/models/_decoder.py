@@ -12,7 +12,7 @@ import torch
 
 from aioengine.attention._base import AttentionShape
 from aioengine.families._config import Task
-from aioengine.families._tensors import block_tensors
+from aioengine.families._tensors import block_linears, block_tensors
 from aioengine.layers.embedding import EmbeddingTable, token_embeddings
 from aioengine.layers.linear import Linear, adaptable_linears
 from aioengine.layers.mixer import BlockStep
@@ -90,7 +90,7 @@ class DecoderModel(TextModel):
             self._blocks.append(block)
             previous_norm = block.output_norm
         self._last_norm = previous_norm
-        self._block_kinds = _first_of_each_kind(config)
+        self._block_kinds = _first_of_each_kind(config, options)
         self._norm = make_norm(config.norm, config.hidden_size, config.epsilon, options)
         has_bias = config.head_bias and config.names.head in head
         self._head = Linear(config.hidden_size, head, options, bias=has_bias) if head else None
@@ -186,10 +186,16 @@ def _state_shape(config: DecoderConfig, dtype: torch.dtype) -> StateShape:
     return StateShape(num_layers, tuple(tensors))
 
 
-def _first_of_each_kind(config: DecoderConfig) -> list[int]:
-    """Return the first layer of each kind of block, where kinds differ in tensor shapes."""
-    shapes = [tuple(block_tensors(config, layer).values()) for layer in range(config.num_layers)]
-    return [layer for layer, kind in enumerate(shapes) if kind not in shapes[:layer]]
+def _first_of_each_kind(config: DecoderConfig, options: ModelOptions) -> list[int]:
+    """Return the first layer of each kind of block, where kinds differ in tensor shapes or formats of linear layers."""
+    kinds = [
+        [
+            *block_tensors(config, layer).values(),
+            *(options.format_of(linear.name) for linear in block_linears(config, layer)),
+        ]
+        for layer in range(config.num_layers)
+    ]
+    return [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
 
 
 def _expansions(config: DecoderConfig, placement: Placement) -> tuple[Tensor, ...]:

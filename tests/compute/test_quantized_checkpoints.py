@@ -287,3 +287,16 @@ def test_scales_of_keys_and_values_are_read(has_kv_scales: bool, tmp_path: Path)
     weights.load(model, tmp_path, load_format="auto", seed=0, report=lambda done, total: None)
     loaded_scales = [scales.tolist() for scales in model.attention_shape.kv_scales]
     assert loaded_scales == ([[0.5, 2.0], [0.25, 1.0], [1.0, 1.0]] if has_kv_scales else [])
+
+
+def test_blocks_in_other_formats_are_warmed_up_too(tmp_path: Path) -> None:
+    method = METHODS["awq"]
+    save_model("qwen2", tmp_path, num_hidden_layers=3, tie_word_embeddings=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    quantized, plain = quantize_checkpoint(tensors, method)
+    last = "model.layers.2."
+    kept = {name: tensor for name, tensor in quantized.items() if not name.startswith(last)}
+    kept |= {name: tensor for name, tensor in plain.items() if name.startswith(last)}
+    config = {**method.config, "modules_to_not_convert": [last.removesuffix(".")]}
+    model: Any = loaded(tmp_path, kept, config, torch.float32)
+    assert model._block_kinds == [0, 2]
