@@ -78,6 +78,8 @@ def _of_bytes(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
     """Use torch's kernel for int8 with a scale per output, on a CPU; None: it cannot compute the product."""
     if codes.bits != 8 or codes.scales.shape[1] > 1 or codes.offsets is not None or codes.order is not None:
         return None
+    if codes.shape[1] % 16:  # torch's kernel reads beyond the end of bf16 rows
+        return None
     factors = codes.scales[:, 0].to(dtype)
     return PreparedCodes(lambda x: torch.ops.aten._weight_int8pack_mm(x, codes.packed, factors), lambda: codes)
 

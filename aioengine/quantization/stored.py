@@ -10,7 +10,7 @@ import torch
 
 from aioengine.kernels import code_linear, int8_linear
 from aioengine.kernels.codes import Codes, pack, pack_nibbles, piece_of, unpack
-from aioengine.model_files.quantization import BLOCK_SCALES, MAX_TEXT, TEXTS
+from aioengine.model_files.quantization import BLOCK_SCALES, MAX_TEXT, TEXTS, WORD
 from aioengine.quantization._base import CodesFormat
 from aioengine.quantization.plain import PLAIN
 
@@ -202,8 +202,13 @@ class StoredFormat(CodesFormat):
                 table = torch.tensor(_TABLES[self.scheme.table], device=codes.device)
             case _:
                 codes = tensors["weight"]
-        inputs, num_groups = layer.in_features, scales.shape[1]
+        inputs, num_groups, per_word = layer.in_features, scales.shape[1], WORD // bits
         if zeros is not None:
+            if self.scheme.group > 0 and inputs % self.scheme.group:
+                raise ValueError(f"{inputs} inputs with groups of {self.scheme.group} are not implemented")
+            sizes = layer.sizes if len(layer.sizes) > 1 or self.scheme.layout == "awq" else ()
+            if self.scheme.has_zeros and any(size % per_word for size in sizes):
+                raise ValueError(f"{sizes} outputs are not implemented; multiples of {per_word} work")
             codes, zeros = codes[:, :inputs], zeros[: len(scales)].int()
             if bits == 8:
                 codes, zeros = (codes ^ 128).view(torch.int8), zeros - 128

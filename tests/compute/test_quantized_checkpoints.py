@@ -16,6 +16,8 @@ from torch import Tensor
 from aioengine import models, plugins
 from aioengine.families._block_config import LinearShape
 from aioengine.families._config import Task
+from aioengine.kernels import code_linear
+from aioengine.kernels.codes import Codes
 from aioengine.layers.linear import Linear
 from aioengine.layers.placement import Placement
 from aioengine.model_files.checkpoint import check_folder
@@ -300,3 +302,31 @@ def test_blocks_in_other_formats_are_warmed_up_too(tmp_path: Path) -> None:
     config = {**method.config, "modules_to_not_convert": [last.removesuffix(".")]}
     model: Any = loaded(tmp_path, kept, config, torch.float32)
     assert model._block_kinds == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs", "message"),
+    [
+        ("awq", 80, 32, "80 inputs with groups of 32 are not implemented"),
+        ("awq", 64, 20, r"\(32, 20\) outputs are not implemented; multiples of 8 work"),
+    ],
+)
+def test_incomplete_groups_and_words_are_refused(name: str, inputs: int, outputs: int, message: str) -> None:
+    _, quantization = split_config({"quantization_config": METHODS[name].config})
+    assert quantization is not None
+    placement = Placement(dtype=torch.float32, device=CPU, format_of=formats(quantization))
+    layer = Linear(inputs, {"a_proj": 32, "b_proj": outputs}, placement)
+    for target in layer.weights().values():
+        target.tensor.zero_()
+    with pytest.raises(ValueError, match=message):
+        layer.finish_loading()
+
+
+def test_int8_rows_of_any_size_are_multiplied_in_bf16() -> None:
+    """torch's kernel reads beyond the end of rows whose size is no multiple of 16."""
+    torch.manual_seed(0)
+    codes = Codes(torch.randint(-128, 128, (20, 100), dtype=torch.int8), torch.rand(20, 1) * 0.01)
+    x = torch.randn(3, 100).bfloat16()
+    expected = x.float() @ codes.dequantized(torch.float32).T
+    result = code_linear.prepare(codes, None, torch.bfloat16).matmul(x)
+    assert (result.float() - expected).norm() < 0.01 * expected.norm()
