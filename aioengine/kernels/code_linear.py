@@ -4,9 +4,10 @@ On a CPU, torch's kernels multiply 4-bit codes in groups of 32, 64, 128 or 256 i
 output. Both give a row the same bits for every T. Fp8 weights are converted to the dtype of x once, and other weights
 for each product.
 
-On a GPU, up to 256 rows use our own kernel, which converts the weight in registers. For more rows the weight is
-dequantized in memory first. More than 64 bf16 rows with an fp8 weight that has a scale per output or block are instead
-rounded to fp8, with a scale per row, or per row and 128 inputs.
+On a GPU, up to 256 rows in 16 bits use our own kernel, which converts the weight in registers. For more rows, in fp32,
+for sizes that the kernel does not support, and with ``batch_invariant``, the weight is dequantized in memory first. If
+an fp8 weight has a scale per output or block, the kernel computes up to 64 rows, and more bf16 rows are rounded to fp8,
+with a scale per row, or per row and 128 inputs.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def prepare(codes: Codes, bias: Tensor | None, dtype: torch.dtype, *, batch_inva
         return _wide(codes, bias, dtype)
     prepared = _of_bytes(codes, dtype) or _of_nibbles(codes, dtype)
     if prepared is None:
-        return PreparedCodes(_Dequantizing(codes, bias, dtype), lambda: codes)
+        return PreparedCodes(_dequantizing(codes, bias, dtype), lambda: codes)
     matmul = prepared.matmul
     return prepared if bias is None else prepared._replace(matmul=lambda x: matmul(x) + bias)
 
@@ -112,24 +113,17 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
     return PreparedCodes(matmul, restore)
 
 
-class _Dequantizing:
-    """Dequantizes the weight [O, D] for each product, on a CPU."""
+def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Matmul:
+    """Dequantize the weight [O, D] for each product, on a CPU. bias: [O]. dtype: of the inputs."""
+    counts = tuple(linear.independent_rows(*codes.shape, dtype, torch.get_num_threads())) or (1,)
 
-    def __init__(self, codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """bias: [O]. dtype: of the inputs."""
-        self._codes = codes
-        self._dtype = dtype
-        self._weight = torch.empty(0, dtype=dtype)
-        counts = linear.independent_rows(*codes.shape, dtype, torch.get_num_threads())
-        self._matmul = linear.in_pieces(lambda x: functional.linear(x, self._weight, bias), tuple(counts) or (1,))
-
-    def __call__(self, x: Tensor) -> Tensor:
+    def dequantize_and_multiply(x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
-        self._weight = self._codes.dequantized(self._dtype)
-        try:
-            return self._matmul(x)
-        finally:
-            self._weight = torch.empty(0, dtype=self._dtype)
+        weight = codes.dequantized(dtype)
+        multiply = linear.in_pieces(lambda x: functional.linear(x, weight, bias), counts)
+        return multiply(x)
+
+    return dequantize_and_multiply
 
 
 class _OnDevice:

@@ -104,9 +104,10 @@ class Codes(NamedTuple):
         )
 
     def with_outputs(self, indices: Tensor) -> Codes:
-        """Return the outputs of ``indices`` [N], in this order."""
-        offsets = None if self.offsets is None else self.offsets[indices]
-        return self._replace(packed=self.packed[indices], scales=self.scales[indices], offsets=offsets)
+        """Return the outputs with the ``indices`` [N] int64, in this order."""
+        offsets = None if self.offsets is None else self.offsets.index_select(0, indices)
+        packed, scales = self.packed.index_select(0, indices), self.scales.index_select(0, indices)
+        return self._replace(packed=packed, scales=scales, offsets=offsets)
 
     def unpacked(self) -> Tensor:
         """Return the numbers or codes [O, D]."""
@@ -114,12 +115,6 @@ class Codes(NamedTuple):
             return self.packed
         low, high = self.packed.unflatten(1, (-1, piece_of(self.shape[1]) // 4, 2)).unbind(-1)
         return torch.stack((low & 15, low >> 4, high & 15, high >> 4), 2).flatten(1)
-
-    def rows(self, indices: Tensor) -> Codes:
-        """Return the rows ``indices`` [R] int64."""
-        offsets = None if self.offsets is None else self.offsets.index_select(0, indices)
-        packed, scales = self.packed.index_select(0, indices), self.scales.index_select(0, indices)
-        return self._replace(packed=packed, scales=scales, offsets=offsets)
 
     @property
     def wide_scales(self) -> Tensor:

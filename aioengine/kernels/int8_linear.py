@@ -1,8 +1,8 @@
 """Matmul of int8 weights with activations that are quantized per token: x [T, D] -> [T, O].
 
-The sums of integers are exact, so a row has the same bits for every T. On a CPU with VNNI or AMX, oneDNN multiplies
-integers, twice as fast as bf16. On other CPUs its sums of two products may overflow 16 bits, so there we multiply the
-integers in fp32, which is exact for up to ``EXACT_TERMS`` products.
+A row has the same bits for every T. On a CPU with VNNI or AMX, oneDNN multiplies integers and adds them exactly. On
+other CPUs its sums of two products may overflow 16 bits, so there we multiply the integers in fp32. Sums of up to
+``EXACT_TERMS`` products are exact, and they are added in a fixed order.
 """
 
 from __future__ import annotations

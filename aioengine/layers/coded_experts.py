@@ -1,4 +1,4 @@
-"""A matrix of all experts in a format with few bits, which the checkpoint stores expert by expert.
+"""Loads a quantized matrix of all experts from a checkpoint with separate tensors for each expert.
 
 Shape letters: E experts, O outputs of an expert, D inputs.
 """

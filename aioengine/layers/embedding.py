@@ -84,7 +84,7 @@ class CodeTable(Layer):
     def __call__(self, input_ids: Tensor) -> Tensor:
         """[T] int64 ids -> [T, D]."""
         assert self._codes is not None, "finish_loading was not called"
-        return self._codes.rows(input_ids).dequantized(self._spec.dtype)
+        return self._codes.with_outputs(input_ids).dequantized(self._spec.dtype)
 
     def as_head(self) -> Matmul:
         """Return the matmul [T, D] -> [T, V] with this table. Call it again after new weights are loaded."""

@@ -59,11 +59,14 @@ def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> Expe
 
 
 def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
-    """Return tensors with the values of ``weights``, possibly as views. Dequantized weights are "interleaved"."""
-    gate_up, down = config.names[-2:]
+    """Return tensors with the values of ``weights``, possibly as views.
+
+    MXFP4 weights that were dequantized are returned in the layout "interleaved".
+    """
     if not isinstance(weights.gate_up, torch.Tensor) or not isinstance(weights.down, torch.Tensor):
         return _as_mxfp4(config, weights)
     if config.stored == "packed":
+        gate_up, down = config.names
         return ExpertTensors({gate_up: weights.gate_up, down: weights.down}, lambda: weights)
     tensors: Tensors = {}
     if config.stored == "separate":
@@ -72,6 +75,7 @@ def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
             for name, matrix in zip(config.names, matrices, strict=True):
                 tensors[f"experts.{expert}.{name}.weight"] = matrix
         return ExpertTensors(tensors, lambda: weights)
+    gate_up, down = config.names
     tensors[gate_up] = _interleave(weights.gate_up).transpose(1, 2).contiguous()
     tensors[down] = weights.down.transpose(1, 2).contiguous()
     tensors |= _biases(config, weights)

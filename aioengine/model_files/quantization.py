@@ -477,7 +477,8 @@ def _compressed(group: _Group) -> Scheme:
         return Scheme(layout="fp8", group=size, block=block)
     if inputs is not None:
         if weights.num_bits != 8 or weights.strategy not in {"tensor", "channel"} or not inputs.dynamic:
-            _refuse("config_groups", weights.strategy, "int8 weights per tensor or channel with dynamic activations")
+            stored = weights.num_bits, weights.strategy, "dynamic" if inputs.dynamic else "static"
+            _refuse("config_groups", stored, "8 bits per tensor or channel with dynamic activations")
         return Scheme(layout="int8", group=size)
     if size < 0:
         _refuse("config_groups.weights.strategy", weights.strategy, "channel, group")

@@ -108,8 +108,8 @@ class RowWriter(NamedTuple):
 
     Attributes:
         placeholder: has the shape, dtype and device of the weight, but no memory.
-        write: quantizes values [R, D] into the rows from the first argument on.
-        scales: not finite where loaded values are not.
+        write: ``write(first, values)`` quantizes values [R, D] into the rows from ``first`` on.
+        scales: [O, G]. A scale is not finite if a value of its group is not, which is checked after loading.
         num_bytes: of the quantized weight.
         is_whole: ``write`` needs all rows at once.
         stored: the type in GGUF files whose bytes [R, X] ``write`` takes; "": it takes values.
@@ -159,7 +159,7 @@ class CodesFormat(ABC):
         """Undo ``codes``, but for the tensors that are ``kept``."""
 
     def kept(self, tensors: Tensors) -> Tensors:
-        """Return the loaded tensors that ``tensors`` does not restore."""
+        """Return the loaded tensors that stay in memory, because ``tensors`` cannot restore them from codes."""
         return {}
 
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:

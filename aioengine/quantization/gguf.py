@@ -37,7 +37,7 @@ def codes_of(rows: Tensor, kind: str) -> Codes:
 
 
 class GgufFormat(OnlineFormat):
-    """Keeps the numbers of a type in GGUF files."""
+    """Keeps the integers of a type of GGUF tensors, in the layout of ``Codes``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(lambda inputs: KEPT[kind])

@@ -56,7 +56,8 @@ def quantize(weight: Tensor, numbers: Numbers) -> Codes:
 def _int4(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize [R, G, D / G] fp32 -> codes of the same shape, uint8, and scales [R, G].
 
-    The number with the largest magnitude gets the code 0. So its scale may be negative.
+    The number with the largest magnitude gets the code 0, which stands for -8 scales. So the scale is negative if this
+    number is positive.
     """
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     best: tuple[Tensor, Tensor, Tensor] | None = None
@@ -74,7 +75,7 @@ def _int4(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _without_zeros(scales: Tensor) -> Tensor:
-    """Replace scales [...] of 0, with which any number stands for 0."""
+    """Replace scales [...] of 0 by 1, in place. The codes of such a group are 0, and a division by 0 would give NaN."""
     return scales.masked_fill_(scales == 0, 1.0)
 
 

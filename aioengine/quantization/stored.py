@@ -44,7 +44,7 @@ _TABLES: Final = {
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ),
 }
-"""The numbers of bitsandbytes for 4-bit codes."""
+"""The numbers of bitsandbytes for 4-bit codes (``bitsandbytes.functional.get_4bit_type``)."""
 
 
 class _QuantState(msgspec.Struct):
@@ -212,8 +212,8 @@ class StoredFormat(CodesFormat):
             codes, zeros = codes[:, :inputs], zeros[: len(scales)].int()
             if bits == 8:
                 codes, zeros = (codes ^ 128).view(torch.int8), zeros - 128
-        if (zeros is not None and inputs % num_groups) or (bits == 4 and not piece_of(inputs)):
-            raise ValueError(f"{inputs} inputs cannot have {num_groups} equal groups of codes with {bits} bits")
+        if bits == 4 and not piece_of(inputs):
+            raise ValueError(f"{inputs} inputs with 4 bits are not implemented; multiples of 32 work")
         offsets = (-zeros * scales).contiguous() if zeros is not None and zeros.any() else None
         whole = Codes(codes, scales, offsets, table=table)
         if layer.order is not None:

@@ -162,7 +162,7 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
     rows, source, writer = None, target.source, target.writer
     is_in_rows = source is None or (source.dim == 0 and not head_size)
     if writer is not None:
-        is_in_rows &= not (writer.is_whole or is_vector)
+        is_in_rows &= not writer.is_whole
     if is_in_rows and not (is_vector and entry.dtype not in DTYPES):
         rows = _as_rows(target.tensor, 1 if is_vector else entry.shape[-1])
     if rows is None:

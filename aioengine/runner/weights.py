@@ -1,7 +1,7 @@
 """Load checkpoint tensors into the model's parameters.
 
-All names, shapes and dtypes are checked before the first byte is read. Then ``weight_reading`` copies each tensor to
-its target, which may be a part of a fused parameter with another dtype.
+All names, shapes and dtypes are checked before the first byte is read. Then ``weight_reading`` copies or quantizes
+each tensor into its target, which may be a part of a fused parameter with another dtype.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
 
     Raises:
         ValueError: no usable files, files that change while they are read, or tensors that are missing, unexpected, not
-            finite, or have a wrong shape or a quantized dtype. The message names them.
+            finite, or have a wrong shape or dtype. The message names them.
     """
     num_bytes = _fill(model, folder, load_format=load_format, seed=seed, report=report)
     model.finish_loading()  # this function has no references to parameters, so converted parameters are freed

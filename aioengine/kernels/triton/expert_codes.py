@@ -1,6 +1,6 @@
-"""Products with the weights of experts on a GPU: in 16 or 32 bits, or ``DeviceCodes`` of all lines of all experts.
+"""Products with the weights of experts on a GPU. The weights have 16 or 32 bits, or are ``DeviceCodes`` [E * O, D].
 
-Weights of few bits are converted in registers. A line is an output of an expert.
+Codes are converted in registers. A line is a row of this matrix: an output of an expert.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 LINES, WORDS = 4, 256
 """Lines of a program that dequantizes 4-bit codes, and words of 4 codes of each line."""
 RUN = tl.constexpr(16)
-"""Columns of 8 bits that a thread loads at once; they share a scale."""
+"""8-bit columns that a thread loads at once. Groups must have a multiple of this number."""
 
 
-class StoredAs(NamedTuple):
-    """How ``DeviceCodes`` are stored.
+class CodeLayout(NamedTuple):
+    """The layout of ``DeviceCodes``.
 
     Attributes:
         part: with 4 bits, a word of 16 bits has four columns at this distance; 0: 8 bits.
@@ -365,32 +365,32 @@ def device_weights(weights: ExpertWeights) -> DeviceWeights:
 
 
 def restored(weights: DeviceWeights) -> ExpertWeights:
-    """Undo ``device_weights``, but for the offsets of codes."""
+    """Undo ``device_weights``. The offsets may differ in the last bit."""
     gate_up, down, *others, _ = weights
     matrices = (part.restored() if isinstance(part, DeviceCodes) else part for part in (gate_up, down))
     return ExpertWeights(*matrices, *others)
 
 
-class Stored(NamedTuple):
+class KernelWeight(NamedTuple):
     """A weight as arguments of kernels.
 
     Attributes:
         arguments: the weight, the other tensors of codes, and the number of lines.
-        how: see ``StoredAs``; None: the weight is not quantized.
+        how: see ``CodeLayout``; None: the weight is not quantized.
         key: the facts that need other kernels.
     """
 
     arguments: tuple[Tensor | int | None, ...]
-    how: StoredAs | None
+    how: CodeLayout | None
     key: tuple[object, ...]
 
 
-def stored_weight(weight: Tensor | DeviceCodes) -> Stored:
+def stored_weight(weight: Tensor | DeviceCodes) -> KernelWeight:
     """Return the arguments for a weight [E, O, D] or codes [E * O, D]."""
     if not isinstance(weight, DeviceCodes):
-        return Stored((weight, None, None, None, None, 0), None, (weight.shape, *alignments(weight)))
+        return KernelWeight((weight, None, None, None, None, 0), None, (weight.shape, *alignments(weight)))
     num_lines, size = weight.shape
-    how = StoredAs(0 if weight.bits == 8 else piece_of(size) // 4, weight.group, weight.scales.shape[0], weight.zero)
+    how = CodeLayout(0 if weight.bits == 8 else piece_of(size) // 4, weight.group, weight.scales.shape[0], weight.zero)
     tensors = weight.numbers, weight.scales, weight.offsets, weight.zeros, weight.table
     key = how, weight.shape, *(None if own is None else own.dtype for own in tensors), *alignments(weight.numbers)
-    return Stored((*tensors, num_lines), how, key)
+    return KernelWeight((*tensors, num_lines), how, key)
