@@ -34,6 +34,7 @@ FLOORS = {
             "file_descriptors",
             "api.foreign_names",
             "settings.page_groups",
+            "parsing",
             "api, settings",
         ),
         "0",

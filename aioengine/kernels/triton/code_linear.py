@@ -1,8 +1,8 @@
 """Matmul with a weight of 4 or 8 bits per number (``Codes``) on a GPU: x [T, I], bias [O] -> [T, O]. G groups.
 
 For few rows, the time is limited by reading the weight, as in ``skinny_linear`` and ``vector_linear``. Numbers are
-converted in registers to operands of tensor cores. For many rows it is faster to ``dequantize`` the weight first, or to
-round the inputs to fp8 too (``quantize_rows``).
+converted in registers to operands of tensor cores. For many rows it is faster to ``dequantize`` the weight first. Fp8
+weights have kernels of their own (``fp8_linear``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ MAX_SPLITS = 4
 PROCESSORS = 132
 """Of an H200."""
 DEQUANTIZED_COLUMNS = 1024
-PADDED_ROWS = 4
 PIECE = tl.constexpr(PIECES[0])
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
@@ -523,37 +522,3 @@ def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
     grid = num_outputs, -(-size // DEQUANTIZED_COLUMNS), 1
     _dequantize(grid, (*key, *alignments(codes.numbers)), arguments, options(4))
     return out
-
-
-@triton.jit(do_not_specialize=["num_padded"])
-def _quantize_rows_kernel(
-    x: tl.tensor, numbers: tl.tensor, scales: tl.tensor, num_padded: tl.tensor,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
-    start_next_and_wait()
-    row, groups = tl.program_id(0), tl.arange(0, GROUPS)
-    columns = groups[:, None] * GROUP + tl.arange(0, WIDTH)[None, :]
-    inside, places = columns < SIZE, row.to(tl.int64) * SIZE + columns
-    values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / 448.0
-    tl.store(numbers + places, (values / scale[:, None]).to(numbers.dtype.element_ty), mask=inside)
-    tl.store(scales + groups.to(tl.int64) * num_padded + row, scale, mask=groups * GROUP < SIZE)
-
-
-_quantize_rows = KernelLauncher(_quantize_rows_kernel)
-
-
-def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return x [T, I] as fp8 numbers [P, I], and their scales [G, P] fp32, one for each ``group`` inputs of a row.
-
-    P is the next multiple of ``PADDED_ROWS``, as torch's products with several scales per row need; the last P - T rows
-    are uninitialized. group: a power of two, or I.
-    """
-    num_rows, size = x.shape
-    num_padded = -(-num_rows // PADDED_ROWS) * PADDED_ROWS
-    numbers = torch.empty((num_padded, size), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((-(-size // group), num_padded), dtype=torch.float32, device=x.device)
-    sizes = size, group, next_power_of_2(len(scales)), next_power_of_2(group)
-    key = (x.dtype, sizes, *alignments(x))
-    _quantize_rows((num_rows, 1, 1), key, (x, numbers, scales, num_padded, *sizes), options(8 if size > 2048 else 4))
-    return numbers, scales
