@@ -4,11 +4,11 @@ On a CPU, torch's kernels multiply 4-bit codes in groups of 32, 64, 128 or 256 i
 output. Both give a row the same bits for every T. Fp8 weights are converted to the dtype of x once, and other weights
 for each product.
 
-On a GPU, up to 256 rows in 16 bits use our own kernels. With 8-bit weights and groups of a multiple of 128 inputs, inputs
-become sums of two 8-bit numbers, which is nearly exact (``byte_linear``). Else the weight is converted in registers. For
-more rows, in fp32, for other sizes, and with ``batch_invariant``, the weight is dequantized in memory first. With more
-than 64 rows and fp8 weights with a scale per output or block, bf16 inputs are rounded to fp8, with a scale per row, or
-per row and 128 inputs.
+On a GPU, up to 256 rows in 16 bits use our own kernels. With 8-bit weights and groups of a multiple of 128 inputs, the
+inputs become sums of two 8-bit numbers, which is nearly exact (``byte_linear``). Else the weight is converted in
+registers. For more rows, in fp32, for other sizes, and with ``batch_invariant``, the weight is dequantized in memory
+first. With more than 64 rows and fp8 weights with a scale per output or block, bf16 inputs are rounded to fp8, with a
+scale per row, or per row and 128 inputs.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ def _matmul_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
     bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor, out: tl.tensor, num_rows: tl.tensor,
     num_outputs: tl.tensor,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
     split, first_row = tl.program_id(1), tl.program_id(2) * ROWS
     first = split * (SIZE // SPLITS)
@@ -154,9 +154,7 @@ def _matmul_kernel(
             columns = start + tl.arange(0, BLOCK)
             numbers = tl.load(weight + lines + columns[None, :]).to(tl.float32)
             vectors = tl.load(x + rows * SIZE + columns[:, None], mask=is_row, other=0.0)
-            if NUM_GROUPS == 1 and offsets is None:
-                total = tl.dot(numbers.to(x.dtype.element_ty), vectors, total)
-            elif GROUP % BLOCK == 0 and offsets is None:
+            if GROUP % BLOCK == 0 and offsets is None:
                 total += tl.dot(numbers.to(x.dtype.element_ty), vectors) * tl.load(scales + group)
             else:
                 GROUPS: tl.constexpr = (BLOCK + GROUP - 1) // GROUP
@@ -213,8 +211,6 @@ def _matmul_kernel(
                 total = tl.dot(part.to(x.dtype.element_ty), third_vectors, total)
                 part = _scaled(words, 12, table, scales + group + fourth, offsets, group + fourth)
                 total = tl.dot(part.to(x.dtype.element_ty), fourth_vectors, total)
-    if NUM_GROUPS == 1 and BITS == 8 and offsets is None:
-        total *= tl.load(scales + known)
     is_last = True
     if SPLITS > 1:
         own = partials + tile.to(tl.int64) * (SPLITS * OUTPUTS * ROWS) + tl.arange(0, OUTPUTS)[:, None] * ROWS
@@ -410,14 +406,14 @@ def matmul(
         programs: see ``shape_of_programs``.
     """
     num_outputs, size = codes.shape
-    num_rows, num_groups = x.shape[0], codes.scales.shape[0]
+    num_rows = x.shape[0]
     programs = programs or shape_of_programs(num_outputs, size, codes.bits, num_rows)
     outputs, block, splits, stages, num_warps, rows = programs
     grid = -(-num_outputs // outputs), splits, -(-num_rows // rows)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     num_partials = 1 if splits == 1 else grid[0] * splits * grid[2] * outputs * rows
     partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
-    sizes = size, codes.group, num_groups, codes.bits, codes.zero, rows, outputs, block, splits, stages
+    sizes = size, codes.group, codes.bits, codes.zero, rows, outputs, block, splits, stages
     tensors = codes.numbers, codes.scales, codes.offsets, codes.zeros, codes.table, bias
     arguments = (x, *tensors, partials, num_done, out, num_rows, num_outputs, *sizes)
     key = (x.dtype, num_outputs, sizes, num_warps, *(None if own is None else own.dtype for own in tensors))
