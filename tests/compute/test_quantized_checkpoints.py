@@ -250,7 +250,7 @@ def test_transformers_code_reads_quantized_linear_layers(name: str, changes: dic
         model = folder.load(options)
         weights.load(model, tmp_path, load_format="auto", seed=0, report=lambda done, total: None)
         results.append(Stepper(model).run(PROMPT, [4, 2]))
-    assert_close(*results, bits_of(name))
+    assert_close(results[0], results[1], bits_of(name))
 
 
 @pytest.mark.parametrize("name", METHODS)
