@@ -69,6 +69,7 @@ FLOORS = {
         "0 1 1' 2' 2t 3s",
         "uvloop msgspec tqdm numpy typing_extensions",
     ),
+    "4m": Floor(("metrics", "tracing"), "0 4", "prometheus_client opentelemetry"),
     "5": Floor(("__main__ > cli", "testing"), "0 1 1' 2 2' 2t 3 3s 4", "*"),
     "root": Floor(("aioengine",), "0 1 2' 2t 3s 4", ""),
 }
