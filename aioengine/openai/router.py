@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hmac import compare_digest
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 from uuid import uuid4
 
@@ -91,6 +92,8 @@ def openai_router(
         add(f"{prefix}/score", score)
     add("/tokenize", tokenize)
     add("/detokenize", detokenize)
+    if find_spec("prometheus_client") is not None:  # the extra "metrics"
+        add("/metrics", metrics_of(engine), "GET")
     add("/v1/models", list_models, "GET")
     add("/v1/models/{name:path}", show_model, "GET")
 
@@ -119,6 +122,21 @@ def _check_key(request: Request, keys: list[bytes]) -> None:
     matches = [compare_digest(given.encode(), key) for key in keys]
     if keys and not any(matches):
         raise CallError("the API key is missing or wrong (Authorization: Bearer KEY)", 401, code="invalid_api_key")
+
+
+def metrics_of(engine: AsyncEngine) -> Endpoint:
+    """Return the endpoint /metrics, for Prometheus."""
+    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+    from aioengine.metrics import engine_collector
+
+    registry = CollectorRegistry()
+    registry.register(engine_collector(engine))
+
+    async def metrics(_: Call) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return metrics
 
 
 async def list_models(call: Call) -> Response:
