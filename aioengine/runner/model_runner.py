@@ -290,6 +290,7 @@ class ModelRunner:
         other_values = torch.where(is_finite[rows_without_token], 0, FAILED)
         row_indices, positions = rows.row_indices[rows.samples], (rows.starts + rows.counts)[rows.samples]
         sampled_rows = self._table.upload(np.flatnonzero(rows.samples))
+        self._constrained.follow()  # the masks depend on the tokens of all earlier steps
         token_ids = self._sample(hidden[sampled_rows], self._table.sampled(sampled, row_indices, positions))
         return torch.cat([token_ids, other_values])
 
