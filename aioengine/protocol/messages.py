@@ -1,11 +1,12 @@
 """The messages between processes.
 
     frontend --> scheduler      Submit, Abort, Suspend, Resume, Control, NewEpoch
+    scheduler --> other ranks   RankStep              one per step; NewEpoch
     scheduler --> detokenizer   StepOutput            one per step, for all requests
     detokenizer --> scheduler   Abort (at a stop string, or after an error)
     detokenizer --> frontend    TextChunks            one per StepOutput
     scheduler --> frontend      Stats, Reply, TextChunks (vectors, scores, compiled grammars)
-    both children --> frontend  Ready, Failed, Progress, LogRecord
+    all children --> frontend   Ready, Failed, Progress, LogRecord
 
 Messages are sent in a ``Frame``, with the epoch of the child process that sends or receives it. Times are absolute
 seconds of ``CLOCK_MONOTONIC``, which all processes of a machine share. Data with one entry per token is in columns
@@ -38,6 +39,8 @@ class Role(Struct, frozen=True, array_like=True, gc=False):
 
 SCHEDULER = Role("scheduler")
 DETOKENIZER = Role("detokenizer")
+RUNNER = "runner"
+"""The name of the roles of ranks above 0."""
 
 
 class FinishCode(IntEnum):
@@ -334,6 +337,19 @@ class NewEpoch(Struct, tag="new_epoch", array_like=True, gc=False):
     epoch: int
 
 
+# ---------------------------------------------------------------- scheduler to the other ranks
+
+
+class RankStep(Struct, tag="rank_step", array_like=True, gc=False):
+    """A step of rank 0, which the other ranks compute too.
+
+    num_collected: number of steps that are collected before. plan: the ``StepPlan`` in msgpack.
+    """
+
+    num_collected: int
+    plan: bytes
+
+
 # ---------------------------------------------------------------- scheduler to detokenizer
 
 
@@ -568,7 +584,7 @@ class LogRecord(Struct, tag="log", array_like=True, gc=False):
 ToScheduler = Submit | Abort | Suspend | Resume | Control
 ToDetokenizer = StepOutput
 ToFrontend = TextChunks | Stats | Reply | Ready | Failed | Progress | LogRecord
-Message = ToScheduler | NewEpoch | ToDetokenizer | ToFrontend
+Message = ToScheduler | NewEpoch | RankStep | ToDetokenizer | ToFrontend
 
 
 class Frame(Struct, array_like=True, gc=False):
