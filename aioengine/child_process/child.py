@@ -28,7 +28,8 @@ from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.protocol.messages import RankStep, Role
+    from aioengine.protocol.messages import Role
+    from aioengine.protocol.rank_step import RankStep
     from aioengine.protocol.service import Service
 
 GC_THRESHOLDS = (1_000_000, 20, 20)

@@ -13,7 +13,8 @@ import msgspec
 
 from aioengine.child_process.child import run_child
 from aioengine.processes.scheduler_process import prepare_process
-from aioengine.protocol.messages import SCHEDULER, RankStep
+from aioengine.protocol.messages import SCHEDULER
+from aioengine.protocol.rank_step import RankStep
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.scheduler.plan import StepPlan
 

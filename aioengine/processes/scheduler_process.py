@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from aioengine.protocol.board import CrashBoard
-    from aioengine.protocol.messages import Grammar, RankStep
+    from aioengine.protocol.messages import Grammar
+    from aioengine.protocol.rank_step import RankStep
     from aioengine.scheduler.request import Request
     from aioengine.scheduler.runner import Runner, RunnerFactory
     from aioengine.settings.config import Settings

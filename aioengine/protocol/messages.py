@@ -22,6 +22,7 @@ from msgspec import Struct, field
 
 from aioengine.protocol.columns import POOLED_VECTOR, Extra, TokenColumns
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, LogprobRules
+from aioengine.protocol.rank_step import RankStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -335,19 +336,6 @@ class NewEpoch(Struct, tag="new_epoch", array_like=True, gc=False):
     """
 
     epoch: int
-
-
-# ---------------------------------------------------------------- scheduler to the other ranks
-
-
-class RankStep(Struct, tag="rank_step", array_like=True, gc=False):
-    """A step of rank 0, which the other ranks compute too.
-
-    num_collected: number of steps that are collected before. plan: the ``StepPlan`` in msgpack.
-    """
-
-    num_collected: int
-    plan: bytes
 
 
 # ---------------------------------------------------------------- scheduler to detokenizer

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
-    from aioengine.protocol.messages import RankStep
+    from aioengine.protocol.rank_step import RankStep
     from aioengine.settings.config import Settings
 
 T = TypeVar("T")

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from aioengine.protocol.messages import RankStep
     from aioengine.protocol.packed_logprobs import LogprobRules
+    from aioengine.protocol.rank_step import RankStep
     from aioengine.settings.config import Settings
 
 FAMILIES: dict[str, type[PretrainedConfig]] = {

@@ -8,7 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from aioengine.errors import describe
-from aioengine.protocol.messages import RankStep, RequestKind, Sampling
+from aioengine.protocol.messages import RequestKind, Sampling
+from aioengine.protocol.rank_step import RankStep
 from aioengine.scheduler.plan import NewRow, StepPlan
 from aioengine.scheduler.runner import Ticket
 
