@@ -26,11 +26,17 @@ _NO_TIMEOUT: Final = timedelta(days=7)
 class _Backend(Protocol):
     """The methods of torch's process groups that are used."""
 
-    def allreduce(self, x: Tensor) -> Work: ...
+    def allreduce(self, x: Tensor) -> Work:
+        """Replace x [...] by the sum over the ranks."""
+        ...
 
-    def broadcast(self, x: Tensor, root: int) -> Work: ...
+    def broadcast(self, x: Tensor, root: int) -> Work:
+        """Replace x [...] by the tensor of rank ``root``."""
+        ...
 
-    def _allgather_base(self, outputs: Tensor, x: Tensor) -> Work: ...
+    def _allgather_base(self, outputs: Tensor, x: Tensor) -> Work:
+        """Write x [S, ...] of all ranks to outputs [size * S, ...]."""
+        ...
 
 
 class RankGroup:

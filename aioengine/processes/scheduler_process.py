@@ -24,6 +24,7 @@ from aioengine.child_process.host import keep_freed_memory, limit_kernel_cache, 
 from aioengine.child_process.uplink import encodable
 from aioengine.constraints.grammars import Grammars
 from aioengine.errors import UnsupportedSchemaError, describe
+from aioengine.processes.leading_runner import LeadingRunner
 from aioengine.protocol.messages import (
     DEFAULT_WEIGHT_VERSION,
     DETOKENIZER,
@@ -46,7 +47,6 @@ from aioengine.protocol.messages import (
     TextChunks,
 )
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
-from aioengine.runner.parallel.leading import LeadingRunner
 from aioengine.runner.profile import Profile
 from aioengine.runner.time_limit import install_timer_signal
 from aioengine.scheduler.adapter_loading import Adapters, Copies

@@ -24,8 +24,8 @@ from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.page_tables import PageTables
-from aioengine.runner.parallel.sampler import RankSampler
 from aioengine.runner.pooler import Pooler
+from aioengine.runner.rank_sampler import RankSampler
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.ticket import Ticket

@@ -20,12 +20,12 @@ from transformers import (
     YoutuConfig,
 )
 
+from aioengine.processes.leading_runner import LeadingRunner
 from aioengine.processes.scheduler_process import page_windows
 from aioengine.protocol.columns import Extra
 from aioengine.protocol.messages import End, Limits, Media, RequestKind, Sampling, Submit, TextRules
 from aioengine.runner.build import build
 from aioengine.runner.model_runner import ModelRunner
-from aioengine.runner.parallel.leading import LeadingRunner
 from aioengine.runner.ticket import Ticket
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.scheduler import Scheduler

@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from aioengine.constraints.grammars import Grammars
+from aioengine.processes.leading_runner import RanksBrokenError, plan_for_ranks
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, FinishCode, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
-from aioengine.runner.parallel.leading import RanksBrokenError, plan_for_ranks
 from aioengine.scheduler.plan import TOKENS, NewRow, Row, StepPlan
 from tests.compute.rank_threads import ranked_world
 from tests.compute.runner_world import World, make_settings, save_model
