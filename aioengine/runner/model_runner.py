@@ -319,7 +319,10 @@ class ModelRunner:
             return self._values_without_token(hidden)
         row_indices, positions = rows.row_indices[rows.samples], (rows.starts + rows.counts)[rows.samples]
         sampled_rows = self._table.upload(np.flatnonzero(rows.samples))
-        token_ids = self._sample(hidden[sampled_rows], self._table.sampled(sampled, row_indices, positions))
+        token_ids = self._draw(
+            hidden[sampled_rows], self._table.sampled(sampled, row_indices, positions), is_urgent=True
+        )
+        assert token_ids is not None
         return torch.cat([token_ids, self._values_without_token(hidden, rows)])
 
     def _values_without_token(self, hidden: Tensor, rows: StepRows | None = None) -> Tensor:
@@ -475,11 +478,16 @@ class ModelRunner:
             self._hidden_states.add_sampled(step.hidden, sampled)
         return step.token_ids
 
-    def _draw(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor | None:
-        """Return ``_sample`` [S]; None: it is deferred, because masks depend on tokens that are not known yet."""
+    def _draw(
+        self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None, *, is_urgent: bool = False
+    ) -> Tensor | None:
+        """Return ``_sample`` [S]; None: it is deferred, because masks depend on tokens that are not known yet.
+
+        is_urgent: wait for these tokens instead.
+        """
         draw = partial(self._sample, hidden, rows, logits)
         has_extras = self._table.num_with_logprobs or self._table.num_with_hidden_states
-        return self._constrained.draw(rows, draw, max_rows=SAMPLED_ROWS, is_urgent=bool(has_extras))
+        return self._constrained.draw(rows, draw, max_rows=SAMPLED_ROWS, is_urgent=is_urgent or bool(has_extras))
 
     def _sample(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor:
         """Sample token ids [S] from hidden states [S, D], and store them. logits: [>= S, V] if already computed."""
