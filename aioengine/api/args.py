@@ -126,15 +126,15 @@ def _group_size(name: str, value: object) -> int:
 
 
 def _algorithm(name: str, value: object) -> str:
-    """Check the algorithm of speculation; "": none. Others than NGRAM are named by their feature."""
+    """Check the algorithm of speculation. The other algorithms of the field are refused with their feature."""
     word = checks.text(name, value).upper()
     if word in MISSING_ALGORITHMS:
         raise ValueError(
-            f"{name}={value!r} is not available yet: {MISSING_ALGORITHMS[word]}; {name}='NGRAM' needs no other model"
+            f"{name}={value!r}: {MISSING_ALGORITHMS[word]} are not available yet; {name}='NGRAM' needs no other model"
         )
-    if word not in {"", "NGRAM", "NONE"}:
-        raise checks.wrong_value(name, "'NGRAM'", value)
-    return "" if word == "NONE" else word
+    if word != "NGRAM":
+        raise checks.wrong_value(name, "'NGRAM' or None", value)
+    return word
 
 
 def _words(*words: str, **meanings: str) -> checks.Check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -88,7 +89,7 @@ def test_drafts_that_are_never_accepted_stop_and_are_probed_ever_more_rarely() -
         if count:
             probes.append(step)
             acceptance.note(count, 0)
-    pauses = [after - before - 1 for before, after in zip(probes, probes[1:], strict=False)]
+    pauses = [after - before - 1 for before, after in itertools.pairwise(probes)]
     assert len(probes) < 40
     assert pauses[-5:] == [MAX_PAUSE] * 5
 
