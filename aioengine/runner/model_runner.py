@@ -27,7 +27,9 @@ from aioengine.runner.page_tables import PageTables
 from aioengine.runner.pooler import Pooler
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
-from aioengine.runner.speculation.draft_rows import DraftRows, StepDrafts, Verification
+from aioengine.runner.speculation.draft_rows import DraftRows
+from aioengine.runner.speculation.step_drafts import StepDrafts
+from aioengine.runner.speculation.verification import Verification
 from aioengine.runner.ticket import Ticket
 from aioengine.runner.timing import part
 from aioengine.runner.transfer import Readback

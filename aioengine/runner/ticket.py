@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from aioengine.runner.pooler import PooledRows
     from aioengine.runner.request_row import RequestRow
     from aioengine.runner.row_constraint import OpenConstraint
-    from aioengine.runner.speculation.draft_rows import StepDrafts
+    from aioengine.runner.speculation.step_drafts import StepDrafts
     from aioengine.runner.transfer import Readback
 
     Awaited = tuple[int, int, RequestRow, OpenConstraint]

@@ -9,69 +9,17 @@ Proposals need all earlier tokens on the host. So before a step with drafts, the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.sampling.sampler import FAILED
 from aioengine.runner.speculation.ngram import NgramProposer
+from aioengine.runner.speculation.step_drafts import OpenDrafts, StepDrafts
 from aioengine.scheduler.plan import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from aioengine.runner.inputs import StepRows
-    from aioengine.runner.request_row import RequestRow
     from aioengine.runner.ticket import Ticket
-    from aioengine.runner.transfer import Ints
     from aioengine.scheduler.plan import NewRow
-
-
-@dataclass(slots=True)
-class OpenDrafts:
-    """An open request.
-
-    Attributes:
-        proposer: None: it gets no proposals.
-        num_rejected: drafts rejected in flight, which the scheduler does not know yet.
-    """
-
-    proposer: NgramProposer | None
-    num_rejected: int = 0
-
-
-@dataclass(slots=True)
-class StepDrafts:
-    """The drafts of a step.
-
-    Attributes:
-        planned: uid -> planned drafts. proposed: uid -> proposed drafts.
-        accepted: uid -> accepted drafts, after the verification.
-        followed: indices of sampled rows whose grammar has followed the last token of the row.
-        open: the open requests of the sampled rows.
-        rejected: uid -> number of rejected drafts.
-    """
-
-    planned: dict[int, int] = field(default_factory=dict[int, int])
-    proposed: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    accepted: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    followed: set[int] = field(default_factory=set[int])
-    open: list[OpenDrafts | None] = field(default_factory=list["OpenDrafts | None"])
-    rejected: dict[int, int] = field(default_factory=dict[int, int])
-
-    def counts(self, requests: list[RequestRow]) -> Ints:
-        """Return the number of proposed drafts of each request [R]."""
-        return np.array([len(self.proposed.get(request.uid, ())) for request in requests], dtype=np.int64)
-
-    def token_indices(self, rows: StepRows) -> Ints:
-        """Return the indices [K] in the step of the tokens before each draft, row by row."""
-        counts = self.counts(rows.requests)
-        firsts = rows.token_ends - 1 - counts
-        return np.concatenate(
-            [np.arange(first, first + count) for first, count in zip(firsts.tolist(), counts.tolist(), strict=True)]
-        )
 
 
 class DraftRows:
@@ -156,68 +104,3 @@ def _add_tokens(ticket: Ticket, values: list[int]) -> None:
     for uid, entry, value in zip(ticket.sampled, drafts.open, values, strict=False):
         if entry is not None and entry.proposer is not None and value != FAILED and uid not in ticket.repeated:
             entry.proposer.token_ids += (*drafts.accepted.get(uid, ()), value, *ticket.forced.get(uid, ()))
-
-
-class Verification:
-    """Compares the tokens that S rows sample with their drafts.
-
-    Some rows sample one position after the other, because a token depends on the tokens before (penalties, grammars),
-    or because something is returned for it (logprobs). Other rows sample all positions at once.
-
-    Attributes:
-        counts: number of accepted drafts of each row so far.
-        final: the last token of each row so far; FAILED: it cannot be sampled.
-        active: the rows that are not done.
-    """
-
-    def __init__(self, drafts: Sequence[Sequence[int]], one_by_one: list[bool]) -> None:
-        """drafts: of each row; may be empty."""
-        self.drafts = drafts
-        self.counts = [0] * len(drafts)
-        self.final = [FAILED] * len(drafts)
-        self.active = list(range(len(drafts)))
-        self._one_by_one = one_by_one
-
-    def round(self, max_entries: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield the entries to sample next: pairs of a row and the number of drafts before the position. Call ``take``
-        with the tokens of each yielded list.
-        """
-        active, self.active = self.active, []
-        entries: list[tuple[int, int]] = []
-        for row in active:
-            first = self.counts[row]
-            last = first if self._one_by_one[row] else len(self.drafts[row])
-            if entries and len(entries) + last - first >= max_entries:
-                yield entries
-                entries = []
-            entries += [(row, count) for count in range(first, last + 1)]
-        if entries:
-            yield entries
-
-    def take(self, entries: list[tuple[int, int]], token_ids: list[int]) -> dict[int, int]:
-        """Accept drafts by the tokens of these entries. Return row -> index of its last entry whose token counts.
-
-        A token that cannot be sampled after an accepted draft does not count: the next step samples it again.
-        """
-        kept: dict[int, int] = {}
-        is_open = dict.fromkeys((row for row, _ in entries), True)
-        for index, ((row, count), token_id) in enumerate(zip(entries, token_ids, strict=True)):
-            if not is_open[row]:
-                continue
-            if token_id == FAILED and count:
-                self.counts[row] = count - 1
-                is_open[row] = False
-                continue
-            kept[row] = index
-            self.counts[row], self.final[row] = count, token_id
-            drafts = self.drafts[row]
-            is_open[row] = count < len(drafts) and token_id == drafts[count]
-            if is_open[row] and self._one_by_one[row]:
-                self.counts[row] = count + 1
-                self.active.append(row)
-        return kept
-
-    def stop(self, row: int) -> None:
-        """End an active row with the token of its last entry."""
-        self.active.remove(row)
-        self.counts[row] -= 1

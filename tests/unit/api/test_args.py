@@ -94,6 +94,7 @@ def test_each_argument_changes_one_field() -> None:
         "sampling_defaults": "engine",
         "allowed_local_media_path": "/",
         "kv_cache_dtype": "int8",
+        "speculative_algorithm": "NGRAM",
     }
     seen: set[EngineConfig | str] = set()
     for name, argument in ARGUMENTS.items():

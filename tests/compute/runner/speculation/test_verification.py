@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from aioengine.runner.sampling.philox import UniformTable, uniforms
 from aioengine.runner.sampling.sampler import FAILED
-from aioengine.runner.speculation.draft_rows import Verification
+from aioengine.runner.speculation.verification import Verification
 
 ROWS = st.lists(
     st.tuples(
