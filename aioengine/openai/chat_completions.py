@@ -189,6 +189,6 @@ async def _events(
             if body.stream_options.include_usage:
                 infos = [info for _, row in sorted(rows.items()) if (info := row.info) is not None]
                 yield event(head | {"choices": [], "usage": usage(infos, num_samples)})
-        except (EngineError, ValueError) as error:  # the status was sent before the first chunk
+        except (EngineError, ValueError, TypeError) as error:  # the status was sent before the first chunk
             yield event(openai_error(error)[1])
         yield DONE

@@ -150,6 +150,6 @@ async def _events(
             if options.include_usage:
                 rows = [infos[index] for index in sorted(infos)]
                 yield event(head | {"choices": [], "usage": usage(rows, num_samples)})
-        except (EngineError, ValueError) as error:  # the status was sent before the first chunk
+        except (EngineError, ValueError, TypeError) as error:  # the status was sent before the first chunk
             yield event(openai_error(error)[1])
         yield DONE
