@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Timings,
     )
     from aioengine.api.engine import AsyncEngine
+    from aioengine.api.jobs import AnswerIterator, AsyncAnswerIterator, JobRow, RowFailure
     from aioengine.api.params import SamplingParams
     from aioengine.api.signatures import EngineArguments
     from aioengine.api.stream import Generation, Stream
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "aioengine.api.answers": "Answer BatchOutput Chunk ChunkInfo Embedding FinishReason MetaInfo Ranking Timings",
     "aioengine.api.engine": "AsyncEngine",
+    "aioengine.api.jobs": "AnswerIterator AsyncAnswerIterator JobRow RowFailure",
     "aioengine.api.params": "SamplingParams",
     "aioengine.api.signatures": "EngineArguments",
     "aioengine.api.stream": "Generation Stream",
@@ -80,6 +82,8 @@ _HOMES = {
 __all__ = [
     "AdapterResult",
     "Answer",
+    "AnswerIterator",
+    "AsyncAnswerIterator",
     "AsyncEngine",
     "BatchOutput",
     "ChatOptions",
@@ -100,6 +104,7 @@ __all__ = [
     "FinishReason",
     "Generation",
     "Health",
+    "JobRow",
     "MetaInfo",
     "ModelInfo",
     "Outcome",
@@ -110,6 +115,7 @@ __all__ = [
     "RequestError",
     "RequestOptions",
     "RequestTooLargeError",
+    "RowFailure",
     "SamplingParams",
     "ScoreOptions",
     "ScoreResult",

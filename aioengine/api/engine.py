@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from aioengine.api import signatures
+from aioengine.api import map_items, signatures
 from aioengine.api.answers import Answer
 from aioengine.api.args import engine_config
 from aioengine.api.foreign_names import no_attribute
@@ -423,6 +423,8 @@ class AsyncEngine(BaseEngine):
         frontend = self._frontend_here()
         reader = frontend.attachments.attach(rid, from_offset, frontend)
         return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
+
+    map = map_items.map
 
     # ------------------------------------------------------------ sessions
 

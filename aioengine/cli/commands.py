@@ -9,12 +9,13 @@ import io
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from aioengine.api.sync import Engine
 from aioengine.cli import benchmark, flags, report
+from aioengine.cli.batch import run as run_batch
 from aioengine.errors import EngineError, RequestTooLargeError
 from aioengine.file_descriptors import hold_standard_descriptors
 from aioengine.frontend.progress import is_terminal
@@ -42,7 +43,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         arguments.check()
     except (TypeError, ValueError) as error:
         return _fail(error, WRONG_USAGE)
-    commands = {"generate": generate, "chat": chat, "bench": bench, "info": info}
+    commands = {"generate": generate, "chat": chat, "batch": batch, "bench": bench, "info": info}
     try:
         status = commands[arguments.command](arguments)
         sys.stdout.flush()
@@ -119,6 +120,16 @@ def chat(arguments: Arguments) -> int:
                 messages = list(opening)
                 continue
             messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def batch(arguments: Arguments) -> int:
+    """Answer the rows of a JSONL file."""
+    options = {} if arguments.lora_path is None else {"lora_path": arguments.lora_path}
+    progress = cast("bool | None", arguments.engine().get("progress"))
+    job = run_batch(arguments.files(), arguments.config(), arguments.sampling(), options, progress)
+    if num_errors := asyncio.run(job):
+        print(f"aioengine: rows with an error instead of an answer: {num_errors}", file=sys.stderr)
     return 0
 
 
