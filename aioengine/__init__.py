@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aioengine.api.engine import AsyncEngine
     from aioengine.api.jobs import AnswerIterator, AsyncAnswerIterator, JobRow, RowFailure
     from aioengine.api.params import SamplingParams
+    from aioengine.api.selfcheck import TokenDifference
     from aioengine.api.signatures import EngineArguments
     from aioengine.api.stream import Generation, Stream
     from aioengine.api.sync import ChunkIterator, Engine
@@ -65,6 +66,7 @@ _HOMES = {
     "aioengine.api.engine": "AsyncEngine",
     "aioengine.api.jobs": "AnswerIterator AsyncAnswerIterator JobRow RowFailure",
     "aioengine.api.params": "SamplingParams",
+    "aioengine.api.selfcheck": "TokenDifference",
     "aioengine.api.signatures": "EngineArguments",
     "aioengine.api.stream": "Generation Stream",
     "aioengine.api.sync": "ChunkIterator Engine",
@@ -121,6 +123,7 @@ __all__ = [
     "ScoreResult",
     "Stream",
     "Timings",
+    "TokenDifference",
     "UnknownParameterError",
     "UnsupportedSchemaError",
     "WrongLoopError",

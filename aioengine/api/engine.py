@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from aioengine.api import map_items, signatures
+from aioengine.api import map_items, selfcheck, signatures
 from aioengine.api.answers import Answer
 from aioengine.api.args import engine_config
 from aioengine.api.foreign_names import no_attribute
@@ -513,6 +513,8 @@ class AsyncEngine(BaseEngine):
     async def continue_generation(self) -> Outcome:
         """Continue after ``pause_generation``."""
         return await self._frontend_here().controls.order("continue")
+
+    selfcheck = selfcheck.selfcheck
 
     async def freeze_gc(self) -> None:
         """Exclude all present objects from garbage collection (``gc.freeze``), here and in the scheduler process."""

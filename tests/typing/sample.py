@@ -32,6 +32,7 @@ from aioengine import (
     SamplingParams,
     ScoreResult,
     Stream,
+    TokenDifference,
     async_stream_and_merge,
     plan,
     stream_and_merge,
@@ -97,6 +98,7 @@ async def with_asyncio(is_stream: bool) -> None:
             assert_type(row["text"] if "error" not in row else row["error"]["message"], str)
         async with engine.map(["a", [1, 2], {"prompt": "b", "rid": "x"}], ordered=False, window=8) as rows_of_a_job:
             assert_type(rows_of_a_job, AsyncAnswerIterator)
+        assert_type(await engine.selfcheck(num_requests=4), list[TokenDifference])
         assert_type(await engine.drain(timeout=5), bool)
 
 
@@ -128,6 +130,7 @@ def without_asyncio(is_stream: bool) -> None:
             print(error)
         assert_type(llm.map(["a"], return_exceptions=False), AnswerIterator)
         assert_type([row["index"] for row in llm.map(["a"])], list[int])
+        assert_type([difference.position for difference in llm.selfcheck()], list[int])
         assert_type(llm.stats()["num_running"], int)
         assert_type([chunk["text"] for chunk in llm.attach("mine")], list[str])
         assert_type(llm.is_alive, bool)
