@@ -87,10 +87,12 @@ def test_importing_the_package_changes_nothing_in_the_host() -> None:
 def test_dependencies_equal_the_imported_packages() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    declared, optional = map(names_of, (project["dependencies"], [*extras["cuda"], *extras["images"]]))
+    declared, optional = map(
+        names_of, (project["dependencies"], [*extras["cuda"], *extras["images"], *extras["server"]])
+    )
     tops = {entry.target.split(".")[0] for of in modules() for entry in imports(of)}
     imported = {PACKAGE_NAMES.get(name, name) for name in tops - sys.stdlib_module_names - {"aioengine"}}
-    others = {"triton", "typing_extensions"}  # which come with torch, and with type checkers
+    others = {"starlette", "triton", "typing_extensions"}  # which come with FastAPI, torch, and type checkers
     assert imported - optional - others == declared
 
 

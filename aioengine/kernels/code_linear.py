@@ -4,10 +4,11 @@ On a CPU, torch's kernels multiply 4-bit codes in groups of 32, 64, 128 or 256 i
 output. Both give a row the same bits for every T. Fp8 weights are converted to the dtype of x once, and other weights
 for each product.
 
-On a GPU, up to 256 rows in 16 bits use our own kernel, which converts the weight in registers. For more rows, in fp32,
-for sizes that the kernel does not support, and with ``batch_invariant``, the weight is dequantized in memory first. If
-an fp8 weight has a scale per output or block, the kernel computes up to 64 rows, and more bf16 rows are rounded to fp8,
-with a scale per row, or per row and 128 inputs.
+On a GPU, up to 256 rows in 16 bits use our own kernels. With 8-bit weights and groups of a multiple of 128 inputs, the
+inputs become sums of two 8-bit numbers, which is nearly exact (``byte_linear``). Else the weight is converted in
+registers. For more rows, in fp32, for other sizes, and with ``batch_invariant``, the weight is dequantized in memory
+first. With more than 64 rows and fp8 weights with a scale per output or block, bf16 inputs are rounded to fp8, with a
+scale per row, or per row and 128 inputs.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 GROUP_SIZES: Final = (256, 128, 64, 32)
 """Group sizes of torch's kernel for 4-bit codes on a CPU."""
 FP8: Final = torch.float8_e4m3fn
-FEW_ROWS: Final = 64
-"""On a GPU, up to this row count the inputs of fp8 weights are not rounded to fp8."""
 
 
 class PreparedCodes(NamedTuple):
@@ -131,9 +130,9 @@ class _OnDevice:
 
     def __init__(self, codes: Codes, bias: Tensor | None, *, batch_invariant: bool) -> None:
         """bias: [O]."""
-        from aioengine.kernels.triton import code_linear
+        from aioengine.kernels.triton import byte_linear, code_linear
 
-        self._kernels = code_linear
+        self._kernels, self._byte_kernels = code_linear, byte_linear
         self._codes = code_linear.device_codes(codes)
         self._order = codes.order
         self._bias = bias
@@ -143,9 +142,10 @@ class _OnDevice:
         self._num_done = torch.zeros(num_tiles, dtype=torch.int32, device=codes.packed.device)
         self._fp8_scales = _scales_of_fp8(self._codes)
         self._max_rows, self._serves_vector = 0, False
+        self._serves_bytes = not batch_invariant and byte_linear.serves(self._codes)
         if not batch_invariant and code_linear.serves(size, codes.group, codes.bits):
             self._serves_vector = code_linear.serves_vector(self._codes)
-            self._max_rows = code_linear.MAX_ROWS if self._fp8_scales is None else FEW_ROWS
+            self._max_rows = code_linear.MAX_ROWS
 
     def restore(self) -> Codes:
         """Return the codes."""
@@ -159,14 +159,16 @@ class _OnDevice:
         x = x.contiguous()
         if num_rows == 1 and self._serves_vector:
             return self._kernels.vector_matmul(x, codes, bias)
-        if num_rows <= self._max_rows and x.dtype != torch.float32:  # tensor cores would round fp32
-            return self._kernels.matmul(x, codes, bias, self._num_done)
+        if self._serves_bytes and self._byte_kernels.is_fast(codes, x):
+            return self._byte_kernels.matmul(x, codes, bias, self._num_done)
         if self._fp8_scales is not None and x.dtype == torch.bfloat16 and not self._batch_invariant:
-            numbers, scales = self._kernels.quantize_rows(x, codes.group)
+            numbers, scales = self._byte_kernels.quantize_rows(x, codes.group)
             result = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
                 numbers, codes.numbers.t(), scale_a=scales.t(), scale_b=self._fp8_scales, out_dtype=x.dtype
             )[:num_rows]
             return result if bias is None else result.add_(bias)
+        if num_rows <= self._max_rows and x.dtype != torch.float32:  # tensor cores would round fp32
+            return self._kernels.matmul(x, codes, bias, self._num_done)
         weight = self._kernels.dequantize(codes, x.dtype)
         if self._batch_invariant:
             return linear.prepare(weight, bias, batch_invariant=True)(x)
