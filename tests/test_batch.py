@@ -165,6 +165,70 @@ def test_rows_come_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch
     assert sorted(rows("out")) == list(range(6))
 
 
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+
+
+def test_rows_in_the_form_of_openai_are_answered_as_by_the_server(run: Run) -> None:
+    def row(body: object, url: str = "/v1/chat/completions", **more: object) -> dict[str, object]:
+        return {"custom_id": f"id of {url}", "method": "POST", "url": url, "body": body, **more}
+
+    write(
+        "in",
+        row({**CHAT, "model": "mine"}),
+        row({"model": "mine", "prompt": "a", "n": 2, "max_tokens": 3}, "/v1/completions"),
+        row({**CHAT, "temperature": 9}),
+        row({**CHAT, "model": "another"}),
+        row({**CHAT, "stream": True}),
+        row(CHAT, method="GET"),
+        row(CHAT, "http://elsewhere/v1"),
+        row(CHAT, "/v1/\x00"),
+        row(CHAT, "/v1/nowhere"),
+        row("a"),
+        row({"prompt": "\ud800"}, "/v1/completions"),
+        "in our own form",
+    )
+    done = run("in", "out", "--served-model-name", "mine")
+    assert done.stderr == "aioengine: rows with an error instead of an answer: 9\n"
+    lines = [json.loads(line) for line in Path("out").read_bytes().splitlines()]
+    found = {entry.get("id", "own"): entry for entry in lines}
+    assert found["own"]["index"] == 11
+    first = found["batch_req_0"]
+    assert (first["custom_id"], first["error"]) == ("id of /v1/chat/completions", None)
+    assert first["response"]["status_code"] == 200
+    assert first["response"]["request_id"]
+    assert first["response"]["body"]["choices"][0]["message"]["content"] == "one t"
+    texts = [choice["text"] for choice in found["batch_req_1"]["response"]["body"]["choices"]]
+    assert texts == ["one", "one"]
+    statuses = {number: found[f"batch_req_{number}"]["response"]["status_code"] for number in (2, 3, 8)}
+    assert statuses == {2: 400, 3: 404, 8: 404}
+    refused = {number: found[f"batch_req_{number}"]["error"]["message"] for number in (4, 5, 6, 7, 9)}
+    assert "leave out stream" in refused[4]
+    assert "method must be POST" in refused[5]
+    assert "url must be a path" in refused[6]
+    assert "body must be an object" in refused[9]
+    before = Path("out").read_bytes()
+    assert run("in", "out", "--served-model-name", "mine", "--resume").returncode == 0
+    assert Path("out").read_bytes() == before
+
+
+def test_rows_in_the_form_of_openai_wait_while_the_engine_is_overloaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = type("", (), {"from_config": lambda _: fake_async_engine(ANSWERS, max_running=1, max_queued=1)})
+    monkeypatch.setattr(batch, "AsyncEngine", narrow)
+    write("in", *[{"url": "/v1/chat/completions", "body": CHAT}] * 5)
+    assert run("in", "out").stderr == ""
+    assert len(Path("out").read_bytes().splitlines()) == 5
+
+
+def test_missing_packages_end_a_job_with_rows_in_the_form_of_openai(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    write("in", {"url": "/v1/chat/completions", "body": CHAT})
+    done = run("in", "out")
+    assert done.returncode == 1
+    assert "need the package fastapi: pip install 'aioengine[server]'" in done.stderr
+
+
 def test_the_bar_shows_the_rows_of_a_file(run: Run) -> None:
     write("in", "a", "!", "b")
     shown = run("in", "out", "--progress").stderr

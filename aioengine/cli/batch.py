@@ -19,6 +19,7 @@ from aioengine.api.engine import AsyncEngine
 from aioengine.api.jobs import ROW_ERRORS, AsyncAnswerIterator, Job, failure
 from aioengine.api.journal import SUFFIX, Journal, encode_row
 from aioengine.api.map_items import ItemAnswers
+from aioengine.cli.openai_rows import OpenAIRows, has_error, is_openai_row
 from aioengine.frontend.progress import RowBar, is_wanted
 from aioengine.supervision.tasks import post, start_thread
 
@@ -40,12 +41,14 @@ class BatchFiles(Struct, frozen=True, kw_only=True):
 
     Attributes:
         window: maximum number of rows in flight; None: twice as many as the engine runs.
+        model_names: names of the model in rows in OpenAI's form; None: its hub id, or the name of its folder.
     """
 
     source: str
     target: str
     resume: bool = False
     window: int | None = None
+    model_names: list[str] | None = None
 
     def check(self) -> None:
         """Raise ValueError for files that exist or cannot be resumed."""
@@ -79,13 +82,21 @@ async def run(
         async with AsyncEngine.from_config(config) as engine:
             answers = ItemAnswers(engine, sampling, options)
 
+            openai_rows: OpenAIRows | None = None
+
             async def answer(index: int, line: bytes) -> Row:
-                nonlocal num_errors
-                row: dict[str, object] = {"index": index}
+                nonlocal num_errors, openai_rows
+                row: Row = {"index": index}
                 try:
                     item = _read_item(line)
+                    if isinstance(item, dict) and is_openai_row(item):
+                        openai_rows = openai_rows or OpenAIRows(engine, files.model_names)
+                        row, num_tokens = await openai_rows.answer(index, item)
+                        num_errors += has_error(row)
+                        bar.add_tokens(num_tokens)
+                        return row
                     if isinstance(item, dict) and "custom_id" in item:
-                        row["custom_id"] = item.pop("custom_id")
+                        row = {**row, "custom_id": item.pop("custom_id")}
                     answered = await answers.answer(item)
                 except ROW_ERRORS as error:
                     num_errors += 1

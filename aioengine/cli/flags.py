@@ -150,7 +150,13 @@ class Arguments(argparse.Namespace):
 
     def files(self) -> BatchFiles:
         """Return the files of ``batch``."""
-        return BatchFiles(source=self.source, target=self.target, resume=self.resume, window=self.window)
+        return BatchFiles(
+            source=self.source,
+            target=self.target,
+            resume=self.resume,
+            window=self.window,
+            model_names=self.served_model_name,
+        )
 
     def _existing(self, names: Iterable[str]) -> dict[str, object]:
         return {name: value for name in names if (value := vars(self).get(name)) is not None}
@@ -247,6 +253,8 @@ def _add_own_flags(parser: argparse.ArgumentParser, command: str) -> None:
         add("--resume", action="store_true", help="continue the job that wrote OUT and its journal OUT.journal")
         add("--window", type=int, metavar="N", help="rows in flight (default: twice --max-running-requests)")
         add("--lora-path", metavar="NAME", help="adapter of --lora-paths for rows without one (default: none)")
+        about = "name of the model in rows in OpenAI's form (repeatable; default: hub id, or name of the folder)"
+        add("--served-model-name", action="append", metavar="NAME", help=about)
         return
     place = "the conversation; images come before its first line"
     if command == "generate":
