@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from aioengine.api.answers import Answer
     from aioengine.api.map_items import GeneratingEngine
-    from aioengine.frontend.calls.finished import FinishedRequest
+    from aioengine.frontend.calls.finished import RecordedRequest
 
 
 class TokenDifference(NamedTuple):
@@ -58,7 +58,7 @@ async def selfcheck(self: GeneratingEngine, num_requests: int = 8) -> list[Token
     return differences
 
 
-async def _compute_again(engine: GeneratingEngine, request: FinishedRequest) -> list[int]:
+async def _compute_again(engine: GeneratingEngine, request: RecordedRequest) -> list[int]:
     """Return the output ids of a request when it is computed now. Raises RequestError if it was aborted."""
     again = cast(
         "Answer",

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from aioengine.errors import EngineError
 from aioengine.openai import token_logprobs
 from aioengine.openai.bodies import GenerateBody, add_constraint, read_generate_fields
+from aioengine.openai.chat_calls import ChatCall, PartReader, tool_call_id
 from aioengine.openai.conversations import template_messages
 from aioengine.openai.http_call import call_options, event, finish_word, usage
 from aioengine.openai.replies import DONE, check_completed, event_stream, json_response, openai_error
+from aioengine.parsing import Content, Reasoning
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from starlette.responses import Response
 
+    from aioengine.api.answers import FinishReason
     from aioengine.api.stream import Stream
+    from aioengine.openai.chat_calls import Part
     from aioengine.openai.http_call import Call, Info, Place
+    from aioengine.openai.served_model import ServedModel
+    from aioengine.parsing import OutputParser
 
-LENGTHS = ("max_tokens", "max_new_tokens", "max_completion_tokens")
+LENGTHS: Final = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 
 
 class ChatBody(GenerateBody, kw_only=True):
@@ -31,6 +37,9 @@ class ChatBody(GenerateBody, kw_only=True):
     """
 
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = 0
     modalities: tuple[str, ...] = ("text",)
@@ -42,79 +51,135 @@ class ChatBody(GenerateBody, kw_only=True):
     continue_final_message: bool | None = None
 
 
-def template_options(body: ChatBody) -> dict[str, Any]:
-    """Return the keyword arguments of ``async_chat`` for its template."""
-    names = ("reasoning_effort", "add_generation_prompt", "continue_final_message")
-    given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    options = {"chat_template": body.chat_template, "enable_thinking": body.enable_thinking}
-    return options | {"chat_template_kwargs": given | (body.chat_template_kwargs or {})}
+_VARIABLES: Final = ("reasoning_effort", "enable_thinking", "add_generation_prompt", "continue_final_message")
 
 
 async def chat_completions(call: Call) -> Response:
     """Answer a request to /v1/chat/completions."""
     body, sampling = read_generate_fields(call.body, ChatBody)
     if body.modalities != ("text",):
-        raise ValueError(f"modalities is {body.modalities}; answers are text")
+        raise ValueError(f"modalities is {list(body.modalities)}; answers are text")
     add_constraint(sampling, body.response_format, body.structured_outputs)
     if not sampling.keys() & set(LENGTHS):
         sampling["max_new_tokens"] = None
     name, adapter = await call.model.find(body.model)
-    arguments = {
-        "messages": template_messages(body.messages),
-        "sampling_params": sampling,
-        **template_options(body),
-        **call_options(body, adapter),
-        **(token_logprobs.options(body.top_logprobs) if body.logprobs else {}),
-    }
+    variables = {name: value for name in _VARIABLES if (value := getattr(body, name)) is not None}
+    chat = ChatCall(
+        messages=template_messages(body.messages),
+        sampling=sampling,
+        options=call_options(body, adapter) | (token_logprobs.options(body.top_logprobs) if body.logprobs else {}),
+        template=body.chat_template,
+        variables=variables | (body.chat_template_kwargs or {}),
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+    )
+    chat.prepare(call.model)
     num_samples = cast("int", sampling.get("n") or 1)
-    engine = call.model.engine
     if body.stream:
-        stream, place = await call.stream(lambda: engine.async_chat(**arguments, stream=True))
-        return event_stream(_events(stream, place, head(place.rid, name, "chat.completion.chunk"), body, num_samples))
-    generation = engine.async_chat(**arguments)
+        stream, place = await call.stream(lambda: chat.stream(call.model))
+        head = _head(place.rid, name, "chat.completion.chunk")
+        return event_stream(_events(stream, place, head, body, chat, call.model, num_samples))
+    generation = chat.generation(call.model)
     choices: list[dict[str, object]] = []
     answers = await call.answers(generation)
     for index, answer in enumerate(answers):
-        info = answer["meta_info"]
+        info, row = answer["meta_info"], _Row(call.model, generation.rid, index, chat.parser(call.model))
+        delta = row.delta(answer["text"], is_last=True)
+        message = {"role": "assistant", "content": None if row.parts.has_calls else "", "refusal": None, **delta}
+        for tool_call in message.get("tool_calls", ()):
+            del tool_call["index"]
         choices.append(
             {
                 "index": index,
-                "message": {"role": "assistant", "content": answer["text"], "refusal": None},
-                "finish_reason": finish_word(info["finish_reason"]),
+                "message": message,
+                "finish_reason": row.finish_word(info["finish_reason"]),
                 "logprobs": token_logprobs.chat_logprobs(info) if body.logprobs else None,
             }
         )
     infos = [answer["meta_info"] for answer in answers]
-    value = head(generation.rid, name, "chat.completion")
-    return json_response(value | {"choices": choices, "usage": usage(infos, num_samples)})
+    head = _head(generation.rid, name, "chat.completion")
+    return json_response(head | {"choices": choices, "usage": usage(infos, num_samples)})
 
 
-def head(rid: str, model: str, kind: str) -> dict[str, object]:
+def _head(rid: str, model: str, kind: str) -> dict[str, Any]:
     """Return the common keys of a response or of its chunks."""
     return {"id": f"chatcmpl-{rid}", "object": kind, "created": int(time.time()), "model": model}
 
 
+class _Row:
+    """One answer, and its parts so far."""
+
+    def __init__(self, model: ServedModel, rid: str, index: int, parser: OutputParser) -> None:
+        self.parts = PartReader()
+        self.info: Info | None = None
+        self._model = model
+        self._rid = rid
+        self._index = index
+        self._parser = parser
+
+    def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
+        """Add text, and return the new content, reasoning and tool calls."""
+        events = self._parser.push(text)
+        if is_last:
+            events += self._parser.flush()
+        delta: dict[str, Any] = {}
+        for part, piece in self.parts.read(events):
+            if part.kind in (Content, Reasoning):
+                key = "content" if part.kind is Content else "reasoning_content"
+                delta[key] = delta.get(key, "") + piece
+            else:
+                self._add_call(delta.setdefault("tool_calls", []), part, piece)
+        return delta
+
+    def _add_call(self, calls: list[dict[str, Any]], part: Part, piece: str) -> None:
+        if not piece:  # it begins
+            call_id = tool_call_id(self._model, self._rid, self._index, part.call)
+            function = {"name": part.name, "arguments": ""}
+            calls.append({"index": part.call, "id": call_id, "type": "function", "function": function})
+        elif not calls:
+            calls.append({"index": part.call, "function": {"arguments": piece}})
+        else:
+            calls[-1]["function"]["arguments"] += piece
+
+    def finish_word(self, reason: FinishReason) -> str:
+        return "tool_calls" if reason == "stop" and self.parts.has_calls else finish_word(reason)
+
+
 async def _events(
-    stream: Stream, place: Place, head: dict[str, object], body: ChatBody, num_samples: int
+    stream: Stream,
+    place: Place,
+    head: dict[str, Any],
+    body: ChatBody,
+    chat: ChatCall,
+    model: ServedModel,
+    num_samples: int,
 ) -> AsyncIterator[bytes]:
     """Yield the events of a stream, from ``place`` on. ``head``: the common keys of its chunks."""
-    infos: dict[int, Info] = {}
+    rows: dict[int, _Row] = {}
     async with stream:  # a disconnect closes this generator, which aborts or detaches the request
         try:
             async for chunk in stream:
                 index, info = chunk.get("index", 0), chunk["meta_info"]
-                _, text, num_seen = place.split(chunk)
-                delta: dict[str, object] = {"content": text} if text else {}
-                if index not in infos and not place.num_characters:
-                    delta = {"role": "assistant", "content": text}
-                infos[index] = info
+                row = rows.get(index)
+                delta: dict[str, Any] = {}
+                if row is None:
+                    row = rows[index] = _Row(model, place.rid, index, chat.parser(model))
+                    delta = {} if place.num_characters else {"role": "assistant", "content": ""}
+                seen, text, num_seen = place.split(chunk)
+                if seen:
+                    row.delta(seen, is_last=False)
                 reason = info["finish_reason"]
                 if reason is not None:
                     check_completed(reason)
+                row.info = info
+                delta |= row.delta(text, is_last=reason is not None)
+                if not delta and reason is None and not body.logprobs:
+                    continue  # a tag may begin here
                 choice = {
                     "index": index,
                     "delta": delta,
-                    "finish_reason": None if reason is None else finish_word(reason),
+                    "finish_reason": None if reason is None else row.finish_word(reason),
                     "logprobs": token_logprobs.chat_logprobs(info, num_seen) if body.logprobs else None,
                 }
                 value = head | {"choices": [choice]}
@@ -122,8 +187,8 @@ async def _events(
                     value["usage"] = usage([info])
                 yield event(value, None if body.resume_ttl is None else place.after(chunk))
             if body.stream_options.include_usage:
-                rows = [infos[index] for index in sorted(infos)]
-                yield event(head | {"choices": [], "usage": usage(rows, num_samples)})
+                infos = [info for _, row in sorted(rows.items()) if (info := row.info) is not None]
+                yield event(head | {"choices": [], "usage": usage(infos, num_samples)})
         except (EngineError, ValueError) as error:  # the status was sent before the first chunk
             yield event(openai_error(error)[1])
         yield DONE

@@ -37,6 +37,8 @@ def openai_router(
     *,
     api_key: str | Sequence[str] | None = None,
     served_model_name: str | Sequence[str] | None = None,
+    tool_parser: str | None = "auto",
+    reasoning_parser: str | None = "auto",
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> APIRouter:
     """Return a router with the endpoints of OpenAI for ``engine``, which the app starts and shuts down.
@@ -44,9 +46,11 @@ def openai_router(
     Args:
         api_key: the key that clients must send, or several; None: no key. ``/health`` and ``/ready`` need no key.
         served_model_name: the name of the model for clients, or several; None: its hub id, or the name of its folder.
+        tool_parser, reasoning_parser: the format of tool calls and of reasoning in the model's text
+            (``aioengine.parsing``); "auto": the one of its chat template; None: such text stays content.
         max_body_bytes: larger bodies are refused with status 413.
     """
-    model = ServedModel(engine, _listed(served_model_name))
+    model = ServedModel(engine, _listed(served_model_name), tool_parser, reasoning_parser)
     keys = [key.encode() for key in _listed(api_key)]
     if not all(keys):
         raise ValueError("api_key is empty; give a key, or None if clients need none")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import time
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import EngineOverloadedError
 from aioengine.openai.replies import CallError
+from aioengine.parsing import OutputFormat, output_format
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,12 +26,21 @@ class ServedModel:
         created: unix time, for ``created`` in lists of models.
     """
 
-    def __init__(self, engine: AsyncEngine, names: Sequence[str]) -> None:
-        """``names``: empty: the name of the model's folder, or its hub id."""
+    def __init__(
+        self, engine: AsyncEngine, names: Sequence[str], tool_parser: str | None, reasoning_parser: str | None
+    ) -> None:
+        """``names``: empty: the name of the model's folder, or its hub id. Raises ValueError for unknown parsers."""
         self.engine = engine
+        self._find_format = partial(output_format, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+        self._find_format("")
         self.created = int(time.time())
         self._names = list(names)
         self._overloaded_until = 0.0
+
+    @cached_property
+    def output_format(self) -> OutputFormat:
+        """How the model marks reasoning and tool calls. The engine must be started."""
+        return self._find_format(self.engine.tokenizer.chat_template)
 
     async def names(self) -> list[str]:
         """Return the names of the base model."""

@@ -2,11 +2,13 @@
 
 ``output_format`` chooses the format of a model. Its ``parser`` reads one answer, and its ``sampling_params`` constrain
 an answer so that the arguments of tool calls are valid. A new format is one file in this folder (``plugins``), with a
-row in ``_detection.py``.
+row in ``_formats.py``.
 """
 
 from aioengine.parsing._events import Content, Event, Reasoning, ToolArguments, ToolCallBegin, ToolCallEnd
 from aioengine.parsing._formats import OutputFormat, OutputParser, output_format
+
+ALIASES = {"mistral_think": "think:MistralThinkTags"}
 
 __all__ = [
     "Content",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -9,7 +10,7 @@ from aioengine import plugins
 from aioengine.api import checks
 from aioengine.parsing._events import Content, Event
 from aioengine.parsing._reader import TextReader
-from aioengine.parsing._tools import Format, ToolCallFormat, tag, tools_of
+from aioengine.parsing._tools import ToolCallFormat, tools_of
 
 if TYPE_CHECKING:
     from aioengine.parsing.think import ThinkTags
@@ -20,11 +21,18 @@ ToolChoice: TypeAlias = str | Mapping[str, Any]
 """``"auto"``, ``"required"``, ``"none"``, or ``{"type": "function", "function": {"name": ...}}``."""
 
 _TOOL_MARKS: Final = {
-    "hermes": ("<tool_call>",),
+    "gpt_oss": (r"<\|channel\|>",),
+    "qwen3_coder": ("<tool_call>", "<function=", "<parameter="),
+    "hermes": ("<tool_call>", r'\\?"arguments\\?"'),
+    "mistral": (r"\[TOOL_CALLS\]",),
+    "deepseek_v3": ("<｜tool▁call▁begin｜>",),
+    "llama3": (r"<\|start_header_id\|>", r'\\?"parameters\\?":'),
 }
-"""Tool parser -> texts that are all in the chat templates of its models. The first match counts."""
+"""Tool parser -> patterns that all occur in the chat templates of its models. The first match counts."""
 _REASONING_MARKS: Final = {
-    "think": ("<think>",),
+    "gpt_oss": _TOOL_MARKS["gpt_oss"],
+    "think": ("</think>",),
+    "mistral_think": (r"\[THINK\]",),
 }
 TOOL_PARSERS: Final = tuple(_TOOL_MARKS)
 REASONING_PARSERS: Final = tuple(_REASONING_MARKS)
@@ -43,12 +51,14 @@ def output_format(
     """
     tool_name = _chosen("tool_parser", tool_parser, _TOOL_MARKS, chat_template)
     reasoning_name = _chosen("reasoning_parser", reasoning_parser, _REASONING_MARKS, chat_template)
+    if "gpt_oss" in (tool_name, reasoning_name):
+        tool_name = reasoning_name = "gpt_oss"  # one parser for both
     return OutputFormat(tool_name, reasoning_name)
 
 
 def _chosen(parameter: str, name: str | None, marks: Mapping[str, tuple[str, ...]], template: str) -> str | None:
     if name == "auto":
-        return next((name for name, texts in marks.items() if all(text in template for text in texts)), None)
+        return next((name for name, texts in marks.items() if all(re.search(text, template) for text in texts)), None)
     if name is not None and name not in marks:
         hint = checks.did_you_mean(name, marks)
         raise ValueError(f"{parameter}={name!r} is not known{hint}; known are auto, {', '.join(marks)}, or None")
@@ -66,12 +76,10 @@ class OutputFormat:
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self._calls: ToolCallFormat | None = plugins.load("parsing", tool_parser)() if tool_parser else None
-        self._reasoning: ThinkTags | None = plugins.load("parsing", reasoning_parser)() if reasoning_parser else None
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """The special tokens that the parser reads. If there are any, ``skip_special_tokens`` must be False."""
-        return tuple(token for part in (self._calls, self._reasoning) if part for token in part.special_tokens)
+        self._reads_always = self._calls is not None and self._calls.has_reasoning
+        self._reasoning: ThinkTags | None = None
+        if reasoning_parser and reasoning_parser != tool_parser:
+            self._reasoning = plugins.load("parsing", reasoning_parser)()
 
     def reasoning_end(self, prompt: str) -> str | None:
         """Return the text that ends the reasoning, if the answer to this prompt begins with reasoning; else None.
@@ -90,9 +98,9 @@ class OutputFormat:
         if self._reasoning:
             reader = TextReader()
             stages.append(_TextStage(reader, self._reasoning.read(reader, is_open=self._reasoning.is_open(prompt))))
-        if self._calls and tools:
+        if self._calls and (tools or self._reads_always):
             reader = TextReader()
-            stages.append(_TextStage(reader, self._calls.read(reader, tools_of(tools))))
+            stages.append(_TextStage(reader, self._calls.read(reader, tools_of(tools or ()))))
         return OutputParser(stages)
 
     def sampling_params(
@@ -103,7 +111,8 @@ class OutputFormat:
         parallel_tool_calls: bool = True,
         prompt: str = "",
     ) -> dict[str, Any]:
-        """Return sampling parameters with which an answer has valid tool calls, as a structural tag.
+        """Return sampling parameters with which an answer has valid tool calls (``structural_tag``, ``reasoning_end``)
+        and contains the special tokens that the parser reads (``skip_special_tokens``). Use them also without tools.
 
         ``"auto"``: the model writes text or calls tools. ``"required"``: it only calls tools, at least one. A named
         function is called once. With ``"none"`` or without tools there is no constraint. Arguments fit the schemas of
@@ -113,7 +122,10 @@ class OutputFormat:
             ValueError: a tool or the choice is wrong, or this format has no tool calls and the choice needs them.
             UnsupportedSchemaError: the schema of a strict tool cannot be enforced.
         """
-        params: dict[str, Any] = {"skip_special_tokens": False} if self.special_tokens else {}
+        params: dict[str, Any] = {}
+        for part in (self._reasoning, self._calls if tools or self._reads_always else None):
+            if part and part.special_tokens:
+                params["skip_special_tokens"] = False
         chosen, name = tools_of(tools or ()), _name_of(tool_choice)
         if tool_choice == "none" or (tool_choice == "auto" and (not chosen or self._calls is None)):
             return params
@@ -130,7 +142,7 @@ class OutputFormat:
         if end is not None:
             params["reasoning_end"] = end
         elif self._reasoning and not prompt.rstrip().endswith(self._reasoning.end):
-            calls = _after_reasoning(self._reasoning, calls)
+            calls = self._reasoning.format_of(calls)
         return {**params, "structural_tag": {"format": calls}}
 
 
@@ -146,12 +158,6 @@ def _name_of(choice: ToolChoice) -> str | None:
         "tool_choice must be 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}, got "
         f"{checks.shown(choice)}"
     )
-
-
-def _after_reasoning(tags: ThinkTags, answer: Format) -> Format:
-    """Return the format of an answer that may begin with reasoning."""
-    thought = tag(tags.begin, {"type": "any_text"}, tags.end)
-    return {"type": "or", "elements": [{"type": "sequence", "elements": [thought, answer]}, answer]}
 
 
 class _TextStage:

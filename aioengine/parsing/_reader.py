@@ -8,7 +8,7 @@ would match less if the piece ends early.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import regex
@@ -28,7 +28,7 @@ SPACES: Final = r"[ \t\r\n]{0,64}"
 """Whitespace beside a tag, which belongs to the tag. The limit bounds the text that is held back."""
 
 _HEAD: Final = regex.compile(
-    rf'{SPACES}\{{{SPACES}"name"{SPACES}:{SPACES}"([^"\\<\x00-\x1f]{{1,256}})"{SPACES},{SPACES}'
+    rf'{SPACES}\{{{SPACES}(?:"type"{SPACES}:{SPACES}"function"{SPACES},{SPACES})?"name"{SPACES}:{SPACES}"([^"\\<\x00-\x1f]{{1,256}})"{SPACES},{SPACES}'
     rf'"(?:arguments|parameters)"{SPACES}:{SPACES}\{{'
 )
 """The usual beginning of a call in JSON, up to the bracket of its arguments."""
@@ -45,12 +45,14 @@ class TextReader:
     def __init__(self) -> None:
         self.is_over = False
         self._text = ""
+        self._at = 0
         self._events: list[Event] = []
         self._num_calls = 0
 
     def add(self, text: str, *, is_over: bool) -> None:
         """Add the next piece of text. is_over: it is the last one."""
-        self._text += text
+        self._text = self._text[self._at :] + text
+        self._at = 0
         self.is_over = is_over
 
     def take_events(self) -> list[Event]:
@@ -88,13 +90,11 @@ class TextReader:
     def find(self, pattern: Pattern, emit: Emit) -> Steps[Match | None]:
         """Remove and return the next match, and give the text before it to ``emit``; None: there is none."""
         while True:
-            match = pattern.search(self._text, partial=not self.is_over)
-            start = len(self._text) if match is None else match.start()
-            emit(self._text[:start])
+            match = pattern.search(self._text, self._at, partial=not self.is_over)
+            emit(self._take(len(self._text) if match is None else match.start()))
             if match is not None and not match.partial:
-                self._text = self._text[match.end() :]
+                self._at = match.end()
                 return match
-            self._text = self._text[start:]
             if self.is_over:
                 return None
             yield
@@ -102,9 +102,9 @@ class TextReader:
     def take(self, pattern: Pattern) -> Steps[Match | None]:
         """Remove and return a match at the start of the text; None: there is none."""
         while True:
-            match = pattern.match(self._text, partial=not self.is_over)
+            match = pattern.match(self._text, self._at, partial=not self.is_over)
             if match is None or not match.partial:
-                self._text = self._text[match.end() :] if match else self._text
+                self._at = match.end() if match else self._at
                 return match
             yield
 
@@ -116,11 +116,15 @@ class TextReader:
     def rest(self, emit: Emit) -> Steps[None]:
         """Give the text up to the end to ``emit``."""
         while True:
-            emit(self._text)
-            self._text = ""
+            emit(self._take(len(self._text)))
             if self.is_over:
                 return
             yield
+
+    def _take(self, end: int) -> str:
+        """Remove and return the text up to ``end``."""
+        start, self._at = self._at, end
+        return self._text[start:end]
 
     # ------------------------------------------------------------ JSON
 
@@ -131,47 +135,53 @@ class TextReader:
         """
         depth, is_string = 1, False
         while True:
-            at = 0
+            at = self._at
             while depth and at < len(self._text):
                 if is_string:
                     at = cast("Match", _STRING.match(self._text, at)).end()
                     if self._text[at : at + 1] != '"':
                         break  # the end of the text, maybe after half of an escape
                     is_string = False
-                elif (match := _OUTSIDE.search(self._text, at)) is None:
-                    at = len(self._text)
-                    break
                 else:
-                    at = match.start()
+                    match = _OUTSIDE.search(self._text, at)
+                    at = len(self._text) if match is None else match.start()
+                    if match is None:
+                        break
                     if match[0] not in '"{}[]':
-                        emit(self._text[:at])
-                        self._text = self._text[at:]
+                        emit(self._take(at))
                         return False
                     is_string = match[0] == '"'
                     depth += (match[0] in "{[") - (match[0] in "}]")
                 at += 1
-            at = len(self._text) if self.is_over and depth else at
-            emit(self._text[:at])
-            self._text = self._text[at:]
+            emit(self._take(len(self._text) if self.is_over and depth else at))
             if self.is_over or not depth:
                 return not depth
             yield
 
-    def json_call(self) -> Steps[str | None]:
+    def call(self, name: str) -> Steps[bool]:
+        """Give out a tool call whose arguments are the next object, after its first bracket. Return whether they are
+        complete.
+        """
+        self.begin_call(name)
+        self.arguments("{")
+        is_complete = yield from self.json_object(self.arguments)
+        self.end_call()
+        return is_complete
+
+    def json_call(self, names: Collection[str] | None = None) -> Steps[str | None]:
         """Read an object with a name and arguments, and give it out as a tool call.
 
-        Return None. If it is no such object, return the text that was read and not given out.
+        Return None. If it is no such object, return the text that was read and not given out. names: the names that
+        are allowed; the object must then begin with its name.
         """
         head = yield from self.take(_HEAD)
+        if head is not None and names is not None and head[1] not in names:
+            return head[0]
         if head is not None:
-            self.begin_call(head[1])
-            self.arguments("{")
-            is_complete = yield from self.json_object(self.arguments)
-            self.end_call()
-            if is_complete:
+            if (yield from self.call(head[1])):
                 yield from self.take(_REST)
             return None
-        bracket = yield from self.take(_BRACKET)
+        bracket = None if names is not None else (yield from self.take(_BRACKET))
         if bracket is None:
             return ""
         pieces = [bracket[0]]
@@ -196,6 +206,6 @@ def _call_of(text: str) -> tuple[str, str] | None:
             arguments = json.loads(arguments)
     except (ValueError, KeyError, RecursionError):
         return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not name.isprintable() or not isinstance(arguments, dict):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return name, json.dumps(arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias, cast
 
 from aioengine.api import checks
 from aioengine.constraints.json_schema import compile_schema
@@ -35,10 +35,12 @@ class ToolCallFormat:
 
     Attributes:
         special_tokens: special tokens in the text of calls, which must stay in the output.
+        has_reasoning: it also marks reasoning, and reads answers without tools.
         trigger: the text at the beginning of each call. separator: the text between two calls.
     """
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
+    has_reasoning: ClassVar[bool] = False
     trigger: ClassVar[str]
     separator: ClassVar[str] = ""
 
@@ -64,9 +66,42 @@ def tag(begin: str, content: Format, end: str) -> Format:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
+def const(text: str) -> Format:
+    """Return the format of this text."""
+    return {"type": "const_string", "value": text}
+
+
+def token(text: str) -> Format:
+    """Return the format of a special token."""
+    return {"type": "token", "token": text}
+
+
+def json_schema(schema: Json) -> Format:
+    """Return the format of JSON."""
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def sequence(*elements: Format) -> Format:
+    """Return the format of all of these formats in order."""
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def either(*elements: Format) -> Format:
+    """Return the format of one of these formats."""
+    return {"type": "or", "elements": list(elements)}
+
+
+def repeated(kind: str, content: Format) -> Format:
+    """Return the format of a repetition. kind: ``"optional"``, ``"star"`` or ``"plus"``."""
+    return {"type": kind, "content": content}
+
+
+TEXT: Final[Format] = {"type": "any_text"}
+
+
 def json_tag(begin: str, schema: Json, end: str) -> Format:
     """Return the format of JSON between two texts."""
-    return tag(begin, {"type": "json_schema", "json_schema": schema}, end)
+    return tag(begin, json_schema(schema), end)
 
 
 def tools_of(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:

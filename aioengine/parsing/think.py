@@ -1,4 +1,6 @@
-"""Qwen 3, DeepSeek R1 and others: an answer begins with ``<think>...</think>``, or its prompt ends with ``<think>``."""
+"""Qwen 3, DeepSeek R1, Magistral and others: an answer begins with reasoning between two tags, such as ``<think>`` and
+``</think>``, or the prompt ends with the first tag.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import regex
 
 from aioengine.parsing._reader import SPACES
+from aioengine.parsing._tools import TEXT, Format, const, either, sequence, token
 
 if TYPE_CHECKING:
     from aioengine.parsing._reader import Steps, TextReader
@@ -35,6 +38,25 @@ class ThinkTags:
             yield from reader.find(regex.compile(SPACES + regex.escape(self.end)), reader.reasoning)
             yield from reader.skip_spaces()
         yield from reader.rest(reader.content)
+
+    def format_of(self, answer: Format) -> Format:
+        """Return the format of an answer that may begin with reasoning.
+
+        If the answer is a sequence that begins with free text, tags that are text need no format, and must not have
+        one: the free text could take them.
+        """
+        if not self.special_tokens and answer.get("elements", [None])[0] == TEXT:
+            return answer
+        begin, end = (token(text) if text in self.special_tokens else const(text) for text in (self.begin, self.end))
+        return either(sequence(begin, TEXT, end, answer), answer)
+
+
+class MistralThinkTags(ThinkTags):
+    """``[THINK]...[/THINK]``, two special tokens."""
+
+    special_tokens = ("[THINK]", "[/THINK]")
+    begin = "[THINK]"
+    end = "[/THINK]"
 
 
 PLUGIN = ThinkTags

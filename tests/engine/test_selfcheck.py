@@ -10,7 +10,7 @@ import pytest
 
 from aioengine.api.engine import BaseEngine
 from aioengine.api.selfcheck import TokenDifference
-from aioengine.frontend.calls.finished import FinishedRequest
+from aioengine.frontend.calls.finished import RecordedRequest
 from aioengine.supervision.ledger import MAX_FINISHED_TOKENS, NUM_FINISHED
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from aioengine.testing.faults import Faults
@@ -19,7 +19,7 @@ from tests.kit.fake_adapters import write_adapter
 PARAMS: dict[str, Any] = {"max_new_tokens": 6}
 
 
-def remembered(engine: BaseEngine) -> list[FinishedRequest]:
+def remembered(engine: BaseEngine) -> list[RecordedRequest]:
     return list(engine._frontend_anywhere().calls.finished)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 
+from aioengine.openai import openai_router
 from tests.kit.pages import GUIDES, blocks
 from tests.openai_api.serving import Served, app_served
 
@@ -31,6 +32,8 @@ PROGRAMS = [code for code in GUIDE if "localhost:8000" in code]
 def server() -> Iterator[Served]:
     names: dict[str, Any] = {}
     exec(APPS[0], names)
+    router = openai_router(names["engine"], tool_parser="hermes")
+    names["app"].include_router(router, prefix="/tools")
     with app_served(names["app"], names["engine"]) as running:
         yield running
 
@@ -178,6 +181,55 @@ def test_template_variables_and_sampling_parameters_are_additional_fields(client
     answer = client.chat.completions.create(model=MODEL, messages=PERU, max_tokens=3, extra_body=extra)
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (13, 3)
+
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "find_city",
+        "parameters": {
+            "type": "object",
+            "properties": {"country": {"enum": ["Peru", "Chile"]}, "size": {"enum": ["large", "small"]}},
+            "required": ["country", "size"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find_city"}}])
+def test_forced_tool_call_has_valid_arguments(server: Served, choice: Any) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/tools/v1", api_key="any", max_retries=0) as client:
+        other: Any = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+        found = client.chat.completions.create(
+            model=MODEL,
+            messages=PERU,
+            tools=[TOOL] if choice == "required" else [other, TOOL],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            seed=1,
+        ).choices[0]
+    assert found.finish_reason == "tool_calls"
+    (call,) = found.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "find_city"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["country"] in ("Peru", "Chile")
+    assert arguments["size"] in ("large", "small")
+
+
+def test_tools_and_a_format_are_refused_together(server: Served) -> None:
+    body = {"messages": PERU, "tools": [TOOL], "response_format": {"type": "json_object"}}
+    response = server.post("/tools/v1/chat/completions", body)
+    assert response.status_code == 400
+    assert "cannot be combined" in response.json()["error"]["message"]
+    assert server.post("/tools/v1/chat/completions", body | {"tool_choice": "none", "max_tokens": 3}).status_code == 200
+
+
+def test_tool_choice_needs_a_parser(server: Served) -> None:
+    response = server.post("/v1/chat/completions", {"messages": PERU, "tools": [TOOL], "tool_choice": "required"})
+    assert response.status_code == 400
+    assert "needs a tool parser" in response.json()["error"]["message"]
 
 
 # ---------------------------------------------------------------- completions

@@ -107,7 +107,7 @@ WRONG: dict[str, tuple[str, dict[str, object], str]] = {
     "schema": (CHAT, chat("x", response_format={"type": "json_schema", "json_schema": {}}), "json_schema.schema"),
     "two formats": (CHAT, chat("x", response_format={"type": "json_object"}, regex="a"), "regex"),
     "prompt of objects": ("/v1/completions", {"prompt": [{}]}, "prompt"),
-    "template": (CHAT, chat("x", chat_template="{{ 1 }}"), "allow_request_templates"),
+    "template": (CHAT, chat("x", chat_template="{{ 1 }}"), "chat_template must be the name"),
 }
 
 

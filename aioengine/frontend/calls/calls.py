@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from aioengine.frontend.calls.call import Ending, NotifyOn
 from aioengine.frontend.calls.call_ids import CallIds
-from aioengine.frontend.calls.finished import finished_request
+from aioengine.frontend.calls.finished import recorded_request
 from aioengine.frontend.intake.submitter import Submitter
 from aioengine.frontend.sessions.attachments import Attachments
 from aioengine.protocol.messages import Abort, End, FinishCode, Resume, Suspend
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from aioengine.errors import EngineError
     from aioengine.frontend.calls.call import Call, CallRow, ReadPosition
-    from aioengine.frontend.calls.finished import FinishedRequest
+    from aioengine.frontend.calls.finished import RecordedRequest
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.intake.request_checks import RequestChecks
     from aioengine.frontend.sessions.sessions import Sessions
@@ -70,7 +70,7 @@ class Calls:
         self.rows: dict[int, CallRow] = {}
         self.ids = CallIds()
         self.idle = asyncio.Event()
-        self.finished: deque[FinishedRequest] = deque(maxlen=NUM_FINISHED)
+        self.finished: deque[RecordedRequest] = deque(maxlen=NUM_FINISHED)
         self.attachments = Attachments(self.ids, lock=lock, close_if_over=self.close_if_over)
         self.submitter = Submitter(
             checks, self.ids, self.rows, lock, limits, sessions, submit=send, close_if_over=self.close_if_over
@@ -140,7 +140,7 @@ class Calls:
         call = row.call
         if call not in self.opened:
             return
-        if (finished := finished_request(row, self._finished_ids(row.uid))) is not None:
+        if (finished := recorded_request(row, self._finished_ids(row.uid))) is not None:
             self.finished.append(finished)
         if call.is_over:
             self.close_if_over(call)
@@ -172,7 +172,7 @@ class Calls:
             uids = [row.uid for row in call.live.values()]
             for uid in uids:
                 self.rows.pop(uid, None)
-            call.live.clear()
+            call.drop_live(time.monotonic())
             if call.request.sessions is not None:
                 self._sessions.end(call)
             if call.request.adapters is not None:

@@ -16,7 +16,7 @@ SELFCHECK_SALT: Final = "selfcheck "
 """The beginning of ``cache_salt`` of requests that are computed again."""
 
 
-class FinishedRequest(NamedTuple):
+class RecordedRequest(NamedTuple):
     """A finished request: everything that determines its output, and its output ids."""
 
     rid: str
@@ -29,7 +29,7 @@ class FinishedRequest(NamedTuple):
     processor: str
 
 
-def finished_request(row: CallRow, output_ids: list[int] | None) -> FinishedRequest | None:
+def recorded_request(row: CallRow, output_ids: list[int] | None) -> RecordedRequest | None:
     """Return the record of an ended row with these ``output_ids``. None: it cannot be computed again.
 
     Files of images are deleted with their request, and embeddings need too much memory.
@@ -42,7 +42,7 @@ def finished_request(row: CallRow, output_ids: list[int] | None) -> FinishedRequ
     prompt = row.position // request.num_samples
     if request.salts is not None and request.salts.of(prompt).startswith(SELFCHECK_SALT):
         return None
-    return FinishedRequest(
+    return RecordedRequest(
         row.rid,
         prompt_ids,
         output_ids,
