@@ -326,9 +326,8 @@ class AsyncEngine(BaseEngine):
 
     ``async with AsyncEngine(model_path=...) as engine`` starts it on the running loop and shuts it down at the end of
     the block; so do ``await engine.start()`` and ``await engine.shutdown()``. You can create it anywhere, also before a
-    fork. It belongs to the process and the loop that start it: calls from another loop raise ``WrongLoopError``
-    (``Engine`` accepts calls from any loop and thread). It can be started again after a shutdown. Without
-    ``model_path`` it runs the small demo model of the package. ``help(EngineArguments)`` describes all arguments.
+    fork, and start it again after a shutdown. It belongs to the process and the loop that start it: calls from another
+    loop raise ``WrongLoopError``. ``EngineArguments`` describes all arguments; the default is the small demo model.
 
     Raises:
         TypeError: an argument does not exist, or a value has the wrong type.
@@ -436,6 +435,7 @@ class AsyncEngine(BaseEngine):
         return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
 
     map = map_items.map
+    selfcheck = selfcheck.selfcheck
 
     # ------------------------------------------------------------ sessions
 
@@ -525,8 +525,6 @@ class AsyncEngine(BaseEngine):
         """Continue after ``pause_generation``."""
         return await self._frontend_here().controls.order("continue")
 
-    selfcheck = selfcheck.selfcheck
-
     async def freeze_gc(self) -> None:
         """Exclude all present objects from garbage collection (``gc.freeze``), here and in the scheduler process."""
         await self._frontend_here().controls.freeze_gc()
@@ -559,8 +557,7 @@ class AsyncEngine(BaseEngine):
         """Refuse new calls and wait for all requests. After ``timeout`` seconds, end them with reason ``shutdown``.
 
         Returns whether all requests finished by themselves. From now on, new calls raise ``EngineDrainingError``.
-        Requests that are paused or suspended for a slow reader continue. Without ``timeout`` there is no limit. (The
-        last rows of a large batch start only after its first rows were read.)
+        Paused and suspended requests continue. (The last rows of a large batch start only after its first were read.)
         """
         return await self._frontend_here().drain(timeout)
 
