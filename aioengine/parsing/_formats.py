@@ -76,7 +76,7 @@ class OutputFormat:
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self._calls: ToolCallFormat | None = plugins.load("parsing", tool_parser)() if tool_parser else None
-        self._reads_always = self._calls is not None and self._calls.has_reasoning
+        self._reads_always = self._calls is not None and self._calls.answer_begin is not None
         self._reasoning: ThinkTags | None = None
         if reasoning_parser and reasoning_parser != tool_parser:
             self._reasoning = plugins.load("parsing", reasoning_parser)()
@@ -84,8 +84,10 @@ class OutputFormat:
     def reasoning_end(self, prompt: str) -> str | None:
         """Return the text that ends the reasoning, if the answer to this prompt begins with reasoning; else None.
 
-        It is for the sampling parameter ``reasoning_end``.
+        It is the sampling parameter ``reasoning_end`` for other constraints, such as ``json_schema``.
         """
+        if self._calls and self._calls.answer_begin:
+            return self._calls.answer_begin
         return self._reasoning.end if self._reasoning and self._reasoning.is_open(prompt) else None
 
     def parser(self, *, tools: Sequence[ToolDict] | None = None, prompt: str = "") -> OutputParser:
@@ -138,9 +140,8 @@ class OutputFormat:
         calls = self._calls.format_of(
             chosen, is_required=tool_choice != "auto", is_parallel=parallel_tool_calls and name is None
         )
-        end = self.reasoning_end(prompt)
-        if end is not None:
-            params["reasoning_end"] = end
+        if self._reasoning and self._reasoning.is_open(prompt):
+            params["reasoning_end"] = self._reasoning.end
         elif self._reasoning and not prompt.rstrip().endswith(self._reasoning.end):
             calls = self._reasoning.format_of(calls)
         return {**params, "structural_tag": {"format": calls}}

@@ -35,12 +35,13 @@ class ToolCallFormat:
 
     Attributes:
         special_tokens: special tokens in the text of calls, which must stay in the output.
-        has_reasoning: it also marks reasoning, and reads answers without tools.
+        answer_begin: if the format also marks reasoning: the text after which the answer itself begins. Such a format
+            reads answers without tools, too.
         trigger: the text at the beginning of each call. separator: the text between two calls.
     """
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
-    has_reasoning: ClassVar[bool] = False
+    answer_begin: ClassVar[str | None] = None
     trigger: ClassVar[str]
     separator: ClassVar[str] = ""
 

@@ -10,7 +10,7 @@ import pytest
 
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.parsing import output_format
-from tests.kit.special_tokens import accepts, compiled, walk
+from tests.kit.special_tokens import accepts, compiled, encoded, grammars, walk
 from tests.unit.parsing.events import TIME, TOOLS, parsed
 
 TEMPLATES = {
@@ -168,6 +168,20 @@ def test_reasoning_that_the_prompt_opens_ends_before_the_constraint() -> None:
     closed = form.sampling_params(TOOLS, tool_choice="required", prompt="<think>\n\n</think>\n\n")
     assert "reasoning_end" not in closed
     assert not accepts(grammar_of(closed), f"<think></think>{TAGGED}")
+
+
+def test_another_constraint_of_gpt_oss_begins_after_its_reasoning() -> None:
+    form = output_format(tool_parser="gpt_oss")
+    end = form.reasoning_end("<|start|>assistant")
+    grammar = compiled(regex="[ab]+", reasoning_end=end)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
+    constraint = grammars().open(grammar, [], 0)
+    for token_id in encoded(thought):
+        assert constraint.thinking is not None
+        constraint.advance(token_id)
+    assert constraint.thinking is None
+    assert parsed(form, f"{thought}ab") == [("reasoning", "Hm."), ("content", "ab")]
+    assert "reasoning_end" not in form.sampling_params(TOOLS)
 
 
 @pytest.mark.parametrize(
