@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Generator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aioengine import plugins
 from aioengine.api import checks
+from aioengine.constraints.structural_tag import lark_of
 from aioengine.parsing._events import Content, Event
 from aioengine.parsing._reader import TextReader
-from aioengine.parsing._tools import ToolCallFormat, tools_of
+from aioengine.parsing._tools import ANY_OBJECT, Format, Tool, ToolCallFormat, tools_of
 
 if TYPE_CHECKING:
     from aioengine.parsing.think import ThinkTags
@@ -137,14 +140,37 @@ class OutputFormat:
             chosen = [tool for tool in chosen if tool.name == name]
         if not chosen:
             raise ValueError(f"tool_choice={checks.shown(tool_choice)} names no tool of the request")
-        calls = self._calls.format_of(
-            chosen, is_required=tool_choice != "auto", is_parallel=parallel_tool_calls and name is None
+        format_of = partial(
+            self._format, self._calls, is_required=tool_choice != "auto", is_parallel=parallel_tool_calls and not name
         )
+        answer = format_of(chosen, prompt=prompt)
+        error = _refusal(json.dumps(answer))
+        if error is not None:
+            if any(tool.is_strict for tool in chosen):
+                raise ValueError(f"the tools cannot be enforced together: {error}") from error
+            answer = format_of([tool._replace(schema=ANY_OBJECT) for tool in chosen], prompt=prompt)
         if self._reasoning and self._reasoning.is_open(prompt):
             params["reasoning_end"] = self._reasoning.end
-        elif self._reasoning and not prompt.rstrip().endswith(self._reasoning.end):
-            calls = self._reasoning.format_of(calls)
-        return {**params, "structural_tag": {"format": calls}}
+        return {**params, "structural_tag": {"format": answer}}
+
+    def _format(
+        self, calls: ToolCallFormat, tools: Sequence[Tool], *, is_required: bool, is_parallel: bool, prompt: str
+    ) -> Format:
+        """Return the format of an answer, with the reasoning that it may begin with."""
+        answer = calls.format_of(tools, is_required=is_required, is_parallel=is_parallel)
+        if self._reasoning is None or prompt.rstrip().endswith((self._reasoning.begin, self._reasoning.end)):
+            return answer
+        return self._reasoning.format_of(answer)
+
+
+@lru_cache(maxsize=128)  # requests repeat their tools
+def _refusal(answer: str) -> ValueError | None:
+    """Return the reason why a format, as JSON text, cannot be enforced, or None."""
+    try:
+        lark_of(f'{{"format": {answer}}}', whitespace={})
+    except ValueError as error:
+        return error
+    return None
 
 
 def _name_of(choice: ToolChoice) -> str | None:

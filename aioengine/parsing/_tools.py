@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias, cast
 
 from aioengine.api import checks
@@ -18,11 +19,18 @@ Format: TypeAlias = dict[str, Any]
 """A format of a structural tag."""
 
 
+ANY_OBJECT: Final[Json] = {"type": "object"}
+_TEXTS: Final = ("title", "description", "examples", "default", "$comment")
+_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions")
+_PARTS: Final = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
+
+
 class Tool(NamedTuple):
-    """A function that the model may call. schema: of its arguments, an object."""
+    """A function that the model may call. schema: of its arguments, an object. is_strict: it must be enforced."""
 
     name: str
     schema: Json
+    is_strict: bool = False
 
     @property
     def quoted_name(self) -> str:
@@ -122,14 +130,48 @@ def _tool_of(number: int, function: Json) -> Tool:
     if not isinstance(name, str) or not name:
         raise ValueError(f"tools[{number}] must have a function with a name, got {checks.shown(function)}")
     parameters = function.get("parameters") or {"additionalProperties": False}
-    schema: Json = {"type": "object", **parameters} if isinstance(parameters, Mapping) else {}
+    try:
+        schema: Json = _without_texts({"type": "object", **parameters}) if isinstance(parameters, Mapping) else {}
+        text = json.dumps(schema)
+    except RecursionError:
+        raise ValueError(f"the parameters of the tool {name!r} are nested too deeply") from None
     if schema.get("type") != "object":
         raise ValueError(f"the parameters of the tool {name!r} must be the schema of an object")
+    is_strict = bool(function.get("strict"))
+    error = _refusal(text)
+    if error is None:
+        return Tool(name, schema, is_strict)
+    if not isinstance(error, UnsupportedSchemaError):
+        raise ValueError(f"the parameters of the tool {name!r} are not a JSON schema: {error}")
+    if not is_strict:
+        return Tool(name, ANY_OBJECT)
+    message = f"the parameters of the tool {name!r} cannot be enforced: {error}"
+    raise UnsupportedSchemaError(message, pointer=error.pointer, keyword=error.keyword)
+
+
+@lru_cache(maxsize=1024)  # requests repeat their tools
+def _refusal(schema: str) -> ValueError | None:
+    """Return the reason why a schema cannot be enforced, or None."""
     try:
-        compile_schema(json.dumps(schema))
-    except UnsupportedSchemaError as error:
-        if function.get("strict"):
-            message = f"the parameters of the tool {name!r} cannot be enforced: {error}"
-            raise UnsupportedSchemaError(message, pointer=error.pointer, keyword=error.keyword) from None
-        schema = {"type": "object"}
-    return Tool(name, schema)
+        compile_schema(schema)
+    except ValueError as error:
+        return error
+    return None
+
+
+def _without_texts(schema: Json) -> Json:
+    """Return a schema without descriptions, which take most of its size. Names of properties are kept."""
+    kept: Json = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            kept[key] = {name: _without_texts(part) if isinstance(part, dict) else part for name, part in value.items()}
+        elif key in _PARTS:
+            parts = [_without_texts(part) if isinstance(part, dict) else part for part in _listed(value)]
+            kept[key] = parts if isinstance(value, list) else parts[0]
+        elif key not in _TEXTS:
+            kept[key] = value
+    return kept
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -229,6 +229,45 @@ def test_a_schema_that_cannot_be_enforced_allows_any_object_unless_it_is_strict(
     assert (raised.value.pointer, raised.value.keyword) == ("/properties/a", "not")
 
 
+def test_tools_that_are_too_many_allow_any_object_unless_one_is_strict() -> None:
+    form = output_format(tool_parser="hermes", reasoning_parser=None)
+    properties = {f"p{i}": {"type": "string"} for i in range(30)}
+    tools = [{"name": f"f{i}", "parameters": {"properties": properties}} for i in range(80)]
+    grammar = grammar_of(form.sampling_params(tools, tool_choice="required"))
+    assert accepts(grammar, '<tool_call>\n{"name": "f7", "arguments": {"p1": 5}}\n</tool_call>')
+    with pytest.raises(ValueError, match="the tools cannot be enforced together: .*at most 2,048 subschemas"):
+        form.sampling_params([*tools, {"name": "f", "strict": True}])
+
+
+def test_descriptions_do_not_count_but_properties_of_their_name_do() -> None:
+    form = output_format(tool_parser="hermes", reasoning_parser=None)
+    texts = {"description": "x" * 10_000, "title": "y", "default": None}
+    value = {"type": "array", "items": {"anyOf": [{"enum": [1], **texts}, {"$ref": "#/$defs/title"}]}, **texts}
+    schema = {
+        "properties": {"description": value},
+        "required": ["description"],
+        "$defs": {"title": {"const": "z", **texts}},
+        "additionalProperties": False,
+        **texts,
+    }
+    tools = [{"name": f"f{i}", "parameters": schema, "strict": True} for i in range(20)]
+    params = form.sampling_params(tools, tool_choice="required")
+    assert len(json.dumps(params)) < 20_000
+    grammar = grammar_of(params)
+    for value, is_valid in (('[1, "z"]', True), ('["y"]', False)):
+        call = f'<tool_call>\n{{"name": "f3", "arguments": {{"description": {value}}}}}\n</tool_call>'
+        assert accepts(grammar, call) == is_valid
+
+
+def test_a_schema_of_any_depth_and_form_is_refused_by_the_name_of_its_tool() -> None:
+    deep: Any = {}
+    for _ in range(10_000):
+        deep = {"items": deep}
+    for parameters, match in ((deep, "are nested too deeply"), ({"properties": {"a": 5}}, "are not a JSON schema: ")):
+        with pytest.raises(ValueError, match=f"the parameters of the tool 'f' {match}"):
+            output_format(tool_parser="hermes").sampling_params([{"name": "f", "parameters": parameters}])
+
+
 def test_tools_are_not_changed() -> None:
     tool = {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}
     output_format(tool_parser="hermes").sampling_params([tool])
