@@ -26,10 +26,15 @@ _PARTS: Final = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf
 
 
 class Tool(NamedTuple):
-    """A function that the model may call. schema: of its arguments, an object. is_strict: it must be enforced."""
+    """A function that the model may call.
+
+    schema: of its arguments, an object. properties: the schemas of the arguments, even if they cannot be enforced, so
+    that ``schema`` allows any object. is_strict: the schema must be enforced.
+    """
 
     name: str
     schema: Json
+    properties: Json
     is_strict: bool = False
 
     @property
@@ -137,14 +142,15 @@ def _tool_of(number: int, function: Json) -> Tool:
         raise ValueError(f"the parameters of the tool {name!r} are nested too deeply") from None
     if schema.get("type") != "object":
         raise ValueError(f"the parameters of the tool {name!r} must be the schema of an object")
+    properties: Json = schema.get("properties") or {}
     is_strict = bool(function.get("strict"))
     error = _refusal(text)
     if error is None:
-        return Tool(name, schema, is_strict)
+        return Tool(name, schema, properties, is_strict)
     if not isinstance(error, UnsupportedSchemaError):
         raise ValueError(f"the parameters of the tool {name!r} are not a JSON schema: {error}")
     if not is_strict:
-        return Tool(name, ANY_OBJECT)
+        return Tool(name, ANY_OBJECT, properties)
     message = f"the parameters of the tool {name!r} cannot be enforced: {error}"
     raise UnsupportedSchemaError(message, pointer=error.pointer, keyword=error.keyword)
 
@@ -164,14 +170,13 @@ def _without_texts(schema: Json) -> Json:
     kept: Json = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, Mapping):
-            kept[key] = {name: _without_texts(part) if isinstance(part, dict) else part for name, part in value.items()}
+            kept[key] = {name: _part(part) for name, part in cast("Json", value).items()}
         elif key in _PARTS:
-            parts = [_without_texts(part) if isinstance(part, dict) else part for part in _listed(value)]
-            kept[key] = parts if isinstance(value, list) else parts[0]
+            kept[key] = list(map(_part, cast("list[Any]", value))) if isinstance(value, list) else _part(value)
         elif key not in _TEXTS:
             kept[key] = value
     return kept
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _part(value: Any) -> Any:
+    return _without_texts(cast("Json", value)) if isinstance(value, dict) else value

@@ -149,6 +149,13 @@ def test_qwen3_coder_calls(text: str, parts: list[Any]) -> None:
     assert parsed(form_of("qwen3_coder"), text, tools=[TYPED]) == parts
 
 
+def test_types_of_a_schema_that_cannot_be_enforced_still_say_which_values_are_strings() -> None:
+    properties = {"text": {"type": "string", "not": {}}, "wrong": {"type": 5, "anyOf": 5}}
+    tools = [{"name": "f", "parameters": {"properties": properties}}]
+    text = coder(text="5", n="5", wrong="5")
+    assert parsed(form_of("qwen3_coder"), text, tools=tools) == [("call", "f", '{"text": "5", "n": 5, "wrong": 5}')]
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
