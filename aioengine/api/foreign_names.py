@@ -91,7 +91,6 @@ MISSING_OPTIONS: Final = _missing(
         "data parallelism": "routed_dp_rank=0 data_parallel_rank=0",
         "separate prefill and decode engines": "bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank "
         "kv_hints",
-        "traces": "external_trace_header",
     }
 )
 """Arguments of calls, in the same form."""

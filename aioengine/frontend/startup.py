@@ -41,6 +41,7 @@ from aioengine.tokenization.chat_template import check_files, checked_template
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from aioengine.frontend.calls.observers import Observer
     from aioengine.media.intake.image_intake import ImageIntake
     from aioengine.model_files.adapter_folder import AdapterFolder
     from aioengine.protocol.messages import ToFrontend
@@ -203,10 +204,13 @@ def _loaded(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, int | None]:
     return tokenizer, longest_token(tokenizer.decoding_facts())
 
 
-async def start_frontend(prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
+async def start_frontend(
+    prepare: Callable[[], Blueprint], progress: bool | None, observers: list[Observer]
+) -> Frontend:
     """Start an engine on the running loop. If the start fails or is cancelled, no process is left running.
 
     prepare: reads or downloads files, on a thread. progress: whether to show progress bars; None: see ``EngineConfig``.
+    observers: get each finished request.
 
     Raises:
         ValueError, TypeError: the model folder or an argument cannot be served.
@@ -260,7 +264,8 @@ async def start_frontend(prepare: Callable[[], Blueprint], progress: bool | None
                 tokenizer=tokenizer,
                 longest_token=longest,
                 images=images,
-            )
+            ),
+            observers,
         )
         inbox.connect(frontend, events)
         try:
