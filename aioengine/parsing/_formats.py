@@ -37,8 +37,6 @@ _REASONING_MARKS: Final = {
     "think": ("</think>",),
     "mistral_think": (r"\[THINK\]",),
 }
-TOOL_PARSERS: Final = tuple(_TOOL_MARKS)
-REASONING_PARSERS: Final = tuple(_REASONING_MARKS)
 
 
 def output_format(

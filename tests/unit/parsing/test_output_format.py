@@ -136,10 +136,19 @@ def test_auto_allows_text_and_valid_calls_only(name: str) -> None:
     assert not accepts(grammar, call.replace("get_weather", "get_rain"))
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_llama3_text_may_have_json_but_not_begin_like_a_call() -> None:
+    form = output_format(tool_parser="llama3", reasoning_parser=None)
+    grammar = grammar_of(form.sampling_params(TOOLS))
+    texts = ("", "{", '{"na', '{"a": 1}', '{"names": []}', 'Say {"name": "Ada"}.', '\n{"name": "Ada"}')
+    assert [text for text in texts if not accepts(grammar, text)] == []
+    assert not accepts(grammar, '{"name": "Ada"}')
+    assert not accepts(grammar, '{"name": "get_rain", "parameters": {}}')
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3"])
 def test_parallel_calls_can_be_switched_off(name: str) -> None:
     form = output_format(tool_parser=name, reasoning_parser=None)
-    two = "\n".join([TAGGED, TAGGED]) if name == "hermes" else CALLS[name] * 2
+    two = {"hermes": "\n", "mistral": "", "llama3": "; "}[name].join([CALLS[name]] * 2)
     for choice in ("auto", "required"):
         assert accepts(grammar_of(form.sampling_params(TOOLS, tool_choice=choice)), two)
         params = form.sampling_params(TOOLS, tool_choice=choice, parallel_tool_calls=False)
