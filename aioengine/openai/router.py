@@ -18,6 +18,7 @@ from aioengine.openai.chat_completions import chat_completions
 from aioengine.openai.completions import completions
 from aioengine.openai.embeddings import embeddings
 from aioengine.openai.http_call import Call
+from aioengine.openai.page import load, page
 from aioengine.openai.rankings import rerank, score
 from aioengine.openai.replies import CallError, anthropic_error, error_response, json_response, openai_error
 from aioengine.openai.responses import remove_response, responses, show_response
@@ -50,7 +51,8 @@ def openai_router(
     """Return a router with the endpoints of OpenAI for ``engine``, which the app starts and shuts down.
 
     Args:
-        api_key: the key that clients must send, or several; None: no key. ``/health`` and ``/ready`` need no key.
+        api_key: the key that clients must send, or several; None: no key. The page at ``/``, ``/health`` and
+            ``/ready`` need no key.
         served_model_name: the name of the model for clients, or several; None: its hub id, or the name of its folder.
         tool_parser, reasoning_parser: the format of tool calls and of reasoning in the model's text
             (``aioengine.parsing``); "auto": the one of its chat template; None: such text stays content.
@@ -96,6 +98,8 @@ def openai_router(
         add("/metrics", metrics_of(engine), "GET")
     add("/v1/models", list_models, "GET")
     add("/v1/models/{name:path}", show_model, "GET")
+    add("/load", load, "GET")
+    router.add_api_route("/", page, methods=["GET"], response_model=None)
 
     @router.get("/health", response_model=None)
     async def health() -> Response:
