@@ -11,7 +11,7 @@ import pytest
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.openai_api.serving import Served, served
 
-JUNK: list[object] = [5, "x", [5], {"x": 5}, None]
+JUNK: list[object] = [5, "x", [5]]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CHAT = [
