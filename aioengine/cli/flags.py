@@ -91,6 +91,8 @@ class Arguments(argparse.Namespace):
     port: int = 8000
     api_key: list[str] | None = None
     served_model_name: list[str] | None = None
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     model_path: str | None
     known_flags: Collection[str]
 
@@ -212,6 +214,9 @@ def _add_own_flags(parser: argparse.ArgumentParser, command: str) -> None:
         add("--api-key", action="append", metavar="KEY", help=about)
         about = "name of the model for clients (repeatable; default: its hub id, or the name of its folder)"
         add("--served-model-name", action="append", metavar="NAME", help=about)
+        for flag, texts in (("--tool-parser", "tool calls"), ("--reasoning-parser", "reasoning")):
+            about = f"format of {texts} in the model's text; none: they stay text (default: auto, by its chat template)"
+            add(flag, default="auto", metavar="NAME", help=about)
         return
     if command in ("bench", "info"):
         add("--json", action="store_true", help="print JSON")
