@@ -378,7 +378,11 @@ def test_ranks_share_the_cores_of_a_cpu() -> None:
         ({"tp_size": 2}, {"is_quantized": True}, "tp_size=2 does not work with quantized weights yet"),
         ({"tp_size": 2, "quantization": "int8"}, {}, "tp_size=2 does not work with quantized weights yet"),
         ({"tp_size": 2, **LORA}, {}, "tp_size=2 does not work with LoRA adapters yet"),
-        ({"tp_size": 2, "speculative_algorithm": "NGRAM"}, {}, "tp_size=2 does not work with speculative_algorithm yet"),
+        (
+            {"tp_size": 2, "speculative_algorithm": "NGRAM"},
+            {},
+            "tp_size=2 does not work with speculative_algorithm yet",
+        ),
     ],
 )
 def test_ranks_that_do_not_work_are_refused(
