@@ -80,11 +80,10 @@ async def _chat_call(call: Call) -> tuple[ChatCall, str]:
     kind = choice.get("type")
     if kind != "tool" and kind not in _TOOL_CHOICES:
         raise CallError(f"tool_choice.type is {kind!r}; there are {', '.join(_TOOL_CHOICES)} and tool")
-    options = {"lora_path": adapter, "timeout": body.timeout}
     chat = ChatCall(
         messages=template_messages(messages),
         sampling=sampling,
-        options={key: value for key, value in options.items() if value is not None},
+        options=call.options(adapter, timeout=body.timeout),
         variables=variables,
         tools=body.tools and [_tool(tool) for tool in body.tools],
         tool_choice=function_name(choice) if kind == "tool" else _TOOL_CHOICES[kind],

@@ -97,12 +97,11 @@ async def _chat_call(
         _add_item(messages, f"input[{place}]", item)
     effort = (body.reasoning or {}).get("effort")
     variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    options = {"lora_path": adapter, "timeout": body.timeout}
     choice = body.tool_choice
     chat = ChatCall(
         messages=template_messages(messages),
         sampling=sampling,
-        options={key: value for key, value in options.items() if value is not None},
+        options=call.options(adapter, timeout=body.timeout),
         variables=variables | (body.chat_template_kwargs or {}),
         tools=body.tools and [_tool(tool) for tool in body.tools],
         tool_choice=choice if isinstance(choice, str) else function_name(choice),
