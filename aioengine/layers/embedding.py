@@ -112,4 +112,6 @@ class CodeTable(Layer):
         """Return the matmul [T, D] -> [T, V] with this table. Call it again after new weights are loaded."""
         assert self._codes is not None, "finish_loading was not called"
         invariant = self._spec.batch_invariant
-        return code_linear.prepare(self._codes, None, self._spec.dtype, batch_invariant=invariant).matmul
+        return code_linear.prepare(
+            self._codes, None, self._spec.dtype, batch_invariant=invariant, is_shared=True
+        ).matmul
