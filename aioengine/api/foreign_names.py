@@ -53,9 +53,9 @@ MISSING_ARGUMENTS: Final = _missing(
         "data parallelism": "dp_size=1 data_parallel_size=1 enable_dp_attention=False",
         "expert parallelism": "ep_size=1 enable_expert_parallel=False",
         "several machines": "nnodes=1 node_rank=0",
-        "speculative decoding": "speculative_algorithm speculative_draft_model_path speculative_num_steps "
-        "speculative_eagle_topk speculative_num_draft_tokens speculative_draft_model_revision speculative_token_map "
-        "speculative_model speculative_config num_speculative_tokens",
+        "speculation with a second model": "speculative_draft_model_path speculative_draft_model_quantization "
+        "speculative_eagle_topk=1 speculative_draft_model_revision speculative_token_map speculative_model",
+        "speculation in this form (use speculative_algorithm)": "speculative_config num_speculative_tokens",
         "releasing memory": "enable_memory_saver=False enable_weights_cpu_backup=False enable_sleep_mode=False",
         "audio and video": "enable_multimodal=False",
         "a KV cache in several tiers": "enable_hierarchical_cache=False enable_lmcache=False kv_transfer_config",

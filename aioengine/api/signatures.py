@@ -127,6 +127,9 @@ class EngineArguments(TypedDict, total=False):
     schedule_policy: str | None
     tenant_weights: Mapping[str, float] | str | None
     disable_overlap_schedule: bool | None
+    speculative_algorithm: str | None
+    speculative_num_draft_tokens: int | None
+    speculative_num_steps: int | None
     max_queued_requests: int | None
     max_queued_tokens: int | None
     max_queued_bytes: int | None

@@ -102,6 +102,8 @@ class Arguments(argparse.Namespace):
     target: str = ""
     resume: bool = False
     window: int | None = None
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     model_path: str | None
     known_flags: Collection[str]
 
@@ -235,6 +237,9 @@ def _add_own_flags(parser: argparse.ArgumentParser, command: str) -> None:
         add("--api-key", action="append", metavar="KEY", help=about)
         about = "name of the model for clients (repeatable; default: its hub id, or the name of its folder)"
         add("--served-model-name", action="append", metavar="NAME", help=about)
+        for flag, texts in (("--tool-parser", "tool calls"), ("--reasoning-parser", "reasoning")):
+            about = f"format of {texts} in the model's text; none: they stay text (default: auto, by its chat template)"
+            add(flag, default="auto", metavar="NAME", help=about)
         return
     if command in ("bench", "info"):
         add("--json", action="store_true", help="print JSON")

@@ -495,6 +495,8 @@ class Totals(Struct, array_like=True, gc=False):
     output_tokens: int = 0
     num_finished: int = 0
     num_aborted: int = 0
+    num_proposed_drafts: int = 0
+    num_accepted_drafts: int = 0
 
 
 class Stats(Totals, tag="stats", array_like=True, gc=False):

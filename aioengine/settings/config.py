@@ -85,6 +85,14 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     tenant_weights: dict[str, float] = {}
 
 
+class SpeculationConfig(Struct, frozen=True, kw_only=True):
+    """Speculation. ``algorithm`` "": off. ``num_steps``: drafts of a row. ``num_draft_tokens``: one more."""
+
+    algorithm: str = ""
+    num_steps: int | None = None
+    num_draft_tokens: int | None = None
+
+
 class GivenAdapter(Struct, frozen=True):
     """A LoRA adapter that is loaded at the start. ``alias``: a second name; "" for none."""
 
@@ -181,6 +189,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     device: DeviceConfig = DeviceConfig()
     memory: MemoryConfig = MemoryConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     queue: QueueConfig = QueueConfig()
     delivery: DeliveryConfig = DeliveryConfig()
     lora: LoraConfig = LoraConfig()

@@ -389,6 +389,7 @@ class FakeRunner:
         if row.num_drafts:
             num_accepted = min(row.num_drafts, int(self._model.accepts[held.num_drafted % len(self._model.accepts)]))
             held.num_drafted += 1
+            result.num_proposed[row.uid] = row.num_drafts
             for _ in range(num_accepted):
                 self._write(row.uid, held, end, new[-1:])
                 end += 1

@@ -37,7 +37,7 @@ from msgspec import Struct
 
 from aioengine.api import answers
 from aioengine.api.answers import ChunkInfo, ExtraDecoder, RowError
-from aioengine.protocol.columns import HIDDEN_STATES, Extra
+from aioengine.protocol.columns import DRAFTS, HIDDEN_STATES, Extra
 from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End, FinishCode, FirstToken
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class CallRow(Struct, eq=False):
         decoders: convert the logprobs and hidden states of the row.
         hidden_states: which hidden states it returns (``Sampling.hidden_states``).
         newest_hidden_state: the newest hidden state that was read, if the row returns only the last one.
+        drafts: extras of kind ``DRAFTS`` by token index; None: the engine does not speculate.
         num_image_tokens: positions of the prompt that hold features of images.
         info: the ``meta_info`` that all its chunks share.
         uid: the engine's number of the row; -1: not submitted.
@@ -97,6 +98,7 @@ class CallRow(Struct, eq=False):
     uid: int = -1
     first_token: FirstToken | None = None
     newest_hidden_state: Extra | None = None
+    drafts: dict[int, Extra] | None = None
     info: ChunkInfo = {}  # type: ignore[typeddict-item]  # set in __post_init__
     text: str = ""
     more_texts: list[str] = []
@@ -164,6 +166,10 @@ class CallRow(Struct, eq=False):
             if extra.kind in decoder.kinds:
                 decoder.decode(extra)
                 return
+        if extra.kind == DRAFTS:
+            if self.drafts is not None:
+                self.drafts[extra.index] = extra
+            return
         if extra.index >= self.token_offset or not self.token_offset:
             self.extras[extra.index, extra.kind] = extra
         if self.hidden_states == LAST_STATES:
@@ -293,6 +299,8 @@ class CallRow(Struct, eq=False):
         num_cached = info["cached_tokens"] = max(end.num_cached, info["cached_tokens"])
         info["cached_tokens_details"] = {"device": num_cached, "host": 0}
         info["num_preemptions"] = info["num_retractions"] = max(end.num_preemptions, info["num_preemptions"])
+        if self.drafts is not None:
+            cast("dict[str, object]", info).update(answers.draft_info(self.drafts, info["completion_tokens"]))
         info["e2e_latency"] = self.delivered_at - self.call.called_at
         info["timings"] = self._timings(end)
 

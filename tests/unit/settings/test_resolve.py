@@ -108,6 +108,34 @@ def test_sizes_affect_the_defaults_of_other_sizes() -> None:
     assert settings(mem_fraction_static=0.9).memory.mem_fraction_static == 0.9
 
 
+def test_speculation_sets_the_number_of_drafts() -> None:
+    assert settings().scheduler.max_drafts == 0
+    given: list[tuple[dict[str, object], int]] = [
+        ({}, 7),
+        ({"speculative_num_draft_tokens": 5}, 4),
+        ({"speculative_num_steps": 4}, 4),
+        ({"speculative_num_steps": 4, "speculative_num_draft_tokens": 5}, 4),
+    ]
+    for arguments, max_drafts in given:
+        assert settings(speculative_algorithm="ngram", **arguments).scheduler.max_drafts == max_drafts
+        if arguments:
+            with pytest.raises(ValueError, match="has an effect only with speculative_algorithm='NGRAM'"):
+                settings(**arguments)
+    with pytest.raises(ValueError, match=r"speculative_num_draft_tokens=4 must be speculative_num_steps \+ 1 = 5"):
+        settings(speculative_algorithm="NGRAM", speculative_num_steps=4, speculative_num_draft_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"keeps_states": True}, "cannot be taken back"), ({"task": "embed"}, "does not generate")],
+)
+def test_models_that_cannot_be_drafted_for_are_refused_by_name(changes: dict[str, object], why: str) -> None:
+    model = replace(MODEL, model_type="some_type", **changes)
+    with pytest.raises(ValueError, match=rf"speculative_algorithm='NGRAM' does not work .*some_type.*{why}"):
+        settings(model, speculative_algorithm="NGRAM")
+    assert settings(model).scheduler.max_drafts == 0
+
+
 def test_defaults_on_a_gpu() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
     found = settings(machine=machine)
@@ -350,6 +378,11 @@ def test_ranks_share_the_cores_of_a_cpu() -> None:
         ({"tp_size": 2}, {"is_quantized": True}, "tp_size=2 does not work with quantized weights yet"),
         ({"tp_size": 2, "quantization": "int8"}, {}, "tp_size=2 does not work with quantized weights yet"),
         ({"tp_size": 2, **LORA}, {}, "tp_size=2 does not work with LoRA adapters yet"),
+        (
+            {"tp_size": 2, "speculative_algorithm": "NGRAM"},
+            {},
+            "tp_size=2 does not work with speculative_algorithm yet",
+        ),
     ],
 )
 def test_ranks_that_do_not_work_are_refused(
