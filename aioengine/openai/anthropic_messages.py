@@ -70,7 +70,7 @@ async def _chat_call(call: Call) -> tuple[ChatCall, str]:
     """Return the call of a body, and the name of its model."""
     body, sampling = read_generate_fields(call.body, MessagesBody)
     name, adapter = await call.model.find(body.model)
-    messages = [] if body.system is None else [{"role": "system", "content": _texts(body.system)}]
+    messages = [] if body.system is None else [{"role": "system", "content": _texts("system", body.system)}]
     for place, message in enumerate(body.messages):
         messages += _messages(f"messages[{place}]", message)
     variables = dict(body.chat_template_kwargs or {})
@@ -80,11 +80,10 @@ async def _chat_call(call: Call) -> tuple[ChatCall, str]:
     kind = choice.get("type")
     if kind != "tool" and kind not in _TOOL_CHOICES:
         raise CallError(f"tool_choice.type is {kind!r}; there are {', '.join(_TOOL_CHOICES)} and tool")
-    options = {"lora_path": adapter, "timeout": body.timeout}
     chat = ChatCall(
         messages=template_messages(messages),
         sampling=sampling,
-        options={key: value for key, value in options.items() if value is not None},
+        options=call.options(adapter, timeout=body.timeout),
         variables=variables,
         tools=body.tools and [_tool(tool) for tool in body.tools],
         tool_choice=function_name(choice) if kind == "tool" else _TOOL_CHOICES[kind],
@@ -106,11 +105,15 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function | {key: tool[key] for key in ("description",) if key in tool}}
 
 
-def _texts(content: str | list[dict[str, Any]]) -> Any:
-    """Return a text, or text blocks without their other keys (``cache_control``)."""
-    if isinstance(content, str):
-        return content
-    return [{"type": "text", "text": block.get("text")} for block in content]
+def _texts(name: str, content: object) -> Any:
+    """Return a text, or text blocks without their other keys (``cache_control``). Raises CallError."""
+    match content:
+        case str():
+            return content
+        case [*blocks] if all(isinstance(block, dict) and block.get("type") == "text" for block in blocks):
+            return [{"type": "text", "text": block.get("text")} for block in blocks]
+        case _:
+            raise CallError(f"{name} must be a text or a list of text blocks, got {str(content)[:200]}")
 
 
 def _messages(name: str, message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -133,8 +136,8 @@ def _messages(name: str, message: dict[str, Any]) -> list[dict[str, Any]]:
                 call = {"id": call_id, "type": "function", "function": {"name": function, "arguments": arguments}}
                 own.setdefault("tool_calls", []).append(call)
             case {"type": "tool_result", "tool_use_id": str(call_id)}:
-                content = _texts(block.get("content") or "")
-                results.append({"role": "tool", "tool_call_id": call_id, "content": content})
+                texts = _texts(f"{name}.content[{place}].content", block.get("content") or "")
+                results.append({"role": "tool", "tool_call_id": call_id, "content": texts})
             case {"type": "thinking", "thinking": str(text)}:
                 own["reasoning_content"] = own.get("reasoning_content", "") + text
             case {"type": "redacted_thinking"}:
@@ -235,5 +238,5 @@ async def _events(stream: Stream, head: dict[str, Any], chat: ChatCall, model: S
                         yield _event("content_block_stop", index=num_begun - 1)
                     yield _event("message_delta", delta=stop, usage=_usage(info))
                     yield _event("message_stop")
-        except (EngineError, ValueError) as error:  # the status was sent before the first chunk
+        except (EngineError, ValueError, TypeError) as error:  # the status was sent before the first chunk
             yield event(anthropic_error(error)[1], name="error")

@@ -47,7 +47,7 @@ async def embeddings(call: Call) -> Response:
         truncate=body.truncate,
         normalize=body.normalize,
         prompt_name=body.prompt_name,
-        lora_path=adapter,
+        **call.options(adapter),
     )
     result: Any = await until_disconnect(call.request, generation)
     rows: list[Embedding] = result if isinstance(result, list) else [result]

@@ -49,7 +49,7 @@ async def rerank(call: Call) -> Response:
     body = read_fields(call.body, RerankBody)
     name, adapter = await call.model.find(body.model)
     generation = call.model.engine.async_rerank(
-        body.query, body.documents, top_n=body.top_n, truncate=body.truncate, lora_path=adapter
+        body.query, body.documents, top_n=body.top_n, truncate=body.truncate, **call.options(adapter)
     )
     rows: list[Ranking] = await until_disconnect(call.request, generation)
     results: list[dict[str, object]] = []
@@ -75,7 +75,7 @@ async def score(call: Call) -> Response:
         usage = {"prompt_tokens": result.prompt_tokens, "total_tokens": result.prompt_tokens}
         return json_response({"object": "scoring", "model": name, "scores": result.scores, "usage": usage})
     pairs = _pairs(body.text_1, body.text_2)
-    generation = call.model.engine.async_rerank(pairs, truncate=body.truncate, lora_path=adapter)
+    generation = call.model.engine.async_rerank(pairs, truncate=body.truncate, **call.options(adapter))
     rows: list[Ranking] = await until_disconnect(call.request, generation)
     data = [{"object": "score", "index": row["index"], "score": row["score"]} for row in rows]
     return json_response({"object": "list", "model": name, "data": data, "usage": prompt_usage(rows)})

@@ -97,12 +97,11 @@ async def _chat_call(
         _add_item(messages, f"input[{place}]", item)
     effort = (body.reasoning or {}).get("effort")
     variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    options = {"lora_path": adapter, "timeout": body.timeout}
     choice = body.tool_choice
     chat = ChatCall(
         messages=template_messages(messages),
         sampling=sampling,
-        options={key: value for key, value in options.items() if value is not None},
+        options=call.options(adapter, timeout=body.timeout),
         variables=variables | (body.chat_template_kwargs or {}),
         tools=body.tools and [_tool(tool) for tool in body.tools],
         tool_choice=choice if isinstance(choice, str) else function_name(choice),
@@ -132,7 +131,8 @@ def _add_item(messages: list[dict[str, Any]], name: str, item: dict[str, Any]) -
         case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
             messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(name, output)})
         case {"type": "reasoning"}:
-            text = "".join(part.get("text", "") for part in item.get("content") or ())
+            parts: list[Any] = item.get("content") or []
+            text = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
             messages.append({"role": "assistant", "content": None, "reasoning_content": text})
         case {"role": str(role), "content": content}:
             if role == "assistant" and messages and messages[-1].get("content", "") is None:
@@ -292,7 +292,7 @@ async def _events(stream: Stream, answer: _Response) -> AsyncIterator[bytes]:
                             yield write(kind, **fields)
                     response = answer.finished(reason, chunk["meta_info"])
                     yield write(f"response.{response['status']}", response=response)
-        except (EngineError, ValueError) as error:  # the status was sent before the first chunk
+        except (EngineError, ValueError, TypeError) as error:  # the status was sent before the first chunk
             failure = {"code": "server_error", "message": str(error)}
             yield write("response.failed", response=answer.written("failed", error=failure))
 
