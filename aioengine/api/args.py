@@ -19,6 +19,7 @@ from aioengine.api.checks import number_from, whole_from
 from aioengine.api.foreign_names import ALIASES, IGNORED, MISSING_ARGUMENTS, our_way
 from aioengine.api.parameter_table import ARGUMENTS_OF_CALLS
 from aioengine.api.params import is_sampling_parameter
+from aioengine.families._ranks import MAX_RANKS
 from aioengine.logs import warn_caller
 from aioengine.model_files.adapter_folder import MAX_RANK
 from aioengine.model_files.online_quantization import GROUP_SIZES, METHODS
@@ -321,6 +322,9 @@ _ROWS: Final = {
     ),
     "enable_deterministic_inference": Argument(
         checks.switch, "the same bits in any batch on a GPU, too (always on a CPU)", place="device.batch_invariant"
+    ),
+    "tp_size": Argument(
+        whole_from(1, MAX_RANKS), "ranks (processes, each with a GPU) that share the weights", place="device.tp_size"
     ),
     "disable_cuda_graph": Argument(_negated, "no CUDA graphs", place="device.cuda_graphs"),
     "cuda_graph_max_bs": Argument(

@@ -41,6 +41,7 @@ ALIASES: Final[dict[str, str]] = {
     "block_size": "page_size",
     "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
     "enforce_eager": "disable_cuda_graph",
+    "tensor_parallel_size": "tp_size",
     "watchdog_timeout": "stall_timeout",
     "seed": "random_seed",
 }
@@ -48,7 +49,6 @@ ALIASES: Final[dict[str, str]] = {
 
 MISSING_ARGUMENTS: Final = _missing(
     {
-        "tensor parallelism": "tp_size=1 tensor_parallel_size=1",
         "pipeline parallelism": "pp_size=1 pipeline_parallel_size=1",
         "data parallelism": "dp_size=1 data_parallel_size=1 enable_dp_attention=False",
         "expert parallelism": "ep_size=1 enable_expert_parallel=False",

@@ -31,6 +31,7 @@ from aioengine.model_files.adapter_folder import read_folder
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.model_files.vocabulary import end_ids
 from aioengine.protocol.messages import Progress
+from aioengine.protocol.orders import roles_of
 from aioengine.settings import machine
 from aioengine.settings.resolve import resolve
 from aioengine.supervision.fleet import Fleet, Processes
@@ -119,7 +120,8 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         raise ValueError(f"{num_replicas} replicas need a device each, and all would use the same; use device='cpu'")
 
     def make_replica(events: Events) -> Supervisor:
-        return Supervisor(settings, config.supervision, launcher="process", events=events)
+        roles = roles_of(settings)
+        return Supervisor(settings, config.supervision, launcher="process", events=events, roles=roles)
 
     def make_processes(events: Events) -> Processes:
         return make_replica(events) if num_replicas == 1 else Fleet([make_replica] * num_replicas, events)

@@ -1,8 +1,9 @@
 """Matmul with weights of 4 or 8 bits per number (``Codes``): x [T, D] -> [T, O].
 
-On a CPU, torch's kernels multiply 4-bit codes in groups of 32, 64, 128 or 256 inputs, and int8 numbers with a scale per
-output. Both give a row the same bits for every T. Fp8 weights are converted to the dtype of x once, and other weights
-for each product.
+On a CPU, torch's kernel multiplies 4-bit codes in groups of 32, 64, 128 or 256 inputs with x in bf16: its fp32 variant
+takes 16 to 100 times as long. Int8 numbers with a scale per output are multiplied as integers, or by torch's kernel if
+the CPU has no instructions for that. Both give a row the same bits for every T. Fp8 weights are converted to the dtype
+of x once, and other weights for each product, ``BLOCK_OUTPUTS`` outputs at a time.
 
 On a GPU, up to 256 rows in 16 bits use our own kernels. With 8-bit weights and groups of a multiple of 128 inputs, the
 inputs become sums of two 8-bit numbers, which is nearly exact (``byte_linear``). Else the weight is converted in
@@ -13,19 +14,18 @@ scale per row, or per row and 128 inputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.nn import functional
 
-from aioengine.kernels import linear
+from aioengine.kernels import int8_linear, linear
 from aioengine.kernels.codes import Codes, pack_nibbles
+from aioengine.kernels.linear import Product
 from aioengine.kernels.triton import launcher
 from aioengine.model_files.quantization import FP8_BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from aioengine.kernels.linear import Matmul
@@ -33,36 +33,43 @@ if TYPE_CHECKING:
 
 GROUP_SIZES: Final = (256, 128, 64, 32)
 """Group sizes of torch's kernel for 4-bit codes on a CPU."""
+BLOCK_OUTPUTS: Final = 256
+"""Outputs whose weights are dequantized at a time. They fit the cache."""
 FP8: Final = torch.float8_e4m3fn
 
 
-class PreparedCodes(NamedTuple):
-    """A product [T, D] -> [T, O], and a function that returns its codes."""
-
-    matmul: Matmul
-    restore: Callable[[], Codes]
-
-
-def prepare(codes: Codes, bias: Tensor | None, dtype: torch.dtype, *, batch_invariant: bool = False) -> PreparedCodes:
+def prepare(
+    codes: Codes,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    batch_invariant: bool = False,
+    is_shared: bool = False,
+) -> Product[Codes]:
     """Prepare the product with codes [O, D] and bias [O]. dtype: of the inputs.
 
-    batch_invariant: on a GPU, the result for a row must not depend on the number of rows.
+    batch_invariant: on a GPU, the result for a row must not depend on the number of rows. is_shared: the codes stay in
+    memory, so the product should not copy them.
     """
     if launcher.serves(codes.packed):
         matmul = _OnDevice(codes, bias, batch_invariant=batch_invariant)
-        return PreparedCodes(matmul, matmul.restore)
+        return Product(matmul, matmul.restore)
     if codes.packed.device.type != "cpu":
-        return PreparedCodes(lambda x: functional.linear(x, codes.dequantized(x.dtype), bias), lambda: codes)
+        return Product(lambda x: functional.linear(x, codes.dequantized(x.dtype), bias), lambda: codes)
     if codes.packed.dtype == FP8:
         return _wide(codes, bias, dtype)
-    prepared = _of_bytes(codes, dtype) or _of_nibbles(codes, dtype)
-    if prepared is None:
-        return PreparedCodes(_dequantizing(codes, bias, dtype), lambda: codes)
-    matmul = prepared.matmul
-    return prepared if bias is None else prepared._replace(matmul=lambda x: matmul(x) + bias)
+    if codes.bits == 8 and codes.scales.shape[1] == 1 and codes.offsets is None and codes.order is None:
+        if int8_linear.multiplies_exactly():
+            return int8_linear.prepare(codes, bias, activation_bits=16, is_shared=is_shared)
+        if dtype == torch.bfloat16 and codes.shape[1] % 16 == 0:  # torch's kernel reads beyond the end of other rows
+            return Product(_of_bytes(codes, bias), lambda: codes)
+    size = next((size for size in GROUP_SIZES if codes.group % size == 0), None)
+    if codes.bits == 4 and size is not None and codes.shape[0] % 16 == 0 and codes.table is None:
+        return _of_nibbles(codes, bias, size)
+    return Product(_dequantizing(codes, bias, dtype), lambda: codes)
 
 
-def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> PreparedCodes:
+def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Codes]:
     """Convert an fp8 weight [O, D] to the dtype of the inputs. bias: [O]."""
     weight = linear.pack(codes.dequantized(dtype), has_bias=bias is not None)
     sizes = codes._replace(packed=codes.packed.to("meta"))  # without the fp8 weight, whose memory is freed
@@ -71,58 +78,62 @@ def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> PreparedCode
         numbers = linear.unpack(weight).float() / sizes.expanded(sizes.scales)
         return Codes(numbers.to(FP8), sizes.scales)
 
-    return PreparedCodes(linear.prepare(weight, bias), restore)
+    return Product(linear.prepare(weight, bias), restore)
 
 
-def _of_bytes(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
-    """Use torch's kernel for int8 with a scale per output, on a CPU; None: it cannot compute the product."""
-    if codes.bits != 8 or codes.scales.shape[1] > 1 or codes.offsets is not None or codes.order is not None:
-        return None
-    if codes.shape[1] % 16:  # torch's kernel reads beyond the end of bf16 rows
-        return None
-    factors = codes.scales[:, 0].to(dtype)
-    return PreparedCodes(lambda x: torch.ops.aten._weight_int8pack_mm(x, codes.packed, factors), lambda: codes)
+def _of_bytes(codes: Codes, bias: Tensor | None) -> Matmul:
+    """Use torch's kernel for int8 with a scale per output and x in bf16, on a CPU. bias: [O]."""
+    factors = codes.scales[:, 0].bfloat16()
+
+    def matmul(x: Tensor) -> Tensor:
+        """[T, D] -> [T, O]."""
+        result = torch.ops.aten._weight_int8pack_mm(x, codes.packed, factors)
+        return result if bias is None else result.add_(bias)
+
+    return matmul
 
 
-def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
-    """Use torch's kernel for 4 bits on a CPU; None: it cannot compute the product."""
-    outputs, inputs = codes.shape
-    size = next((size for size in GROUP_SIZES if codes.group % size == 0), None)
-    if codes.bits != 4 or size is None or outputs % 16 or codes.table is not None:
-        return None
+def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
+    """Use torch's kernel for 4 bits in groups of ``size`` inputs, on a CPU. bias: [O]."""
     middle, order, scales = 8, codes.order, codes.scales
     offsets = middle * scales if codes.offsets is None else codes.offsets + middle * scales
     step = codes.group // size
     parameters = torch.stack((scales, offsets), -1).repeat_interleave(step, 1)
-    parameters = parameters.transpose(0, 1).contiguous().to(dtype)  # [D / size, O, 2]
+    parameters = parameters.transpose(0, 1).bfloat16().contiguous()  # [D / size, O, 2]
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.unpacked().int(), 1)
+    inputs = codes.shape[1]
 
     def matmul(x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
-        x = x.contiguous() if order is None else x[:, order]
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, size, parameters)
+        narrow = x.bfloat16().contiguous() if order is None else x[:, order].bfloat16()
+        result = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, packed, size, parameters).to(x.dtype)
+        return result if bias is None else result.add_(bias)
 
     def restore() -> Codes:
         """Multiply with a scale of 1 and the identity, because torch has no function that unpacks."""
-        ones = torch.tensor([1.0, middle]).expand(*parameters.shape).contiguous()
-        values = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(inputs), packed, size, ones)
+        ones = torch.tensor([1.0, middle]).bfloat16().expand(*parameters.shape).contiguous()
+        identity = torch.eye(inputs, dtype=torch.bfloat16)
+        values = torch.ops.aten._weight_int4pack_mm_for_cpu(identity, packed, size, ones)
         offsets = parameters[::step, :, 1].t() - middle * scales
-        return Codes(pack_nibbles(values.t().round().to(torch.uint8)), scales, offsets, bits=4, order=order)
+        return Codes(pack_nibbles(values.t().to(torch.uint8)), scales, offsets, bits=4, order=order)
 
-    return PreparedCodes(matmul, restore)
+    return Product(matmul, restore)
 
 
 def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Matmul:
     """Dequantize the weight [O, D] for each product, on a CPU. bias: [O]. dtype: of the inputs."""
-    counts = tuple(linear.independent_rows(*codes.shape, dtype, torch.get_num_threads())) or (1,)
+    num_outputs, inputs = codes.shape
+    sizes = [min(BLOCK_OUTPUTS, num_outputs - first) for first in range(0, num_outputs, BLOCK_OUTPUTS)]
+    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    counts = [tuple(linear.independent_rows(size, inputs, dtype, torch.get_num_threads())) or (1,) for size in sizes]
+    blocks = list(zip(codes.split(sizes), biases, counts, strict=True))
 
-    def dequantize_and_multiply(x: Tensor) -> Tensor:
-        """[T, D] -> [T, O]."""
-        weight = codes.dequantized(dtype)
-        multiply = linear.in_pieces(lambda x: functional.linear(x, weight, bias), counts)
-        return multiply(x)
+    def block_outputs(x: Tensor, block: Codes, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:
+        """[T, D] -> [T, outputs of the block]."""
+        weight = block.dequantized(dtype)
+        return linear.in_pieces(lambda x: functional.linear(x, weight, bias), counts)(x)
 
-    return dequantize_and_multiply
+    return lambda x: torch.cat([block_outputs(x, *block) for block in blocks], 1)
 
 
 class _OnDevice:

@@ -25,6 +25,7 @@ from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.page_tables import PageTables
 from aioengine.runner.pooler import Pooler
+from aioengine.runner.rank_sampler import RankSampler
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.speculation.draft_rows import DraftRows
@@ -37,11 +38,12 @@ from aioengine.scheduler.plan import StepResult
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend
+    from aioengine.layers.ranks import RankGroup
     from aioengine.models._base import Model
     from aioengine.protocol.messages import Control, Reply
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
@@ -70,6 +72,7 @@ class DeviceParts:
     Attributes:
         adapters: None: LoRA is not enabled.
         states: None: the model has no states.
+        ranks: None: there is one rank.
     """
 
     settings: Settings
@@ -80,6 +83,7 @@ class DeviceParts:
     device: torch.device
     adapters: AdapterPool | None
     states: StatePool | None
+    ranks: RankGroup | None = None
 
 
 class ModelRunner:
@@ -120,9 +124,12 @@ class ModelRunner:
             adapters=parts.adapters,
         )
         self._inputs = InputBuilder(self._table, parts.states, page_size=pool.page_size, num_embeddings=num_embeddings)
-        self._sampler = _sampler_class(parts.device)(
+        self._sampler: Sampler | DeviceSampler | RankSampler = _sampler_class(parts.device)(
             vocab_size=vocab_size, num_embeddings=num_embeddings, table=self._table, processors=processors
         )
+        if parts.ranks is not None:
+            self._sampler = RankSampler(self._sampler, parts.ranks)
+        self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
         processor = self._sampler if settings.runner.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processor)
         self._hidden_states = HiddenStates(self._table.upload)
@@ -172,6 +179,8 @@ class ModelRunner:
                     self._constrained.finish()
                 plan_rows, drafts = self._drafts.propose(plan_rows)
             rows = self._read(plan_rows)
+        if self._send_plan is not None:
+            self._send_plan(plan, self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
         reasons = self._failed.reasons
         failed = {row.uid: reasons[row.uid] for row in plan.rows if row.uid in reasons} if reasons else {}
@@ -214,6 +223,10 @@ class ModelRunner:
     def use_grammars(self, grammars: GrammarSource) -> None:
         """Set the grammars that open the constraints of requests."""
         self._constrained.grammars = grammars
+
+    def use_ranks(self, send_plan: Callable[[StepPlan, Collection[int]], None]) -> None:
+        """Pass each plan to ``send_plan``, with the uids of failed requests, whose rows are not computed."""
+        self._send_plan = send_plan
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for the step and return its result."""

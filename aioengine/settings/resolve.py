@@ -19,6 +19,7 @@ from aioengine.settings.config import (
     LoraSettings,
     MemorySettings,
     ModelSettings,
+    RankSettings,
     RunnerSettings,
     SchedulerSettings,
     Settings,
@@ -93,7 +94,7 @@ def resolve(
     if model_settings.quantization:
         quantized_formats.check("quantization", model_settings.quantization, device_name)
     graph_rows = 0
-    if is_on_gpu and config.device.cuda_graphs:
+    if is_on_gpu and config.device.cuda_graphs and config.device.tp_size == 1:  # no graphs with collectives yet
         wanted = config.device.cuda_graph_max_rows
         graph_rows = min(scheduler.max_running, GPU_GRAPH_ROWS if wanted is None else wanted)
     if config.model.tokenizer and model.tokenizer_path is None:
@@ -110,13 +111,16 @@ def resolve(
             device=device_name,
             attention_backend=backend,
             fallback_backend="triton" if config.device.attention_backend == "auto" else "",
-            num_threads=device.num_threads if _num_parameters(model) >= THREADED_PARAMETERS else 1,
+            num_threads=max(device.num_threads // config.device.tp_size, 1)
+            if _num_parameters(model) >= THREADED_PARAMETERS
+            else 1,
             batch_invariant=config.device.batch_invariant,
             cuda_graph_max_rows=graph_rows,
             compile_timeout_s=COMPILE_SHARE * config.supervision.startup_timeout_s,
             logprobs_mode=config.logprobs_mode,
             logits_processors=config.device.logits_processors,
             lora=_lora_settings(config.lora, model, adapters),
+            ranks=_rank_settings(config, model, device, is_on_gpu=is_on_gpu),
         ),
         text=TextSettings(
             tokenizer_path=model.tokenizer_path if config.model.tokenizer else None,
@@ -127,6 +131,30 @@ def resolve(
         random_seed=device.drawn_seed if config.random_seed is None else config.random_seed,
         log_level=config.log_level,
     )
+
+
+def _rank_settings(
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, is_on_gpu: bool
+) -> RankSettings | None:
+    """Return the ranks; None for one rank.
+
+    Raises ValueError if the model or the machine cannot be divided.
+    """
+    num_ranks = config.device.tp_size
+    if num_ranks == 1:
+        return None
+    if num_ranks not in model.rank_counts:
+        counts = ", ".join(map(str, model.rank_counts))
+        raise ValueError(f"tp_size={num_ranks} does not work for this model: {model.rank_sizes}; what works: {counts}")
+    if is_on_gpu and num_ranks > device.num_gpus:
+        raise ValueError(f"tp_size={num_ranks} needs as many GPUs, and this machine has {device.num_gpus}")
+    if model.is_quantized or config.model.quantization is not None:
+        raise ValueError(f"tp_size={num_ranks} does not work with quantized weights yet; tp_size=1 works")
+    if config.lora.enabled or config.lora.adapters:
+        raise ValueError(f"tp_size={num_ranks} does not work with LoRA adapters yet; tp_size=1 works")
+    if config.speculation.algorithm:
+        raise ValueError(f"tp_size={num_ranks} does not work with speculative_algorithm yet; tp_size=1 works")
+    return RankSettings(size=num_ranks)
 
 
 def context_length(config: EngineConfig, model: ModelFacts) -> int:

@@ -269,6 +269,7 @@ class FakeRunner:
         self._busy_until = 0.0
         self.adapters = FakeAdapterSlots(num_adapter_slots, model.adapter_s) if num_adapter_slots else None
         self.use_grammars = None
+        self.use_ranks = None
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:

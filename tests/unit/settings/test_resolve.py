@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from aioengine.api.args import engine_config
 from aioengine.model_files.adapter_folder import AdapterFolder, read_folder
 from aioengine.model_files.model_folder import ModelFacts, StoredWeights
-from aioengine.settings.config import LoraSettings, Settings
+from aioengine.settings.config import LoraSettings, RankSettings, Settings
 from aioengine.settings.machine import DeviceFacts
 from aioengine.settings.resolve import resolve
 from tests.kit.fake_adapters import write_adapter
@@ -355,3 +355,43 @@ def test_inconsistent_adapter_limits_are_refused(arguments: dict[str, object], w
 def test_adapters_are_refused_for_bidirectional_models() -> None:
     with pytest.raises(ValueError, match="attend in both directions"):
         settings(replace(MODEL, is_causal=False), enable_lora=True, max_lora_rank=8, lora_target_modules="all")
+
+
+DIVISIBLE = replace(MODEL, rank_counts=(1, 2, 4), rank_sizes="it has 4 attention heads")
+GPUS = replace(MACHINE, num_gpus=2, has_triton=True)
+LORA = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": "all"}
+
+
+def test_ranks_share_the_cores_of_a_cpu() -> None:
+    large = replace(DIVISIBLE, hidden_size=896, num_layers=24)
+    assert settings(large).runner.ranks is None
+    for num_ranks, num_threads in ((2, 1), (4, 1)):
+        runner = settings(large, tp_size=num_ranks).runner
+        assert (runner.ranks, runner.num_threads) == (RankSettings(size=num_ranks), num_threads)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "message"),
+    [
+        ({"tp_size": 3}, {}, "tp_size=3 does not work for this model: it has 4 attention heads; what works: 1, 2, 4"),
+        ({"tp_size": 4, "device": "cuda"}, {}, "tp_size=4 needs as many GPUs, and this machine has 2"),
+        ({"tp_size": 2}, {"is_quantized": True}, "tp_size=2 does not work with quantized weights yet"),
+        ({"tp_size": 2, "quantization": "int8"}, {}, "tp_size=2 does not work with quantized weights yet"),
+        ({"tp_size": 2, **LORA}, {}, "tp_size=2 does not work with LoRA adapters yet"),
+        (
+            {"tp_size": 2, "speculative_algorithm": "NGRAM"},
+            {},
+            "tp_size=2 does not work with speculative_algorithm yet",
+        ),
+    ],
+)
+def test_ranks_that_do_not_work_are_refused(
+    arguments: dict[str, object], changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(replace(DIVISIBLE, **changes), GPUS, **arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_two_ranks_use_two_gpus_without_graphs() -> None:
+    runner = settings(DIVISIBLE, GPUS, tp_size=2).runner
+    assert (runner.device, runner.ranks, runner.cuda_graph_max_rows) == ("cuda", RankSettings(size=2), 0)
