@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from aioengine.kernels import linear
-from aioengine.kernels.codes import Codes, pack_nibbles
+from aioengine.kernels.codes import FP8, MIDDLE, Codes, pack_nibbles
 from aioengine.kernels.triton import launcher
 from aioengine.model_files.quantization import FP8_BLOCK
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 GROUP_SIZES: Final = (256, 128, 64, 32)
 """Group sizes of torch's kernel for 4-bit codes on a CPU."""
-FP8: Final = torch.float8_e4m3fn
 FEW_ROWS: Final = 64
 """On a GPU, up to this row count the inputs of fp8 weights are not rounded to fp8."""
 
@@ -91,8 +90,8 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
     size = next((size for size in GROUP_SIZES if codes.group % size == 0), None)
     if codes.bits != 4 or size is None or outputs % 16 or codes.table is not None:
         return None
-    middle, order, scales = 8, codes.order, codes.scales
-    offsets = middle * scales if codes.offsets is None else codes.offsets + middle * scales
+    order, scales = codes.order, codes.scales
+    offsets = MIDDLE * scales if codes.offsets is None else codes.offsets + MIDDLE * scales
     step = codes.group // size
     parameters = torch.stack((scales, offsets), -1).repeat_interleave(step, 1)
     parameters = parameters.transpose(0, 1).contiguous().to(dtype)  # [D / size, O, 2]
@@ -105,9 +104,9 @@ def _of_nibbles(codes: Codes, dtype: torch.dtype) -> PreparedCodes | None:
 
     def restore() -> Codes:
         """Multiply with a scale of 1 and the identity, because torch has no function that unpacks."""
-        ones = torch.tensor([1.0, middle]).expand(*parameters.shape).contiguous()
+        ones = torch.tensor([1.0, MIDDLE]).expand(*parameters.shape).contiguous()
         values = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(inputs), packed, size, ones)
-        offsets = parameters[::step, :, 1].t() - middle * scales
+        offsets = parameters[::step, :, 1].t() - MIDDLE * scales
         return Codes(pack_nibbles(values.t().round().to(torch.uint8)), scales, offsets, bits=4, order=order)
 
     return PreparedCodes(matmul, restore)

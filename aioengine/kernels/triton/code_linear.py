@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.codes import PIECES, Codes, piece_of
+from aioengine.kernels.codes import FP8, FP8_MAX, MIDDLE, PIECES, Codes, piece_of
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.vector_linear import products
@@ -35,10 +35,9 @@ PROCESSORS = 132
 DEQUANTIZED_COLUMNS = 1024
 PADDED_ROWS = 4
 PIECE = tl.constexpr(PIECES[0])
+LARGEST = tl.constexpr(FP8_MAX)
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
-_MIDDLE = 8.0
-"""The zero point of symmetric formats with 4 bits."""
 _MAX_ZERO = 64
 """Codes minus such zeros are exact in bf16."""
 Programs = tuple[int, int, int, int, int, int]
@@ -471,7 +470,7 @@ def device_codes(codes: Codes) -> DeviceCodes:
     offsets = None if codes.offsets is None else codes.offsets.t().contiguous()
     if codes.bits == 4 and codes.table is None:
         exact = torch.zeros_like(scales) if offsets is None else -offsets / scales
-        exact = torch.where(exact.isnan(), _MIDDLE, exact)  # scale and offset are 0: any number is correct
+        exact = torch.where(exact.isnan(), float(MIDDLE), exact)  # scale and offset are 0: any number is correct
         integers = exact.round()
         if (exact - integers).abs().max() < _EXACT and integers.min() >= 0 and integers.max() <= _MAX_ZERO:
             offsets, zeros = None, integers
@@ -535,7 +534,7 @@ def _quantize_rows_kernel(
     columns = groups[:, None] * GROUP + tl.arange(0, WIDTH)[None, :]
     inside, places = columns < SIZE, row.to(tl.int64) * SIZE + columns
     values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / 448.0
+    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / LARGEST
     tl.store(numbers + places, (values / scale[:, None]).to(numbers.dtype.element_ty), mask=inside)
     tl.store(scales + groups.to(tl.int64) * num_padded + row, scale, mask=groups * GROUP < SIZE)
 
@@ -551,7 +550,7 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """
     num_rows, size = x.shape
     num_padded = -(-num_rows // PADDED_ROWS) * PADDED_ROWS
-    numbers = torch.empty((num_padded, size), dtype=torch.float8_e4m3fn, device=x.device)
+    numbers = torch.empty((num_padded, size), dtype=FP8, device=x.device)
     scales = torch.empty((-(-size // group), num_padded), dtype=torch.float32, device=x.device)
     sizes = size, group, next_power_of_2(len(scales)), next_power_of_2(group)
     key = (x.dtype, sizes, *alignments(x))
