@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         UnsupportedSchemaError,
         WrongLoopError,
     )
+    from aioengine.frontend.calls.observers import FinishedRequest
     from aioengine.frontend.controls import Outcome, ProfileOptions
     from aioengine.frontend.info import Health, ModelInfo, __version__
     from aioengine.frontend.intake.pool_requests import EncodeOptions, PoolOptions
@@ -66,6 +67,7 @@ _HOMES = {
     "aioengine.api.signatures": "EngineArguments",
     "aioengine.api.stream": "Generation Stream",
     "aioengine.api.sync": "ChunkIterator Engine",
+    "aioengine.frontend.calls.observers": "FinishedRequest",
     "aioengine.frontend.controls": "Outcome ProfileOptions",
     "aioengine.frontend.info": "Health ModelInfo __version__",
     "aioengine.frontend.intake.pool_requests": "EncodeOptions PoolOptions",
@@ -98,6 +100,7 @@ __all__ = [
     "EngineStalledError",
     "EngineStartupError",
     "FinishReason",
+    "FinishedRequest",
     "Generation",
     "Health",
     "MetaInfo",

@@ -32,7 +32,7 @@ from aioengine.testing.fake_engine import fake_async_engine
 from tests.kit.fake_adapters import write_adapter
 from tests.kit.source import PACKAGE, ROOT
 
-COMMANDS = ("generate", "chat", "bench", "info")
+COMMANDS = ("generate", "chat", "serve", "bench", "info")
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -34,6 +34,7 @@ FLOORS = {
             "file_descriptors",
             "api.foreign_names",
             "settings.page_groups",
+            "parsing",
             "api, settings",
         ),
         "0",
@@ -69,7 +70,9 @@ FLOORS = {
         "0 1 1' 2' 2t 3s",
         "uvloop msgspec tqdm numpy typing_extensions",
     ),
-    "5": Floor(("__main__ > cli", "testing"), "0 1 1' 2 2' 2t 3 3s 4", "*"),
+    "4m": Floor(("metrics", "tracing"), "0 4", "prometheus_client opentelemetry"),
+    "4o": Floor(("openai",), "0 4 4m", "fastapi starlette msgspec prometheus_client"),
+    "5": Floor(("__main__ > cli", "testing"), "0 1 1' 2 2' 2t 3 3s 4 4o", "*"),
     "root": Floor(("aioengine",), "0 1 2' 2t 3s 4", ""),
 }
 
@@ -241,6 +244,7 @@ def test_a_circle_is_found(with_typing: bool, found: set[str]) -> None:
         ("supervision/routing.py", "import asyncio", "asyncio"),
         ("errors.py", "from aioengine import Engine", "package root"),
         ("settings/config.py", "from aioengine.settings.resolve import resolve", "above"),
+        ("openai/router.py", "from aioengine.memory.radix import RadixTree", "floor 1"),
         ("surprise.py", "import os", "no floor"),
     ],
 )

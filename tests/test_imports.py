@@ -13,7 +13,10 @@ import pytest
 from tests.kit.source import ROOT, imports, modules
 from tests.test_floors import FLOORS, floor_of
 
-HEAVY = "torch transformers numpy huggingface_hub pandas PIL fastapi aiohttp uvicorn multiprocessing".split()
+HEAVY = (
+    "torch transformers numpy huggingface_hub pandas PIL fastapi aiohttp uvicorn multiprocessing "
+    "prometheus_client opentelemetry"
+).split()
 
 WAITING = "jinja2 tqdm regex tokenizers importlib.metadata".split()
 
@@ -22,6 +25,8 @@ PACKAGE_NAMES = {
     "zmq": "pyzmq",
     "flashinfer": "flashinfer-python",
     "huggingface_hub": "huggingface-hub",
+    "opentelemetry": "opentelemetry-api",
+    "prometheus_client": "prometheus-client",
 }
 """Module -> the name of its package, where the two differ."""
 
@@ -87,10 +92,11 @@ def test_importing_the_package_changes_nothing_in_the_host() -> None:
 def test_dependencies_equal_the_imported_packages() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    declared, optional = map(names_of, (project["dependencies"], [*extras["cuda"], *extras["images"]]))
+    of_features = [entry for name in ("cuda", "images", "metrics", "server") for entry in extras[name]]
+    declared, optional = map(names_of, (project["dependencies"], of_features))
     tops = {entry.target.split(".")[0] for of in modules() for entry in imports(of)}
     imported = {PACKAGE_NAMES.get(name, name) for name in tops - sys.stdlib_module_names - {"aioengine"}}
-    others = {"triton", "typing_extensions"}  # which come with torch, and with type checkers
+    others = {"starlette", "triton", "typing_extensions"}  # which come with FastAPI, torch, and type checkers
     assert imported - optional - others == declared
 
 

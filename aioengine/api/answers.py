@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, NotRequired, Protocol, SupportsIndex, TypedDict, cast, overload
 
 from aioengine.api import checks
@@ -13,11 +14,11 @@ from aioengine.errors import (
     RequestTooLargeError,
     UnsupportedSchemaError,
 )
-from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES, Extra
+from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES, Extra, draft_counts
 from aioengine.protocol.messages import End, FinishCode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -118,6 +119,12 @@ class CommonInfo(TypedDict):
     input_token_ids_logprobs: list[list[Entry] | None]
     hidden_states: list[npt.NDArray[np.float32]]
     sequence_score: float
+    # Only finished answers of an engine with ``speculative_algorithm`` have these.
+    spec_verify_ct: int
+    spec_num_proposed_drafts: int
+    spec_num_correct_drafts: int
+    spec_accept_rate: float
+    spec_accept_length: float
 
 
 class MetaInfo(CommonInfo):
@@ -310,6 +317,28 @@ def array(data: bytes) -> npt.NDArray[np.float32]:
     from numpy import float32, frombuffer  # slow to import, and most programs need no arrays
 
     return frombuffer(data, float32).copy()
+
+
+def draft_info(drafts: Mapping[int, Extra], num_output: int) -> dict[str, int | float]:
+    """Return the ``spec_...`` entries of ``meta_info``. drafts: extras of kind ``DRAFTS`` by token index.
+
+    A step gives its accepted drafts and one more token. Accepted drafts after the end of the output do not count. After
+    a crash, steps may be computed again with other drafts, so a step counts only up to the next one.
+    """
+    num_proposed = num_correct = 0
+    starts = sorted(index for index in drafts if index < num_output)
+    for start, end in pairwise([*starts, num_output]):
+        proposed, accepted = draft_counts(drafts[start])
+        num_proposed += proposed
+        num_correct += min(accepted, end - start - 1)
+    num_steps = num_output - num_correct
+    return {
+        "spec_verify_ct": num_steps,
+        "spec_num_proposed_drafts": num_proposed,
+        "spec_num_correct_drafts": num_correct,
+        "spec_accept_rate": num_correct / num_proposed if num_proposed else 0.0,
+        "spec_accept_length": num_output / num_steps if num_steps else 0.0,
+    }
 
 
 def ranked(results: Sequence[Answer | BaseException | None], top_n: int | None) -> list[Answer | BaseException | None]:

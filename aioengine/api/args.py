@@ -19,12 +19,20 @@ from aioengine.api.checks import number_from, whole_from
 from aioengine.api.foreign_names import ALIASES, IGNORED, MISSING_ARGUMENTS, our_way
 from aioengine.api.parameter_table import ARGUMENTS_OF_CALLS
 from aioengine.api.params import is_sampling_parameter
+from aioengine.families._ranks import MAX_RANKS
 from aioengine.logs import warn_caller
 from aioengine.model_files.adapter_folder import MAX_RANK
 from aioengine.model_files.online_quantization import GROUP_SIZES, METHODS
 from aioengine.model_files.quantized_formats import FORMATS
 from aioengine.settings.config import DEFAULT_GROUP_SIZE, EngineConfig, GivenAdapter
-from aioengine.settings.resolve import CPU_LIMITS, CPU_MEMORY_FRACTION, GPU_GRAPH_ROWS, GPU_LIMITS, GPU_MEMORY_FRACTION
+from aioengine.settings.resolve import (
+    CPU_LIMITS,
+    CPU_MEMORY_FRACTION,
+    DRAFT_TOKENS,
+    GPU_GRAPH_ROWS,
+    GPU_LIMITS,
+    GPU_MEMORY_FRACTION,
+)
 from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES
 
 
@@ -116,6 +124,18 @@ def _group_size(name: str, value: object) -> int:
     if size not in GROUP_SIZES:
         raise checks.wrong_value(name, "32, 64, 128 or 256", value)
     return size
+
+
+def _algorithm(name: str, value: object) -> str:
+    """Check the algorithm of speculation. The other algorithms of the field are refused with their feature."""
+    word = checks.text(name, value).upper()
+    if word in MISSING_ALGORITHMS:
+        raise ValueError(
+            f"{name}={value!r}: {MISSING_ALGORITHMS[word]} are not available yet; {name}='NGRAM' needs no other model"
+        )
+    if word != "NGRAM":
+        raise checks.wrong_value(name, "'NGRAM' or None", value)
+    return word
 
 
 def _words(*words: str, **meanings: str) -> checks.Check:
@@ -238,6 +258,15 @@ MAX_WEIGHT: Final = 1e6
 MAX_HIDDEN_STATE_BYTES: Final = 192 * 1024 * 1024
 """They must fit into a frame together with the other results of a step."""
 MAX_PROCESSORS: Final = 64
+MAX_DRAFT_TOKENS: Final = 16
+MISSING_ALGORITHMS: Final = {
+    "STANDALONE": "drafts of a second model",
+    "EAGLE": "drafts of EAGLE heads",
+    "EAGLE3": "drafts of EAGLE-3 heads",
+    "MTP": "drafts of the multi-token-prediction layers of a checkpoint",
+    "NEXTN": "drafts of the multi-token-prediction layers of a checkpoint",
+}
+"""Algorithms of speculation -> the missing feature."""
 MAX_NAME_BYTES: Final = 512
 MAX_ADAPTERS: Final = 100_000
 MAX_MODULES: Final = 1024
@@ -293,6 +322,9 @@ _ROWS: Final = {
     ),
     "enable_deterministic_inference": Argument(
         checks.switch, "the same bits in any batch on a GPU, too (always on a CPU)", place="device.batch_invariant"
+    ),
+    "tp_size": Argument(
+        whole_from(1, MAX_RANKS), "ranks (processes, each with a GPU) that share the weights", place="device.tp_size"
     ),
     "disable_cuda_graph": Argument(_negated, "no CUDA graphs", place="device.cuda_graphs"),
     "cuda_graph_max_bs": Argument(
@@ -369,6 +401,24 @@ _ROWS: Final = {
     "tenant_weights": Argument(_weights, "shares of the engine: a dict, or tenant=weight,...", "1 each"),
     "disable_overlap_schedule": Argument(
         _negated, "collect each step before the next is launched (always on a CPU)", place="scheduler.overlap"
+    ),
+    "speculative_algorithm": Argument(
+        _algorithm,
+        "NGRAM: propose the tokens that followed the same tokens before, and compute several tokens of a row per step",
+        "no speculation",
+        place="speculation.algorithm",
+    ),
+    "speculative_num_draft_tokens": Argument(
+        whole_from(2, MAX_DRAFT_TOKENS),
+        "maximum tokens of a row per step",
+        str(DRAFT_TOKENS),
+        place="speculation.num_draft_tokens",
+    ),
+    "speculative_num_steps": Argument(
+        whole_from(1, MAX_DRAFT_TOKENS - 1),
+        "maximum drafts of a row per step",
+        "speculative_num_draft_tokens - 1",
+        place="speculation.num_steps",
     ),
     "max_queued_requests": Argument(whole_from(0), "maximum waiting requests", place="queue.max_requests"),
     "max_queued_tokens": Argument(whole_from(0), "maximum prompt tokens of waiting requests", place="queue.max_tokens"),

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from aioengine.api.answers import BatchOutput
     from aioengine.api.signatures import EngineArguments
     from aioengine.errors import EngineError
+    from aioengine.frontend.calls.observers import Observer
     from aioengine.frontend.controls import Outcome, PauseMode
     from aioengine.frontend.engine_parts import Blueprint
     from aioengine.frontend.frontend import Frontend
@@ -81,6 +82,7 @@ class BaseEngine(ABC):
     """Whether its generations belong to the loop on which it was started."""
 
     _model_name: str
+    _observers: list[Observer]
 
     @signatures.engine_arguments
     def __init__(self, model_path: str | PurePath | None = None, **arguments: Unpack[EngineArguments]) -> None:
@@ -310,6 +312,14 @@ class BaseEngine(ABC):
         """Return the last counters that the scheduler reported. May be called from any thread."""
         return self._frontend_anywhere().stats()
 
+    def add_observer(self, observer: Observer) -> None:
+        """Call ``observer`` with each ``FinishedRequest`` of later calls. May be called before the start.
+
+        It runs on the engine's loop, so it must not block, in a copy of the context of the call. The loop logs its
+        exceptions. Prompts of a failed or left call that were not tokenized yet are not reported.
+        """
+        self._observers.append(observer)
+
 
 class AsyncEngine(BaseEngine):
     """An LLM inference engine for asyncio. The model runs in separate processes.
@@ -330,6 +340,7 @@ class AsyncEngine(BaseEngine):
 
     def _init(self, prepare: Callable[[], Blueprint], progress: bool | None, model_name: str) -> None:
         self._model_name = model_name
+        self._observers: list[Observer] = []
         self._prepare = prepare
         self._progress = progress
         self._start_lock = threading.Lock()
@@ -358,7 +369,7 @@ class AsyncEngine(BaseEngine):
                 self._run = run = EngineRun()
                 self._is_closed = False
             run.announce_start()
-        await run.start(self._prepare, self._progress)
+        await run.start(self._prepare, self._progress, self._observers)
 
     def shutdown(self) -> Coroutine[object, None, None]:
         """End the processes within seconds. Waiting calls raise ``EngineClosedError``. May be called twice.

@@ -41,6 +41,7 @@ ALIASES: Final[dict[str, str]] = {
     "block_size": "page_size",
     "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
     "enforce_eager": "disable_cuda_graph",
+    "tensor_parallel_size": "tp_size",
     "watchdog_timeout": "stall_timeout",
     "seed": "random_seed",
 }
@@ -48,14 +49,13 @@ ALIASES: Final[dict[str, str]] = {
 
 MISSING_ARGUMENTS: Final = _missing(
     {
-        "tensor parallelism": "tp_size=1 tensor_parallel_size=1",
         "pipeline parallelism": "pp_size=1 pipeline_parallel_size=1",
         "data parallelism": "dp_size=1 data_parallel_size=1 enable_dp_attention=False",
         "expert parallelism": "ep_size=1 enable_expert_parallel=False",
         "several machines": "nnodes=1 node_rank=0",
-        "speculative decoding": "speculative_algorithm speculative_draft_model_path speculative_num_steps "
-        "speculative_eagle_topk speculative_num_draft_tokens speculative_draft_model_revision speculative_token_map "
-        "speculative_model speculative_config num_speculative_tokens",
+        "speculation with a second model": "speculative_draft_model_path speculative_draft_model_quantization "
+        "speculative_eagle_topk=1 speculative_draft_model_revision speculative_token_map speculative_model",
+        "speculation in this form (use speculative_algorithm)": "speculative_config num_speculative_tokens",
         "releasing memory": "enable_memory_saver=False enable_weights_cpu_backup=False enable_sleep_mode=False",
         "audio and video": "enable_multimodal=False",
         "a KV cache in several tiers": "enable_hierarchical_cache=False enable_lmcache=False kv_transfer_config",
@@ -91,7 +91,6 @@ MISSING_OPTIONS: Final = _missing(
         "data parallelism": "routed_dp_rank=0 data_parallel_rank=0",
         "separate prefill and decode engines": "bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank "
         "kv_hints",
-        "traces": "external_trace_header",
     }
 )
 """Arguments of calls, in the same form."""

@@ -101,6 +101,7 @@ class EngineArguments(TypedDict, total=False):
     device: str | None
     attention_backend: str | None
     enable_deterministic_inference: bool | None
+    tp_size: int | None
     disable_cuda_graph: bool | None
     cuda_graph_max_bs: int | None
     logits_processors: Sequence[str] | str | None
@@ -126,6 +127,9 @@ class EngineArguments(TypedDict, total=False):
     schedule_policy: str | None
     tenant_weights: Mapping[str, float] | str | None
     disable_overlap_schedule: bool | None
+    speculative_algorithm: str | None
+    speculative_num_draft_tokens: int | None
+    speculative_num_steps: int | None
     max_queued_requests: int | None
     max_queued_tokens: int | None
     max_queued_bytes: int | None
@@ -152,6 +156,7 @@ class EngineArguments(TypedDict, total=False):
     block_size: int | None
     cuda_graph_max_bs_decode: int | None
     enforce_eager: bool | None
+    tensor_parallel_size: int | None
     watchdog_timeout: float | None
     seed: int | None
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from aioengine.api.answers import Answer, BatchOutput, Chunk, Embedding, Ranking
     from aioengine.api.signatures import Chat, Encode, Generate, Method, Rerank, Score
     from aioengine.api.stream import Generation
+    from aioengine.frontend.calls.observers import Observer
     from aioengine.frontend.calls.reader import Reader
     from aioengine.frontend.engine_parts import Blueprint
     from aioengine.frontend.frontend import Frontend
@@ -160,12 +161,13 @@ class Engine(BaseEngine):
 
     def _init(self, prepare: Callable[[], Blueprint], progress: bool | None, model_name: str) -> None:
         self._model_name = model_name
+        self._observers: list[Observer] = []
         self._pid = os.getpid()
         run = _EngineLoop()
         self._portal = run.portal
         self._finalizer = weakref.finalize(self, run.end)  # before the start, so that an exception leaves no process
         try:
-            self._frontend = run.start(prepare, progress)
+            self._frontend = run.start(prepare, progress, self._observers)
         except BaseException:
             try:
                 self._finalizer()
@@ -284,12 +286,14 @@ class _EngineLoop:
         self.frontend: Frontend | None = None
         self._pid = os.getpid()
 
-    def start(self, prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
+    def start(self, prepare: Callable[[], Blueprint], progress: bool | None, observers: list[Observer]) -> Frontend:
         self.portal.start()
-        return self.portal.call(self._start(prepare, progress))
+        return self.portal.call(self._start(prepare, progress, observers))
 
-    async def _start(self, prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
-        self.frontend = await start_frontend(prepare, progress)
+    async def _start(
+        self, prepare: Callable[[], Blueprint], progress: bool | None, observers: list[Observer]
+    ) -> Frontend:
+        self.frontend = await start_frontend(prepare, progress, observers)
         return self.frontend
 
     def end(self) -> None:

@@ -21,7 +21,7 @@ from aioengine.file_descriptors import raise_descriptor_limit
 from aioengine.protocol.board import CrashBoard
 from aioengine.protocol.codec import fingerprint
 from aioengine.protocol.messages import Failed, Ready, new_epoch_in
-from aioengine.protocol.orders import Orders, decode_orders
+from aioengine.protocol.orders import Orders, decode_orders, roles_of
 from aioengine.transport.addresses import Listener
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from aioengine.protocol.messages import Role
+    from aioengine.protocol.rank_step import RankStep
     from aioengine.protocol.service import Service
 
 GC_THRESHOLDS = (1_000_000, 20, 20)
@@ -47,12 +48,24 @@ class Child:
         listener = Listener(orders.endpoints[str(orders.role)], orders.listener_fd)
         self.receiver = ZmqReceiver(self._context, listener, orders.epoch, wake_fd=wake_fd)
         self._senders: list[ZmqSender] = []
+        self._to_ranks: list[ZmqSender] = []
         self.uplink = Uplink(self._connect(orders.frontend, "the frontend"))
 
     def _connect(self, endpoint: str, reader: str) -> ZmqSender:
         sender = ZmqSender(self._context, endpoint, self.orders.epoch, reader=reader)
         self._senders.append(sender)
         return sender
+
+    def connect_ranks(self) -> Callable[[RankStep], None]:
+        """Return a function that sends a message to the other ranks."""
+        roles = [role for role in roles_of(self.settings) if role.rank]
+        self._to_ranks = [self._connect(self.orders.endpoints[str(role)], f"the {role} process") for role in roles]
+
+        def send(message: RankStep) -> None:
+            for sender in self._to_ranks:
+                sender.send([message])
+
+        return send
 
     def _send_ready(self, facts: Mapping[str, str | int | float | bool]) -> None:
         text = msgspec.json.encode(dict(facts)).decode()
@@ -73,6 +86,8 @@ class Child:
                 messages = self.receiver.receive(self._wait_s(service, now))
                 now = time.monotonic()
                 if messages and (new_epoch := new_epoch_in(messages)):
+                    for sender in self._to_ranks:
+                        sender.send([new_epoch])
                     for socket in (self.receiver, *self._senders):
                         socket.begin(new_epoch.epoch)
                     service.handle([new_epoch], now)

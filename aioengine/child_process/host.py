@@ -91,6 +91,15 @@ def limit_kernel_cache() -> None:
         os.environ.setdefault(variable, str(_KEPT_KERNELS))
 
 
+def show_one_gpu(index: int) -> None:
+    """Hide all GPUs but one of those that this process may use. Must be called before CUDA is initialized."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(index)
+    elif index < len(names := visible.split(",")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[index].strip()
+
+
 def keep_freed_memory() -> None:
     """Let the allocator keep freed memory for the next step. glibc only.
 

@@ -42,7 +42,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         arguments.check()
     except (TypeError, ValueError) as error:
         return _fail(error, WRONG_USAGE)
-    commands = {"generate": generate, "chat": chat, "bench": bench, "info": info}
+    commands = {"generate": generate, "chat": chat, "serve": serve, "bench": bench, "info": info}
     try:
         status = commands[arguments.command](arguments)
         sys.stdout.flush()
@@ -120,6 +120,17 @@ def chat(arguments: Arguments) -> int:
                 continue
             messages.append({"role": "assistant", "content": answer})
     return 0
+
+
+def serve(arguments: Arguments) -> int:
+    """Answer HTTP requests until a signal ends the server."""
+    try:
+        from aioengine.cli.server import run_server  # slow to import, and of the extra "server"
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "starlette", "uvicorn"):
+            raise
+        return _fail(f"serve needs the package {error.name}: pip install 'aioengine[server]'")
+    return run_server(arguments)
 
 
 def bench(arguments: Arguments) -> int:

@@ -32,6 +32,7 @@ _EXAMPLES: Final = {
   aioengine generate "The capital of France is"
   aioengine generate --model ./my-model --temperature 0.8 --seed 7 "Once upon a time"
   aioengine chat --model Qwen/Qwen3-0.6B
+  aioengine serve Qwen/Qwen3-0.6B --port 8000
   aioengine bench --num-prompts 64 --concurrency 16
   aioengine info Qwen/Qwen3-8B --device-memory 80GiB""",
     "generate": """examples:
@@ -44,6 +45,10 @@ _EXAMPLES: Final = {
   aioengine chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence." --temperature 0.7
   aioengine chat --lora-paths pirate=./adapters/pirate --lora-path pirate
   aioengine chat --model Qwen/Qwen2.5-VL-3B-Instruct --image cat.png""",
+    "serve": """examples:
+  aioengine serve
+  aioengine serve Qwen/Qwen3-0.6B --host 0.0.0.0 --port 8000
+  AIOENGINE_API_KEY=secret aioengine serve ./my-model --served-model-name mine""",
     "bench": """examples:
   aioengine bench
   aioengine bench --model ./my-model --prompt-tokens 512 --output-tokens 128 --concurrency 32 --json""",
@@ -57,12 +62,13 @@ _EXAMPLES: Final = {
 _COMMANDS: Final = {
     "generate": "stream the answer to a prompt",
     "chat": "have a conversation",
+    "serve": "answer clients of OpenAI's HTTP API",
     "bench": "measure throughput and latency",
     "info": "print versions, devices, model and settings; or the memory and capacity that a model would have",
 }
 
 _GREEDY: Final[dict[str, object]] = {"temperature": 0.0}
-_POSITIONAL: Final = {"generate": " [PROMPT]", "info": " [MODEL]"}
+_POSITIONAL: Final = {"generate": " [PROMPT]", "serve": " [MODEL]", "info": " [MODEL]"}
 _TEXTS: Final = {"prompt": "the prompt", "system": "--system", "stop": "--stop", "stop_regex": "--stop-regex"}
 """Arguments that are text for the model or occur in its text, and their names in errors."""
 
@@ -81,6 +87,10 @@ class Arguments(argparse.Namespace):
     json: bool = False
     model: str | None = None
     device_memory: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: list[str] | None = None
+    served_model_name: list[str] | None = None
     model_path: str | None
     known_flags: Collection[str]
 
@@ -90,6 +100,8 @@ class Arguments(argparse.Namespace):
         if isinstance(template, str) and is_text(template):  # otherwise it is a path, which may contain any bytes
             _check_encoding("--chat-template", template)
         self.config()
+        if self.model is not None and self.model_path is not None:
+            raise ValueError(f"the model is given twice, as {self.model!r} and with --model; leave out one of them")
         if self.command == "bench":
             self.workload()
         elif self.command == "info":
@@ -97,8 +109,9 @@ class Arguments(argparse.Namespace):
                 read_size(self.device_memory)
                 if self.model is None:
                     raise ValueError("--device-memory needs a model: aioengine info MODEL --device-memory 80GiB")
-            if self.model is not None and self.model_path is not None:
-                raise ValueError(f"the model is given twice, as {self.model!r} and with --model; leave out one of them")
+        elif self.command == "serve":
+            if not 0 <= self.port < 65536:
+                raise ValueError(f"--port must be a number from 0 (any free port) to 65535, got {self.port}")
         else:
             for name, words in _TEXTS.items():
                 texts = vars(self).get(name)
@@ -191,6 +204,15 @@ def _add_own_flags(parser: argparse.ArgumentParser, command: str) -> None:
     if command == "info":
         add("model", nargs="?", metavar="MODEL", help="estimate memory and capacity for this model without loading it")
         add("--device-memory", metavar="SIZE", help="plan for another machine with this memory, such as 80GiB")
+    if command == "serve":
+        add("model", nargs="?", metavar="MODEL", help="hub id or folder of the model (default: the demo model)")
+        add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+        add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0: any (default: 8000)")
+        about = "key that clients must send (repeatable; default: $AIOENGINE_API_KEY, otherwise none)"
+        add("--api-key", action="append", metavar="KEY", help=about)
+        about = "name of the model for clients (repeatable; default: its hub id, or the name of its folder)"
+        add("--served-model-name", action="append", metavar="NAME", help=about)
+        return
     if command in ("bench", "info"):
         add("--json", action="store_true", help="print JSON")
         return

@@ -7,6 +7,7 @@ is imported and the tokenizer is read when the engine is idle, or when the first
 
 from __future__ import annotations
 
+import json
 import re
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ import numpy as np
 from aioengine.api import checks
 from aioengine.constraints.gbnf import lark_names, with_short_escapes
 from aioengine.constraints.lark import checked_lark
+from aioengine.constraints.tag_grammar import TOKEN
 from aioengine.constraints.token_source import SPECIAL, TokenSource, token_bytes
 from aioengine.model_files.vocabulary import end_ids
 from aioengine.protocol.messages import Grammar
@@ -386,7 +388,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
         from llguidance.gbnf_to_lark import RepetitionNode, any_to_lark
 
-        tokenizer = self._read_vocabulary(grammar.eos_token_ids).tokenizer
+        vocabulary = self._read_vocabulary(grammar.eos_token_ids)
         text = grammar.text
         if grammar.kind == "regex":
             text = LLMatcher.grammar_from_regex(text)
@@ -397,6 +399,8 @@ class Grammars:
             except Exception as error:  # of any type, from the parser
                 raise ValueError(f"it is neither GBNF nor Lark: {checks.cut(str(error))}") from error
             text = LLMatcher.grammar_from_lark(checked_lark(lark, lark_names(text)))
+        elif grammar.kind == "lark":
+            text = _with_token_ids(text, vocabulary.tokens)
         limits = LLParserLimits(
             step_lexer_fuel=_MASK_FUEL,
             max_lexer_states=_MAX_STATES,
@@ -404,7 +408,7 @@ class Grammars:
             step_max_items=_MAX_MASK_ITEMS if grammar.kind == "ebnf" else None,
             verbose_errors=False,
         )
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # fails if no text matches, and prepares the lexer for the first tokens
         if matcher.is_error():
@@ -490,6 +494,16 @@ class Grammars:
         text = text.rstrip(_SPACES) or text
         tail = b"".join(vocabulary.tokens[token_id] for token_id in prompt[-len(text) - 64 :])
         return None if _ends_with(tail, text) else Thinking(text, ids, max_tokens=grammar.max_thinking_tokens)
+
+
+def _with_token_ids(text: str, tokens: list[bytes]) -> str:
+    """Replace the special tokens in a grammar by their ids. A token that the model does not have stays a text."""
+
+    def rule(match: re.Match[str]) -> str:
+        data = token_bytes(json.loads(match[2]), is_special=True)
+        return match[1] + (f"<[{tokens.index(data)}]>" if data in tokens else match[2])
+
+    return re.sub(rf'^(\w+: ){TOKEN} (".*")$', rule, text, flags=re.MULTILINE)
 
 
 def _why(matcher: Any) -> str:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TAKES_ALL: Final = "has free text beside another format, and would take its text: put a const_string before it"
+TOKEN: Final = "%token"
+"""The body of a rule for a special token, before the text of the token. The vocabulary replaces it by an id."""
 _NUMBER_CHARACTERS: Final = frozenset("0123456789.eE+-")
 
 
@@ -31,6 +33,13 @@ class Literal:
     """One of these texts."""
 
     texts: list[str]
+
+
+@dataclass
+class Token:
+    """A special token. It is not part of free text, so it ends free text and patterns."""
+
+    text: str
 
 
 @dataclass
@@ -68,6 +77,7 @@ class Rule(NamedTuple):
     Attributes:
         is_open: its end is not visible. is_number: it may end with a JSON number, which more digits would continue.
         repeats_free: it ends with a repetition of parts that start with free text, which would take the text after it.
+        begins_with_token: it begins with a special token, or is empty.
     """
 
     name: str
@@ -75,9 +85,10 @@ class Rule(NamedTuple):
     is_open: bool = False
     is_number: bool = False
     repeats_free: bool = False
+    begins_with_token: bool = False
 
 
-Part = Literal | Terminal | FreeText | Either | Rule
+Part = Literal | Token | Terminal | FreeText | Either | Rule
 
 
 class TagGrammar:
@@ -110,6 +121,8 @@ class TagGrammar:
         part = left.pop(0)
         if isinstance(part, Rule):
             return part
+        if isinstance(part, Token):
+            return Rule(self.rule(f"{TOKEN} {json.dumps(part.text)}"), pointer)
         if isinstance(part, Literal):
             while left and isinstance(after := left[0], Literal) and len(after.texts) == 1:
                 part = Literal([text + after.texts[0] for text in part.texts])
@@ -142,7 +155,9 @@ class TagGrammar:
             return Terminal(f"({_expression(parts)}){times}", pointer)
         once = self.write(parts, pointer)
         _check_end(once, [once])
-        return Rule(f"({once.name}){times}", pointer, repeats_free=(least, most) != (1, 1) and _begins_free(parts))
+        repeats_free = (least, most) != (1, 1) and _begins_free(parts)
+        begins_with_token = _begins_with_token(parts)
+        return Rule(f"({once.name}){times}", pointer, repeats_free=repeats_free, begins_with_token=begins_with_token)
 
     def _define(self, prefix: str, body: str, attributes: str = "") -> str:
         name = f"{prefix}{len(self.lines)}"
@@ -208,16 +223,32 @@ def _begins_free(parts: Sequence[Part]) -> bool:
     return isinstance(first, FreeText) or (isinstance(first, Either) and any(map(_begins_free, first.sequences)))
 
 
+def _begins_with_token(parts: Sequence[Part]) -> bool:
+    """Return whether parts begin with a special token, or are empty."""
+    for part in parts:
+        if isinstance(part, Token):
+            return True
+        if isinstance(part, Either) and all(map(_begins_with_token, part.sequences)):
+            continue  # may be empty
+        if not isinstance(part, Rule) or not part.begins_with_token:
+            return False
+    return True
+
+
 def _check_beside(part: Either, *, is_last: bool) -> None:
     """Refuse sequences if free text with an end would take the text of another one. is_last: nothing follows them."""
-    others = [sequence for sequence in part.sequences if not _begins_free(sequence) and (sequence or not is_last)]
+    others = [
+        sequence
+        for sequence in part.sequences
+        if not _begins_free(sequence) and not (_begins_with_token(sequence) if sequence else is_last)
+    ]
     if others and any(_begins_free(sequence) and len(sequence) > 1 for sequence in part.sequences):
         refuse(part.pointer, "format", _TAKES_ALL)
 
 
 def _check_end(part: Rule, after: Sequence[Part]) -> None:
     """Refuse a part if its end is not visible. after: the parts after it."""
-    if not after:
+    if not after or (_begins_with_token(after) and not part.repeats_free):
         return
     if part.repeats_free:
         refuse(part.pointer, "format", _TAKES_ALL)

@@ -18,6 +18,7 @@ from aioengine.supervision.tasks import EngineTask, runs_here
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aioengine.frontend.calls.observers import Observer
     from aioengine.frontend.engine_parts import Blueprint
     from aioengine.frontend.frontend import Frontend
 
@@ -69,7 +70,7 @@ class EngineRun:
             raise callers.wrong_loop()
         self._num_starters += 1
 
-    async def start(self, prepare: Callable[[], Blueprint], progress: bool | None) -> None:
+    async def start(self, prepare: Callable[[], Blueprint], progress: bool | None, observers: list[Observer]) -> None:
         """Start the processes, unless they are started. One of several callers does it, and the others wait.
 
         They are killed at the end of the interpreter.
@@ -83,17 +84,19 @@ class EngineRun:
                 if self.is_shutting_down:
                     raise callers.closed()
                 if self.frontend is None:
-                    self.frontend = await self._run_start(prepare, progress)
+                    self.frontend = await self._run_start(prepare, progress, observers)
                     _started_runs.add(self)
                 elif self.frontend.failure is not None:
                     raise copy(self.frontend.failure)
         finally:
             self._num_starters -= 1
 
-    async def _run_start(self, prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
+    async def _run_start(
+        self, prepare: Callable[[], Blueprint], progress: bool | None, observers: list[Observer]
+    ) -> Frontend:
         """Run ``start_frontend`` in its own task, so that a shutdown can cancel it without cancelling the caller."""
         self.has_failed = False
-        self._start_task = task = self.loop.create_task(start_frontend(prepare, progress))
+        self._start_task = task = self.loop.create_task(start_frontend(prepare, progress, observers))
         try:
             frontend = await task
             if self.is_shutting_down:  # it succeeded although it was cancelled

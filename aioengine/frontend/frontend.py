@@ -24,6 +24,7 @@ from aioengine.frontend.callers import closed, forked, interrupting, is_interrup
 from aioengine.frontend.calls.call import Call
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import Router, SlowReaders
+from aioengine.frontend.calls.observers import report_rows
 from aioengine.frontend.calls.overload import Overload, QueueLimits
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.controls import Controls
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from aioengine.frontend.calls.call import CallRow
+    from aioengine.frontend.calls.observers import Observer
     from aioengine.frontend.engine_parts import EngineParts
     from aioengine.frontend.intake.requests import CallRequest
     from aioengine.protocol.messages import ToFrontend
@@ -60,11 +62,13 @@ class Frontend:
         weight_version: version of the weights; a row reports the version of its own computation.
         failure: the error of all calls once the engine is dead or closed. Copies are raised, because a raised error
             keeps its frames alive, and all objects in them.
+        observers: get each finished request; calls that begin later get added ones.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineParts, observers: list[Observer]) -> None:
         settings = parts.settings
         self.parts = parts
+        self.observers = observers
         self.loop = asyncio.get_running_loop()
         self.weight_version = str(parts.facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
         self.failure: EngineError | None = None
@@ -124,6 +128,8 @@ class Frontend:
             request = make_request()
             self._checks.check(request)
             call.begin(request)
+            if self.observers:
+                call.on_row_end = report_rows(call, self.observers, self.loop, self.parts.settings.model.path)
             reader = Reader(call, call.ready, lock=self._lock, actions=self)
             with self._lock:
                 if request.adapters is not None:
@@ -204,6 +210,7 @@ class Frontend:
             "num_streams": sum(call.num_open for call in list(self.calls.opened)),
             "num_detokenizing": self.router.num_detokenizing,
             "num_sessions": len(self.sessions),
+            "num_adapters": len(self.adapters),
             "num_restarts": self.parts.processes.num_restarts,
         }
 

@@ -182,6 +182,9 @@ class LoadedAdapters:
         self._num_loads = 0
         self._loop = asyncio.get_running_loop()
 
+    def __len__(self) -> int:
+        return len(self._loads)
+
     @contextlib.contextmanager
     def held(self, name: object) -> Iterator[None]:
         """Keep one load of an adapter for all calls in this context, for a method that makes several calls.

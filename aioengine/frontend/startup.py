@@ -31,6 +31,7 @@ from aioengine.model_files.adapter_folder import read_folder
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.model_files.vocabulary import end_ids
 from aioengine.protocol.messages import Progress
+from aioengine.protocol.orders import roles_of
 from aioengine.settings import machine
 from aioengine.settings.resolve import resolve
 from aioengine.supervision.fleet import Fleet, Processes
@@ -41,6 +42,7 @@ from aioengine.tokenization.chat_template import check_files, checked_template
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from aioengine.frontend.calls.observers import Observer
     from aioengine.media.intake.image_intake import ImageIntake
     from aioengine.model_files.adapter_folder import AdapterFolder
     from aioengine.protocol.messages import ToFrontend
@@ -118,7 +120,8 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         raise ValueError(f"{num_replicas} replicas need a device each, and all would use the same; use device='cpu'")
 
     def make_replica(events: Events) -> Supervisor:
-        return Supervisor(settings, config.supervision, launcher="process", events=events)
+        roles = roles_of(settings)
+        return Supervisor(settings, config.supervision, launcher="process", events=events, roles=roles)
 
     def make_processes(events: Events) -> Processes:
         return make_replica(events) if num_replicas == 1 else Fleet([make_replica] * num_replicas, events)
@@ -203,10 +206,13 @@ def _loaded(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, int | None]:
     return tokenizer, longest_token(tokenizer.decoding_facts())
 
 
-async def start_frontend(prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
+async def start_frontend(
+    prepare: Callable[[], Blueprint], progress: bool | None, observers: list[Observer]
+) -> Frontend:
     """Start an engine on the running loop. If the start fails or is cancelled, no process is left running.
 
     prepare: reads or downloads files, on a thread. progress: whether to show progress bars; None: see ``EngineConfig``.
+    observers: get each finished request.
 
     Raises:
         ValueError, TypeError: the model folder or an argument cannot be served.
@@ -260,7 +266,8 @@ async def start_frontend(prepare: Callable[[], Blueprint], progress: bool | None
                 tokenizer=tokenizer,
                 longest_token=longest,
                 images=images,
-            )
+            ),
+            observers,
         )
         inbox.connect(frontend, events)
         try:

@@ -10,7 +10,7 @@ T tokens, D model size, I inner size, E experts, K experts per token, P = T * K 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -18,15 +18,13 @@ from aioengine.kernels import code_linear, linear
 from aioengine.kernels.activation import activate_and_mul, sigmoid
 from aioengine.kernels.codes import Codes
 from aioengine.kernels.expert_types import ExpertWeights
+from aioengine.kernels.linear import Product
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
-    from aioengine.kernels.linear import Matmul
     from aioengine.kernels.triton.expert_codes import DeviceWeights
 
 
@@ -111,13 +109,6 @@ def _flat(weights: DeviceWeights) -> list[object]:
     return [part for value in weights for part in (value if isinstance(value, tuple) else (value,))]
 
 
-class _Product(NamedTuple):
-    """The product [T, I] -> [T, O] with the weight of an expert, and a function that returns the weight."""
-
-    matmul: Matmul
-    restore: Callable[[], Tensor | Codes]
-
-
 class GroupedExperts:
     """Experts on a CPU, one after the other: all rows of an expert are multiplied together."""
 
@@ -130,17 +121,17 @@ class GroupedExperts:
         self._down = self._prepared(weights.down, weights.down_bias, weights.num_experts)
         self._rest = weights[2:]
 
-    def _prepared(self, weight: Tensor | Codes, bias: Tensor | None, num_experts: int) -> list[_Product]:
+    def _prepared(
+        self, weight: Tensor | Codes, bias: Tensor | None, num_experts: int
+    ) -> list[Product[Codes]] | list[Product[Tensor]]:
         """Return the product of each expert. bias: [E, O]."""
         biases = [None] * num_experts if bias is None else list(bias)
         if isinstance(weight, Codes):
             parts = weight.split([weight.shape[0] // num_experts] * num_experts)
-            return [
-                _Product(*code_linear.prepare(part, own, self._dtype)) for part, own in zip(parts, biases, strict=True)
-            ]
+            return [code_linear.prepare(part, own, self._dtype) for part, own in zip(parts, biases, strict=True)]
         packed = [linear.pack(own, has_bias=bias is not None) for own in weight]
         return [
-            _Product(linear.prepare(part, own), partial(linear.unpack, part))
+            Product(linear.prepare(part, own), partial(linear.unpack, part))
             for part, own in zip(packed, biases, strict=True)
         ]
 

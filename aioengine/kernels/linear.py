@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn import functional
@@ -65,6 +65,9 @@ TRIED_POWERS = 4
 """The elements of a trial are scaled by up to plus or minus this power of two. In fp16, results stay finite."""
 ROUNDING = 2.0**-14
 """About the rounding error of sums of such numbers in fp32."""
+
+
+_Weight = TypeVar("_Weight")
 
 
 class Matmul(Protocol):
@@ -116,6 +119,13 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
     wide_bias = None if bias is None else bias.to(packing.dtype)
     wide = in_pieces(_packed(unpack(weight).to(packing.dtype), wide_bias, packing.for_rows), packing.counts)
     return lambda x: wide(x.to(packing.dtype)).to(x.dtype)
+
+
+class Product(NamedTuple, Generic[_Weight]):
+    """A matmul [T, I] -> [T, O], and a function that returns its weight as it was before it was prepared."""
+
+    matmul: Matmul
+    restore: Callable[[], _Weight]
 
 
 class Packing(NamedTuple):
@@ -348,8 +358,7 @@ def _invariant(weight: Tensor, bias: Tensor | None) -> Matmul:
 
 def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
     """Wrap ``matmul`` so that it only sees the row counts in ``counts`` (ascending): pads or splits the rows."""
-    most = counts[-1]
-    sizes = [_first_piece(num_rows, counts) for num_rows in range(most + 1)]
+    most, sizes = counts[-1], _first_pieces(counts)
 
     def in_pieces(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
@@ -364,6 +373,12 @@ def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
         return torch.cat(pieces)
 
     return in_pieces
+
+
+@lru_cache(maxsize=256)
+def _first_pieces(counts: tuple[int, ...]) -> list[int]:
+    """Return the size of the first piece of each row count up to the largest of ``counts``."""
+    return [_first_piece(num_rows, counts) for num_rows in range(counts[-1] + 1)]
 
 
 def _first_piece(num_rows: int, counts: tuple[int, ...]) -> int:

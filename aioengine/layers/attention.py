@@ -6,6 +6,7 @@ first matmul.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aioengine.kernels.activation import sigmoid_and_mul
@@ -13,6 +14,7 @@ from aioengine.kernels.heads import rotate_heads
 from aioengine.layers.heads import HeadNorms, pair_order, qkv_order
 from aioengine.layers.linear import Linear, Stored
 from aioengine.layers.mixer import Mixer
+from aioengine.layers.placement import Units
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +29,8 @@ class SelfAttention(Mixer):
     """[T, D] -> [T, D], or [S, D] for selected tokens. Writes keys and values to the KV cache.
 
     Args:
+        shape: of the heads of this rank.
+        num_heads, num_kv_heads: of all ranks.
         rope: index of the rotary embedding in ``BlockStep.tables``.
         epsilon: of the norms of queries and keys.
         rotary_size: number of leading entries of a head that are rotated.
@@ -39,6 +43,8 @@ class SelfAttention(Mixer):
         shape: AttentionShape,
         placement: Placement,
         *,
+        num_heads: int,
+        num_kv_heads: int,
         config: AttentionConfig,
         rope: int,
         epsilon: float,
@@ -47,21 +53,38 @@ class SelfAttention(Mixer):
     ) -> None:
         self._rope = rope
         self._num_heads, self._head_size = shape.num_heads, shape.head_size
-        q_size, kv_size = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-        self._gates_size = q_size if config.has_output_gate else 0
-        sizes = (self._gates_size + q_size, kv_size, kv_size) if len(config.qkv) > 1 else (q_size + 2 * kv_size,)
+        self._gates_size = shape.num_heads * shape.head_size if config.has_output_gate else 0
+        whole = replace(shape, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        queries, keys = Units(num_heads, shape.head_size), Units(num_kv_heads, shape.head_size)
+        units = [*[queries] * (1 + config.has_output_gate), keys, keys]
+        q_size, kv_size = num_heads * shape.head_size, num_kv_heads * shape.head_size
+        gates_size = q_size if config.has_output_gate else 0
+        sizes = (gates_size + q_size, kv_size, kv_size) if len(config.qkv) > 1 else (q_size + 2 * kv_size,)
         pairs = pair_order(shape.head_size, rotary_size, is_interleaved=config.is_interleaved)
-        order = qkv_order(shape, pairs, config, placement.device)
+        order = qkv_order(whole, pairs, config, placement.device)
         parts = dict(zip(config.qkv, sizes, strict=True))
-        stored = Stored(order, is_transposed)
-        self._input = Linear(hidden_size, parts, placement, bias=config.qkv_bias, stored=stored)
-        output = {config.output: hidden_size}
-        stored = Stored(is_transposed=is_transposed)
-        self._output = Linear(q_size, output, placement, bias=config.output_bias, stored=stored)
+        self._input = Linear(
+            hidden_size,
+            parts,
+            placement,
+            bias=config.qkv_bias,
+            divided="outputs",
+            units=units,
+            stored=Stored(order, is_transposed),
+        )
+        self._output = Linear(
+            q_size,
+            {config.output: hidden_size},
+            placement,
+            bias=config.output_bias,
+            divided="inputs",
+            units=[queries],
+            stored=Stored(is_transposed=is_transposed),
+        )
         self._clip = config.clip
         self._head_norms: HeadNorms | None = None
         if config.head_norm is not None:
-            self._head_norms = HeadNorms(config.head_norm, epsilon, shape, placement, pairs=pairs)
+            self._head_norms = HeadNorms(config.head_norm, epsilon, whole, placement, pairs=pairs)
         self._norms = None if self._head_norms is None else self._head_norms.fused
         self.parts = ("", self._input), ("", self._output), ("", self._head_norms)
 

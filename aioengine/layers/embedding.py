@@ -1,6 +1,6 @@
 """Embedding table, which may also be the output head.
 
-Shape letters: T tokens, D hidden size, V vocabulary size.
+Shape letters: T tokens, D hidden size, V vocabulary size, W rows of the table on a rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from aioengine.kernels import code_linear, linear
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import unplaced_targets
-from aioengine.layers.placement import Target
+from aioengine.layers.placement import Slice, Target, Units, rank_ranges
 from aioengine.quantization._base import LinearSpec
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 def token_embeddings(vocab_size: int, size: int, placement: Placement, *, is_head: bool) -> EmbeddingTable | CodeTable:
     """Return the table [V, D] of token embeddings. is_head: it is also the output head."""
     table_format = placement.table_format(is_head)
+    if placement.shard.size > 1:
+        return TableShard(vocab_size, size, placement)
     if table_format is None:
         return EmbeddingTable(placement.empty(vocab_size, size), placement)
     return CodeTable(vocab_size, size, placement, table_format)
@@ -54,6 +56,26 @@ class EmbeddingTable(Layer):
         if self._head is None or linear.packs(self.weight.dtype, self.weight.device):
             self._head = linear.prepare(self.weight, None, batch_invariant=self._batch_invariant)
         return self._head
+
+
+class TableShard(EmbeddingTable):
+    """The rows [W, D] of a table [V, D] that this rank has. As a head, it returns the logits of these tokens."""
+
+    def __init__(self, vocab_size: int, size: int, placement: Placement) -> None:
+        self._group = placement.shard.group
+        [(self._first, stop)] = rank_ranges([Units(vocab_size, may_be_uneven=True)], placement.shard)
+        self._source = Slice(0, ((self._first, stop),), vocab_size)
+        super().__init__(placement.empty(stop - self._first, size), placement)
+
+    def own_weights(self) -> dict[str, Target]:
+        return {"weight": Target(self.weight, self._source)}
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """[T] int64 ids -> [T, D]. Each rank looks up the ids that it has."""
+        rows = input_ids - self._first
+        is_missing = (rows < 0) | (rows >= len(self.weight))
+        embeddings = super().__call__(rows.masked_fill_(is_missing, 0)).masked_fill_(is_missing.unsqueeze(1), 0)
+        return embeddings if self._group is None else self._group.sum(embeddings)
 
 
 class CodeTable(Layer):
@@ -90,4 +112,6 @@ class CodeTable(Layer):
         """Return the matmul [T, D] -> [T, V] with this table. Call it again after new weights are loaded."""
         assert self._codes is not None, "finish_loading was not called"
         invariant = self._spec.batch_invariant
-        return code_linear.prepare(self._codes, None, self._spec.dtype, batch_invariant=invariant).matmul
+        return code_linear.prepare(
+            self._codes, None, self._spec.dtype, batch_invariant=invariant, is_shared=True
+        ).matmul

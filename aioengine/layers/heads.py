@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from aioengine.layers.layer import Layer
 from aioengine.layers.norm import RMSNorm
-from aioengine.layers.placement import Target
+from aioengine.layers.placement import Target, Units, rank_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,6 +77,7 @@ class HeadLayerNorm:
         bias: bool,
         stored: tuple[int, ...],
         order: Tensor | None,
+        kept: slice,
     ) -> None:
         """Allocate the weights.
 
@@ -84,16 +85,17 @@ class HeadLayerNorm:
             num_weights: 1, or the number of heads if each head has its own weight.
             stored: shape of a tensor in the checkpoint.
             order: [E] int64, the checkpoint index of each entry; None if the orders are equal.
+            kept: the weights of the heads of this rank.
         """
         self._epsilon, self._order = epsilon, order
-        self._stored = stored
+        self._stored, self._kept = stored, kept
         shape = (num_weights, size)
         self._loaded = {
             name: torch.empty(shape, dtype=torch.float32, device=placement.device)
             for name in ("weight", "bias")
             if bias or name == "weight"
         }
-        self._used = {name: torch.empty_like(tensor) for name, tensor in self._loaded.items()}
+        self._used = {name: torch.empty_like(tensor[kept]) for name, tensor in self._loaded.items()}
 
     def targets(self, names: list[str]) -> dict[str, Target]:
         """Map tensor names to targets. ``names``: one name, or one per head."""
@@ -105,7 +107,8 @@ class HeadLayerNorm:
 
     def finish_loading(self) -> None:
         for name, tensor in self._loaded.items():
-            self._used[name].copy_(tensor if self._order is None else tensor.index_select(1, self._order))
+            ordered = tensor if self._order is None else tensor.index_select(1, self._order)
+            self._used[name].copy_(ordered[self._kept])
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H, E] -> [T, H, E]."""
@@ -116,14 +119,29 @@ class HeadLayerNorm:
 
 
 def _norm(
-    config: HeadNorm, num_heads: int, epsilon: float, placement: Placement, *, size: int, order: Tensor | None
+    config: HeadNorm,
+    num_heads: int,
+    epsilon: float,
+    placement: Placement,
+    *,
+    size: int,
+    order: Tensor | None,
+    kept: slice,
 ) -> RMSNorm | HeadLayerNorm:
-    """Return the norm of queries or keys. ``size``: E. ``order``: [E], see ``HeadLayerNorm``."""
+    """Return the norm of queries or keys. ``size``: E. ``order`` [E], ``kept``: see ``HeadLayerNorm``."""
     norm = config.norm
     if norm.kind == "layer":
         num_weights = 1 if config.extent == "head" else num_heads
-        stored = config.shape(num_heads, size)
-        return HeadLayerNorm(num_weights, size, epsilon, placement, bias=norm.has_bias, stored=stored, order=order)
+        return HeadLayerNorm(
+            num_weights,
+            size,
+            epsilon,
+            placement,
+            bias=norm.has_bias,
+            stored=config.shape(num_heads, size),
+            order=order,
+            kept=slice(None) if config.extent == "head" else kept,
+        )
     if config.extent == "all_heads":
         if order is not None:
             order = (torch.arange(num_heads, device=order.device).unsqueeze(1) * size + order).flatten()
@@ -148,13 +166,20 @@ class HeadNorms(Layer):
         *,
         pairs: list[int] | None,
     ) -> None:
-        """Create the norms. ``pairs``: order of the E entries, see ``pair_order``; [E]."""
+        """Create the norms.
+
+        Args:
+            shape: of the heads of all ranks.
+            pairs: order of the E entries, see ``pair_order``; [E].
+        """
         self._config = config
         self._num_heads = shape.num_heads, shape.num_kv_heads
+        self._kept = [slice(*rank_ranges([Units(count)], placement.shard)[0]) for count in self._num_heads]
+        self._shard = placement.shard
         order = None if pairs is None else torch.tensor(pairs, device=placement.device)
         self._norms = [
-            _norm(config, num_heads, epsilon, placement, size=shape.head_size, order=order)
-            for num_heads in self._num_heads
+            _norm(config, num_heads, epsilon, placement, size=shape.head_size, order=order, kept=kept)
+            for num_heads, kept in zip(self._num_heads, self._kept, strict=True)
         ]
         self.fused: tuple[Tensor, Tensor, Tensor] | None = None
         query_norm, key_norm = self._norms
@@ -175,8 +200,20 @@ class HeadNorms(Layer):
     def apply(self, heads: Tensor) -> None:
         """Normalize queries and keys in heads [T, H + 2 K, E], in place."""
         first = 0
-        for norm, num_heads in zip(self._norms, self._num_heads, strict=True):
-            part = heads.narrow(1, first, num_heads)
-            normed = norm(part.flatten(1) if self._config.extent == "all_heads" else part)
+        for norm, kept in zip(self._norms, self._kept, strict=True):
+            part = heads.narrow(1, first, kept.stop - kept.start)
+            if self._config.extent == "all_heads" and isinstance(norm, RMSNorm) and self._shard.size > 1:
+                normed = self._over_ranks(part, norm, kept)
+            else:
+                normed = norm(part.flatten(1) if self._config.extent == "all_heads" else part)
             part.copy_(normed.view(part.shape))
-            first += num_heads
+            first += part.shape[1]
+
+    def _over_ranks(self, part: Tensor, norm: RMSNorm, kept: slice) -> Tensor:
+        """Normalize the heads of all ranks together. part: [T, H, E], the heads ``kept`` of this rank."""
+        wide = part.flatten(1).float()
+        squares = wide.square().mean(-1, keepdim=True)
+        if self._shard.group is not None:
+            squares = self._shard.group.sum(squares) / self._shard.size  # ranks with the same KV head are as many each
+        weight = norm.weight.view(-1, part.shape[-1])[kept].flatten()
+        return (wide * (squares + norm.epsilon).rsqrt()).to(weight.dtype).mul_(weight).to(part.dtype)

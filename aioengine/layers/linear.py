@@ -48,7 +48,7 @@ class Linear(Layer):
         is_gated: the first half of the outputs are gates. The result is silu(first half) * second half: [T, O / 2].
         divided: tensor parallelism: the axis along which each part is sharded; None if each rank has the whole layer.
             With "outputs", each rank computes its shard of the outputs. With "inputs", each rank computes a partial
-            result of all outputs, and the caller sums over the ranks.
+            result of all outputs, and the results are summed over the ranks (``Shard.group``).
         units: the groups of units on the divided axis, such as query heads, key heads and value heads, in the order of
             the matmul. Each rank has its share of each group. By default, each part is a group of single entries.
         stored: how the checkpoint stores the layer.
@@ -74,6 +74,7 @@ class Linear(Layer):
     ) -> None:
         self._shard = placement.shard
         self._divided: Axis | None = divided if placement.shard.size > 1 else None
+        self._group = placement.shard.group if self._divided == "inputs" else None
         self._order = stored.order
         sizes = dict(parts)
         if self._divided == "outputs":
@@ -229,9 +230,11 @@ class Linear(Layer):
         """[T, D] -> [T, O], or [T, O / 2] if the layer is gated. ``rows``: by adapter; None without adapters."""
         if rows is not None and self._adapters is not None:
             assert self._prepared is not None, "finish_loading was not called"
-            return self._adapters.add(self._prepared.matmul, x, rows)
-        assert self._matmul is not None, "finish_loading was not called"
-        return self._matmul(x)
+            outputs = self._adapters.add(self._prepared.matmul, x, rows)
+        else:
+            assert self._matmul is not None, "finish_loading was not called"
+            outputs = self._matmul(x)
+        return outputs if self._group is None else self._group.sum(outputs)
 
 
 def unplaced_targets(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from aioengine.kernels.activation import activate, activate_and_mul
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, Stored
+from aioengine.layers.placement import Units
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,10 +42,19 @@ class MLP(Layer):
         sizes = dict.fromkeys(config.first, total // len(config.first))
         stored = Stored(is_transposed=is_transposed)
         self._first = Linear(
-            hidden_size, sizes, placement, bias=config.has_bias, is_gated=self._has_fused_gate, stored=stored
+            hidden_size,
+            sizes,
+            placement,
+            bias=config.has_bias,
+            is_gated=self._has_fused_gate,
+            divided="outputs",
+            units=[Units(intermediate_size)] * (total // intermediate_size),
+            stored=stored,
         )
         second = {config.second: hidden_size}
-        self._second = Linear(intermediate_size, second, placement, bias=config.has_bias, stored=stored)
+        self._second = Linear(
+            intermediate_size, second, placement, bias=config.has_bias, divided="inputs", stored=stored
+        )
         self.parts = ("", self._first), ("", self._second)
 
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:

@@ -12,14 +12,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from aioengine.layers.ranks import RankGroup
     from aioengine.quantization._base import CodesFormat, LinearFormat, RowWriter
 
 
 class Shard(NamedTuple):
-    """Tensor parallelism: this rank, and the number of ranks that share the linear layers."""
+    """Tensor parallelism: this rank, and the number of ranks that share the linear layers.
+
+    ``group``: sums partial results over the ranks. None: there is one rank, or the caller sums.
+    """
 
     rank: int = 0
     size: int = 1
+    group: RankGroup | None = None
 
 
 WHOLE = Shard()
@@ -114,10 +119,14 @@ class Target(NamedTuple):
 
 
 class Units(NamedTuple):
-    """``count`` consecutive units of ``size`` entries, such as heads, of an axis that is divided among ranks."""
+    """``count`` consecutive units of ``size`` entries, such as heads, of an axis that is divided among ranks.
+
+    ``may_be_uneven``: the last ranks may have fewer units than the others.
+    """
 
     count: int
     size: int = 1
+    may_be_uneven: bool = False
 
 
 def rank_ranges(units: Sequence[Units], shard: Shard) -> list[tuple[int, int]]:
@@ -130,7 +139,13 @@ def rank_ranges(units: Sequence[Units], shard: Shard) -> list[tuple[int, int]]:
     """
     ranges: list[tuple[int, int]] = []
     start = 0
-    for count, size in units:
+    for count, size, may_be_uneven in units:
+        if may_be_uneven:
+            share = -(-count // shard.size)
+            first, stop = (min(rank * share, count) for rank in (shard.rank, shard.rank + 1))
+            ranges.append((start + first * size, start + stop * size))
+            start += count * size
+            continue
         if max(count, shard.size) % min(count, shard.size):
             raise ValueError(f"{count} units (heads or entries) cannot be divided evenly among {shard.size} ranks")
         first = start + shard.rank * count // shard.size * size

@@ -22,6 +22,7 @@ from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fallback_config import linear_layers as fallback_layers
 from aioengine.families._fallback_config import read_fallback_config
 from aioengine.families._fields import MAX_SIZES, not_implemented
+from aioengine.families._ranks import describe_sizes, rank_counts, why_whole
 from aioengine.families._tensors import adaptable_layers
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
@@ -46,6 +47,7 @@ DEMO_MODEL: Final = Path(__file__).parents[1] / "demo"
 _DTYPES: Final = ("bfloat16", "float16", "float32")
 _WIDER: Final = ("float64", "double", "float", "auto")
 _MAX_HUB_ID: Final = 200
+_FALLBACK_IS_WHOLE: Final = "models in transformers' code are not divided"
 
 
 class StoredWeights(Struct, frozen=True, kw_only=True):
@@ -81,6 +83,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         whole_image_tokens: see ``VisionConfig``.
         linear_layers: name in the checkpoint -> (outputs, inputs) of the layers that adapters may change.
         implementation: the code that computes the model: "aioengine" or "transformers".
+        rank_counts: the values of tp_size that work. rank_sizes: the sizes that limit them, or why there is only 1.
         sampling_defaults: values in generation_config.json of the parameters in ``params.FROM_MODEL``.
         warning: which values of generation_config.json have no effect, and why; "" if all have.
     """
@@ -108,6 +111,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     pooling: PoolingSettings = PoolingSettings()
     linear_layers: dict[str, tuple[int, int]] = {}
     implementation: str = OWN
+    rank_counts: tuple[int, ...] = (1,)
+    rank_sizes: str = ""
     sampling_defaults: dict[str, float] = {}
     warning: str = ""
 
@@ -312,6 +317,8 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         pooling=pooling,
         linear_layers=layers,
         implementation=implementation,
+        rank_counts=tuple(rank_counts(model)) if implementation == OWN else (1,),
+        rank_sizes=(why_whole(model) or describe_sizes(model)) if implementation == OWN else _FALLBACK_IS_WHOLE,
         sampling_defaults=defaults,
         warning=left_out and f"values in generation_config.json of {str(folder)!r} have no effect: {left_out}",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch.nn import functional
 
 from aioengine.attention._base import AttentionShape
 from aioengine.families._config import Task
@@ -17,7 +18,7 @@ from aioengine.layers.embedding import EmbeddingTable, token_embeddings
 from aioengine.layers.linear import Linear, adaptable_linears
 from aioengine.layers.mixer import BlockStep
 from aioengine.layers.norm import add_to_stream, make_norm
-from aioengine.layers.placement import Placement, Target
+from aioengine.layers.placement import Placement, Slice, Target, Units, rank_ranges
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.layers.states import StateShape, StateTensor
 from aioengine.models._base import InputSpec, ModelInputs, TextModel
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from aioengine.families._rope_config import RopeConfig
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.norm import Norm
+    from aioengine.layers.placement import Shard
     from aioengine.models._base import ModelOptions
 
 
@@ -51,16 +53,18 @@ class DecoderModel(TextModel):
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
         super().__init__(config, options)
         self._config = config
+        self._shard = options.shard
+        heads, kv_heads = self._heads = rank_heads(config, options.shard)
         self.attention_shape = AttentionShape(
             num_layers=sum(not config.keeps_state(layer) for layer in range(config.num_layers)),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=len(heads),
+            num_kv_heads=len(kv_heads),
             head_size=config.head_size,
             scale=config.head_size**-0.5 if config.attention.scale is None else config.attention.scale,
             is_causal=config.is_causal,
             windows=effective_windows(config.windows, options.max_positions),
             soft_cap=config.attention.soft_cap,
-            sinks=tuple(options.empty(config.num_heads) for _ in range(config.num_layers * config.attention.has_sinks)),
+            sinks=tuple(options.empty(len(heads)) for _ in range(config.num_layers * config.attention.has_sinks)),
             kv_scales=_kv_scales(config, options),
             value_size=None if config.attention.latent is None else config.attention.latent.rank,
             expansions=_expansions(config, options),
@@ -93,7 +97,11 @@ class DecoderModel(TextModel):
         self._block_kinds = _first_of_each_kind(config, options)
         self._norm = make_norm(config.norm, config.hidden_size, config.epsilon, options)
         has_bias = config.head_bias and config.names.head in head
-        self._head = Linear(config.hidden_size, head, options, bias=has_bias) if head else None
+        self._head: Linear | None = None
+        if head:
+            units = [Units(size, may_be_uneven=True) for size in head.values()]
+            divided = "outputs" if self.task is Task.GENERATE else None
+            self._head = Linear(config.hidden_size, head, options, bias=has_bias, divided=divided, units=units)
         self._logits: Matmul | None = self._head
         names = config.names
         self.parts = (
@@ -106,8 +114,10 @@ class DecoderModel(TextModel):
 
     def own_weights(self) -> dict[str, Target]:
         names, attention = self._config.names, self._config.block.attention
+        heads = self._heads[0]
+        source = Slice(0, ((heads.start, heads.stop),), self._config.num_heads) if self._shard.size > 1 else None
         targets = {
-            f"{names.block(layer)}{attention}sinks": Target(sinks)
+            f"{names.block(layer)}{attention}sinks": Target(sinks, source)
             for layer, sinks in enumerate(self.attention_shape.sinks)
         }
         layers = [layer for layer in range(self._config.num_layers) if not self._config.keeps_state(layer)]
@@ -176,8 +186,23 @@ class DecoderModel(TextModel):
         logits = self._logits(hidden)
         if self.task is Task.CLASSIFY:
             return logits
+        if self._shard.group is not None:
+            num_missing = -(-self.vocab_size // self._shard.size) - logits.shape[1]
+            padded = functional.pad(logits, (0, num_missing)) if num_missing else logits
+            logits = self._shard.group.joined(padded)[:, : self.vocab_size]
         logits, cap = _scaled(logits, self._config.logits_scale), self._config.logits_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def rank_heads(config: DecoderConfig, shard: Shard) -> tuple[range, range]:
+    """Return the query heads and the KV heads of a rank. Latent attention is not divided.
+
+    Raises ValueError if the heads cannot be divided evenly.
+    """
+    if config.attention.latent is not None:
+        return range(config.num_heads), range(config.num_kv_heads)
+    [heads], [kv_heads] = (rank_ranges([Units(count)], shard) for count in (config.num_heads, config.num_kv_heads))
+    return range(*heads), range(*kv_heads)
 
 
 def _state_shape(config: DecoderConfig, dtype: torch.dtype) -> StateShape:

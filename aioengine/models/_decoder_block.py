@@ -57,6 +57,8 @@ def make_attention(
         config.hidden_size,
         shape,
         placement,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
         config=config.attention,
         rope=rope,
         epsilon=config.epsilon,

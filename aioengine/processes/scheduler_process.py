@@ -13,15 +13,18 @@ import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
+from msgspec.structs import replace
 
 from aioengine.child_process.child import Child, run_child
-from aioengine.child_process.host import keep_freed_memory, limit_kernel_cache, limit_threads
+from aioengine.child_process.host import keep_freed_memory, limit_kernel_cache, limit_threads, show_one_gpu
 from aioengine.child_process.uplink import encodable
 from aioengine.constraints.grammars import Grammars
 from aioengine.errors import UnsupportedSchemaError, describe
+from aioengine.processes.leading_runner import LeadingRunner
 from aioengine.protocol.messages import (
     DEFAULT_WEIGHT_VERSION,
     DETOKENIZER,
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.board import CrashBoard
     from aioengine.protocol.messages import Grammar
+    from aioengine.protocol.rank_step import RankStep
     from aioengine.scheduler.request import Request
     from aioengine.scheduler.runner import Runner, RunnerFactory
     from aioengine.settings.config import Settings
@@ -358,11 +362,14 @@ class SchedulerService:
 
 
 def build_service(
-    settings: Settings, report: Callable[[Progress], None], board: CrashBoard | None = None
+    settings: Settings,
+    report: Callable[[Progress], None],
+    board: CrashBoard | None = None,
+    send_to_ranks: Callable[[RankStep], None] | None = None,
 ) -> SchedulerService:
     """Build the runner with the factory in the settings, and a scheduler with the runner's number of pages.
 
-    board: crash board on which each step is recorded.
+    board: crash board on which each step is recorded. send_to_ranks: sends a message to the other ranks.
 
     Raises:
         ImportError, AttributeError: the factory cannot be imported.
@@ -373,6 +380,8 @@ def build_service(
     factory: RunnerFactory = pkgutil.resolve_name(settings.runner.factory)
     imports_s = time.monotonic() - start
     runner: Runner[Any] = factory(settings, report)
+    if send_to_ranks is not None:
+        runner = LeadingRunner(runner, send_to_ranks)
     grammars = None
     if runner.use_grammars is not None and settings.model.task == "generate":
         grammars = Grammars(settings.text.tokenizer_path, settings.model.vocab_size, settings.text.eos_token_ids)
@@ -422,14 +431,28 @@ def weight_version_in(facts: Mapping[str, str | int | float | bool]) -> str:
     return str(facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
 
 
-def work(child: Child) -> None:
-    limit_threads(child.settings.runner.num_threads)
+def prepare_process(child: Child) -> Settings:
+    """Prepare a process with a runner. Return its settings, with its rank."""
+    settings = child.settings
+    limit_threads(settings.runner.num_threads)
     limit_kernel_cache()
     keep_freed_memory()
+    ranks = settings.runner.ranks
+    if ranks is None:
+        return settings
+    rank = child.orders.role.rank
+    show_one_gpu(rank)
+    ranks = replace(ranks, rank=rank, meeting_file=str(Path(child.orders.board).with_name("ranks")))
+    return replace(settings, runner=replace(settings.runner, ranks=ranks))
+
+
+def work(child: Child) -> None:
+    settings = prepare_process(child)
     install_timer_signal()
-    if child.settings.runner.lora is not None:
+    if settings.runner.lora is not None:
         sys.setswitchinterval(_SWITCH_S)
-    service = build_service(child.settings, child.uplink.post, child.board)
+    send_to_ranks = None if settings.runner.ranks is None else child.connect_ranks()
+    service = build_service(settings, child.uplink.post, child.board, send_to_ranks)
     child.serve(service, DETOKENIZER)
 
 

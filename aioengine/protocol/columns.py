@@ -7,6 +7,7 @@ forward the kinds of extras that they do not know. So a new kind changes only th
 from __future__ import annotations
 
 from itertools import accumulate, chain, pairwise, repeat
+from struct import Struct as Format
 from typing import TYPE_CHECKING, Annotated, Final
 
 from msgspec import Meta, Struct
@@ -28,6 +29,13 @@ PROMPT_STATES: Final = "prompt_states"
 """``Extra.kind`` of hidden states [positions, D] fp32 of the prompt without its last position, in blocks
 (``block_extras``). ``Extra.index`` is the first position of the block.
 """
+
+DRAFTS: Final = "drafts"
+"""``Extra.kind`` of the first token of a row with drafts: how many drafts were proposed, and how many accepted. The
+accepted drafts are this token and the next ones.
+"""
+
+_DRAFT_FORMAT: Final = Format("<HH")
 
 BLOCK_BYTES: Final = 64 * 1024
 """Maximum bytes of a block. A block has at least one position, even if that is larger. Reading 64 KiB of logprobs takes
@@ -92,6 +100,17 @@ class TokenColumns(Struct, array_like=True, gc=False):
             if (limit := limits.get(uid)) != 0:
                 kept.add(uid, [new] if isinstance(new, int) else new[:limit])
         return kept
+
+
+def draft_extra(uid: int, index: int, num_proposed: int, num_accepted: int) -> Extra:
+    """Return the extra of kind ``DRAFTS`` of a row with drafts. index: of its first token."""
+    return Extra(uid, index, DRAFTS, _DRAFT_FORMAT.pack(num_proposed, num_accepted))
+
+
+def draft_counts(extra: Extra) -> tuple[int, int]:
+    """Return the numbers of proposed and of accepted drafts."""
+    num_proposed, num_accepted = _DRAFT_FORMAT.unpack(extra.data)
+    return num_proposed, num_accepted
 
 
 def block_extras(uid: int, kind: str, data: bytes, position_bytes: int) -> list[Extra]:

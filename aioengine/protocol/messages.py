@@ -1,11 +1,12 @@
 """The messages between processes.
 
     frontend --> scheduler      Submit, Abort, Suspend, Resume, Control, NewEpoch
+    scheduler --> other ranks   RankStep              one per step; NewEpoch
     scheduler --> detokenizer   StepOutput            one per step, for all requests
     detokenizer --> scheduler   Abort (at a stop string, or after an error)
     detokenizer --> frontend    TextChunks            one per StepOutput
     scheduler --> frontend      Stats, Reply, TextChunks (vectors, scores, compiled grammars)
-    both children --> frontend  Ready, Failed, Progress, LogRecord
+    all children --> frontend   Ready, Failed, Progress, LogRecord
 
 Messages are sent in a ``Frame``, with the epoch of the child process that sends or receives it. Times are absolute
 seconds of ``CLOCK_MONOTONIC``, which all processes of a machine share. Data with one entry per token is in columns
@@ -21,6 +22,7 @@ from msgspec import Struct, field
 
 from aioengine.protocol.columns import POOLED_VECTOR, Extra, TokenColumns
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, LogprobRules
+from aioengine.protocol.rank_step import RankStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,6 +40,8 @@ class Role(Struct, frozen=True, array_like=True, gc=False):
 
 SCHEDULER = Role("scheduler")
 DETOKENIZER = Role("detokenizer")
+RUNNER = "runner"
+"""The name of the roles of ranks above 0."""
 
 
 class FinishCode(IntEnum):
@@ -491,6 +495,8 @@ class Totals(Struct, array_like=True, gc=False):
     output_tokens: int = 0
     num_finished: int = 0
     num_aborted: int = 0
+    num_proposed_drafts: int = 0
+    num_accepted_drafts: int = 0
 
 
 class Stats(Totals, tag="stats", array_like=True, gc=False):
@@ -568,7 +574,7 @@ class LogRecord(Struct, tag="log", array_like=True, gc=False):
 ToScheduler = Submit | Abort | Suspend | Resume | Control
 ToDetokenizer = StepOutput
 ToFrontend = TextChunks | Stats | Reply | Ready | Failed | Progress | LogRecord
-Message = ToScheduler | NewEpoch | ToDetokenizer | ToFrontend
+Message = ToScheduler | NewEpoch | RankStep | ToDetokenizer | ToFrontend
 
 
 class Frame(Struct, array_like=True, gc=False):

@@ -10,11 +10,17 @@ import json
 import msgspec
 from msgspec import Struct
 
-from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Role
+from aioengine.protocol.messages import DETOKENIZER, RUNNER, SCHEDULER, Role
 from aioengine.settings.config import Settings
 
 ROLES = (SCHEDULER, DETOKENIZER)
 """The child processes of a replica on one device."""
+
+
+def roles_of(settings: Settings) -> tuple[Role, ...]:
+    """Return the child processes of a replica. Rank 0 is in the scheduler process."""
+    ranks = settings.runner.ranks
+    return ROLES if ranks is None else (*ROLES, *(Role(RUNNER, rank) for rank in range(1, ranks.size)))
 
 
 class Orders(Struct, frozen=True, kw_only=True):

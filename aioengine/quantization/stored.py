@@ -137,16 +137,11 @@ class StoredFormat(CodesFormat):
         if order is not None:
             bias = None if bias is None else bias[order]
             order = order.argsort()
-        if self.scheme.layout == "int8":
-            [codes] = loaded
-            matmul, restore_integers = int8_linear.prepare(codes.packed, codes.scales, bias)
-            rest = Codes(codes.packed.new_empty(0), codes.scales)  # oneDNN packs the weight
-            return layer.prepared(
-                matmul, lambda: others | self._stored([rest._replace(packed=restore_integers())], order)
-            )
         biases = [bias] if bias is None or len(loaded) == 1 else bias.split(layer.sizes)
         parts = [
-            code_linear.prepare(codes, part_bias, layer.dtype, batch_invariant=layer.batch_invariant)
+            int8_linear.prepare(codes, part_bias)
+            if self.scheme.layout == "int8"
+            else code_linear.prepare(codes, part_bias, layer.dtype, batch_invariant=layer.batch_invariant)
             for codes, part_bias in zip_longest(loaded, biases)
         ]
 

@@ -20,6 +20,8 @@ from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
+from aioengine.layers.placement import WHOLE, Shard
+from aioengine.layers.ranks import RankGroup
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.model_files.gguf_quantization import StoredTypes
 from aioengine.model_files.online_quantization import OnlineQuantization
@@ -39,7 +41,7 @@ from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
 from aioengine.runner.warmup import warm_up_device
 from aioengine.settings.config import TRANSFORMERS
-from aioengine.settings.memory_model import PoolDemand
+from aioengine.settings.memory_model import PoolDemand, PoolFit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +85,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     memory = DeviceMemory(device)
     vocab_size = sampled_vocab_size(settings)
     check_unchanged(settings.model.files, "since the engine was made")
+    shard = _shard(settings, device)
     advice = "End other processes on the GPU, or use a smaller model or a larger GPU"
     if dtype == torch.float32:
         advice += "; dtype='bfloat16' needs half"
@@ -91,6 +94,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         device=device,
         max_positions=settings.model.context_length,
         batch_invariant=settings.runner.batch_invariant,
+        shard=shard,
     )
     widened: tuple[str, ...] = ()
     if settings.model.load_format == "gguf":
@@ -118,6 +122,8 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     state_bytes = 0 if model.state_shape is None else model.state_shape.num_bytes
     demand = PoolDemand.of(settings, kv_cache_of(shape), state_bytes=state_bytes)
     pool = fit_pool(demand, memory.pool_budget(model, settings, adapters))
+    if shard.group is not None:
+        pool = PoolFit(*(shard.group.smallest(number) for number in pool))
     if state_bytes:
         graph_rows = min(settings.runner.cuda_graph_max_rows, pool.num_rows)
         scheduler = replace(settings.scheduler, max_running=pool.num_rows)
@@ -144,6 +150,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         device=device,
         adapters=adapters,
         states=states,
+        ranks=shard.group,
     )
     facts: Facts = {
         "dtype": settings.model.dtype,
@@ -172,6 +179,18 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
             warm_up_device(runner, parts, report=report, times=times)
     runner.facts |= memory.facts() | times.facts()
     return runner
+
+
+def _shard(settings: Settings, device: torch.device) -> Shard:
+    """Connect to the other ranks, if there are any."""
+    ranks = settings.runner.ranks
+    if ranks is None:
+        return WHOLE
+    is_invariant = device.type == "cpu" or settings.runner.batch_invariant
+    group = RankGroup(
+        ranks.rank, ranks.size, meeting_file=ranks.meeting_file, device=device, batch_invariant=is_invariant
+    )
+    return Shard(ranks.rank, ranks.size, group)
 
 
 def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype: torch.dtype) -> AdapterPool | None:

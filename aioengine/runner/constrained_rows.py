@@ -23,7 +23,7 @@ from aioengine.runner.sampling.sampler import FAILED
 from aioengine.runner.timing import part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     import numpy as np
     import numpy.typing as npt
@@ -139,9 +139,15 @@ class ConstrainedRows:
         request.constraint = self.grammars.open(grammar, opened.token_ids, opened.num_prompt)
         request.may_force = self._may_force and _may_force(opened)
 
-    def note(self, ticket: Ticket, sampled: list[RequestRow], positions: npt.NDArray[np.int64]) -> None:
+    def note(
+        self,
+        ticket: Ticket,
+        sampled: list[RequestRow],
+        positions: npt.NDArray[np.int64],
+        followed: Collection[int] = (),
+    ) -> None:
         """Record a launched step that samples tokens of ``sampled`` at positions [S]. Rows whose grammar has an error
-        fail.
+        fail. followed: indices of rows whose token was followed.
         """
         if self._deferred is not None:
             self._deferred.ticket = ticket
@@ -151,7 +157,10 @@ class ConstrainedRows:
             if position < request.forced_end:
                 ticket.repeated.add(request.uid)
             elif constraint is not None:
-                ticket.constrained.append((index, position, request, constraint))
+                if index not in followed:
+                    ticket.constrained.append((index, position, request, constraint))
+                elif constraint.is_complete:
+                    ticket.complete.append(request.uid)
                 if constraint.error:
                     ticket.failed[request.uid] = constraint.error
         if ticket.constrained:

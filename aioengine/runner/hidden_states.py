@@ -8,7 +8,8 @@ N positions, T tokens of the step, S rows that sample, D model size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -46,11 +47,11 @@ class StepHiddenStates:
     """The hidden states of a step, while they are copied to the host: runs, and the states [N, D] of their positions.
 
     Attributes:
-        prompts: the positions of prompts. sampled: the positions before sampled tokens.
+        prompts: the positions of prompts. sampled: the positions before sampled tokens, in the order of sampling.
     """
 
     prompts: tuple[list[_StateRun], Tensor] | None = None
-    sampled: tuple[list[_StateRun], Tensor] | None = None
+    sampled: list[tuple[list[_StateRun], Tensor]] = field(default_factory=list["tuple[list[_StateRun], Tensor]"])
 
     def extras(self) -> list[Extra]:
         """Return the states of output tokens once the step is done. Prompt states are kept until the first token."""
@@ -58,7 +59,7 @@ class StepHiddenStates:
             if request.prompt_states is not None:
                 request.prompt_states.append(data)
         extras: list[Extra] = []
-        for request, end, data in _data_of(self.sampled):
+        for request, end, data in chain.from_iterable(map(_data_of, self.sampled)):
             if request.prompt_states is not None:  # the first token: its state is the last of the prompt
                 states = b"".join(request.prompt_states)
                 extras += block_extras(request.uid, PROMPT_STATES, states[: -len(data)], len(data))
@@ -111,4 +112,4 @@ class HiddenStates:
         chosen = [i for i, request in enumerate(rows.requests) if request.sampling.hidden_states]
         runs = [_StateRun(rows.requests[i], int(rows.positions[i]), 1) for i in chosen]
         if runs:
-            self._step.sampled = runs, host_copy(hidden[self._upload(np.array(chosen, dtype=np.int64))])
+            self._step.sampled.append((runs, host_copy(hidden[self._upload(np.array(chosen, dtype=np.int64))])))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.runner.inputs import StepRows
+    from aioengine.runner.rank_sampler import RankSampler
     from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
     from aioengine.runner.sampling.device_sampler import DeviceSampler
     from aioengine.runner.sampling.sampler import Sampler
@@ -158,7 +159,10 @@ class Logprobs:
     """Computes the logprobs of steps. ``take`` returns the logprobs of the current step."""
 
     def __init__(
-        self, compute_logits: Callable[[Tensor], Tensor], upload: Upload, sampler: Sampler | DeviceSampler | None
+        self,
+        compute_logits: Callable[[Tensor], Tensor],
+        upload: Upload,
+        sampler: Sampler | DeviceSampler | RankSampler | None,
     ) -> None:
         """compute_logits: [N, D] -> [N, V]. sampler: applies logits processors; None for logprobs of the model's own
         distribution.

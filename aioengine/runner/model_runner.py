@@ -25,8 +25,12 @@ from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.page_tables import PageTables
 from aioengine.runner.pooler import Pooler
+from aioengine.runner.rank_sampler import RankSampler
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
+from aioengine.runner.speculation.draft_rows import DraftRows
+from aioengine.runner.speculation.step_drafts import StepDrafts
+from aioengine.runner.speculation.verification import Verification
 from aioengine.runner.ticket import Ticket
 from aioengine.runner.timing import part
 from aioengine.runner.transfer import Readback
@@ -34,11 +38,12 @@ from aioengine.scheduler.plan import StepResult
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend
+    from aioengine.layers.ranks import RankGroup
     from aioengine.models._base import Model
     from aioengine.protocol.messages import Control, Reply
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
@@ -51,6 +56,7 @@ if TYPE_CHECKING:
     from aioengine.runner.row_constraint import GrammarSource
     from aioengine.runner.sampling.device_sampler import DeviceSampler
     from aioengine.runner.state_pool import StatePool
+    from aioengine.runner.transfer import Ints
     from aioengine.scheduler.plan import Row, StepPlan
     from aioengine.settings.config import Settings
 
@@ -66,6 +72,7 @@ class DeviceParts:
     Attributes:
         adapters: None: LoRA is not enabled.
         states: None: the model has no states.
+        ranks: None: there is one rank.
     """
 
     settings: Settings
@@ -76,6 +83,7 @@ class DeviceParts:
     device: torch.device
     adapters: AdapterPool | None
     states: StatePool | None
+    ranks: RankGroup | None = None
 
 
 class ModelRunner:
@@ -116,9 +124,12 @@ class ModelRunner:
             adapters=parts.adapters,
         )
         self._inputs = InputBuilder(self._table, parts.states, page_size=pool.page_size, num_embeddings=num_embeddings)
-        self._sampler = _sampler_class(parts.device)(
+        self._sampler: Sampler | DeviceSampler | RankSampler = _sampler_class(parts.device)(
             vocab_size=vocab_size, num_embeddings=num_embeddings, table=self._table, processors=processors
         )
+        if parts.ranks is not None:
+            self._sampler = RankSampler(self._sampler, parts.ranks)
+        self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
         processor = self._sampler if settings.runner.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processor)
         self._hidden_states = HiddenStates(self._table.upload)
@@ -131,6 +142,9 @@ class ModelRunner:
         # a GPU has no graph for rows of several tokens of a model with states
         may_force = parts.states is None or parts.device.type == "cpu"
         self._constrained = ConstrainedRows(masks, parts.device, may_force=may_force)
+        self._drafts: DraftRows | None = None
+        if settings.scheduler.max_drafts:
+            self._drafts = DraftRows(with_grammars=settings.scheduler.depth == 0)
         self._is_closed = False
 
     @torch.inference_mode()
@@ -159,12 +173,19 @@ class ModelRunner:
             self._constrained.finish()
         with part("prepare"):
             self._change_requests(plan)
-            rows = self._read(plan.rows)
+            plan_rows, drafts = plan.rows, None
+            if self._drafts is not None:
+                if any(row.num_drafts for row in plan_rows):
+                    self._constrained.finish()
+                plan_rows, drafts = self._drafts.propose(plan_rows)
+            rows = self._read(plan_rows)
+        if self._send_plan is not None:
+            self._send_plan(plan, self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
         reasons = self._failed.reasons
         failed = {row.uid: reasons[row.uid] for row in plan.rows if row.uid in reasons} if reasons else {}
         if not rows.requests:
-            return Ticket(with_outputs, [], [], Readback(torch.empty(0, dtype=torch.int64)), failed)
+            return Ticket(with_outputs, [], [], Readback(torch.empty(0, dtype=torch.int64)), failed, drafts=drafts)
         sampled = rows.requests
         without_token: list[RequestRow] = []
         pooled: PooledRows | None = None
@@ -174,7 +195,11 @@ class ModelRunner:
                 (sampled if samples else without_token).append(request)
             if self._table.num_pooled:
                 pooled = self._pooler.rows(plan, rows.requests)
-        values = Readback(self._compute(rows, sampled, pooled))
+        positions = (rows.starts + rows.counts)[rows.samples]
+        if drafts is not None and drafts.proposed:
+            values = Readback(self._compute_drafts(rows, sampled, positions, drafts))
+        else:
+            values = Readback(self._compute(rows, sampled, pooled))
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
         hidden_states = self._hidden_states.take() if self._table.num_with_hidden_states else None
         self._inputs.take_snapshots(plan.snapshots, rows)
@@ -187,21 +212,33 @@ class ModelRunner:
             logprobs,
             hidden_states,
             pooled,
+            drafts=drafts,
         )
+        if self._drafts is not None:
+            self._drafts.launched(ticket)
         if self._table.num_with_grammar:
-            self._constrained.note(ticket, sampled, (rows.starts + rows.counts)[rows.samples])
+            self._constrained.note(ticket, sampled, positions, () if drafts is None else drafts.followed)
         return ticket
 
     def use_grammars(self, grammars: GrammarSource) -> None:
         """Set the grammars that open the constraints of requests."""
         self._constrained.grammars = grammars
 
+    def use_ranks(self, send_plan: Callable[[StepPlan, Collection[int]], None]) -> None:
+        """Pass each plan to ``send_plan``, with the uids of failed requests, whose rows are not computed."""
+        self._send_plan = send_plan
+
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for the step and return its result."""
         if ticket is self._newest:
             self._newest = None
             self._constrained.finish()
-        values = ticket.values.wait()
+        try:
+            values = ticket.values.wait()
+        except Exception:
+            if self._drafts is not None:
+                self._drafts.failed(ticket)
+            raise
         extras, invalid = ([], set[int]()) if ticket.logprobs is None else ticket.logprobs.extras()
         if ticket.hidden_states is not None:
             extras += ticket.hidden_states.extras()
@@ -210,7 +247,11 @@ class ModelRunner:
         if ticket.constrained:
             self._constrained.follow(ticket)
             self._constrained.begin_masks()
+        drafts = ticket.drafts
+        if self._drafts is not None and drafts is not None:
+            self._drafts.collected(ticket, values)
         is_simple = not (ticket.failed or ticket.forced or ticket.repeated or invalid)
+        is_simple = is_simple and (drafts is None or not drafts.planned)
         is_simple = is_simple and len(ticket.with_outputs) == len(ticket.sampled)
         if is_simple and FAILED not in values:
             tokens = TokenColumns(ticket.with_outputs, values[: len(ticket.sampled)], None, extras)
@@ -226,9 +267,12 @@ class ModelRunner:
         failed = {**ticket.failed, **errors}
         empty = ticket.repeated.union(ticket.without_token).difference(bad)
         tokens = TokenColumns(extras=extras)
+        drafts = drafts or StepDrafts()
         for uid in ticket.with_outputs:
-            tokens.add(uid, () if uid in empty else (value_of.get(uid, FAILED), *ticket.forced.get(uid, ())))
-        return StepResult(tokens, failed, ticket.complete)
+            new = (*drafts.accepted.get(uid, ()), value_of.get(uid, FAILED), *ticket.forced.get(uid, ()))
+            tokens.add(uid, () if uid in empty else new)
+        num_proposed = {uid: len(ids) for uid, ids in drafts.proposed.items()}
+        return StepResult(tokens, failed, ticket.complete, drafts.rejected, num_proposed)
 
     def close(self) -> None:
         """Free the memory of the pool. May be called twice. No step can be launched after it."""
@@ -245,8 +289,12 @@ class ModelRunner:
             self._failed.clean_after_step(uids, self._newest.values.source, plan.closed)
         for uid in plan.closed:
             self._failed.close(uid)
+            if self._drafts is not None:
+                self._drafts.close(uid)
         for opened in plan.new_rows:
             self._failed.close(opened.uid)
+            if self._drafts is not None:
+                self._drafts.open(opened)
             try:
                 self._inputs.open(opened)
                 if opened.sampling.grammar is not None:
@@ -277,25 +325,111 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
         self._constrained.finish()
-        hidden = self._last_hidden(rows)
+        hidden, _ = self._last_hidden(rows)
         if pooled is not None:
             self._pooler.pool(hidden, pooled)
         if len(sampled) == len(rows.requests):
             return self._draw(hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts))
-        # Attention propagates non-finite numbers of a row to its last token; for exceptions see FailedRows.
-        is_finite = hidden.isfinite().all(-1)
         if not sampled:
-            return torch.where(is_finite, 0, FAILED)
-        rows_without_token = self._table.upload(np.flatnonzero(~rows.samples))
-        other_values = torch.where(is_finite[rows_without_token], 0, FAILED)
+            return self._values_without_token(hidden)
         row_indices, positions = rows.row_indices[rows.samples], (rows.starts + rows.counts)[rows.samples]
         sampled_rows = self._table.upload(np.flatnonzero(rows.samples))
-        token_ids = self._sample(hidden[sampled_rows], self._table.sampled(sampled, row_indices, positions))
-        return torch.cat([token_ids, other_values])
+        token_ids = self._draw(
+            hidden[sampled_rows], self._table.sampled(sampled, row_indices, positions), is_urgent=True
+        )
+        assert token_ids is not None
+        return torch.cat([token_ids, self._values_without_token(hidden, rows)])
 
-    def _last_hidden(self, rows: StepRows) -> Tensor:
-        """Run forward without a decode graph. Return the hidden states [R, D] from which rows are sampled or pooled.
-        Collect the requested hidden states and logprobs of prompts.
+    def _values_without_token(self, hidden: Tensor, rows: StepRows | None = None) -> Tensor:
+        """Return ``Ticket.values`` [N] of the rows without a token, from hidden states [R, D]. rows: None: all rows.
+
+        Attention propagates non-finite numbers of a row to its last token; for exceptions see ``FailedRows``.
+        """
+        if rows is not None:
+            hidden = hidden[self._table.upload(np.flatnonzero(~rows.samples))]
+        return torch.where(hidden.isfinite().all(-1), 0, FAILED)
+
+    def _compute_drafts(self, rows: StepRows, sampled: list[RequestRow], positions: Ints, drafts: StepDrafts) -> Tensor:
+        """Run forward, and sample at each position of the drafts until one is rejected. Return ``Ticket.values`` [R].
+
+        positions: [S] of the token after all drafts of each sampled row; afterwards, of the last accepted token.
+        """
+        self._constrained.finish()
+        self._constrained.follow()
+        hidden, before_drafts = self._last_hidden(rows, drafts)
+        is_sampled = self._table.upload(np.flatnonzero(rows.samples))
+        counts = drafts.counts(sampled)
+        first = self._table.sampled(sampled, rows.row_indices[rows.samples], positions - counts)
+        values = self._verify(hidden[is_sampled], before_drafts, first, drafts)
+        positions += np.array([len(drafts.accepted[request.uid]) for request in sampled]) - counts
+        drafted = np.flatnonzero(counts)
+        is_finite = hidden[is_sampled][self._table.upload(drafted)].isfinite().all(-1).tolist()
+        for index, is_clean in zip(drafted.tolist(), is_finite, strict=True):
+            if not is_clean:  # a rejected draft; attention multiplies its keys and values by 0
+                self._kv_pool.clean(self._table.pages(sampled[index].uid))
+        token_ids = self._table.upload(np.array(values, dtype=np.int64))
+        if len(sampled) == len(rows.requests):
+            return token_ids
+        return torch.cat([token_ids, self._values_without_token(hidden, rows)])
+
+    def _verify(self, hidden: Tensor, before_drafts: Tensor, rows: SampledRows, drafts: StepDrafts) -> list[int]:
+        """Sample the S rows and accept their drafts. Return the last token of each row.
+
+        hidden: [S, D] after all drafts of each row. before_drafts: [K, D] before each draft, row by row.
+        rows: with the positions of the first tokens.
+        """
+        is_stateful = (rows.records["processors"] != 0).tolist()
+        proposed = [drafts.proposed.get(request.uid, []) for request in rows.requests]
+        one_by_one = [
+            processes or request.logprobs is not None or bool(request.sampling.hidden_states)
+            for processes, request in zip(is_stateful, rows.requests, strict=True)
+        ]
+        num_before = np.cumsum([0, *map(len, proposed)]).tolist()
+        verification = Verification(proposed, one_by_one)
+        hidden = torch.cat((hidden, before_drafts))
+        while verification.active:
+            for entries in verification.round(SAMPLED_ROWS):
+                indices = np.array([row for row, _ in entries], dtype=np.int64)
+                part = rows.part(indices, np.array([count for _, count in entries], dtype=np.int64))
+                sources = [
+                    len(proposed) + num_before[row] + count if count < len(proposed[row]) else row
+                    for row, count in entries
+                ]
+                states = hidden[self._table.upload(np.array(sources, dtype=np.int64))]
+                logits = self._logits(states)
+                token_ids = self._sampler.sample(logits, part)
+                kept = verification.take(entries, token_ids.tolist())
+                for row, _ in entries:
+                    if row not in kept:  # failed after an accepted draft
+                        self._custom.errors.pop(rows.requests[row].uid, None)
+                        drafts.followed.add(row)
+                self._keep(states, logits, token_ids, part, np.array(list(kept.values()), dtype=np.int64))
+            for row in verification.active.copy():
+                request = rows.requests[row]
+                if request.constraint is not None:
+                    request.constraint.advance(verification.final[row])
+                    if request.constraint.is_over:
+                        verification.stop(row)
+                        drafts.followed.add(row)
+        for request, ids, count in zip(rows.requests, proposed, verification.counts, strict=True):
+            drafts.accepted[request.uid] = ids[:count]
+        return verification.final
+
+    def _keep(self, hidden: Tensor, logits: Tensor, token_ids: Tensor, rows: SampledRows, chosen: Ints) -> None:
+        """Store the sampled tokens [N] of the rows ``chosen`` [X], with their logprobs and hidden states.
+
+        hidden: [N, D]. logits: [N, V].
+        """
+        part, indices = rows.part(chosen), self._table.upload(chosen)
+        if self._table.num_with_hidden_states:
+            self._hidden_states.add_sampled(hidden[indices], part)
+        if self._table.num_with_logprobs:
+            self._logprobs.add_sampled(logits[indices], part, token_ids[indices])
+        self._table.write_tokens(part, token_ids[indices])
+
+    def _last_hidden(self, rows: StepRows, drafts: StepDrafts | None = None) -> tuple[Tensor, Tensor]:
+        """Run forward without a decode graph. Return the hidden states [R, D] from which rows are sampled or pooled,
+        and [K, D] before each draft. Collect the requested hidden states and logprobs of prompts.
         """
         prompts = self._logprobs.find_prompts(rows) if self._table.num_with_logprobs else None
         hidden_states = self._hidden_states.find_prompts(rows) if self._table.num_with_hidden_states else None
@@ -306,6 +440,8 @@ class ModelRunner:
             encoder_step = graphs.find(len(rows.requests), int(rows.token_ends[-1]))
         with part("prepare"):
             extra_outputs = [extra.token_indices for extra in (hidden_states, prompts) if extra is not None]
+            if drafts is not None:
+                extra_outputs.append(drafts.token_indices(rows))
             inputs, batch = self._inputs.build(
                 self._model,
                 rows,
@@ -332,9 +468,10 @@ class ModelRunner:
         num_hidden = 0 if hidden_states is None else len(hidden_states.token_indices)
         if hidden_states is not None:
             self._hidden_states.add_prompts(hidden[num_outputs : num_outputs + num_hidden], hidden_states)
+        first_draft = num_outputs + num_hidden + (0 if prompts is None else len(prompts.token_indices))
         if prompts is not None:
-            self._logprobs.add_prompts(hidden[num_outputs + num_hidden :], prompts)
-        return self._pooler.states(hidden, rows)
+            self._logprobs.add_prompts(hidden[num_outputs + num_hidden : first_draft], prompts)
+        return self._pooler.states(hidden, rows), hidden[first_draft:]
 
     def _num_padded(self, num_rows: int) -> int:
         """Return the row count of the next larger captured decode step. For a matmul with a new row count, CUDA may
@@ -356,28 +493,36 @@ class ModelRunner:
             self._hidden_states.add_sampled(step.hidden, sampled)
         return step.token_ids
 
-    def _draw(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor | None:
-        """Return ``_sample`` [S]; None: it is deferred, because masks depend on tokens that are not known yet."""
+    def _draw(
+        self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None, *, is_urgent: bool = False
+    ) -> Tensor | None:
+        """Return ``_sample`` [S]; None: it is deferred, because masks depend on tokens that are not known yet.
+
+        is_urgent: wait for these tokens instead.
+        """
         draw = partial(self._sample, hidden, rows, logits)
         has_extras = self._table.num_with_logprobs or self._table.num_with_hidden_states
-        return self._constrained.draw(rows, draw, max_rows=SAMPLED_ROWS, is_urgent=bool(has_extras))
+        return self._constrained.draw(rows, draw, max_rows=SAMPLED_ROWS, is_urgent=is_urgent or bool(has_extras))
 
     def _sample(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor:
         """Sample token ids [S] from hidden states [S, D], and store them. logits: [>= S, V] if already computed."""
         num_rows = len(hidden)
         if self._table.num_with_hidden_states:
             self._hidden_states.add_sampled(hidden, rows)
-        if logits is None:
-            num_missing = self._num_padded(num_rows) - num_rows
-            padded = functional.pad(hidden, (0, 0, 0, num_missing)) if num_missing else hidden
-            logits = self._model.compute_logits(padded)
-        logits = logits[:num_rows]
+        logits = self._logits(hidden) if logits is None else logits[:num_rows]
         with part("sample"):
             token_ids = self._sampler.sample(logits, rows)
             if self._table.num_with_logprobs:
                 self._logprobs.add_sampled(logits, rows, token_ids)
             self._table.write_tokens(rows, token_ids)
         return token_ids
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [N, V] from hidden states [N, D]."""
+        num_rows = len(hidden)
+        num_missing = self._num_padded(num_rows) - num_rows
+        padded = functional.pad(hidden, (0, 0, 0, num_missing)) if num_missing else hidden
+        return self._model.compute_logits(padded)[:num_rows]
 
 
 def _sampler_class(device: torch.device) -> type[Sampler | DeviceSampler]:

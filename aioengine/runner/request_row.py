@@ -129,7 +129,7 @@ class SampledRows:
             for request, position in zip(self.requests, self.positions.tolist(), strict=True)
         ]
 
-    def part(self, chosen: Ints) -> SampledRows:
-        """Return the rows ``chosen`` [X]."""
+    def part(self, chosen: Ints, later: Ints | int = 0) -> SampledRows:
+        """Return the rows ``chosen`` [X], at positions that are ``later`` [X] higher."""
         requests = [self.requests[i] for i in chosen.tolist()]
-        return SampledRows(requests, self.row_indices[chosen], self.positions[chosen], self.records[chosen])
+        return SampledRows(requests, self.row_indices[chosen], self.positions[chosen] + later, self.records[chosen])

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from aioengine.runner.pooler import PooledRows
     from aioengine.runner.request_row import RequestRow
     from aioengine.runner.row_constraint import OpenConstraint
+    from aioengine.runner.speculation.step_drafts import StepDrafts
     from aioengine.runner.transfer import Readback
 
     Awaited = tuple[int, int, RequestRow, OpenConstraint]
@@ -30,6 +31,7 @@ class Ticket:
         repeated: uids of the rows whose token was already returned as a forced token.
         forced: uid -> tokens that the grammar forces after the sampled token.
         complete: uids of the rows whose grammar is complete.
+        drafts: the drafts of the step; None: the engine does not speculate.
     """
 
     with_outputs: list[int]
@@ -44,3 +46,4 @@ class Ticket:
     repeated: set[int] = field(default_factory=set[int])
     forced: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     complete: list[int] = field(default_factory=list[int])
+    drafts: StepDrafts | None = None

@@ -25,7 +25,7 @@ from aioengine.model_files import folder_files
 from aioengine.runner.tensor_files import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from typing import BinaryIO
 
     from torch import Tensor
@@ -56,6 +56,9 @@ class _FilePart:
 
     Attributes:
         begin: offset of its first byte in the file.
+        num_bytes: bytes that are read.
+        columns: (offset, size) in bytes of the parts of each row that are read; (): all of it.
+        row_bytes: distance of the rows in the file, if ``columns`` is not empty.
         shape: shape of the elements that are read.
         index: the part of these elements that is used.
         target: the destination, in a parameter, or a placeholder.
@@ -70,6 +73,8 @@ class _FilePart:
     shape: tuple[int, ...]
     target: Tensor
     index: tuple[slice | Tensor, ...] = ()
+    columns: tuple[tuple[int, int], ...] = ()
+    row_bytes: int = 0
     head_size: int = 0
     same_bytes: Tensor | None = None
     writer: RowWriter | None = None
@@ -168,16 +173,26 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
         is_in_rows &= not writer.is_whole
     if is_in_rows and not (is_vector and entry.dtype not in DTYPES):
         rows = _as_rows(target.tensor, 1 if is_vector else entry.shape[-1])
+    is_plain = entry.dtype in DTYPES and writer is None and not head_size
+    if source is not None and is_plain and len(entry.shape) == 2:
+        rows = target.tensor.detach()  # a rank reads its part of the rows or of the columns
     if rows is None:
         tensor = target.tensor.detach()
         yield _FilePart(
-            entry, entry.begin, entry.num_bytes, entry.shape, tensor, target.index, head_size, writer=writer
+            entry, entry.begin, entry.num_bytes, entry.shape, tensor, target.index, head_size=head_size, writer=writer
         )
         return
     unit_rows = math.prod(entry.shape[1:-1])  # of each index of the first dimension
-    ranges = ((0, len(rows)),) if source is None else [(a * unit_rows, b * unit_rows) for a, b in source.ranges]
-    row_bytes = entry.num_bytes // (len(rows) if source is None else source.total * unit_rows)
-    step = PIECE_BYTES // row_bytes
+    row_bytes = entry.num_bytes // ((entry.shape[0] if entry.shape else 1) * unit_rows)
+    own_bytes, columns = row_bytes, ()
+    ranges: Sequence[tuple[int, int]] = ((0, len(rows)),)
+    if source is not None and source.dim == 0:
+        ranges = [(a * unit_rows, b * unit_rows) for a, b in source.ranges]
+    elif source is not None:
+        size = row_bytes // source.total
+        columns = tuple((a * size, (b - a) * size) for a, b in source.ranges)
+        own_bytes = sum(size for _, size in columns)
+    step = PIECE_BYTES // own_bytes
     if entry.dtype not in DTYPES:
         step = min(step, PIECE_ELEMENTS // rows.shape[1])
     unit = head_size or 1
@@ -185,12 +200,22 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
     row = 0
     for first, stop in [(first, min(first + step, end)) for start, end in ranges for first in range(start, end, step)]:
         part = rows[row : row + stop - first]
-        begin, num_bytes = entry.begin + first * row_bytes, len(part) * row_bytes
+        begin, num_bytes = entry.begin + first * row_bytes, len(part) * own_bytes
         is_same = writer is None and not head_size and DTYPES.get(entry.dtype) == part.dtype and part.is_contiguous()
         same = part.view(-1).view(torch.uint8) if is_same else None
         shape = tuple(part.shape)
         yield _FilePart(
-            entry, begin, num_bytes, shape, part, (), head_size, same_bytes=same, writer=writer, first_row=row
+            entry,
+            begin,
+            num_bytes,
+            shape,
+            part,
+            columns=columns,
+            row_bytes=row_bytes,
+            head_size=head_size,
+            same_bytes=same,
+            writer=writer,
+            first_row=row,
         )
         row += len(part)
 
@@ -278,7 +303,19 @@ def _check_finite(entries: list[Entry], targets: dict[str, Target], sums: dict[s
 
 def _fill(file: BinaryIO, piece: _FilePart, content: Tensor) -> Tensor:
     """Fill content [X], which has the bytes of the piece, from the file, and return it. Releases the GIL."""
-    rest, position = memoryview(content.numpy()), piece.begin  # pyright: ignore[reportArgumentType]
+    unread = memoryview(content.numpy())  # pyright: ignore[reportArgumentType]
+    runs = [(0, piece.num_bytes)]
+    if piece.columns:
+        starts = range(0, len(piece.target) * piece.row_bytes, piece.row_bytes)
+        runs = [(start + offset, size) for start in starts for offset, size in piece.columns]
+    for offset, num_bytes in runs:
+        _read(file, piece, unread[:num_bytes], piece.begin + offset)
+        unread = unread[num_bytes:]
+    return content
+
+
+def _read(file: BinaryIO, piece: _FilePart, rest: memoryview, position: int) -> None:
+    """Fill ``rest`` with bytes of the file from ``position`` on."""
     while rest:
         try:
             size = os.preadv(file.fileno(), [rest], position)
@@ -289,4 +326,3 @@ def _fill(file: BinaryIO, piece: _FilePart, content: Tensor) -> Tensor:
             message = f"{piece.entry.path} was changed while it was read: tensor {piece.entry.stored_name} is truncated"
             raise ValueError(message)
         rest, position = rest[size:], position + size
-    return content

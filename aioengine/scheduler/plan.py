@@ -6,8 +6,8 @@ compute ``count`` positions starting at ``start``. Prefill, chunked prefill, the
 the same case. If the last token of a row is sampled by a step in flight, the plan does not know it: ``token_ids`` is
 one shorter, and the runner uses the token that it holds for this request.
 
-A row can end with *drafts*: positions for which the runner proposes tokens. It accepts the first drafts that equal the
-tokens it samples, and rejects the others. The next plan does not wait for this decision: it assumes that all drafts
+A row can end with *drafts*: positions for which the runner may propose tokens. It accepts the first drafts that equal
+the tokens it samples, and rejects the others. The next plan does not wait for this decision: it assumes that all drafts
 were accepted. So ``start`` is an upper bound if an earlier row in flight has drafts. The runner computes the row from
 ``start`` minus the drafts rejected in flight. ``Scheduler.apply`` subtracts them too.
 """
@@ -109,10 +109,13 @@ class StepResult(Struct, array_like=True, gc=False):
     failed: uid -> error, for rows that could not be computed or sampled. Their tokens are dropped, only these requests
         end, and their pages are not shared.
     complete: uids of rows whose grammar allows no further token: the request ends with the tokens of this step.
-    num_rejected: uid -> number of rejected drafts. Rows without rejected drafts have no entry.
+    num_rejected: uid -> number of rejected drafts, including planned drafts that were not proposed. Rows without
+        rejected drafts have no entry.
+    num_proposed: uid -> number of proposed drafts. Rows without proposed drafts have no entry.
     """
 
     tokens: TokenColumns
     failed: dict[int, str] = {}
     complete: list[int] = []
     num_rejected: dict[int, int] = {}
+    num_proposed: dict[int, int] = {}

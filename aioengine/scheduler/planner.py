@@ -5,9 +5,9 @@ requests advance in every step, however long the prompts are. The remaining toke
 running requests, then among waiting requests that can be admitted. ``request`` defines ``decodes``, ``is_behind`` and
 ``holds_last``, which decide the kind of a row.
 
-A decode row has more than one position if it has forced tokens or drafts. The next plan assumes that all drafts are
-accepted, and allocates pages for them. Rejected drafts lower the counts of the request when their result is applied;
-the request keeps the pages for its next tokens.
+A decode row has more than one position if it has forced tokens or drafts (``drafting`` decides). The next plan assumes
+that all drafts are accepted, and allocates pages for them. Rejected drafts lower the counts of the request when their
+result is applied; the request keeps the pages for its next tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from aioengine.memory.snapshots import NO_SNAPSHOT
 from aioengine.memory.windowed_cache import WindowedCache
 from aioengine.protocol.messages import RequestKind
 from aioengine.scheduler.admission import Admission, Refusal, TokenBudget
+from aioengine.scheduler.drafting import Acceptance
 from aioengine.scheduler.image_keys import ImageBudget
 from aioengine.scheduler.plan import DISTRIBUTION, NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan
 from aioengine.scheduler.request import Request
 
 if TYPE_CHECKING:
+    from aioengine.scheduler.drafting import DraftCosts
     from aioengine.scheduler.requests import Requests
     from aioengine.settings.config import SchedulerSettings
 
@@ -39,6 +41,7 @@ class Flight(Struct):
     """A plan in flight, with the request of each row and the allocation of this request at planning time.
 
     num_prompt_tokens: positions of all rows except decode rows of one position. num_drafts: positions of drafts.
+    num_decoded: positions of rows with drafts that have no prompt or forced tokens.
     rejected: uid -> number of drafts that were rejected since the launch. The row starts this many positions before
         its planned start.
     """
@@ -47,6 +50,7 @@ class Flight(Struct):
     planned_at: float
     num_prompt_tokens: int = 0
     num_drafts: int = 0
+    num_decoded: int = 0
     requests: list[Request] = []
     allocations: list[Allocation] = []
     rejected: dict[int, int] = {}
@@ -54,7 +58,10 @@ class Flight(Struct):
     def add(self, row: Row, request: Request) -> None:
         """Add a row of ``request`` and advance its counts as if the row were computed."""
         self.num_prompt_tokens += row.count
-        self.num_drafts += row.num_drafts
+        if row.num_drafts:
+            self.num_drafts += row.num_drafts
+            if row.count == 1 + row.num_drafts:
+                self.num_decoded += row.count
         self.plan.rows.append(row)
         self.requests.append(request)
         self.allocations.append(request.allocation)
@@ -69,8 +76,10 @@ class Flight(Struct):
 class Planner:
     """Fills flights with rows. Only the planner admits and preempts requests."""
 
-    def __init__(self, settings: SchedulerSettings, requests: Requests) -> None:
+    def __init__(self, settings: SchedulerSettings, requests: Requests, draft_costs: DraftCosts | None = None) -> None:
+        """draft_costs: None: rows have no drafts."""
         self._settings = settings
+        self._draft_costs = draft_costs
         self._is_overlapped = False
         self._requests = requests
         self._snapshots = requests.cache.snapshots
@@ -85,7 +94,7 @@ class Planner:
         self._is_overlapped = is_overlapped
         prompts: list[Request] = []
         rows, requests, allocations = flight.plan.rows, flight.requests, flight.allocations
-        max_drafts = self._settings.max_drafts
+        prices = None if self._draft_costs is None else self._draft_prices(self._draft_costs)
         for request in self._requests.running:
             start = request.num_computed
             if request.decodes:
@@ -99,10 +108,12 @@ class Planner:
                 if request.allocation.capacity >= request.num_tokens or self._allocate_chunk(request):
                     prompts.append(request)
                 continue
-            if max_drafts or not request.decodes:
-                if (row := self._row_of_several(request, flight)) is not None:
-                    flight.add(row, request)
-                continue
+            if prices is not None or not request.decodes:
+                num_drafts = 0 if prices is None else self._num_drafts(request, prices)
+                if num_drafts or not request.decodes:
+                    if (row := self._row_of_several(request, flight, num_drafts)) is not None:
+                        flight.add(row, request)
+                    continue
             allocation = request.allocation
             if start < allocation.capacity:
                 row = Row(request.uid, start, 1, TOKENS)
@@ -127,11 +138,24 @@ class Planner:
                 if snapshot_id != NO_SNAPSHOT:
                     flight.plan.snapshots.append((row.uid, snapshot_id))
 
-    def _row_of_several(self, request: Request, flight: Flight) -> Row | None:
-        """Return a row for the forced tokens of a request, or its newest token, and for drafts after them. Return None
-        if the request was preempted, or waits for pages.
+    def _draft_prices(self, costs: DraftCosts) -> tuple[float, float] | None:
+        """Return the prices of drafts in this step; None: it should have no drafts."""
+        num_rows = len(self._requests.running)
+        return None if costs.is_plain_due(num_rows) else costs.price(num_rows)
 
-        The row has at least one token. It leaves an eighth of the token budget to prompts. Drafts preempt no request.
+    def _num_drafts(self, request: Request, prices: tuple[float, float]) -> int:
+        """Return the number of drafts that pay for this request."""
+        if request.acceptance is None:
+            assert self._draft_costs is not None
+            request.acceptance = Acceptance(self._draft_costs.rate)
+        return request.acceptance.count(prices, self._settings.max_drafts)
+
+    def _row_of_several(self, request: Request, flight: Flight, num_drafts: int) -> Row | None:
+        """Return a row for the forced tokens of a request, or its newest token, and up to ``num_drafts`` drafts after
+        them. Return None if the request was preempted, or waits for pages.
+
+        The row has at least one token. It leaves an eighth of the token budget to prompts, and its drafts half of the
+        budget while requests wait. Drafts preempt no request.
         """
         left = (
             self._settings.chunk_tokens
@@ -154,7 +178,9 @@ class Planner:
         request.is_behind = end < request.num_tokens
         if request.is_behind:
             return Row(request.uid, start, end - start, NOTHING, token_ids, pages)
-        num_drafts = max(0, min(self._settings.max_drafts, left - (end - start), request.next_limit - 1 - end))
+        if self._requests.waiting:
+            left -= self._settings.chunk_tokens // 2
+        num_drafts = max(0, min(num_drafts, left - (end - start), request.next_limit - 1 - end))
         while (capacity := request.allocation.capacity) < end + num_drafts:
             new_pages = self._requests.cache.grow(request.allocation)
             if new_pages is None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from aioengine.memory.radix import Node, Salt
     from aioengine.protocol.messages import Submit
     from aioengine.protocol.packed_logprobs import LogprobRules
+    from aioengine.scheduler.drafting import Acceptance
 
 NO_PAGES = Allocation()  # the allocation of every request that is not running; never changed
 
@@ -57,6 +58,7 @@ class Request:
     waits_for: the last node of its prefix that another request is computing or taking a snapshot of.
     num_drafts: drafts of its rows in flight. Until they are accepted, ``num_tokens`` and ``num_computed`` are upper
         bounds.
+    acceptance: of its drafts; None: it had none.
     admitted_at: time of its first admission. num_cached: prompt tokens that it took from the prefix cache then.
     num_charged: tokens charged to its tenant. is_text_open: whether its first token was reported.
     """
@@ -73,6 +75,7 @@ class Request:
         self.num_tokens = len(self.token_ids)
         self.num_computed = 0
         self.num_drafts = 0
+        self.acceptance: Acceptance | None = None
         self.short_length = short_length
         self.max_tokens = max_tokens
         self.next_limit = min(max_tokens, short_length + 1) if self.num_tokens <= short_length else max_tokens

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from concurrent.futures import Future
 
     from aioengine.protocol.messages import Adapter, Control, Progress, Reply
@@ -41,6 +41,13 @@ class Runner(Protocol[Ticket]):
     @property
     def use_grammars(self) -> Callable[[Any], None] | None:
         """Sets the ``Grammars`` that open the constraints of requests. None: the runner cannot constrain its output."""
+        ...
+
+    @property
+    def use_ranks(self) -> Callable[[Callable[[StepPlan, Collection[int]], None]], None] | None:
+        """Sets a function that sends each plan to the other ranks before it is computed, with the uids of failed
+        requests, whose rows are not computed. None: the runner cannot be divided among ranks.
+        """
         ...
 
     @property

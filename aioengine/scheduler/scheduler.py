@@ -16,9 +16,10 @@ from msgspec.structs import asdict
 from aioengine.memory.prefix_cache import PrefixCache
 from aioengine.memory.snapshots import Snapshots
 from aioengine.memory.windowed_cache import WindowedCache
-from aioengine.protocol.columns import POOLED_VECTOR
+from aioengine.protocol.columns import POOLED_VECTOR, draft_extra
 from aioengine.protocol.messages import End, FinishCode, Stats, StepOutput
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS
+from aioengine.scheduler.drafting import DraftCosts
 from aioengine.scheduler.plan import DISTRIBUTION, TOKENS, VECTOR, StepPlan
 from aioengine.scheduler.planner import Flight, Planner
 from aioengine.scheduler.request import end_of
@@ -65,7 +66,8 @@ class Scheduler:
         pool_tokens = groups.tokens_in(num_pages, settings.context_length)
         self.requests = Requests(settings, self.cache, pool_tokens=pool_tokens, num_adapter_slots=num_adapter_slots)
         self._events = self.requests.events
-        self._planner = Planner(settings, self.requests)
+        self._draft_costs = DraftCosts() if settings.max_drafts else None
+        self._planner = Planner(settings, self.requests, self._draft_costs)
         self._flights: deque[Flight] = deque()  # launched, not yet applied
         self._applied_at = 0.0
 
@@ -97,8 +99,17 @@ class Scheduler:
         """
         flight = self._flights.popleft()
         plan = flight.plan
-        self.requests.pace.note_step(now - max(flight.planned_at, self._applied_at), flight.num_prompt_tokens)
+        seconds = now - max(flight.planned_at, self._applied_at)
+        num_prompt_tokens = flight.num_prompt_tokens - flight.num_decoded
+        self.requests.pace.note_step(seconds, num_prompt_tokens)
         self._applied_at = now
+        if self._draft_costs is not None and not num_prompt_tokens:
+            self._draft_costs.note_step(
+                seconds,
+                num_rows=len(plan.rows),
+                num_drafts=sum(result.num_proposed.values()),
+                may_draft=flight.num_drafts > 0,
+            )
         cache = self.cache
         single, others = result.tokens.token_ids, dict[int, list[int]]()
         has_one_each = result.tokens.counts is None and len(single) == len(plan.rows)
@@ -148,7 +159,8 @@ class Scheduler:
 
         new: its tokens. None: the row has no output. end: number of positions with KV if all its drafts are accepted.
         """
-        request.num_drafts -= row.num_drafts
+        if row.num_drafts:
+            self._note_drafts(row, request, result)
         if num_rejected := result.num_rejected.get(row.uid, 0):
             end -= num_rejected
             request.num_computed -= num_rejected
@@ -194,6 +206,20 @@ class Scheduler:
         else:
             request.count_forced()
         return None
+
+    def _note_drafts(self, row: Row, request: Request, result: StepResult) -> None:
+        """Count the drafts of a row, and report them with the first token of the row."""
+        request.num_drafts -= row.num_drafts
+        num_proposed = result.num_proposed.get(row.uid, 0)
+        num_accepted = row.num_drafts - result.num_rejected.get(row.uid, 0)
+        assert request.acceptance is not None
+        num_tried = request.acceptance.note(num_proposed, num_accepted)
+        if num_tried:
+            assert self._draft_costs is not None
+            self._draft_costs.note_drafts(num_tried, num_accepted)
+            self._events.totals.num_proposed_drafts += num_proposed
+            self._events.totals.num_accepted_drafts += num_accepted
+            result.tokens.extras.append(draft_extra(row.uid, request.num_output, num_proposed, num_accepted))
 
     def _restart_long(self, request: Request) -> None:
         """Recompute a running request without rows in flight from position 0, now with long RoPE factors."""

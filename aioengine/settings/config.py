@@ -54,9 +54,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):
-    """The device and the kernels. ``logits_processors``: "module:Class" of the user's processors."""
+    """The devices and the kernels. ``logits_processors``: "module:Class" of the user's processors."""
 
     name: str = "auto"
+    tp_size: int = 1
     attention_backend: str = "auto"
     batch_invariant: bool = False
     cuda_graphs: bool = True
@@ -82,6 +83,14 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     policy: str = "fcfs"
     overlap: bool = True
     tenant_weights: dict[str, float] = {}
+
+
+class SpeculationConfig(Struct, frozen=True, kw_only=True):
+    """Speculation. ``algorithm`` "": off. ``num_steps``: drafts of a row. ``num_draft_tokens``: one more."""
+
+    algorithm: str = ""
+    num_steps: int | None = None
+    num_draft_tokens: int | None = None
 
 
 class GivenAdapter(Struct, frozen=True):
@@ -180,6 +189,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     device: DeviceConfig = DeviceConfig()
     memory: MemoryConfig = MemoryConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     queue: QueueConfig = QueueConfig()
     delivery: DeliveryConfig = DeliveryConfig()
     lora: LoraConfig = LoraConfig()
@@ -343,6 +353,20 @@ class LoraSettings(Struct, frozen=True, kw_only=True):
     max_bytes: int = 4 * 1024**3
 
 
+class RankSettings(Struct, frozen=True, kw_only=True):
+    """The ranks of tensor parallelism.
+
+    Attributes:
+        size: the number of ranks.
+        rank: of this process. The scheduler process has rank 0.
+        meeting_file: a path in which the ranks exchange their addresses. The processes set it.
+    """
+
+    size: int
+    rank: int = 0
+    meeting_file: str = ""
+
+
 class RunnerSettings(Struct, frozen=True, kw_only=True):
     """The runner and its device.
 
@@ -357,6 +381,7 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
             before top-k, top-p and min-p).
         logits_processors: "module:Class" of the user's logits processors, which requests may name.
         lora: None: only the base model is served.
+        ranks: None: one process computes the whole model.
         options: only read by the factory.
     """
 
@@ -371,6 +396,7 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
     logprobs_mode: str = "raw"
     logits_processors: tuple[str, ...] = ()
     lora: LoraSettings | None = None
+    ranks: RankSettings | None = None
     options: dict[str, str | int | float | bool] = {}
 
 

@@ -8,6 +8,7 @@ import re
 import secrets
 import sys
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +23,7 @@ class DeviceFacts(Struct, frozen=True, kw_only=True):
     Attributes:
         num_threads: cores that this process may use.
         cpu_bfloat16: the CPU has bf16 dot products.
-        num_gpus: number of NVIDIA devices.
+        num_gpus: number of NVIDIA devices that this process may use.
         drawn_seed: a random number for engines without ``random_seed``.
         has_triton: Triton is installed. It comes with torch's CUDA wheels, not with the CPU wheels.
     """
@@ -39,10 +40,21 @@ def device_facts() -> DeviceFacts:
     return DeviceFacts(
         num_threads=num_threads(),
         cpu_bfloat16=has_bfloat16(_text(Path("/proc/cpuinfo"))),
-        num_gpus=sum(1 for _ in Path("/dev").glob("nvidia[0-9]*")),
+        num_gpus=num_gpus(sum(1 for _ in Path("/dev").glob("nvidia[0-9]*")), os.environ.get("CUDA_VISIBLE_DEVICES")),
         drawn_seed=secrets.randbits(63),
         has_triton=find_spec("triton") is not None,
     )
+
+
+def num_gpus(num_devices: int, visible: str | None) -> int:
+    """Return the number of GPUs that CUDA may use.
+
+    visible: CUDA_VISIBLE_DEVICES, a list that ends before its first negative index; None: it is not set.
+    """
+    if visible is None:
+        return num_devices
+    names = [name.strip() for name in visible.split(",")]
+    return min(num_devices, sum(1 for _ in takewhile(lambda name: name and not name.startswith("-"), names)))
 
 
 def num_threads() -> int:

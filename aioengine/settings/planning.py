@@ -20,6 +20,7 @@ from aioengine import plugins
 from aioengine.api import checks
 from aioengine.api.args import engine_config
 from aioengine.families._config import DecoderConfig
+from aioengine.families._ranks import part_of
 from aioengine.families._tensors import plain_tensors
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
@@ -65,7 +66,7 @@ _SMI_TIMEOUT_S: Final = 10.0
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """Memory and capacity of an engine. ``print(plan)`` shows a table. Sizes are in bytes.
+    """Memory and capacity of an engine. ``print(plan)`` shows a table. Sizes are in bytes, and those of one rank.
 
     Attributes:
         implementation: "aioengine" or "transformers": whose code computes the model. transformers may still refuse it
@@ -79,7 +80,8 @@ class Plan(Struct, frozen=True, kw_only=True):
             length, because old pages are freed.
         state_bytes_per_request: recurrent states of a request. Their snapshots make the pool smaller.
         activations_bytes: estimate for the largest step, with CUDA graphs, adapter slots and cached image features.
-        device_memory: all memory of the GPU, or the free memory of the machine for a CPU.
+        tp_size: the number of ranks. ``num_parameters`` is the number of parameters of all of them.
+        device_memory: all memory of the GPU, or the free memory of the machine for a CPU, divided by the ranks.
         max_total_tokens: size of the KV pool in tokens of requests of the context length; 0: the model does not fit.
         longest_context: tokens of the longest request that fits; 0: the weights alone do not fit.
         max_requests: requests of ``context_length`` tokens that run at a time.
@@ -106,6 +108,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     context_length: int
     longest_context: int
     max_requests: int
+    tp_size: int = 1
 
     @property
     def cuda_bytes(self) -> int:
@@ -140,7 +143,8 @@ class Plan(Struct, frozen=True, kw_only=True):
             "model_path": self.model_path,
             "": f"{kind}, {_counted(self.num_parameters)} parameters",
             "implementation": f"{self.implementation}: {self.reason}",
-            "device": f"{self.device}, dtype {self.dtype}, attention_backend {self.attention_backend}",
+            "device": f"{self.device}, dtype {self.dtype}, attention_backend {self.attention_backend}"
+            + (f", {self.tp_size} ranks; sizes are those of one rank" if self.tp_size > 1 else ""),
             "device_memory": f"{format_bytes(self.device_memory)} {whose}",
             "weights": format_bytes(self.weights_bytes),
             "activations": f"about {format_bytes(self.activations_bytes)}"
@@ -183,7 +187,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     facts = model_folder.find_facts(replace(config.model, tokenizer_path=None), configs_only=True)
     device = machine.device_facts()
     if device_memory is not None and config.device.name != "cpu":
-        device = replace(device, num_gpus=1, has_triton=True)
+        device = replace(device, num_gpus=config.device.tp_size, has_triton=True)
     elif config.device.name == "cuda" and not device.num_gpus:
         raise ValueError(
             "device='cuda': this machine shows no NVIDIA GPU; to plan for another machine, give device_memory, such as "
@@ -193,12 +197,19 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     config = replace(config, model=replace(config.model, path=facts.path, tokenizer=False, chat_template=None))
     settings = resolve(config, facts, device, read_adapters(config))
     is_on_cpu = settings.runner.device == "cpu"
+    num_ranks = config.device.tp_size
     if device_memory is None:
         device_memory = machine.free_host_memory() if is_on_cpu else _gpu_memory(device)
-    family = model_folder.family_config(config.model)
+    if is_on_cpu:
+        device_memory //= num_ranks
+    whole = model_folder.family_config(config.model)
+    family = part_of(whole, num_ranks)
     itemsize = DTYPE_BYTES[settings.model.dtype]
     count, num_weights_bytes = _weights(family, facts, settings.model, itemsize, is_on_cpu=is_on_cpu)
-    activations = _activations(family, settings, itemsize)
+    if num_ranks > 1:
+        count = num_parameters(whole)
+    # all ranks have the logits of the whole vocabulary
+    activations = _activations(replace(family, vocab_size=whole.vocab_size), settings, itemsize)
     activations += _adapter_elements(settings, facts.linear_layers) * itemsize
     share = settings.memory.mem_fraction_static if settings.memory.num_pages is None else 1.0
     if is_on_cpu:
@@ -213,7 +224,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     if demand.num_tokens is None and num_pages < demand.pages_in(length):
         num_pages = 0
     tokens, page_size = demand.tokens_in(num_pages), demand.groups.page_size
-    whole = -(-length // page_size) * page_size
+    padded = -(-length // page_size) * page_size
     longest = length
     if demand.page_bytes:
         longest = min(demand.tokens_in(pool.left // demand.page_bytes), length)
@@ -230,7 +241,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         attention_backend=settings.runner.attention_backend,
         kv_cache_dtype=settings.memory.kv_dtype or settings.model.dtype,
         weights_bytes=num_weights_bytes,
-        kv_bytes_per_token=demand.pages_in(whole) * demand.page_bytes // whole,
+        kv_bytes_per_token=demand.pages_in(padded) * demand.page_bytes // padded,
         state_bytes_per_request=states,
         activations_bytes=activations,
         device_memory=device_memory,
@@ -238,7 +249,8 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         max_total_tokens=tokens,
         context_length=length,
         longest_context=longest,
-        max_requests=min(tokens // whole, pool.num_rows),
+        max_requests=min(tokens // padded, pool.num_rows),
+        tp_size=num_ranks,
     )
 
 

@@ -19,6 +19,7 @@ from aioengine.settings.config import (
     LoraSettings,
     MemorySettings,
     ModelSettings,
+    RankSettings,
     RunnerSettings,
     SchedulerSettings,
     Settings,
@@ -57,6 +58,8 @@ After a prefix hit, fewer tokens than this are computed again, which takes a GPU
 numbers would split prompts into too many steps.
 """
 GPU_GRAPH_ROWS: Final = 1024
+DRAFT_TOKENS: Final = 8
+"""Default tokens of a row with drafts. On a CPU, up to 8 tokens take little longer than one."""
 FUSED_CHUNK: Final = 512
 """attention_backend='fused' processes this many positions at a time, which must be whole pages."""
 
@@ -91,7 +94,7 @@ def resolve(
     if model_settings.quantization:
         quantized_formats.check("quantization", model_settings.quantization, device_name)
     graph_rows = 0
-    if is_on_gpu and config.device.cuda_graphs:
+    if is_on_gpu and config.device.cuda_graphs and config.device.tp_size == 1:  # no graphs with collectives yet
         wanted = config.device.cuda_graph_max_rows
         graph_rows = min(scheduler.max_running, GPU_GRAPH_ROWS if wanted is None else wanted)
     if config.model.tokenizer and model.tokenizer_path is None:
@@ -108,13 +111,16 @@ def resolve(
             device=device_name,
             attention_backend=backend,
             fallback_backend="triton" if config.device.attention_backend == "auto" else "",
-            num_threads=device.num_threads if _num_parameters(model) >= THREADED_PARAMETERS else 1,
+            num_threads=max(device.num_threads // config.device.tp_size, 1)
+            if _num_parameters(model) >= THREADED_PARAMETERS
+            else 1,
             batch_invariant=config.device.batch_invariant,
             cuda_graph_max_rows=graph_rows,
             compile_timeout_s=COMPILE_SHARE * config.supervision.startup_timeout_s,
             logprobs_mode=config.logprobs_mode,
             logits_processors=config.device.logits_processors,
             lora=_lora_settings(config.lora, model, adapters),
+            ranks=_rank_settings(config, model, device, is_on_gpu=is_on_gpu),
         ),
         text=TextSettings(
             tokenizer_path=model.tokenizer_path if config.model.tokenizer else None,
@@ -125,6 +131,30 @@ def resolve(
         random_seed=device.drawn_seed if config.random_seed is None else config.random_seed,
         log_level=config.log_level,
     )
+
+
+def _rank_settings(
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, is_on_gpu: bool
+) -> RankSettings | None:
+    """Return the ranks; None for one rank.
+
+    Raises ValueError if the model or the machine cannot be divided.
+    """
+    num_ranks = config.device.tp_size
+    if num_ranks == 1:
+        return None
+    if num_ranks not in model.rank_counts:
+        counts = ", ".join(map(str, model.rank_counts))
+        raise ValueError(f"tp_size={num_ranks} does not work for this model: {model.rank_sizes}; what works: {counts}")
+    if is_on_gpu and num_ranks > device.num_gpus:
+        raise ValueError(f"tp_size={num_ranks} needs as many GPUs, and this machine has {device.num_gpus}")
+    if model.is_quantized or config.model.quantization is not None:
+        raise ValueError(f"tp_size={num_ranks} does not work with quantized weights yet; tp_size=1 works")
+    if config.lora.enabled or config.lora.adapters:
+        raise ValueError(f"tp_size={num_ranks} does not work with LoRA adapters yet; tp_size=1 works")
+    if config.speculation.algorithm:
+        raise ValueError(f"tp_size={num_ranks} does not work with speculative_algorithm yet; tp_size=1 works")
+    return RankSettings(size=num_ranks)
 
 
 def context_length(config: EngineConfig, model: ModelFacts) -> int:
@@ -297,8 +327,38 @@ def _scheduler_settings(config: EngineConfig, model: ModelFacts, *, is_on_gpu: b
         depth=1 if is_on_gpu and wanted.overlap else 0,
         tenant_weights=wanted.tenant_weights,
         decode_cost=GPU_DECODE_COST if is_on_gpu else 1,
+        max_drafts=_max_drafts(config, model),
         snapshot_tokens=-(-SNAPSHOT_TOKENS[is_on_gpu] // page_size) * page_size if model.keeps_states else 0,
     )
+
+
+def _max_drafts(config: EngineConfig, model: ModelFacts) -> int:
+    """Return the maximum number of drafts of a row; 0: no speculation."""
+    wanted = config.speculation
+    num_steps, num_tokens = wanted.num_steps, wanted.num_draft_tokens
+    if not wanted.algorithm:
+        for name, value in (("num_steps", num_steps), ("num_draft_tokens", num_tokens)):
+            if value is not None:
+                raise ValueError(f"speculative_{name}={value} has an effect only with speculative_algorithm='NGRAM'")
+        return 0
+    if num_steps is not None and num_tokens is not None and num_tokens != num_steps + 1:
+        raise ValueError(
+            f"speculative_num_draft_tokens={num_tokens} must be speculative_num_steps + 1 = {num_steps + 1}; leave out "
+            "one of them"
+        )
+    why = ""
+    if model.task != "generate" or not model.is_causal:
+        why = "it does not generate text"
+    elif model.keeps_states:
+        why = "its recurrent layers keep a state that cannot be taken back when a draft is rejected"
+    if why:
+        raise ValueError(
+            f"speculative_algorithm={wanted.algorithm!r} does not work for this model ({model.model_type}): {why}; "
+            "leave it out"
+        )
+    if num_steps is not None:
+        return num_steps
+    return DRAFT_TOKENS - 1 if num_tokens is None else num_tokens - 1
 
 
 def _lora_settings(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[AdapterFolder]) -> LoraSettings | None:

@@ -409,7 +409,8 @@ class Incarnation:
         rows: dict[int, int] = {}
         is_mendable = False
         try:
-            rows = self.rows_in_flight(role) if role is not None else {}
+            if role is not None:  # the other ranks compute the rows of the scheduler
+                rows = self.rows_in_flight(SCHEDULER if role.rank else role)
             scheduler_roles = [other for other in self._roles if other != DETOKENIZER]
             is_mendable = role == DETOKENIZER and not self._ended_children(scheduler_roles)
             if is_mendable:

@@ -269,6 +269,7 @@ class FakeRunner:
         self._busy_until = 0.0
         self.adapters = FakeAdapterSlots(num_adapter_slots, model.adapter_s) if num_adapter_slots else None
         self.use_grammars = None
+        self.use_ranks = None
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -388,6 +389,7 @@ class FakeRunner:
         if row.num_drafts:
             num_accepted = min(row.num_drafts, int(self._model.accepts[held.num_drafted % len(self._model.accepts)]))
             held.num_drafted += 1
+            result.num_proposed[row.uid] = row.num_drafts
             for _ in range(num_accepted):
                 self._write(row.uid, held, end, new[-1:])
                 end += 1

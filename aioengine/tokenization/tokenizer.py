@@ -19,6 +19,7 @@ from aioengine.model_files import folder_files
 from aioengine.protocol.messages import PairIds
 from aioengine.tokenization.chat_template import (
     DEFAULT,
+    WITH_TOOLS,
     ChatTemplates,
     ChatText,
     Json,
@@ -129,6 +130,12 @@ class Tokenizer:
     def template_names(self) -> tuple[str, ...]:
         """The names of the model's chat templates."""
         return tuple(sorted(self._chats.sources))
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the template for chats with tools, or an empty text."""
+        sources = self._chats.sources
+        return sources.get(WITH_TOOLS) or sources.get(DEFAULT, "")
 
     def decoding_facts(self) -> Json:
         """Return the parts of tokenizer.json for decoding: ``decoder``, ``added_tokens``, ``vocab`` of ``model``."""

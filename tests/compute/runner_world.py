@@ -20,6 +20,7 @@ from transformers import (
     YoutuConfig,
 )
 
+from aioengine.processes.leading_runner import LeadingRunner
 from aioengine.processes.scheduler_process import page_windows
 from aioengine.protocol.columns import Extra
 from aioengine.protocol.messages import End, Limits, Media, RequestKind, Sampling, Submit, TextRules
@@ -32,9 +33,11 @@ from tests.kit.settings import small_settings
 from tests.kit.tiny_sizes import CONTEXT_LENGTH, SIZES, VOCAB_SIZE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from aioengine.protocol.packed_logprobs import LogprobRules
+    from aioengine.protocol.rank_step import RankStep
     from aioengine.settings.config import Settings
 
 FAMILIES: dict[str, type[PretrainedConfig]] = {
@@ -108,9 +111,13 @@ def make_settings(
 
 @dataclass
 class World:
-    """An engine without processes and text: submit, run to the end, read the tokens."""
+    """An engine without processes and text: submit, run to the end, read the tokens.
+
+    ``send_to_ranks``: sends a message to the other ranks; None: there is one rank.
+    """
 
     settings: Settings
+    send_to_ranks: Callable[[RankStep], None] | None = None
     outputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     extras: dict[int, list[Extra]] = field(default_factory=dict[int, list[Extra]])
     ended: dict[int, End] = field(default_factory=dict[int, End])
@@ -128,7 +135,8 @@ class World:
             num_snapshots=int(self.runner.facts.get("num_snapshots", 0)),
             windows=page_windows(self.runner.facts),
         )
-        self.core: SchedulerCore[Ticket] = SchedulerCore(scheduler, self.runner, self.settings.scheduler.depth)
+        runner = self.runner if self.send_to_ranks is None else LeadingRunner(self.runner, self.send_to_ranks)
+        self.core: SchedulerCore[Ticket] = SchedulerCore(scheduler, runner, self.settings.scheduler.depth)
         self._next_uid = 0
 
     def submit(

@@ -28,6 +28,7 @@ from aioengine.quantization.gguf import codes_of, gguf_formats
 from aioengine.runner import weight_reading, weights
 from aioengine.settings.memory_model import weights_bytes
 from tests.compute.models.test_gguf import PROMPT, WIDE, described, logits_of, random_blocks, transformers_model
+from tests.compute.quantized import assert_close
 from tests.compute.stepping import Stepper, options
 from tests.kit.gguf_files import write_model
 from tests.kit.source import ROOT
@@ -90,7 +91,7 @@ def test_logits_are_those_of_the_dequantized_weights(
     monkeypatch.setattr(weight_reading, "PIECE_ELEMENTS", 40_000)  # a part of a matrix
     path = tmp_path / "model.gguf"
     expected = logits_of(write(path, family, kind, tied=tied))
-    torch.testing.assert_close(our_logits(loaded(path, is_on_cpu=is_on_cpu)), expected, rtol=1e-4, atol=1e-4)
+    assert_close(our_logits(loaded(path, is_on_cpu=is_on_cpu)), expected, 4 if BITS[kind] < 8 else 32)
 
 
 @pytest.mark.parametrize("is_on_cpu", [True, False])
@@ -98,7 +99,7 @@ def test_fused_layers_with_parts_of_different_types(is_on_cpu: bool, tmp_path: P
     path = tmp_path / "model.gguf"
     expected = logits_of(write(path, "llama", "Q4_K", others=MIXED))
     model = loaded(path, is_on_cpu=is_on_cpu)
-    torch.testing.assert_close(our_logits(model), expected, rtol=1e-4, atol=1e-4)
+    assert_close(our_logits(model), expected, 4)
 
 
 def test_parts_with_the_same_type_are_one_product() -> None:
@@ -155,7 +156,7 @@ def test_reopened_model_keeps_its_values_and_takes_new_ones(is_on_cpu: bool, tmp
     expected = logits_of(write(path, "llama", "Q4_K", others=MIXED, seed=9))
     model.open_for_loading()
     load(model, path)
-    torch.testing.assert_close(our_logits(model), expected, rtol=1e-4, atol=1e-4)
+    assert_close(our_logits(model), expected, 4)
 
 
 def test_other_type_than_that_of_the_open_layer_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from aioengine.runner import weight_reading, weights
 from aioengine.runner.weight_reading import read_all
 from aioengine.settings.memory_model import weights_bytes
 from tests.compute.models.test_hybrids import make_granite, make_lfm2, make_newer
-from tests.compute.quantized import rounded
+from tests.compute.quantized import assert_close, rounded
 from tests.compute.runner_world import LATENT_SIZES, save_model
 from tests.compute.stepping import Stepper
 from tests.kit import decoders
@@ -34,6 +34,8 @@ from tests.kit.tiny_sizes import SIZES
 
 CPU = torch.device("cpu")
 METHODS: list[Method] = ["fp8", "int8", "int4"]
+BITS = {"fp8": 32, "int8": 8, "int4": 4}
+"""Bits of weights on a CPU, where fp8 is converted to the dtype."""
 PROMPT = [5, 9, 2, 31, 7, 8, 15]
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     **{
@@ -99,8 +101,7 @@ def test_product_is_that_of_the_rounded_weight(method: Method, second: int, grou
     weight = torch.cat([rounded(tensors[f"{part}.weight"], method, group if method == "int4" else 0) for part in "ab"])
     x = torch.randn(5, 384).to(dtype)
     expected = x.float() @ weight.T + torch.cat([tensors["a.bias"], tensors["b.bias"]]).float()
-    difference = (layer(x).float() - expected).norm() / expected.norm()
-    assert difference < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert_close(layer(x).float(), expected, BITS[method] if dtype == torch.float32 else 4)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -153,7 +154,7 @@ def test_logits_are_those_of_rounded_weights(case: str, method: Method) -> None:
             model.finish_loading()
             results.append(Stepper(model).run(prompt, [4, 2, 1]))
             model.open_for_loading()
-        torch.testing.assert_close(*results[-2:], atol=2e-3, rtol=2e-3)
+        assert_close(results[-2], results[-1], BITS[method])
     assert torch.equal(results[2], results[4])
     assert not torch.allclose(results[0], results[2])
 
@@ -262,4 +263,4 @@ def test_ranks_quantize_their_shares(axis: Axis, is_transposed: bool, method: Me
             assert order is not None
             outputs = order[24 * rank : 24 * rank + 24]
             expected, result = x @ rounded(weight[outputs], method, group).T + bias[outputs], layer(x)
-        torch.testing.assert_close(result, expected, atol=1e-3, rtol=1e-4)
+        assert_close(result, expected, BITS[method])

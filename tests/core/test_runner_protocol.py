@@ -28,6 +28,7 @@ class FanOutRunner:
         self.facts = ranks[0].facts
         self.adapters = None
         self.use_grammars = None
+        self.use_ranks = None
 
     @property
     def controls(self) -> Mapping[str, Callable[[Control], Reply]]:

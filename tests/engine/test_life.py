@@ -537,9 +537,8 @@ class TestWatching:
         await world.engine.async_generate("a", GREEDY)
         assert set(world.engine.stats()) == {
             "num_running", "num_waiting", "num_streams", "num_detokenizing", "num_pages", "num_free_pages",
-            "num_cached_pages", "num_pinned_pages", "num_sessions", "num_preemptions", "num_restarts", "num_steps",
-            "prompt_tokens", "cached_tokens",
-            "output_tokens", "num_finished", "num_aborted",
+            "num_cached_pages", "num_pinned_pages", "num_sessions", "num_adapters", "num_preemptions", "num_restarts",
+            "num_steps", "prompt_tokens", "cached_tokens", "output_tokens", "num_finished", "num_aborted",
         }  # fmt: skip
 
     async def test_streams_count_rows(self, world: World) -> None:

@@ -1,6 +1,6 @@
 """The tables of models in the guide: one for each kind of model, with a row for each family.
 
-    python -m tests.kit.models_table  # adds rows of new families to the page, and removes rows without a family
+    python -m tests.kit.models_table  # adds rows of new families, removes rows without a family, updates `tp_size`
 
 Models and notes are edited in the page. A new row starts with the docstring of the family.
 """
@@ -13,10 +13,11 @@ from typing import Any
 
 from aioengine import plugins
 from aioengine.families._config import Task
+from aioengine.families._latent import LatentFamily
 from tests.kit.source import ROOT
 
 PAGE = ROOT / "examples" / "guides" / "models.md"
-HEAD = "| `model_type` | models | notes |"
+HEAD = "| `model_type` | models | `tp_size` | notes |"
 SECTIONS = {
     "Decoders": {Task.GENERATE, Task.EMBED, Task.CLASSIFY},
     "Vision-language models": {Task.GENERATE, Task.EMBED},
@@ -49,20 +50,29 @@ def rows(page: str) -> dict[str, list[str]]:
 
 
 def described(model_type: str) -> list[str]:
-    """Return the models and the notes, from the first line of the docstring of the family or of its file."""
+    """Return models, ``can_be_divided`` and notes, from the docstring of the family or of its file: its first line."""
     family_type = family(model_type)
     first = (family_type.__doc__ or sys.modules[family_type.__module__].__doc__ or "").partition("\n")[0]
     models, _, notes = first.rstrip(".").partition(": ")
-    return [models, notes]
+    return [models, can_be_divided(model_type), notes]
+
+
+def can_be_divided(model_type: str) -> str:
+    """Return "yes" if ``tp_size`` may be above 1."""
+    family_type = family(model_type)
+    others = ("experts", "delta_net", "short_conv", "mamba")
+    is_whole = issubclass(family_type, LatentFamily) or any(getattr(family_type, name, None) for name in others)
+    return "no" if is_whole or section(model_type) != "Decoders" else "yes"
 
 
 def table(page: str, heading: str) -> str:
     """Return the updated table below ``heading``: families in the order of the page, then new ones."""
     written = rows(page)
     known = [name for name in families() if section(name) == heading]
-    lines = [HEAD, "|---|---|---|"]
+    lines = [HEAD, "|---|---|---|---|"]
     for model_type in sorted(known, key=lambda name: [*written, name].index(name)):
-        cells = written.get(model_type) or [f"`{model_type}`", *described(model_type)]
+        name, models, _, notes = written.get(model_type) or [f"`{model_type}`", *described(model_type)]
+        cells = [name, models, can_be_divided(model_type), notes]
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(lines) + "\n"
 

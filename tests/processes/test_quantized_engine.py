@@ -91,7 +91,7 @@ def test_quantization_while_loading_gives_the_answers_of_rounded_weights(
     options: dict[str, Any] = {"quantization_group_size": group} if group else {}
     with Engine(quantization=method, **options, **arguments) as engine:
         assert answers(engine) == expected
-        np.testing.assert_allclose(states(engine), expected_states, atol=1e-2, rtol=1e-3)
+        np.testing.assert_allclose(states(engine), expected_states, atol=1e-2 if method == "int8" else 5e-2, rtol=1e-3)
         [scheduler] = [process for process in engine.health()["processes"] if process["role"] == "scheduler"]
         os.kill(scheduler["pid"], signal.SIGKILL)
         assert answers(engine) == expected
@@ -101,7 +101,7 @@ def test_adapters_hidden_states_and_logprobs_are_those_of_the_dequantized_model(
     demo = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     adapter = save_adapter(demo, tmp_path / "adapter", r=4)
     answers: list[list[dict[str, Any]]] = []
-    for folder in save_demo(tmp_path, "gptq-order"):
+    for folder in save_demo(tmp_path, "gptq-8"):
         with Engine(folder, device="cpu", dtype="float32", enable_lora=True, lora_paths={"a": str(adapter)}) as engine:
             answers.append(
                 engine.generate(

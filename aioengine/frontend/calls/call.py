@@ -37,7 +37,7 @@ from msgspec import Struct
 
 from aioengine.api import answers
 from aioengine.api.answers import ChunkInfo, ExtraDecoder, RowError
-from aioengine.protocol.columns import HIDDEN_STATES, Extra
+from aioengine.protocol.columns import DRAFTS, HIDDEN_STATES, Extra
 from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End, FinishCode, FirstToken
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class CallRow(Struct, eq=False):
         decoders: convert the logprobs and hidden states of the row.
         hidden_states: which hidden states it returns (``Sampling.hidden_states``).
         newest_hidden_state: the newest hidden state that was read, if the row returns only the last one.
+        drafts: extras of kind ``DRAFTS`` by token index; None: the engine does not speculate.
         num_image_tokens: positions of the prompt that hold features of images.
         info: the ``meta_info`` that all its chunks share.
         uid: the engine's number of the row; -1: not submitted.
@@ -97,6 +98,7 @@ class CallRow(Struct, eq=False):
     uid: int = -1
     first_token: FirstToken | None = None
     newest_hidden_state: Extra | None = None
+    drafts: dict[int, Extra] | None = None
     info: ChunkInfo = {}  # type: ignore[typeddict-item]  # set in __post_init__
     text: str = ""
     more_texts: list[str] = []
@@ -164,6 +166,10 @@ class CallRow(Struct, eq=False):
             if extra.kind in decoder.kinds:
                 decoder.decode(extra)
                 return
+        if extra.kind == DRAFTS:
+            if self.drafts is not None:
+                self.drafts[extra.index] = extra
+            return
         if extra.index >= self.token_offset or not self.token_offset:
             self.extras[extra.index, extra.kind] = extra
         if self.hidden_states == LAST_STATES:
@@ -233,10 +239,7 @@ class CallRow(Struct, eq=False):
     def answer(self) -> Answer:
         """Return the whole output of a row that has ended."""
         token_ids = self.join()
-        info = self.info.copy()
-        info["completion_tokens"] = len(token_ids)
-        if self.end is not None:
-            self._add_end(info, self.end)
+        info = self.final_info(cast("End", self.end))
         answer: Answer = {  # type: ignore[typeddict-item]
             "text": self.text,
             "output_ids": token_ids,
@@ -247,6 +250,13 @@ class CallRow(Struct, eq=False):
         if self.extras or self.decoders:
             self._add_extras(answer)
         return answer
+
+    def final_info(self, end: End) -> ChunkInfo:
+        """Return the ``meta_info`` of the row with this end."""
+        info = self.info.copy()
+        info["completion_tokens"] = self.num_known()
+        self._add_end(info, end)
+        return info
 
     def join(self) -> list[int]:
         """Join the unread texts in ``text``. Return the list of unread ids, and set ``token_ids`` to it."""
@@ -289,6 +299,8 @@ class CallRow(Struct, eq=False):
         num_cached = info["cached_tokens"] = max(end.num_cached, info["cached_tokens"])
         info["cached_tokens_details"] = {"device": num_cached, "host": 0}
         info["num_preemptions"] = info["num_retractions"] = max(end.num_preemptions, info["num_preemptions"])
+        if self.drafts is not None:
+            cast("dict[str, object]", info).update(answers.draft_info(self.drafts, info["completion_tokens"]))
         info["e2e_latency"] = self.delivered_at - self.call.called_at
         info["timings"] = self._timings(end)
 
@@ -378,6 +390,7 @@ class Call:
         wakers: callbacks of all other waiting readers.
         notify_on: when the reader calls ``on_read``.
         kept_row: the row of an attachable call.
+        on_row_end: called with each started row that ends, its end and its error; None: nothing observes the call.
         weight_version: version of the weights when the call began, for rows without a token.
     """
 
@@ -385,8 +398,8 @@ class Call:
         "aborted", "called_at", "compiling", "counter", "deadlines", "ending", "error", "has_reader", "ids",
         "is_accepted", "is_left", "is_over", "is_reserved", "is_start_pending", "is_stream", "kept_row", "live",
         "notify_on", "num_bytes", "num_held", "num_logprob_bytes", "num_open", "num_rows_of", "num_started",
-        "num_tokens", "number", "ready", "request", "results", "returns_exceptions", "rid", "timer", "waiter",
-        "wakers", "weight_version",
+        "num_tokens", "number", "on_row_end", "ready", "request", "results", "returns_exceptions", "rid", "timer",
+        "waiter", "wakers", "weight_version",
     )  # fmt: skip
 
     request: CallRequest
@@ -425,6 +438,7 @@ class Call:
         self.wakers: list[Callable[[], object]] = []
         self.notify_on = NotifyOn.NOTHING
         self.kept_row: CallRow | None = None
+        self.on_row_end: Callable[[CallRow, End, BaseException | None], None] | None = None
         self.weight_version = weight_version
 
     def begin(self, request: CallRequest) -> None:
@@ -517,6 +531,8 @@ class Call:
         row.error = row.failure(end) if error is None else error
         self.num_open -= 1
         self.is_over = self.is_over or self.num_open == 0
+        if self.on_row_end is not None:
+            self.on_row_end(row, end, row.error)
         if row.error is not None and not self.returns_exceptions:
             prompt = row.position // self.request.num_samples
             self.fail(answers.named(row.error, prompt, self.request.num_prompts))
@@ -530,6 +546,16 @@ class Call:
             self.results[row.position] = row.error or row.answer()
             if self.num_open == 0:
                 self.wake()
+
+    def drop_live(self, now: float) -> None:
+        """Drop the rows without an end, because the call has failed or was left."""
+        if self.on_row_end is not None:
+            code = FinishCode.ABORT if self.error is None else FinishCode.FAILED
+            message = "its reader left" if self.error is None else str(self.error)
+            for row in self.live.values():
+                row.delivered_at = now
+                self.on_row_end(row, End(row.uid, code, message=message, ended_at=now), self.error)
+        self.live.clear()
 
     def fail(self, error: BaseException) -> None:
         """End the call with an error. Ready chunks are read first."""

@@ -160,7 +160,7 @@ class Calls:
             uids = [row.uid for row in call.live.values()]
             for uid in uids:
                 self.rows.pop(uid, None)
-            call.live.clear()
+            call.drop_live(time.monotonic())
             if call.request.sessions is not None:
                 self._sessions.end(call)
             if call.request.adapters is not None:

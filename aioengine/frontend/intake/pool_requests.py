@@ -28,6 +28,7 @@ class PlainPoolOptions(TypedDict, total=False):
     timeout: float | None
     queue_timeout: float | None
     refuse_late: bool
+    external_trace_header: Mapping[str, str] | None
     cache_salt: str | Sequence[str | None] | None
     lora_path: str | Sequence[str | None] | None
     truncate: bool

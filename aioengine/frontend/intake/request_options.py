@@ -43,6 +43,7 @@ class PlainRequestOptions(TypedDict, total=False):
     first_token_timeout: float | None
     refuse_late: bool
     resume_ttl: float | None
+    external_trace_header: Mapping[str, str] | None
     return_prompt_token_ids: bool
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
@@ -76,6 +77,8 @@ class RequestOptions(PlainRequestOptions, total=False):
         Awaiting a stream then waits for its first chunk.
     resume_ttl: seconds for which the stream of a single prompt outlives its reader. A reader that leaves does not abort
         it, ``attach`` continues it, and it can be read again after its end.
+    external_trace_header: HTTP headers of the caller with ``traceparent``, for ``aioengine.tracing``: the span of the
+        request belongs to this trace.
     return_exceptions: the result of a wrong or failed row of a batch is its exception; other rows continue. A mistake
         in the whole call still raises, and so does a single prompt.
     return_prompt_token_ids: answers and chunks have ``prompt_token_ids``.

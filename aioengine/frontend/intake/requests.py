@@ -101,6 +101,7 @@ class CallRequest(Struct):
         rid: the caller's id of the whole call. rids: the caller's ids of the prompts; "" replaces a wrong id.
         timeouts: seconds from the call, by their names in a finish reason.
         lists: the options with one value per prompt.
+        trace_headers: ``external_trace_header``, with names in lower case.
     """
 
     name: str
@@ -137,6 +138,7 @@ class CallRequest(Struct):
     sessions: PerPrompt[SessionParams | None] | None = None
     logprobs: LogprobOptions | None = None
     lists: list[PerPrompt[Any]] = []
+    trace_headers: Mapping[str, str] = {}
 
     @property
     def is_checked(self) -> bool:
@@ -411,6 +413,7 @@ def _set_options(request: CallRequest, options: Mapping[str, object]) -> None:
     request.timeouts = {key: value for key, name in _TIMEOUTS if (value := _timeout(name, options)) is not None}
     request.refuses_late = checks.switch("refuse_late", options.get("refuse_late", False))
     request.resume_ttl_s = _timeout("resume_ttl", options)
+    request.trace_headers = _headers(options.get("external_trace_header"))
     request.returns_exceptions = checks.switch("return_exceptions", options.get("return_exceptions", False))
     request.shows_prompt = checks.switch("return_prompt_token_ids", options.get("return_prompt_token_ids", False))
     request.adapters = adapter_choice(options, request)
@@ -483,6 +486,19 @@ def _hidden_states(value: object) -> str:
     if value != LAST_STATES:
         raise checks.wrong_value("return_hidden_states", allowed, value)
     return LAST_STATES
+
+
+def _headers(value: object) -> dict[str, str]:
+    """Return the headers of a mapping, with names in lower case."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise checks.wrong_type("external_trace_header", "a dict of HTTP headers", value)
+    headers = cast("Mapping[object, object]", value)
+    return {
+        checks.text("external_trace_header", name).lower(): checks.text(f"external_trace_header[{name!r}]", header)
+        for name, header in headers.items()
+    }
 
 
 def _processor(value: object) -> str:

@@ -342,6 +342,7 @@ class Submitter:
             shows_prompt=request.shows_prompt,
             decoders=request.decoders_of(prompt, len(ids), self._model.hidden_size) if has_extras else (),
             hidden_states=request.hidden_states_of(prompt) if has_extras else "",
+            drafts={} if self._settings.scheduler.max_drafts else None,
             num_image_tokens=ids.num_image_tokens if isinstance(ids, MediaIds) else 0,
             is_queued=not call.is_stream,
         )

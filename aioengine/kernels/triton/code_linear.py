@@ -1,8 +1,8 @@
 """Matmul with a weight of 4 or 8 bits per number (``Codes``) on a GPU: x [T, I], bias [O] -> [T, O]. G groups.
 
 For few rows, the time is limited by reading the weight, as in ``skinny_linear`` and ``vector_linear``. Numbers are
-converted in registers to operands of tensor cores. For many rows it is faster to ``dequantize`` the weight first, or to
-round the inputs to fp8 too (``quantize_rows``).
+converted in registers to operands of tensor cores. For many rows it is faster to ``dequantize`` the weight first. Fp8
+weights have kernels of their own (``fp8_linear``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.codes import FP8, FP8_MAX, MIDDLE, PIECES, Codes, piece_of
+from aioengine.kernels.codes import MIDDLE, PIECES, Codes, piece_of
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.vector_linear import products
@@ -33,9 +33,7 @@ MAX_SPLITS = 4
 PROCESSORS = 132
 """Of an H200."""
 DEQUANTIZED_COLUMNS = 1024
-PADDED_ROWS = 4
 PIECE = tl.constexpr(PIECES[0])
-LARGEST = tl.constexpr(FP8_MAX)
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
 _MAX_ZERO = 64
@@ -135,8 +133,8 @@ def _matmul_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
     bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor, out: tl.tensor, num_rows: tl.tensor,
     num_outputs: tl.tensor,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
     split, first_row = tl.program_id(1), tl.program_id(2) * ROWS
     first = split * (SIZE // SPLITS)
@@ -154,9 +152,7 @@ def _matmul_kernel(
             columns = start + tl.arange(0, BLOCK)
             numbers = tl.load(weight + lines + columns[None, :]).to(tl.float32)
             vectors = tl.load(x + rows * SIZE + columns[:, None], mask=is_row, other=0.0)
-            if NUM_GROUPS == 1 and offsets is None:
-                total = tl.dot(numbers.to(x.dtype.element_ty), vectors, total)
-            elif GROUP % BLOCK == 0 and offsets is None:
+            if GROUP % BLOCK == 0 and offsets is None:
                 total += tl.dot(numbers.to(x.dtype.element_ty), vectors) * tl.load(scales + group)
             else:
                 GROUPS: tl.constexpr = (BLOCK + GROUP - 1) // GROUP
@@ -213,8 +209,6 @@ def _matmul_kernel(
                 total = tl.dot(part.to(x.dtype.element_ty), third_vectors, total)
                 part = _scaled(words, 12, table, scales + group + fourth, offsets, group + fourth)
                 total = tl.dot(part.to(x.dtype.element_ty), fourth_vectors, total)
-    if NUM_GROUPS == 1 and BITS == 8 and offsets is None:
-        total *= tl.load(scales + known)
     is_last = True
     if SPLITS > 1:
         own = partials + tile.to(tl.int64) * (SPLITS * OUTPUTS * ROWS) + tl.arange(0, OUTPUTS)[:, None] * ROWS
@@ -410,14 +404,14 @@ def matmul(
         programs: see ``shape_of_programs``.
     """
     num_outputs, size = codes.shape
-    num_rows, num_groups = x.shape[0], codes.scales.shape[0]
+    num_rows = x.shape[0]
     programs = programs or shape_of_programs(num_outputs, size, codes.bits, num_rows)
     outputs, block, splits, stages, num_warps, rows = programs
     grid = -(-num_outputs // outputs), splits, -(-num_rows // rows)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     num_partials = 1 if splits == 1 else grid[0] * splits * grid[2] * outputs * rows
     partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
-    sizes = size, codes.group, num_groups, codes.bits, codes.zero, rows, outputs, block, splits, stages
+    sizes = size, codes.group, codes.bits, codes.zero, rows, outputs, block, splits, stages
     tensors = codes.numbers, codes.scales, codes.offsets, codes.zeros, codes.table, bias
     arguments = (x, *tensors, partials, num_done, out, num_rows, num_outputs, *sizes)
     key = (x.dtype, num_outputs, sizes, num_warps, *(None if own is None else own.dtype for own in tensors))
@@ -522,37 +516,3 @@ def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
     grid = num_outputs, -(-size // DEQUANTIZED_COLUMNS), 1
     _dequantize(grid, (*key, *alignments(codes.numbers)), arguments, options(4))
     return out
-
-
-@triton.jit(do_not_specialize=["num_padded"])
-def _quantize_rows_kernel(
-    x: tl.tensor, numbers: tl.tensor, scales: tl.tensor, num_padded: tl.tensor,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
-    start_next_and_wait()
-    row, groups = tl.program_id(0), tl.arange(0, GROUPS)
-    columns = groups[:, None] * GROUP + tl.arange(0, WIDTH)[None, :]
-    inside, places = columns < SIZE, row.to(tl.int64) * SIZE + columns
-    values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / LARGEST
-    tl.store(numbers + places, (values / scale[:, None]).to(numbers.dtype.element_ty), mask=inside)
-    tl.store(scales + groups.to(tl.int64) * num_padded + row, scale, mask=groups * GROUP < SIZE)
-
-
-_quantize_rows = KernelLauncher(_quantize_rows_kernel)
-
-
-def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return x [T, I] as fp8 numbers [P, I], and their scales [G, P] fp32, one for each ``group`` inputs of a row.
-
-    P is the next multiple of ``PADDED_ROWS``, as torch's products with several scales per row need; the last P - T rows
-    are uninitialized. group: a power of two, or I.
-    """
-    num_rows, size = x.shape
-    num_padded = -(-num_rows // PADDED_ROWS) * PADDED_ROWS
-    numbers = torch.empty((num_padded, size), dtype=FP8, device=x.device)
-    scales = torch.empty((-(-size // group), num_padded), dtype=torch.float32, device=x.device)
-    sizes = size, group, next_power_of_2(len(scales)), next_power_of_2(group)
-    key = (x.dtype, sizes, *alignments(x))
-    _quantize_rows((num_rows, 1, 1), key, (x, numbers, scales, num_padded, *sizes), options(8 if size > 2048 else 4))
-    return numbers, scales

@@ -60,11 +60,16 @@ class UniformTable:
     def take(
         self, row_indices: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
-        """Return ``uniforms(seeds, positions)`` [S]. A row may belong to another request than before."""
+        """Return ``uniforms(seeds, positions)`` [S]. A row may belong to another request than before, and may occur
+        several times, with up to ``AHEAD`` ascending positions.
+        """
         offsets = positions - self._starts[row_indices]
         is_stale = (offsets < 0) | (offsets >= self.AHEAD) | (self._seeds[row_indices] != seeds)
         if is_stale.any():
-            stale, stale_seeds, firsts = row_indices[is_stale], seeds[is_stale], positions[is_stale]
+            is_stale = np.isin(row_indices, row_indices[is_stale])
+            # the first position of a row is written last, and stays
+            stale, firsts = row_indices[is_stale][::-1], positions[is_stale][::-1]
+            stale_seeds = seeds[is_stale][::-1]
             ahead = (firsts[:, None] + np.arange(self.AHEAD)).ravel()
             self._numbers[stale] = uniforms(stale_seeds.repeat(self.AHEAD), ahead).reshape(-1, self.AHEAD)
             self._starts[stale] = firsts

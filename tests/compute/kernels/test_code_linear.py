@@ -9,7 +9,7 @@ import torch
 
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.kernels.triton.code_linear import (
-    dequantize, device_codes, matmul, num_tiles, quantize_rows, serves, serves_vector, vector_matmul
+    dequantize, device_codes, matmul, num_tiles, serves, serves_vector, vector_matmul
 )
 
 
@@ -58,15 +58,6 @@ for outputs, inputs, group, num_rows in ((64, 256, 64, 5), (96, 384, 128, 70), (
         check(same, num_rows)
 for inputs, num_groups in ((256, 1), (256, 2), (384, 3), (320, 3)):
     check(Codes(torch.randn(64, inputs).to(torch.float8_e4m3fn), torch.rand(64, num_groups)), 4)
-
-x = torch.randn(3, 320)
-for group in (320, 128):
-    numbers, scales = quantize_rows(x, group)
-    parts = torch.nn.functional.pad(x, (0, -320 % group)).view(3, -1, group)
-    assert numbers.shape == (4, 320)
-    # the interpreter rounds to fp8 incorrectly
-    torch.testing.assert_close(scales[:, :3], parts.abs().amax(2).t() / 448)
-    assert numbers[:3].float().abs().amax(1).eq(448).all()
 """
 
 

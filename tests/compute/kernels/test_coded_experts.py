@@ -10,6 +10,7 @@ from aioengine.kernels import experts, mxfp4, routing
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.kernels.expert_types import SILU, ExpertWeights, GateFunction
 from tests.compute.interpreted import run_compiled, run_interpreted
+from tests.compute.quantized import assert_close
 
 NUM_EXPERTS = 5
 KINDS = ("mxfp4", "int4", "int8", "fp8")
@@ -53,7 +54,7 @@ def test_experts_match_the_dequantized_weights(kind: str) -> None:
     wide = experts.prepare(dequantized(weights, torch.float32), torch.float32)
     x = torch.randn(30, 96)
     chosen = routing.route(torch.randn(30, NUM_EXPERTS), None, 3, RouterConfig())
-    torch.testing.assert_close(kept(x, chosen), wide(x, chosen), rtol=1e-4, atol=1e-4)
+    assert_close(kept(x, chosen), wide(x, chosen), {"int4": 4, "int8": 8}.get(kind, 32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from aioengine.kernels import int8_linear
+from aioengine.kernels.codes import Codes
 
 
 def check_products(num_inputs: int) -> None:
@@ -20,13 +21,13 @@ def check_products(num_inputs: int) -> None:
     scales, bias = torch.rand(70, 1) + 0.1, torch.randn(70)
     x = torch.randint(-127, 128, (150, num_inputs)).float()
     x[0], x[:, 0] = 127, 127
-    prepared = int8_linear.prepare(weight, scales, bias)
+    prepared = int8_linear.prepare(Codes(weight, scales), bias)
     result = prepared.matmul(x * 0.5)
     sums = (x.long() @ weight.long().t()).double()
     torch.testing.assert_close(result.double(), sums * 0.5 * scales.t().double() + bias, rtol=1e-6, atol=1e-2)
     for rows in (slice(0, 1), slice(3, 10), slice(140, 150)):
         assert torch.equal(prepared.matmul(x[rows] * 0.5), result[rows])
-    assert torch.equal(prepared.restore(), weight)
+    assert torch.equal(prepared.restore().packed, weight)
 
 
 @pytest.mark.parametrize("num_inputs", [1, 300, 2500])
@@ -44,3 +45,27 @@ def test_integer_products_are_exact_on_a_cpu_without_vnni() -> None:
     code = "from tests.compute.kernels.test_int8_linear import check_products; check_products(300)"
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("num_inputs", [2, 300, 2500])
+def test_activations_of_16_bits_are_nearly_exact(num_inputs: int, is_shared: bool, dtype: torch.dtype) -> None:
+    """One token has a number 1,000 times as large as the others."""
+    torch.manual_seed(0)
+    weight = torch.randint(-127, 128, (70, num_inputs)).to(torch.int8)
+    codes, bias = Codes(weight, torch.rand(70, 1) + 0.1), torch.randn(70)
+    x = torch.randn(150, num_inputs).to(dtype)
+    x[0] *= 1e-6
+    x[1, 0], x[2], x[3, 0] = 1000, 0, torch.nan
+    prepared = int8_linear.prepare(codes, bias, activation_bits=16, is_shared=is_shared)
+    result = prepared.matmul(x)
+    expected = x.double() @ codes.dequantized(torch.float64).t() + bias
+    errors = (result - expected).norm(dim=1) / expected.norm(dim=1)
+    limits = torch.full((150,), 1e-4 if dtype == torch.float32 else 3e-3)
+    limits[1] = 3e-3
+    assert errors[3].isnan()
+    assert (errors < limits).sum() == 149
+    for rows in (slice(0, 1), slice(4, 10), slice(140, 150)):
+        assert torch.equal(prepared.matmul(x[rows]), result[rows])
+    assert torch.equal(prepared.restore().packed, weight)

@@ -6,16 +6,17 @@ import json
 import os
 import re
 import weakref
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from msgspec.structs import replace
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from aioengine import models
-from aioengine.layers.placement import Slice, Target
+from aioengine.layers.placement import Shard, Slice, Target
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weight_reading, weights
 from aioengine.settings.config import ModelConfig
@@ -356,3 +357,39 @@ def test_slices_of_tensors_load_along_any_dimension(load_format: str, tmp_path: 
     save_file({**given, "up.weight": torch.ones(1, 4)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"up\.weight has shape \[1, 4\], and the model expects \[2, 4\]"):
         load(Half(1), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_read_only_their_parts(
+    family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the dtypes of file and model differ. All ranks read norms."""
+    monkeypatch.setattr(weight_reading, "PIECE_BYTES", 1000)
+    save_model(family, tmp_path)
+    num_bytes: list[int] = []
+    read = os.preadv
+
+    def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        size = read(fd, buffers, offset)
+        num_bytes.append(size)
+        return size
+
+    monkeypatch.setattr(os, "preadv", counted)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    whole = models.build(raw, options(dtype)).weights()
+    entries = {name: tuple(target.shape) for name, target in whole.items()}
+    for name, values in load_file(tmp_path / "model.safetensors").items():
+        whole[name].tensor.copy_(values)
+    for rank in range(2):
+        model = models.build(raw, replace_fields(options(dtype), shard=Shard(rank, 2)))
+        targets = model.weights()
+        num_bytes.clear()
+        monkeypatch.setattr(model, "finish_loading", lambda: None)
+        weights.load(model, tmp_path, load_format="auto", seed=0, report=lambda *_: None)
+        for name, target in targets.items():
+            assert target.shape == entries[name]
+            assert torch.equal(target.tensor, whole[name].tensor[target.index])
+        assert sum(num_bytes) == sum(target.tensor.numel() * 4 for target in targets.values())
+        divided = [target for target in targets.values() if target.source is not None]
+        assert len(divided) == 2 * 7 + 2

@@ -58,8 +58,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_world(folder: Path, *, depth: int, min_forced: int = NOT_FORCED, max_tokens: int = 1_000) -> World:
-    world = World(make_settings(folder, depth=depth, chunk_tokens=64))
+def make_world(
+    folder: Path, *, depth: int, min_forced: int = NOT_FORCED, max_tokens: int = 1_000, chunk_tokens: int = 64
+) -> World:
+    world = World(make_settings(folder, depth=depth, chunk_tokens=chunk_tokens))
     world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
     world.runner._constrained.min_forced = min_forced
     world.runner._constrained.max_tokens = max_tokens
@@ -88,6 +90,21 @@ def alone(folder: Path) -> list[list[int]]:
         world.answers([prompt], [sampling], max_new_tokens=40)[0]
         for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
     ]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_answers_beside_chunks_of_prompts_equal_the_answers_of_single_requests(
+    folder: Path, alone: list[list[int]], depth: int
+) -> None:
+    world = make_world(folder, depth=depth, chunk_tokens=12)
+    uids = [
+        world.submit(prompt, sampling, max_new_tokens=40) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
+    ]
+    for number in range(8):  # while the others decode
+        world.step()
+        world.submit([number + 1] * 60)
+    world.run()
+    assert [world.outputs[uid] for uid in uids] == alone
 
 
 @pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (2, 0), (0, 4), (1, 4), (2, 3)])
@@ -337,3 +354,16 @@ for num_tokens in (64, 2048, 2100, 5000):
 
 def test_kernel_masks_the_excluded_tokens() -> None:
     run_interpreted(PROGRAM)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_steps_with_chunks_of_prompts_use_the_masks_of_known_tokens(
+    folder: Path, alone: list[list[int]], depth: int
+) -> None:
+    world = make_world(folder, depth=depth)
+    uids = [world.submit(prompt, each, max_new_tokens=40) for prompt, each in zip(PROMPTS, SAMPLINGS, strict=True)]
+    while world.core.has_work:
+        if len(world.outputs[uids[0]]) in {2, 4, 6}:  # several chunks, which sample nothing
+            world.submit([7] * 200, max_new_tokens=1)
+        world.step()
+    assert [world.outputs[uid] for uid in uids] == alone

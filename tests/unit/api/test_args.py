@@ -21,7 +21,7 @@ DOCUMENTED = """
     model_path tokenizer_path device dtype context_length trust_remote_code model_impl load_format random_seed
     quantization quantization_group_size kv_cache_dtype
     max_running_requests max_queued_requests max_queued_tokens max_total_tokens mem_fraction_static page_size
-    chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule disable_cuda_graph
+    chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule tp_size disable_cuda_graph
     tenant_weights max_queued_bytes max_logprob_bytes slow_reader slow_reader_timeout
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
     startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference is_embedding
@@ -29,6 +29,7 @@ DOCUMENTED = """
     lora_target_modules max_loaded_loras
     logits_processors logprobs_mode max_hidden_state_bytes allowed_local_media_path allow_private_urls max_image_bytes
     max_image_pixels max_images_per_prompt media_timeout
+    speculative_algorithm speculative_num_draft_tokens speculative_num_steps
 """.split()
 
 WRONG_TYPES = {int: [True, "1", 1.5], float: [True, "1", []], bool: [0, "yes"], str: [5, b"x"]}
@@ -93,6 +94,7 @@ def test_each_argument_changes_one_field() -> None:
         "sampling_defaults": "engine",
         "allowed_local_media_path": "/",
         "kv_cache_dtype": "int8",
+        "speculative_algorithm": "NGRAM",
     }
     seen: set[EngineConfig | str] = set()
     for name, argument in ARGUMENTS.items():
@@ -129,6 +131,10 @@ def test_a_wrong_type_is_a_type_error_that_names_the_argument(name: str) -> None
         ("logits_processors entries", "a:B,c.:D", "package.module:Class"),
         ("logits_processors entries", ["a:b c"], "package.module:Class"),
         ("tenant_weights", "gold", "tenant=number"),
+        ("speculative_algorithm", "LOOKUP", "'NGRAM' or None"),
+        ("speculative_num_draft_tokens", 1, "2"),
+        ("speculative_num_draft_tokens", 17, "16"),
+        ("speculative_num_steps", 0, "1"),
         ("tenant_weights", "=3", "tenant=number"),
         ("tenant_weights", "gold=3,free=-1", "tenant=number"),
     ],
@@ -200,9 +206,9 @@ def test_unknown_arguments_are_never_answered_with_one_that_has_no_effect() -> N
 
 
 def test_misspelled_arguments_of_missing_features_name_the_feature() -> None:
-    message = r"'tp_sizes' \('tp_size' belongs to a feature that is not available yet: tensor parallelism\)$"
+    message = r"'pp_sizes' \('pp_size' belongs to a feature that is not available yet: pipeline parallelism\)$"
     with pytest.raises(TypeError, match=message):
-        engine_config(None, {"tp_sizes": 2})
+        engine_config(None, {"pp_sizes": 2})
 
 
 @pytest.mark.parametrize("alias", ALIASES)
@@ -224,9 +230,13 @@ def test_the_model_may_be_set_only_once() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "feature"),
     [
-        ("tp_size", 2, "tensor parallelism"),
-        ("speculative_algorithm", "EAGLE", "speculative"),
-        ("speculative_model", "draft", "speculative decoding"),
+        ("pp_size", 2, "pipeline parallelism"),
+        ("ep_size", 2, "expert parallelism"),
+        ("speculative_algorithm", "EAGLE", "EAGLE heads"),
+        ("speculative_algorithm", "standalone", "second model"),
+        ("speculative_algorithm", "NEXTN", "multi-token-prediction"),
+        ("speculative_model", "draft", "second model"),
+        ("speculative_eagle_topk", 4, "second model"),
         ("enable_sleep_mode", True, "releasing memory"),
         ("override_generation_config", {"top_k": 5}, "default sampling parameters"),
     ],
@@ -237,14 +247,14 @@ def test_features_to_come_are_refused_and_not_ignored(name: str, value: object, 
 
 
 def test_features_to_come_may_be_turned_off() -> None:
-    off = {"tp_size": 1, "lora_paths": None}
+    off = {"pp_size": 1, "lora_paths": None}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine_config(None, off) == EngineConfig()
 
 
 DEFAULTS_ELSEWHERE: dict[str, object] = {
-    "tp_size": 1, "tensor_parallel_size": 1, "pp_size": 1, "data_parallel_size": 1, "enable_dp_attention": False,
+    "tp_size": 1, "pp_size": 1, "data_parallel_size": 1, "enable_dp_attention": False,
     "weight_version": "default", "model_loader_extra_config": "{}", "custom_weight_loader": [],
     "enable_weights_cpu_backup": False, "enable_return_routed_experts": False, "speculative_token_map": None,
     "encoder_only": False, "enable_fp32_lm_head": False, "rl_on_policy_target": None, "tool_call_parser": None,

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from aioengine import SamplingParams
 from aioengine.errors import UnsupportedSchemaError
+from tests.kit import special_tokens
 from tests.kit.grammar_walks import demo_grammars, grammar_of, text_of, token_bytes, walk
 
 if TYPE_CHECKING:
@@ -443,3 +444,58 @@ def test_invalid_structural_tag_is_refused_with_its_pointer(given: Format, match
 def test_format_at_the_top_is_refused_with_its_place() -> None:
     with pytest.raises(ValueError, match=r"it has no \"format\": put the format under it, .*; it has 'tags', 'type'$"):
         SamplingParams(structural_tag={"type": "triggered_tags", "tags": [TEXT_TAG]})
+
+
+def token(text: str) -> Format:
+    return {"type": "token", "token": text}
+
+
+ANY_TEXT = {"type": "any_text"}
+NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
+MESSAGE = row(token("<|start|>"), ANY_TEXT, token("<|end|>"))
+
+
+@pytest.mark.parametrize(
+    ("given", "texts", "others"),
+    [
+        (row(ANY_TEXT, token("[ARGS]"), word("x")), ["[ARGS]x", "a[ARGS]x"], ["ax", "a[ARGS]", "[ARGS][ARGS]x"]),
+        (row(NUMBER, token("[ARGS]"), NUMBER), ["12[ARGS]3"], ["123"]),
+        (
+            row(ANY_TEXT, {"type": "optional", "content": row(token("[ARGS]"), word("x"))}),
+            ["", "a", "a[ARGS]x"], ["a[ARGS]"],
+        ),
+        (
+            row({"type": "star", "content": MESSAGE}, token("<|call|>"), ANY_TEXT),
+            ["<|call|>", "<|start|>a<|end|><|start|><|end|><|call|>b"], ["<|start|>a<|call|>b", "a<|call|>"],
+        ),
+        ({"type": "or", "elements": [row(token("[THINK]"), ANY_TEXT, token("[/THINK]"), ANY_TEXT), ANY_TEXT]},
+         ["[THINK]a[/THINK]b", "a"], ["[THINK]a"]),
+        (row(word("a"), token("no such token"), word("b")), ["ano such tokenb"], ["ab"]),
+    ],
+)  # fmt: skip
+def test_special_tokens_end_free_text_and_are_no_part_of_it(given: Format, texts: list[str], others: list[str]) -> None:
+    grammar = special_tokens.compiled(structural_tag={"format": given})
+    assert all(special_tokens.accepts(grammar, text) for text in texts)
+    assert not any(special_tokens.accepts(grammar, text) for text in others)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        row(ANY_TEXT, {"type": "optional", "content": token("[ARGS]")}, ANY_TEXT),
+        row(ANY_TEXT, {"type": "star", "content": token("[ARGS]")}, word("x"), NUMBER),
+        row(ANY_TEXT, {"type": "or", "elements": [token("[ARGS]"), NUMBER]}),
+    ],
+)
+def test_free_text_before_an_optional_special_token_needs_another_end(given: Format) -> None:
+    with pytest.raises(UnsupportedSchemaError, match="has no visible end"):
+        SamplingParams(structural_tag={"format": given})
+
+
+def test_text_that_looks_like_the_rule_of_a_special_token_stays_text() -> None:
+    for text in ('r0: %token "[ARGS]"', '\nr0: %token "[ARGS]"\n'):
+        plain = text.replace("[ARGS]", "[" + "ARGS]")
+        grammar = special_tokens.compiled(structural_tag={"format": word(text)})
+        ids = [special_tokens.ids_of_bytes()[byte] for byte in plain.encode()]
+        matcher = special_tokens.grammars().open(grammar, [], 0).matcher
+        assert matcher.try_consume_tokens(ids) == len(ids)

@@ -110,3 +110,10 @@ def test_half_of_the_memory_is_free_without_proc(tmp_path: Path) -> None:
 
 def test_this_machine_has_free_memory() -> None:
     assert machine.free_host_memory() > 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, 4), ("0", 1), ("2, 3", 2), ("GPU-a,GPU-b,GPU-c", 3), ("", 0), ("1,-1,2", 1)]
+)
+def test_visible_gpus_are_counted(visible: str | None, expected: int) -> None:
+    assert machine.num_gpus(4, visible) == expected

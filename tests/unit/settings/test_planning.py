@@ -278,3 +278,25 @@ def test_plan_does_not_import_torch() -> None:
     code = "import sys, aioengine; print(aioengine.plan(device='cpu')); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "Qwen3ForCausalLM" in done.stdout
+
+
+def test_plan_has_the_sizes_of_one_rank(tmp_path: Path) -> None:
+    path = folder(tmp_path)
+    one, two, sixteen = (
+        aioengine.plan(path, device="cuda", device_memory="80GiB", tp_size=num_ranks) for num_ranks in (1, 2, 16)
+    )
+    norms = 2 * 65 * 4096
+    assert two.weights_bytes - norms == (one.weights_bytes - norms) // 2
+    assert two.kv_bytes_per_token == one.kv_bytes_per_token // 2
+    assert two.activations_bytes < one.activations_bytes
+    assert sixteen.kv_bytes_per_token == one.kv_bytes_per_token // 8  # a rank has at least one KV head
+    assert (one.tp_size, two.tp_size, two.num_parameters) == (1, 2, one.num_parameters)
+    assert two.max_total_tokens > one.max_total_tokens
+    assert "2 ranks; sizes are those of one rank" in str(two)
+    with pytest.raises(ValueError, match="tp_size=3 does not work for this model: it has 32 attention heads, 8 KV"):
+        aioengine.plan(path, device="cuda", device_memory="80GiB", tp_size=3)
+
+
+def test_ranks_on_a_cpu_share_its_memory(tmp_path: Path) -> None:
+    one, two = (aioengine.plan(folder(tmp_path), device="cpu", device_memory="80GiB", tp_size=n) for n in (1, 2))
+    assert two.device_memory == one.device_memory // 2

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from aioengine.api.args import engine_config
 from aioengine.model_files.adapter_folder import AdapterFolder, read_folder
 from aioengine.model_files.model_folder import ModelFacts, StoredWeights
-from aioengine.settings.config import LoraSettings, Settings
+from aioengine.settings.config import LoraSettings, RankSettings, Settings
 from aioengine.settings.machine import DeviceFacts
 from aioengine.settings.resolve import resolve
 from tests.kit.fake_adapters import write_adapter
@@ -106,6 +106,34 @@ def test_sizes_affect_the_defaults_of_other_sizes() -> None:
     assert settings(skip_tokenizer_init=True).text.tokenizer_path is None
     assert settings(disable_radix_cache=True).scheduler.prefix_cache is False
     assert settings(mem_fraction_static=0.9).memory.mem_fraction_static == 0.9
+
+
+def test_speculation_sets_the_number_of_drafts() -> None:
+    assert settings().scheduler.max_drafts == 0
+    given: list[tuple[dict[str, object], int]] = [
+        ({}, 7),
+        ({"speculative_num_draft_tokens": 5}, 4),
+        ({"speculative_num_steps": 4}, 4),
+        ({"speculative_num_steps": 4, "speculative_num_draft_tokens": 5}, 4),
+    ]
+    for arguments, max_drafts in given:
+        assert settings(speculative_algorithm="ngram", **arguments).scheduler.max_drafts == max_drafts
+        if arguments:
+            with pytest.raises(ValueError, match="has an effect only with speculative_algorithm='NGRAM'"):
+                settings(**arguments)
+    with pytest.raises(ValueError, match=r"speculative_num_draft_tokens=4 must be speculative_num_steps \+ 1 = 5"):
+        settings(speculative_algorithm="NGRAM", speculative_num_steps=4, speculative_num_draft_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"keeps_states": True}, "cannot be taken back"), ({"task": "embed"}, "does not generate")],
+)
+def test_models_that_cannot_be_drafted_for_are_refused_by_name(changes: dict[str, object], why: str) -> None:
+    model = replace(MODEL, model_type="some_type", **changes)
+    with pytest.raises(ValueError, match=rf"speculative_algorithm='NGRAM' does not work .*some_type.*{why}"):
+        settings(model, speculative_algorithm="NGRAM")
+    assert settings(model).scheduler.max_drafts == 0
 
 
 def test_defaults_on_a_gpu() -> None:
@@ -327,3 +355,43 @@ def test_inconsistent_adapter_limits_are_refused(arguments: dict[str, object], w
 def test_adapters_are_refused_for_bidirectional_models() -> None:
     with pytest.raises(ValueError, match="attend in both directions"):
         settings(replace(MODEL, is_causal=False), enable_lora=True, max_lora_rank=8, lora_target_modules="all")
+
+
+DIVISIBLE = replace(MODEL, rank_counts=(1, 2, 4), rank_sizes="it has 4 attention heads")
+GPUS = replace(MACHINE, num_gpus=2, has_triton=True)
+LORA = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": "all"}
+
+
+def test_ranks_share_the_cores_of_a_cpu() -> None:
+    large = replace(DIVISIBLE, hidden_size=896, num_layers=24)
+    assert settings(large).runner.ranks is None
+    for num_ranks, num_threads in ((2, 1), (4, 1)):
+        runner = settings(large, tp_size=num_ranks).runner
+        assert (runner.ranks, runner.num_threads) == (RankSettings(size=num_ranks), num_threads)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "message"),
+    [
+        ({"tp_size": 3}, {}, "tp_size=3 does not work for this model: it has 4 attention heads; what works: 1, 2, 4"),
+        ({"tp_size": 4, "device": "cuda"}, {}, "tp_size=4 needs as many GPUs, and this machine has 2"),
+        ({"tp_size": 2}, {"is_quantized": True}, "tp_size=2 does not work with quantized weights yet"),
+        ({"tp_size": 2, "quantization": "int8"}, {}, "tp_size=2 does not work with quantized weights yet"),
+        ({"tp_size": 2, **LORA}, {}, "tp_size=2 does not work with LoRA adapters yet"),
+        (
+            {"tp_size": 2, "speculative_algorithm": "NGRAM"},
+            {},
+            "tp_size=2 does not work with speculative_algorithm yet",
+        ),
+    ],
+)
+def test_ranks_that_do_not_work_are_refused(
+    arguments: dict[str, object], changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(replace(DIVISIBLE, **changes), GPUS, **arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_two_ranks_use_two_gpus_without_graphs() -> None:
+    runner = settings(DIVISIBLE, GPUS, tp_size=2).runner
+    assert (runner.device, runner.ranks, runner.cuda_graph_max_rows) == ("cuda", RankSettings(size=2), 0)

@@ -666,7 +666,7 @@ def test_limit_of_0_restarts_allows_none() -> None:
 
 def test_totals_do_not_fall_across_restarts() -> None:
     totals = RisingTotals()
-    stats = Stats(*range(1, 8), 1.0, 1.5, 1, 2, 64, 60, 5)
+    stats = Stats(*range(1, 10), 1.0, 1.5, 1, 2, 64, 60, 5)
     assert totals.add(stats) == stats
     totals.restart()
     new = msgspec.structs.replace(stats, num_steps=1, num_running=3, num_free_pages=9)

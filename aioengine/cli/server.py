@@ -1,0 +1,80 @@
+"""The server of ``aioengine serve``: the router of ``aioengine.openai`` in an app of its own.
+
+It answers ``/health`` and ``/ready`` while the model is loaded. On SIGTERM, new requests are refused, open ones may end
+within ``DRAIN_S``, and the server stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Final
+
+import uvicorn
+from fastapi import FastAPI
+
+from aioengine.api.engine import AsyncEngine
+from aioengine.errors import EngineClosedError
+from aioengine.openai import openai_router
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from aioengine.cli.flags import Arguments
+
+DRAIN_S: Final = 30
+KEY_VARIABLE: Final = "AIOENGINE_API_KEY"
+
+
+def run_server(arguments: Arguments) -> int:
+    """Serve a model until a signal ends the server, and return the exit status.
+
+    Raises:
+        EngineError, ValueError: the engine could not start, or died.
+        OSError: the address cannot be used.
+    """
+    engine = AsyncEngine.from_config(arguments.config())
+    keys = arguments.api_key or list(filter(None, [os.environ.get(KEY_VARIABLE)])) or None
+    router = openai_router(engine, api_key=keys, served_model_name=arguments.served_model_name)
+    results: list[BaseException | None] = []
+
+    async def run_engine() -> BaseException | None:
+        try:
+            await engine.start()
+            print(f"serving at http://{_name(listening)}/v1", flush=True)
+            return await engine.wait_failed()
+        finally:
+            server.should_exit = True
+
+    async def drain() -> None:
+        with suppress(EngineClosedError):  # it is still starting
+            await engine.drain(DRAIN_S)
+        server.should_exit = True
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(run_engine())]
+        stop = lambda: tasks.append(asyncio.create_task(drain()))  # noqa: E731  # the list keeps the task
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+        yield
+        await engine.shutdown()
+        results.extend(await asyncio.gather(*tasks, return_exceptions=True))
+
+    app = FastAPI(lifespan=lifespan, title="aioengine")
+    app.include_router(router)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_S))
+    family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
+    with socket.create_server((arguments.host, arguments.port), family=family) as listening:
+        server.run(sockets=[listening])
+    for error in results:
+        if error is not None and not isinstance(error, EngineClosedError):  # raised by a shutdown during the start
+            raise error
+    return 0
+
+
+def _name(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,112 @@
+"""Metrics for Prometheus (extra ``metrics``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from aioengine.errors import EngineClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from prometheus_client import Metric
+
+    from aioengine.api.engine import BaseEngine
+    from aioengine.frontend.calls.observers import FinishedRequest
+
+__all__ = ["engine_collector"]
+
+_GAUGES: Final = {
+    "num_running": ("num_requests_running", "Requests that the scheduler computes."),
+    "num_waiting": ("num_requests_waiting", "Requests in the queue of the scheduler."),
+    "num_streams": ("num_requests_open", "Requests of open calls, including requests without a first token."),
+    "num_pages": ("kv_pages", "Pages of the KV pool."),
+    "num_free_pages": ("kv_pages_free", "Pages that can be allocated: free, or only held by the prefix cache."),
+    "num_cached_pages": ("kv_pages_cached", "Pages in the prefix cache, in use or not."),
+    "num_sessions": ("sessions", "Open sessions."),
+    "num_adapters": ("lora_adapters", "Loaded LoRA adapters."),
+}
+"""Key of ``stats()`` -> name and description of a gauge."""
+
+_COUNTERS: Final = {
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens, computed or from the prefix cache."),
+    "cached_tokens": ("cached_prompt_tokens", "Prompt tokens from the prefix cache."),
+    "output_tokens": ("generation_tokens", "Output tokens."),
+    "num_preemptions": ("preemptions", "Requests that lost their pages to others, and were continued later."),
+    "num_steps": ("steps", "Steps of the scheduler."),
+    "num_restarts": ("restarts", "Replacements of lost processes."),
+}
+"""Key of ``stats()`` -> name and description of a counter."""
+
+_LATENCY_BUCKETS: Final = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
+)  # fmt: skip
+_TOKEN_BUCKETS: Final = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5,
+)  # fmt: skip
+
+
+def engine_collector(engine: BaseEngine) -> Collector:
+    """Return a collector of the metrics of ``engine``, for a ``CollectorRegistry`` of ``prometheus_client``.
+
+    Call it once for an engine, before or after its start. Two engines need two registries, because their metrics have
+    the same names. Histograms and ``aioengine_requests_total`` have the requests of later calls.
+    """
+    return _EngineCollector(engine)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, engine: BaseEngine) -> None:
+        self._engine = engine
+        self._first_token = _histogram("time_to_first_token", "Time from the call to the first token.")
+        self._token = _histogram(
+            "request_time_per_output_token",
+            "Mean time between the tokens of a request, for requests with two tokens or more.",
+            _TOKEN_BUCKETS,
+        )
+        self._total = _histogram("e2e_request_latency", "Time from the call to the end of the request.")
+        self._queue = _histogram("request_queue_time", "Time in the queue of the scheduler.")
+        self._prefill = _histogram("request_prefill_time", "Time from the queue to the first token.")
+        self._decode = _histogram("request_decode_time", "Time from the first token to the last.")
+        self._ended = Counter(
+            "aioengine_requests", "Ended requests by finish reason.", ["finish_reason"], registry=None
+        )
+        self._of_requests = (
+            self._first_token, self._token, self._total, self._queue, self._prefill, self._decode, self._ended,
+        )  # fmt: skip
+        engine.add_observer(self._observe)
+
+    def _observe(self, request: FinishedRequest) -> None:
+        info = request.meta_info
+        timings, num_tokens = info["timings"], info["completion_tokens"]
+        self._ended.labels("error" if request.error is not None else str(info["finish_reason"])).inc()
+        self._total.observe(timings["total_s"])
+        self._queue.observe(timings["queue_s"])
+        if timings["first_token_s"] is not None:
+            self._first_token.observe(timings["first_token_s"])
+            self._prefill.observe(timings["prefill_s"])
+            self._decode.observe(timings["decode_s"])
+            if num_tokens > 1:
+                self._token.observe(timings["decode_s"] / (num_tokens - 1))
+
+    def collect(self) -> Iterable[Metric]:
+        is_alive = self._engine.is_alive
+        yield GaugeMetricFamily("aioengine_up", "1 if the engine accepts or finishes requests.", value=is_alive)
+        for metric in self._of_requests:
+            yield from metric.collect()
+        try:
+            stats = self._engine.stats()
+        except EngineClosedError:  # it is not started yet, or shut down
+            return
+        for key, (name, description) in _GAUGES.items():
+            yield GaugeMetricFamily(f"aioengine_{name}", description, value=stats[key])
+        for key, (name, description) in _COUNTERS.items():
+            yield CounterMetricFamily(f"aioengine_{name}", description, value=stats[key])
+
+
+def _histogram(name: str, description: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS) -> Histogram:
+    return Histogram(f"aioengine_{name}_seconds", description, buckets=buckets, registry=None)

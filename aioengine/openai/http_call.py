@@ -1,0 +1,114 @@
+"""One HTTP request: its answers, its stream, and the place where a broken stream continues."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aioengine.http import until_disconnect
+from aioengine.openai.replies import CallError, check_completed, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from starlette.requests import Request
+
+    from aioengine.api.answers import Answer, Chunk, ChunkInfo, FinishReason, MetaInfo
+    from aioengine.api.stream import Generation, Stream
+    from aioengine.openai.bodies import GenerateBody
+    from aioengine.openai.served_model import ServedModel
+
+    Info = ChunkInfo | MetaInfo
+
+
+class Call(NamedTuple):
+    """A request with its body, and the model that answers it."""
+
+    model: ServedModel
+    request: Request
+    body: dict[str, Any]
+
+    async def answers(self, generation: Generation[Any]) -> list[Answer]:
+        """Return the answers of a call. Its request is aborted if the client disconnects.
+
+        Raises:
+            EngineError: an answer was ended before it was complete.
+        """
+        result = await until_disconnect(self.request, generation)
+        rows: list[Answer] = result if isinstance(result, list) else [result]
+        for row in rows:
+            check_completed(row["meta_info"]["finish_reason"])
+        return rows
+
+    async def stream(self, open_stream: Callable[[], Stream]) -> tuple[Stream, Place]:
+        """Return a new stream once it is accepted, or continue the one of the ``Last-Event-ID`` header.
+
+        The text until the returned place is known to the client.
+        """
+        last_event = self.request.headers.get("last-event-id")
+        if last_event is None:
+            stream = await open_stream()
+            return stream, Place(stream.rid)
+        place = Place.read(last_event)
+        return await self.model.engine.attach(place.rid), place
+
+
+class Place(NamedTuple):
+    """A place in the stream of a request: after so many characters and tokens. As text, it is the id of an event."""
+
+    rid: str
+    num_characters: int = 0
+    num_tokens: int = 0
+
+    @classmethod
+    def read(cls, text: str) -> Place:
+        """Read the id of an event. Raises CallError."""
+        rid, *numbers = text[:200].rsplit(":", 2)
+        if len(numbers) != 2 or not all(number.isascii() and number.isdigit() for number in numbers):
+            raise CallError(f"Last-Event-ID is {text[:100]!r}; it must be the id of an event of this server")
+        return cls(rid, *map(int, numbers))
+
+    def __str__(self) -> str:
+        return f"{self.rid}:{self.num_characters}:{self.num_tokens}"
+
+    def split(self, chunk: Chunk) -> tuple[str, str, int]:
+        """Return the text of a chunk before and after this place, and the number of its tokens before it."""
+        text = chunk["text"]
+        start = min(max(self.num_characters - chunk["text_offset"], 0), len(text))
+        return text[:start], text[start:], max(self.num_tokens - chunk["token_offset"], 0)
+
+    def after(self, chunk: Chunk) -> Place:
+        """Return the place at the end of a chunk."""
+        num_characters = chunk["text_offset"] + len(chunk["text"])
+        return Place(self.rid, num_characters, chunk["token_offset"] + len(chunk["output_ids"]))
+
+
+def event(value: object, place: Place | None = None, name: str = "") -> bytes:
+    """Return a server-sent event. ``place``: its id; ``name``: its type."""
+    head = f"event: {name}\n" if name else ""
+    if place is not None:
+        head += f"id: {place}\n"
+    return b"%bdata: %b\n\n" % (head.encode(), encode(value))
+
+
+def call_options(body: GenerateBody, adapter: str | None) -> dict[str, Any]:
+    """Return the keyword arguments of a call for the fields of every body."""
+    options = {"lora_path": adapter, "timeout": body.timeout, "resume_ttl": body.resume_ttl}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def usage(infos: Sequence[Info], num_samples: int = 1) -> dict[str, object]:
+    """Return the usage of answers, of which ``num_samples`` share each prompt."""
+    prompts = infos[::num_samples]
+    num_prompt = sum(info["prompt_tokens"] for info in prompts)
+    num_output = sum(info["completion_tokens"] for info in infos)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": sum(info["cached_tokens"] for info in prompts)},
+    }
+
+
+def finish_word(reason: FinishReason) -> str:
+    """Return OpenAI's word for the end of a complete answer. A deadline of the client limits the length, too."""
+    return "stop" if reason == "stop" else "length"

@@ -1,0 +1,125 @@
+"""The router: paths, keys, limits of bodies, request ids, and errors of all endpoints."""
+
+from __future__ import annotations
+
+from hmac import compare_digest
+from typing import TYPE_CHECKING, Final
+from uuid import uuid4
+
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect, Request  # FastAPI reads the annotations
+from starlette.responses import Response
+
+from aioengine.errors import EngineError
+from aioengine.openai.bodies import read_body
+from aioengine.openai.chat_completions import chat_completions
+from aioengine.openai.completions import completions
+from aioengine.openai.http_call import Call
+from aioengine.openai.replies import CallError, error_response, json_response, openai_error
+from aioengine.openai.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from aioengine.api.engine import AsyncEngine
+    from aioengine.openai.replies import Errors
+
+    Endpoint = Callable[[Call], Awaitable[Response]]
+    ErrorForm = Callable[[Errors], tuple[int, Mapping[str, object]]]
+
+MAX_BODY_BYTES: Final = 64 * 1024 * 1024
+MAX_ID_CHARACTERS: Final = 200
+_CLIENT_GONE: Final = 499
+
+
+def openai_router(
+    engine: AsyncEngine,
+    *,
+    api_key: str | Sequence[str] | None = None,
+    served_model_name: str | Sequence[str] | None = None,
+    tool_parser: str | None = "auto",
+    reasoning_parser: str | None = "auto",
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> APIRouter:
+    """Return a router with the endpoints of OpenAI for ``engine``, which the app starts and shuts down.
+
+    Args:
+        api_key: the key that clients must send, or several; None: no key. ``/health`` and ``/ready`` need no key.
+        served_model_name: the name of the model for clients, or several; None: its hub id, or the name of its folder.
+        tool_parser, reasoning_parser: the format of tool calls and of reasoning in the model's text
+            (``aioengine.parsing``); "auto": the one of its chat template; None: such text stays content.
+        max_body_bytes: larger bodies are refused with status 413.
+    """
+    model = ServedModel(engine, _listed(served_model_name), tool_parser, reasoning_parser)
+    keys = [key.encode() for key in _listed(api_key)]
+    if not all(keys):
+        raise ValueError("api_key is empty; give a key, or None if clients need none")
+    router = APIRouter()
+
+    def add(path: str, endpoint: Endpoint, method: str = "POST", form: ErrorForm = openai_error) -> None:
+        async def handle(request: Request) -> Response:
+            request_id = request.headers.get("x-request-id", "")[:MAX_ID_CHARACTERS] or uuid4().hex
+            try:
+                _check_key(request, keys)
+                body = await read_body(request, max_body_bytes) if method == "POST" else {}
+                response = await endpoint(Call(model, request, body))
+            except ClientDisconnect:
+                response = Response(status_code=_CLIENT_GONE)
+            except (EngineError, ValueError, TypeError) as error:
+                model.note(error)
+                response = error_response(error, form)
+            response.headers["x-request-id"] = request_id
+            return response
+
+        router.add_api_route(path, handle, methods=[method], name=endpoint.__name__, response_model=None)
+
+    add("/v1/chat/completions", chat_completions)
+    add("/v1/completions", completions)
+    add("/v1/models", list_models, "GET")
+    add("/v1/models/{name:path}", show_model, "GET")
+
+    @router.get("/health", response_model=None)
+    async def health() -> Response:
+        """Answer a liveness probe: 503 if the engine must be replaced. It lives while it starts."""
+        state = engine.health()["state"]
+        return json_response({"state": state}, 200 if engine.is_alive or state == "starting" else 503)
+
+    @router.get("/ready", response_model=None)
+    async def ready() -> Response:
+        """Answer a readiness probe: 503 while new requests would be refused."""
+        return json_response({"state": model.readiness}, 200 if model.readiness == "running" else 503)
+
+    return router
+
+
+def _listed(value: str | Sequence[str] | None) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def _check_key(request: Request, keys: list[bytes]) -> None:
+    """Raise CallError unless the request has one of the keys. Takes the same time for any wrong key."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    matches = [compare_digest(given.encode(), key) for key in keys]
+    if keys and not any(matches):
+        raise CallError("the API key is missing or wrong (Authorization: Bearer KEY)", 401, code="invalid_api_key")
+
+
+async def list_models(call: Call) -> Response:
+    """Answer a request to /v1/models: the base model, then the adapters."""
+    return json_response({"object": "list", "data": await _models(call.model)})
+
+
+async def show_model(call: Call) -> Response:
+    """Answer a request to /v1/models/NAME."""
+    name, _ = await call.model.find(call.request.path_params["name"])
+    return json_response(next(model for model in await _models(call.model) if model["id"] == name))
+
+
+async def _models(model: ServedModel) -> list[dict[str, object]]:
+    length = (await model.engine.get_model_info())["context_length"]
+    names = await model.names()
+    common = {"object": "model", "created": model.created, "owned_by": "aioengine", "max_model_len": length}
+    base = [{"id": name, "root": names[0], "parent": None, **common} for name in names]
+    adapters = [{"id": name, "root": name, "parent": names[0], **common} for name in await model.adapters()]
+    return base + adapters

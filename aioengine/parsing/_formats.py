@@ -1,0 +1,205 @@
+"""The output format of a model: how it marks reasoning and tool calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from aioengine import plugins
+from aioengine.api import checks
+from aioengine.parsing._events import Content, Event
+from aioengine.parsing._reader import TextReader
+from aioengine.parsing._tools import ToolCallFormat, tools_of
+
+if TYPE_CHECKING:
+    from aioengine.parsing.think import ThinkTags
+
+ToolDict: TypeAlias = Mapping[str, Any]
+"""A tool in the form of chat templates: ``{"type": "function", "function": {"name": ..., "parameters": {...}}}``."""
+ToolChoice: TypeAlias = str | Mapping[str, Any]
+"""``"auto"``, ``"required"``, ``"none"``, or ``{"type": "function", "function": {"name": ...}}``."""
+
+_TOOL_MARKS: Final = {
+    "gpt_oss": (r"<\|channel\|>",),
+    "qwen3_coder": ("<tool_call>", "<function=", "<parameter="),
+    "hermes": ("<tool_call>", r'\\?"arguments\\?"'),
+    "mistral": (r"\[TOOL_CALLS\]",),
+    "deepseek_v3": ("<｜tool▁call▁begin｜>",),
+    "llama3": (r"<\|start_header_id\|>", r'\\?"parameters\\?":'),
+}
+"""Tool parser -> patterns that all occur in the chat templates of its models. The first match counts."""
+_REASONING_MARKS: Final = {
+    "gpt_oss": _TOOL_MARKS["gpt_oss"],
+    "think": ("</think>",),
+    "mistral_think": (r"\[THINK\]",),
+}
+TOOL_PARSERS: Final = tuple(_TOOL_MARKS)
+REASONING_PARSERS: Final = tuple(_REASONING_MARKS)
+
+
+def output_format(
+    chat_template: str = "", *, tool_parser: str | None = "auto", reasoning_parser: str | None = "auto"
+) -> OutputFormat:
+    """Return the output format of a model.
+
+    chat_template: the text of its chat template, which ``"auto"`` searches for the marks of a format. tool_parser,
+    reasoning_parser: the name of a format; None: such text stays content.
+
+    Raises:
+        ValueError: there is no parser of this name.
+    """
+    tool_name = _chosen("tool_parser", tool_parser, _TOOL_MARKS, chat_template)
+    reasoning_name = _chosen("reasoning_parser", reasoning_parser, _REASONING_MARKS, chat_template)
+    if "gpt_oss" in (tool_name, reasoning_name):
+        tool_name = reasoning_name = "gpt_oss"  # one parser for both
+    return OutputFormat(tool_name, reasoning_name)
+
+
+def _chosen(parameter: str, name: str | None, marks: Mapping[str, tuple[str, ...]], template: str) -> str | None:
+    if name == "auto":
+        return next((name for name, texts in marks.items() if all(re.search(text, template) for text in texts)), None)
+    if name is not None and name not in marks:
+        hint = checks.did_you_mean(name, marks)
+        raise ValueError(f"{parameter}={name!r} is not known{hint}; known are auto, {', '.join(marks)}, or None")
+    return name
+
+
+class OutputFormat:
+    """How a model marks reasoning and tool calls in its text.
+
+    Attributes:
+        tool_parser, reasoning_parser: the names of the formats; None: such text stays content.
+    """
+
+    def __init__(self, tool_parser: str | None, reasoning_parser: str | None) -> None:
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
+        self._calls: ToolCallFormat | None = plugins.load("parsing", tool_parser)() if tool_parser else None
+        self._reads_always = self._calls is not None and self._calls.has_reasoning
+        self._reasoning: ThinkTags | None = None
+        if reasoning_parser and reasoning_parser != tool_parser:
+            self._reasoning = plugins.load("parsing", reasoning_parser)()
+
+    def reasoning_end(self, prompt: str) -> str | None:
+        """Return the text that ends the reasoning, if the answer to this prompt begins with reasoning; else None.
+
+        It is for the sampling parameter ``reasoning_end``.
+        """
+        return self._reasoning.end if self._reasoning and self._reasoning.is_open(prompt) else None
+
+    def parser(self, *, tools: Sequence[ToolDict] | None = None, prompt: str = "") -> OutputParser:
+        """Return a parser for one answer.
+
+        tools: the tools of the prompt; without tools, all text of calls stays content. prompt: the formatted prompt or
+        its end, which shows whether the answer begins with reasoning.
+        """
+        stages: list[_TextStage] = []
+        if self._reasoning:
+            reader = TextReader()
+            stages.append(_TextStage(reader, self._reasoning.read(reader, is_open=self._reasoning.is_open(prompt))))
+        if self._calls and (tools or self._reads_always):
+            reader = TextReader()
+            stages.append(_TextStage(reader, self._calls.read(reader, tools_of(tools or ()))))
+        return OutputParser(stages)
+
+    def sampling_params(
+        self,
+        tools: Sequence[ToolDict] | None = None,
+        *,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        prompt: str = "",
+    ) -> dict[str, Any]:
+        """Return sampling parameters with which an answer has valid tool calls (``structural_tag``, ``reasoning_end``)
+        and contains the special tokens that the parser reads (``skip_special_tokens``). Use them also without tools.
+
+        ``"auto"``: the model writes text or calls tools. ``"required"``: it only calls tools, at least one. A named
+        function is called once. With ``"none"`` or without tools there is no constraint. Arguments fit the schemas of
+        their tools. A schema that cannot be enforced is replaced by any object, unless the tool has ``"strict": True``.
+
+        Raises:
+            ValueError: a tool or the choice is wrong, or this format has no tool calls and the choice needs them.
+            UnsupportedSchemaError: the schema of a strict tool cannot be enforced.
+        """
+        params: dict[str, Any] = {}
+        for part in (self._reasoning, self._calls if tools or self._reads_always else None):
+            if part and part.special_tokens:
+                params["skip_special_tokens"] = False
+        chosen, name = tools_of(tools or ()), _name_of(tool_choice)
+        if tool_choice == "none" or (tool_choice == "auto" and (not chosen or self._calls is None)):
+            return params
+        if self._calls is None:
+            raise ValueError(f"tool_choice={checks.shown(tool_choice)} needs a tool parser, and this model has none")
+        if name is not None:
+            chosen = [tool for tool in chosen if tool.name == name]
+        if not chosen:
+            raise ValueError(f"tool_choice={checks.shown(tool_choice)} names no tool of the request")
+        calls = self._calls.format_of(
+            chosen, is_required=tool_choice != "auto", is_parallel=parallel_tool_calls and name is None
+        )
+        end = self.reasoning_end(prompt)
+        if end is not None:
+            params["reasoning_end"] = end
+        elif self._reasoning and not prompt.rstrip().endswith(self._reasoning.end):
+            calls = self._reasoning.format_of(calls)
+        return {**params, "structural_tag": {"format": calls}}
+
+
+def _name_of(choice: ToolChoice) -> str | None:
+    """Return the name of the function that the model must call, or None. Raises ValueError for a wrong choice."""
+    if isinstance(choice, Mapping):
+        name = (choice.get("function") or choice).get("name")
+        if isinstance(name, str):
+            return name
+    elif choice in ("auto", "none", "required"):
+        return None
+    raise ValueError(
+        "tool_choice must be 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}, got "
+        f"{checks.shown(choice)}"
+    )
+
+
+class _TextStage:
+    """A reader and the generator that reads from it."""
+
+    def __init__(self, reader: TextReader, steps: Generator[None, None, None]) -> None:
+        self._reader = reader
+        self._steps = steps
+
+    def read(self, text: str, *, is_over: bool) -> list[Event]:
+        self._reader.add(text, is_over=is_over)
+        next(self._steps, None)
+        return self._reader.take_events()
+
+
+class OutputParser:
+    """Finds reasoning and tool calls in one answer.
+
+    Text comes out as soon as it cannot begin a tag. The events do not depend on the pieces in which the text arrives,
+    if neighboring pieces of one kind are joined. Whitespace beside tags is removed, everything else comes out. No text
+    raises an exception: a call without a name, or without arguments that begin as an object, comes out as content. The
+    arguments of a call come out as the model writes them. They are valid JSON if the request is constrained
+    (``OutputFormat.sampling_params``) and the call is complete.
+    """
+
+    def __init__(self, stages: Sequence[_TextStage]) -> None:
+        self._stages = stages
+
+    def push(self, text: str) -> list[Event]:
+        """Add the next piece of text, and return the events that are certain now."""
+        return self._read(text, 0, is_over=False)
+
+    def flush(self) -> list[Event]:
+        """Return the events of the text that was held back. Call this after the last piece."""
+        return self._read("", 0, is_over=True)
+
+    def _read(self, text: str, place: int, *, is_over: bool) -> list[Event]:
+        if place == len(self._stages):
+            return [Content(text)] if text else []
+        events: list[Event] = []
+        for event in self._stages[place].read(text, is_over=is_over):
+            events += self._read(event.text, place + 1, is_over=False) if isinstance(event, Content) else [event]
+        if is_over:
+            events += self._read("", place + 1, is_over=True)
+        return events

@@ -1,0 +1,73 @@
+"""DeepSeek V3, R1 and V3.1: calls between tokens, with arguments in JSON.
+
+V3.1 writes ``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>``. Older models write ``function`` before
+the separator, and after it the name and a code block with the arguments.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import regex
+
+from aioengine.parsing._reader import SPACES
+from aioengine.parsing._tools import Format, Tool, ToolCallFormat, json_tag, tag
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aioengine.parsing._reader import Steps, TextReader
+
+_BEGIN: Final = regex.compile(rf"{SPACES}(?:<｜tool▁calls▁begin｜>{SPACES})?<｜tool▁call▁begin｜>")
+_NAME: Final = regex.compile(
+    rf"{SPACES}(?:function<｜tool▁sep｜>([^\s<]{{1,256}})\n```json|([^\s<]{{1,256}})<｜tool▁sep｜>){SPACES}\{{"
+)
+_END: Final = regex.compile(rf"{SPACES}(?:```{SPACES})?<｜tool▁call▁end｜>")
+_ALL_END: Final = regex.compile(f"{SPACES}<｜tool▁calls▁end｜>")
+
+
+class DeepseekV3Calls(ToolCallFormat):
+    special_tokens = (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    )
+
+    def read(self, reader: TextReader, tools: Sequence[Tool]) -> Steps[None]:
+        while begin := (yield from reader.find(_BEGIN, reader.content)):
+            name = yield from reader.take(_NAME)
+            if name is None:
+                reader.content(begin[0])
+                continue
+            yield from reader.call(name[1] or name[2])
+            yield from reader.take(_END)
+            yield from reader.take(_ALL_END)
+            yield from reader.skip_spaces()
+
+    def format_of(self, tools: Sequence[Tool], *, is_required: bool, is_parallel: bool) -> Format:
+        """Return both forms, because the model knows which is its own. Its tokens are text, not special tokens."""
+        calls = [self.tag_of(tool) for tool in tools] + [_older_tag_of(tool) for tool in tools]
+        list_of_calls: Format = {
+            "type": "tags_with_separator",
+            "tags": calls,
+            "separator": "",
+            "at_least_one": True,
+            "stop_after_first": not is_parallel,
+        }
+        answer = tag("<｜tool▁calls▁begin｜>", list_of_calls, "<｜tool▁calls▁end｜>")
+        if is_required:
+            return answer
+        return {"type": "triggered_tags", "triggers": [answer["begin"]], "tags": [answer], "stop_after_first": True}
+
+    def tag_of(self, tool: Tool) -> Format:
+        return json_tag(f"<｜tool▁call▁begin｜>{tool.name}<｜tool▁sep｜>", tool.schema, "<｜tool▁call▁end｜>")
+
+
+def _older_tag_of(tool: Tool) -> Format:
+    begin = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{tool.name}\n```json\n"
+    return json_tag(begin, tool.schema, "\n```<｜tool▁call▁end｜>")
+
+
+PLUGIN = DeepseekV3Calls

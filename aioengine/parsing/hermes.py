@@ -1,0 +1,38 @@
+"""Hermes, Qwen 2.5, Qwen 3: each call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import regex
+
+from aioengine.parsing._reader import SPACES
+from aioengine.parsing._tools import Format, Tool, ToolCallFormat, json_tag
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aioengine.parsing._reader import Steps, TextReader
+
+_BEGIN: Final = regex.compile(f"{SPACES}<tool_call>")
+_END: Final = regex.compile(f"{SPACES}</tool_call>")
+
+
+class HermesCalls(ToolCallFormat):
+    trigger = "<tool_call>"
+    separator = "\n"
+
+    def read(self, reader: TextReader, tools: Sequence[Tool]) -> Steps[None]:
+        while begin := (yield from reader.find(_BEGIN, reader.content)):
+            text = yield from reader.json_call()
+            if text is None:
+                yield from reader.take(_END)
+                yield from reader.skip_spaces()
+            else:
+                reader.content(begin[0] + text)
+
+    def tag_of(self, tool: Tool) -> Format:
+        return json_tag(f'<tool_call>\n{{"name": {tool.quoted_name}, "arguments": ', tool.schema, "}\n</tool_call>")
+
+
+PLUGIN = HermesCalls

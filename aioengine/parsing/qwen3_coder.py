@@ -1,0 +1,142 @@
+"""Qwen 3 Coder, Qwen 3.5 and others: calls in tags, with one tag for each argument.
+
+``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``. Strings are written as they are,
+other values as JSON. The schema of the tool says which values are strings.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import regex
+
+from aioengine.parsing._reader import SPACES
+from aioengine.parsing._tools import (
+    Format,
+    Json,
+    Tool,
+    ToolCallFormat,
+    const,
+    either,
+    json_tag,
+    repeated,
+    sequence,
+    tag,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aioengine.parsing._reader import Steps, TextReader
+
+_BEGIN: Final = regex.compile(rf"{SPACES}(?:<tool_call>{SPACES})?<function=([^<>\s]{{1,256}})>")
+_NEXT: Final = regex.compile(rf"{SPACES}(?:<parameter=([^<>\r\n]{{1,256}})>|</function>)")
+_LINE: Final = regex.compile(r"\n")
+_VALUE_END: Final = regex.compile(r"\n?</parameter>")
+_END: Final = regex.compile(f"{SPACES}</tool_call>")
+_PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+"""Some chat templates write these values as Python does, and models repeat it."""
+_JSON_TYPES: Final = {dict: "object", list: "array", bool: "boolean", int: "integer", float: "number", str: "string"}
+
+
+class Qwen3CoderCalls(ToolCallFormat):
+    trigger = "<tool_call>"
+    separator = "\n"
+
+    def read(self, reader: TextReader, tools: Sequence[Tool]) -> Steps[None]:
+        schemas = {tool.name: tool.schema.get("properties") or {} for tool in tools}
+        while begin := (yield from reader.find(_BEGIN, reader.content)):
+            part = yield from reader.take(_NEXT)
+            if part is None:
+                reader.content(begin[0])
+                continue
+            reader.begin_call(begin[1])
+            before = "{"
+            while part is not None and part[1] is not None:
+                reader.arguments(f"{before}{_quoted(part[1])}: ")
+                before = ", "
+                yield from _read_value(reader, _types(schemas.get(begin[1], {}).get(part[1])))
+                part = yield from reader.take(_NEXT)
+            if part is not None or not reader.is_over:
+                reader.arguments("{}" if before == "{" else "}")
+            reader.end_call()
+            yield from reader.take(_END)
+            yield from reader.skip_spaces()
+
+    def tag_of(self, tool: Tool) -> Format:
+        schema = tool.schema
+        names: Json = schema.get("properties") or {}
+        required = schema.get("required") or ()
+        if names or schema.get("additionalProperties") is False:
+            parts = [_argument(name, schema, is_required=name in required) for name in names]
+        else:
+            parts = [repeated("star", _ANY_ARGUMENT)]
+        return tag("<tool_call>\n", sequence(const(f"<function={tool.name}>\n"), *parts), "</function>\n</tool_call>")
+
+
+_STRING: Final[Format] = {"type": "any_text", "excludes": ["</parameter>"]}
+_ANY_ARGUMENT: Final = tag(
+    "<parameter=",
+    sequence({"type": "regex", "pattern": r"[^<>\r\n]{1,256}"}, const(">\n"), _STRING),
+    "\n</parameter>\n",
+)
+
+
+def _argument(name: str, schema: Json, *, is_required: bool) -> Format:
+    """Return the format of an argument. Of strings, only ``enum`` and ``const`` are enforced."""
+    value: Any = schema["properties"][name]
+    begin, end = f"<parameter={name}>\n", "\n</parameter>\n"
+    if _types(value) == {"string"}:
+        texts = value.get("enum") or ([value["const"]] if "const" in value else [])
+        argument = tag(begin, either(*map(const, texts)) if texts else _STRING, end)
+    else:
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        argument = json_tag(begin, {**value, **definitions} if isinstance(value, dict) else value, end)
+    return argument if is_required else repeated("optional", argument)
+
+
+def _types(schema: Any) -> set[str]:
+    """Return the types of JSON that a schema names; empty: it names none."""
+    if not isinstance(schema, dict):
+        return set()
+    types = schema.get("type", ())
+    found: set[str] = {types} if isinstance(types, str) else set(types)
+    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        found |= _types(branch)
+    for value in (*schema.get("enum", ()), *((schema["const"],) if "const" in schema else ())):
+        found |= set() if types else {_JSON_TYPES.get(type(value), "null")}
+    return found
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _read_value(reader: TextReader, types: set[str]) -> Steps[None]:
+    """Read a value, and give it out as JSON. A string comes out piece by piece. types: those that its schema allows."""
+    yield from reader.take(_LINE)
+    if types == {"string"}:
+        reader.arguments('"')
+        end = yield from reader.find(_VALUE_END, lambda text: reader.arguments(_quoted(text)[1:-1]))
+        reader.arguments('"' if end else "")
+        return
+    pieces: list[str] = []
+    end = yield from reader.find(_VALUE_END, pieces.append)
+    text = "".join(pieces)
+    reader.arguments(_json_of(text, types) if end else text)
+
+
+def _json_of(text: str, types: set[str]) -> str:
+    """Return a value as JSON text. A text is a string if it is no JSON of the allowed types."""
+    word = _PYTHON_WORDS.get(text.strip(), text.strip())
+    try:
+        value = json.loads(word)
+    except (ValueError, RecursionError):
+        return _quoted(text)
+    kind = _JSON_TYPES.get(type(value), "null")
+    fits = not types or kind in types or "string" not in types or (kind == "integer" and "number" in types)
+    return word if fits else _quoted(text)
+
+
+PLUGIN = Qwen3CoderCalls

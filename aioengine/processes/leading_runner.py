@@ -1,0 +1,102 @@
+"""Rank 0 of several ranks: launches plans in this process, and sends them to the other ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic
+
+import msgspec
+from msgspec.structs import replace
+
+from aioengine.errors import describe
+from aioengine.protocol.messages import RequestKind, Sampling
+from aioengine.protocol.rank_step import RankStep
+from aioengine.scheduler.plan import NewRow, StepPlan
+from aioengine.scheduler.runner import Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from aioengine.protocol.messages import Control, Reply
+    from aioengine.scheduler.plan import StepResult
+    from aioengine.scheduler.runner import DeviceAdapters, Runner
+
+
+class RanksBrokenError(BaseException):
+    """A step failed on rank 0, so the ranks may have computed different steps.
+
+    It is no ``Exception``, because the requests of the step must not end: the process ends, and all ranks are replaced.
+    """
+
+
+class LeadingRunner(Generic[Ticket]):
+    """Implements ``scheduler.runner.Runner`` for all ranks."""
+
+    def __init__(self, runner: Runner[Ticket], send: Callable[[RankStep], None]) -> None:
+        """runner: of rank 0. send: sends a message to all other ranks.
+
+        Raises ValueError if the runner cannot send its plans to other ranks.
+        """
+        if runner.use_ranks is None:
+            raise ValueError("the runner of this engine cannot be divided among ranks; tp_size=1 works")
+        self._runner = runner
+        self._send = send
+        self._num_collected = 0
+        self._encoder = msgspec.msgpack.Encoder()
+        self.facts: Mapping[str, str | int | float | bool] = runner.facts
+        self.adapters: DeviceAdapters | None = runner.adapters
+        self.use_grammars: Callable[[Any], None] | None = runner.use_grammars
+        self.controls: Mapping[str, Callable[[Control], Reply]] = runner.controls
+        self.use_ranks = None
+        runner.use_ranks(self._send_plan)
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """See ``Runner``.
+
+        Raises:
+            RanksBrokenError: the step failed.
+        """
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:
+            raise RanksBrokenError(describe(error)) from error
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """See ``Runner``.
+
+        Raises:
+            RanksBrokenError: the step failed.
+        """
+        self._num_collected += 1
+        try:
+            return self._runner.collect(ticket)
+        except Exception as error:
+            raise RanksBrokenError(describe(error)) from error
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def _send_plan(self, plan: StepPlan, failed: Collection[int]) -> None:
+        message = RankStep(self._num_collected, self._encoder.encode(plan_for_ranks(plan, failed)))
+        self._num_collected = 0
+        self._send(message)
+
+
+def plan_for_ranks(plan: StepPlan, failed: Collection[int]) -> StepPlan:
+    """Return the part of a plan that the other ranks compute: the rows that have not failed on rank 0."""
+    return StepPlan(
+        rows=[row for row in plan.rows if row.uid not in failed],
+        new_rows=[_without_sampling(row) for row in plan.new_rows if row.uid not in failed],
+        closed=plan.closed,
+        snapshots=[(uid, snapshot) for uid, snapshot in plan.snapshots if uid not in failed],
+    )
+
+
+def _without_sampling(row: NewRow) -> NewRow:
+    """Remove the parameters of sampling, because rank 0 samples, and logprobs of output tokens.
+
+    Hidden states and logprobs of a prompt decide which outputs a step computes.
+    """
+    sampling = Sampling(seed=0, temperature=0.0, hidden_states=row.sampling.hidden_states)
+    rules = row.logprobs
+    has_prompt = rules is not None and (rules.start >= 0 or row.kind is RequestKind.SCORE)
+    return replace(row, sampling=sampling, logprobs=rules if has_prompt else None)

@@ -1,0 +1,74 @@
+"""The process of a rank above 0: computes the plans that rank 0 sends.
+
+Rank 0 is the runner in the scheduler process. If a rank ends, all processes are replaced.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections import deque
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from aioengine.child_process.child import run_child
+from aioengine.processes.scheduler_process import prepare_process
+from aioengine.protocol.messages import SCHEDULER
+from aioengine.protocol.rank_step import RankStep
+from aioengine.protocol.service import HEARTBEAT_S, Outbox
+from aioengine.scheduler.plan import StepPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from aioengine.child_process.child import Child
+    from aioengine.protocol.messages import Message, Progress
+    from aioengine.scheduler.runner import Runner, RunnerFactory
+    from aioengine.settings.config import Settings
+
+
+class RankService:
+    """Launches and collects steps in the order of rank 0. The results are dropped.
+
+    Attributes:
+        facts: empty, because rank 0 reports the facts.
+    """
+
+    def __init__(self, runner: Runner[Any]) -> None:
+        self.facts: Mapping[str, str | int | float | bool] = {}
+        self._runner = runner
+        self._decoder = msgspec.msgpack.Decoder(StepPlan)
+        self._in_flight: deque[Any] = deque()
+
+    def handle(self, messages: list[Message], now: float) -> None:
+        """Compute the steps."""
+        for message in messages:
+            if isinstance(message, RankStep):
+                for _ in range(message.num_collected):
+                    self._runner.collect(self._in_flight.popleft())
+                self._in_flight.append(self._runner.launch(self._decoder.decode(message.plan)))
+
+    def step(self, now: float) -> Outbox:
+        """Return nothing to send."""
+        return Outbox([], [])
+
+    def wait_s(self, now: float) -> float:
+        return HEARTBEAT_S
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+def build_service(settings: Settings, report: Callable[[Progress], None]) -> RankService:
+    """Build the runner with the factory in the settings."""
+    factory: RunnerFactory = pkgutil.resolve_name(settings.runner.factory)
+    return RankService(factory(settings, report))
+
+
+def work(child: Child) -> None:
+    settings = prepare_process(child)
+    child.serve(build_service(settings, lambda progress: None), SCHEDULER)
+
+
+def main() -> NoReturn:
+    run_child(work)

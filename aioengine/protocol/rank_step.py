@@ -1,0 +1,15 @@
+"""The message from rank 0, in the scheduler process, to the other ranks."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class RankStep(Struct, tag="rank_step", array_like=True, gc=False):
+    """A step of rank 0, which the other ranks compute too.
+
+    num_collected: number of steps that are collected before. plan: the ``StepPlan`` in msgpack.
+    """
+
+    num_collected: int
+    plan: bytes

@@ -1,0 +1,1 @@
+"""Drafts: tokens that are proposed for a row, and accepted or rejected in the same step."""

@@ -1,0 +1,60 @@
+"""Proposes drafts by prompt lookup: if the last tokens of a request occurred before, the tokens after them may follow.
+
+No second model is needed. The index maps the hash of each n-gram to the end of its latest occurrence, so a token costs
+the same time in a short and in a long request. It is brought up to date only before a proposal: a request for which
+nothing is proposed has no index.
+"""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SIZES: Final = (6, 3)
+"""Lengths of the n-grams, in the order in which they are looked up. Matches shorter than three tokens are accidents."""
+
+
+class NgramProposer:
+    """The tokens of a request, prompt then output, and the index of their n-grams.
+
+    Attributes:
+        token_ids: all known tokens. The owner appends new ones.
+    """
+
+    __slots__ = ("_ends", "_first", "_num_indexed", "token_ids")
+
+    def __init__(self, token_ids: list[int], *, first: int = 0) -> None:
+        """first: index of the first token with an id, after a prompt given as embeddings."""
+        self.token_ids = token_ids
+        self._first = first
+        self._num_indexed = 0
+        self._ends: tuple[dict[int, int], ...] = tuple({} for _ in SIZES)  # hash -> end (exclusive), for each size
+
+    def propose(self, count: int) -> Sequence[int]:
+        """Return the ``count`` tokens that followed the latest earlier occurrence of the last tokens, else nothing.
+
+        The longest of ``SIZES`` that occurred before decides. If fewer tokens followed, they are repeated: then the
+        text has this period.
+        """
+        token_ids, total = self.token_ids, len(self.token_ids)
+        self._update_index()
+        for size, ends in zip(SIZES, self._ends, strict=True):
+            last = token_ids[total - size :] if total - size >= self._first else []
+            end = ends.get(hash(tuple(last))) if last else None
+            if end is not None and token_ids[end - size : end] == last:  # another n-gram may have the same hash
+                return [*islice(cycle(token_ids[end : end + count]), count)]
+        return ()
+
+    def _update_index(self) -> None:
+        """Add the n-grams that end before the last token: those that end with it are looked up, not found."""
+        token_ids, total = self.token_ids, len(self.token_ids)
+        for size, ends in zip(SIZES, self._ends, strict=True):
+            start = max(self._num_indexed, self._first + size)
+            if start < total:
+                tokens = token_ids[start - size : total - 1]
+                ngrams = zip(*(tokens[offset:] for offset in range(size)), strict=False)
+                ends.update(zip(map(hash, ngrams), range(start, total), strict=True))
+        self._num_indexed = total

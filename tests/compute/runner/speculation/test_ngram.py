@@ -1,0 +1,54 @@
+"""The proposer of n-grams against a brute-force reference."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.runner.speculation.ngram import SIZES, NgramProposer
+
+TOKENS = st.lists(st.integers(0, 2), max_size=40)
+
+
+def proposed(token_ids: list[int], count: int, first: int = 0) -> list[int]:
+    """By definition: search the latest earlier occurrence of the last tokens, and copy what followed token by token."""
+    for size in SIZES:
+        last = token_ids[-size:]
+        for end in range(len(token_ids) - 1, first + size - 1, -1):
+            if len(token_ids) - size >= first and token_ids[end - size : end] == last:
+                copied = list(token_ids)
+                for index in range(count):
+                    copied.append(copied[end + index])
+                return copied[len(token_ids) :]
+    return []
+
+
+@given(parts=st.lists(TOKENS, min_size=1, max_size=6), count=st.integers(1, 15), first=st.integers(0, 12))
+def test_proposals_follow_the_latest_occurrence_of_the_longest_ngram(
+    parts: list[list[int]], count: int, first: int
+) -> None:
+    proposer, token_ids = NgramProposer([], first=first), list[int]()
+    for part in parts:  # the index is brought up to date between proposals
+        proposer.token_ids += part
+        token_ids += part
+        assert list(proposer.propose(count)) == proposed(token_ids, count, first)
+
+
+@given(token_ids=TOKENS)
+def test_each_token_is_indexed_once_in_any_order_of_calls(token_ids: list[int]) -> None:
+    at_once, step_by_step = NgramProposer(list(token_ids)), NgramProposer([])
+    for token_id in token_ids:
+        step_by_step.token_ids.append(token_id)
+        step_by_step.propose(1)
+    at_once.propose(1)
+    assert at_once._ends == step_by_step._ends
+
+
+def test_a_period_is_repeated() -> None:
+    assert NgramProposer([9, 1, 2, 3, 1, 2, 3]).propose(7) == [1, 2, 3, 1, 2, 3, 1]
+    assert NgramProposer([7, 7, 7, 7]).propose(3) == [7, 7, 7]
+
+
+def test_texts_that_repeat_nothing_get_no_proposals() -> None:
+    assert not NgramProposer(list(range(100))).propose(3)
+    assert not NgramProposer([]).propose(3)

@@ -1,0 +1,75 @@
+"""Drafts are accepted exactly where they equal the sampled tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.runner.sampling.philox import UniformTable, uniforms
+from aioengine.runner.sampling.sampler import FAILED
+from aioengine.runner.speculation.verification import Verification
+
+ROWS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 1), max_size=5),  # drafts
+        st.lists(st.sampled_from([0, 0, 0, 1, 1, FAILED]), min_size=6, max_size=6),  # sampled at each position
+        st.booleans(),  # one by one
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def verified(drafts: list[int], sampled: list[int]) -> list[int]:
+    """The tokens of a row, by definition. A token that cannot be sampled counts only if it is the first."""
+    tokens: list[int] = []
+    for index, token_id in enumerate(sampled[: len(drafts) + 1]):
+        if token_id == FAILED and tokens:
+            break
+        tokens.append(token_id)
+        if index == len(drafts) or token_id != drafts[index]:
+            break
+    return tokens
+
+
+@given(rows=ROWS, max_entries=st.integers(1, 8))
+def test_all_rows_get_their_tokens(rows: list[tuple[list[int], list[int], bool]], max_entries: int) -> None:
+    verification = Verification([drafts for drafts, _, _ in rows], [one_by_one for _, _, one_by_one in rows])
+    kept_of: list[list[int]] = [[] for _ in rows]
+    while verification.active:
+        for entries in verification.round(max_entries):
+            assert len(entries) <= max_entries or len({row for row, _ in entries}) == 1
+            kept = verification.take(entries, [rows[row][1][count] for row, count in entries])
+            for row, index in kept.items():
+                assert entries[index][0] == row
+                kept_of[row].append(entries[index][1])
+    for (drafts, sampled, one_by_one), count, final, kept_counts in zip(
+        rows, verification.counts, verification.final, kept_of, strict=True
+    ):
+        assert [*drafts[:count], final] == verified(drafts, sampled)
+        # each token of a row one by one is kept once, with its logprobs; of other rows only the last one is needed
+        assert kept_counts == (list(range(count + 1)) if one_by_one else [count])
+
+
+def test_a_stopped_row_ends_with_the_accepted_draft() -> None:
+    verification = Verification([[4, 5, 6]], [True])
+    [entries] = verification.round(8)
+    verification.take(entries, [4])
+    verification.stop(0)
+    assert (verification.active, verification.counts, verification.final) == ([], [0], [4])
+
+
+@given(
+    starts=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    counts=st.lists(st.integers(1, UniformTable.AHEAD), min_size=12, max_size=12),
+)
+def test_random_numbers_of_several_positions_of_a_row(starts: list[int], counts: list[int]) -> None:
+    table, positions = UniformTable(4), np.array(starts)
+    for step in range(3):
+        number = counts[4 * step : 4 * step + len(starts)]
+        rows = np.repeat(np.arange(len(starts)), number)
+        wanted = np.concatenate([np.arange(start, start + n) for start, n in zip(positions, number, strict=True)])
+        seeds = (rows + 7).astype(np.uint64)
+        assert (table.take(rows, seeds, wanted) == uniforms(seeds, wanted)).all()
+        positions = positions + np.array(number) // 2

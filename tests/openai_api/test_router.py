@@ -1,0 +1,271 @@
+"""The router without a model: keys, limits, statuses, model names, disconnects, probes, resumed streams."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import aioengine
+from aioengine.openai import openai_router
+from aioengine.testing.fake_engine import fake_async_engine
+from tests.kit.fake_adapters import write_adapter
+from tests.kit.source import imports, modules
+from tests.kit.waiting import wait_until
+from tests.openai_api.serving import Served, served
+
+CHAT = "/v1/chat/completions"
+LONG = {"model": "fake", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """One request runs, one waits, more are refused."""
+    engine = fake_async_engine(max_running=1, max_queued=1, max_loras_per_batch=1)
+    with served(engine, api_key=["first", "second"], served_model_name="fake", max_body_bytes=20_000) as running:
+        running.client.headers["Authorization"] = "Bearer first"
+        yield running
+
+
+def client_of(server: Served, **options: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="second", **options)
+
+
+def chat(text: str, **fields: object) -> dict[str, object]:
+    return {"model": "fake", "messages": [{"role": "user", "content": text}], **fields}
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    found: dict[str, Any] = response.json()["error"]
+    assert found.keys() == {"message", "type", "param", "code"}
+    return found
+
+
+# ---------------------------------------------------------------- keys, sizes, ids
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Authorization": "Bearer third"}, {"Authorization": "first"}, {"x-api-key": ""}]
+)
+def test_missing_or_wrong_key_is_status_401(server: Served, headers: dict[str, str]) -> None:
+    for method, path in (("GET", "/v1/models"), ("POST", CHAT)):
+        response = httpx.request(method, server.url + path, headers=headers)
+        assert response.status_code == 401
+        assert error_of(response)["code"] == "invalid_api_key"
+
+
+def test_every_key_and_both_headers_are_accepted(server: Served) -> None:
+    for headers in ({"Authorization": "bearer second"}, {"x-api-key": "first"}):
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+
+
+def test_probes_need_no_key(server: Served) -> None:
+    for path in ("/health", "/ready"):
+        response = httpx.get(server.url + path)
+        assert (response.status_code, response.json()) == (200, {"state": "running"})
+
+
+def test_empty_key_is_refused() -> None:
+    with pytest.raises(ValueError, match="api_key is empty"):
+        openai_router(fake_async_engine(), api_key="")
+
+
+def test_large_body_is_status_413(server: Served) -> None:
+    response = server.post(CHAT, chat("x" * 20_000))
+    assert response.status_code == 413
+    assert "max_body_bytes" in error_of(response)["message"]
+
+
+def test_request_id_of_the_client_comes_back(server: Served) -> None:
+    response = server.client.get("/v1/models", headers={"x-request-id": "mine"})
+    assert response.headers["x-request-id"] == "mine"
+    one, two = (server.client.get("/v1/models/nosuch").headers["x-request-id"] for _ in range(2))
+    assert one != two
+
+
+# ---------------------------------------------------------------- wrong requests
+
+WRONG: dict[str, tuple[str, dict[str, object], str]] = {
+    "unknown field": (CHAT, chat("x", temprature=1), "did you mean 'temperature'"),
+    "wrong value": (CHAT, chat("x", temperature=3), "temperature must be a number from 0 to 2"),
+    "wrong type": (CHAT, chat("x", stream="yes"), "stream"),
+    "no messages": (CHAT, {"model": "fake"}, "messages"),
+    "empty messages": (CHAT, {"model": "fake", "messages": []}, "messages is empty"),
+    "unknown role": (CHAT, {"messages": [{"content": "x"}]}, "has no role"),
+    "audio": (CHAT, chat("x", modalities=["text", "audio"]), "modalities"),
+    "suffix": ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix is not supported"),
+    "best of": ("/v1/completions", {"prompt": "x", "best_of": 2}, "best_of is not supported"),
+    "too long": ("/v1/completions", {"prompt": "x" * 3000}, "does not fit"),
+    "format": (CHAT, chat("x", response_format={"type": "xml"}), "response_format"),
+    "schema": (CHAT, chat("x", response_format={"type": "json_schema", "json_schema": {}}), "json_schema.schema"),
+    "two formats": (CHAT, chat("x", response_format={"type": "json_object"}, regex="a"), "regex"),
+    "prompt of objects": ("/v1/completions", {"prompt": [{}]}, "prompt"),
+    "template": (CHAT, chat("x", chat_template="{{ 1 }}"), "chat_template must be the name"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_request_is_status_400_with_the_reason(server: Served, case: str, stream: bool) -> None:
+    path, body, reason = WRONG[case]
+    response = server.post(path, {"stream": stream} | body)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert reason in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b'{"a": "\xff"}', b"[" * 9000 + b"]" * 9000, b'{"prompt": "\\ud800"}']
+)
+def test_body_that_is_no_json_object_is_status_400(server: Served, content: bytes) -> None:
+    response = server.client.post("/v1/completions", content=content)
+    assert response.status_code == 400
+    assert len(response.content) < 500
+
+
+@pytest.mark.parametrize("url", ["/etc/passwd", "file:///etc/passwd", "cat.png"])
+def test_clients_cannot_name_files_of_the_server(server: Served, url: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    body = {"model": "fake", "messages": [{"role": "user", "content": [part]}]}
+    response = server.post(CHAT, body)
+    assert response.status_code == 400
+    assert "http, https or data URL" in error_of(response)["message"]
+
+
+# ---------------------------------------------------------------- models
+
+
+def test_models_are_the_base_and_the_adapters(server: Served, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "pirate")
+    assert server.call(server.engine.load_lora_adapter("pirate", tmp_path / "pirate"))
+    client = client_of(server)
+    assert [(model.id, model.object) for model in client.models.list()] == [("fake", "model"), ("pirate", "model")]
+    assert client.models.retrieve("pirate").id == "pirate"
+    base, adapted, unnamed = (
+        client.completions.create(model=name, prompt="Once", max_tokens=8, temperature=0)
+        for name in ("fake", "pirate", "")
+    )
+    assert (base.model, adapted.model, unnamed.model) == ("fake", "pirate", "fake")
+    assert base.choices[0].text == unnamed.choices[0].text != adapted.choices[0].text
+    assert server.call(server.engine.unload_lora_adapter("pirate"))
+    with pytest.raises(openai.NotFoundError, match="there are fake") as raised:
+        client.completions.create(model="pirate", prompt="Once")
+    assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+
+
+# ---------------------------------------------------------------- load and disconnects
+
+
+def test_full_server_is_status_429_with_retry_after_and_not_ready(server: Served) -> None:
+    server.call(server.engine.pause_generation("in_place"))
+    body = LONG | {"stream": True}
+    with (
+        server.client.stream("POST", "/v1/completions", json=body),  # it runs
+        server.client.stream("POST", "/v1/completions", json=body),  # it waits
+    ):
+        response = server.post("/v1/completions", LONG)
+        ready = server.client.get("/ready")
+    assert response.status_code == 429
+    assert int(response.headers["retry-after"]) >= 1
+    assert error_of(response)["type"] == "rate_limit_error"
+    assert (ready.status_code, ready.json()) == (503, {"state": "overloaded"})
+    assert server.client.get("/health").status_code == 200
+    server.call(server.engine.continue_generation())
+    server.wait_until_idle()
+    assert wait_until(lambda: server.client.get("/ready").status_code == 200)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_client_that_disconnects_aborts_its_request(server: Served, path: str, stream: bool) -> None:
+    server.call(server.engine.pause_generation("in_place"))  # the answer never ends by itself
+    body = chat("Hi", stream=stream) if path == CHAT else LONG | {"stream": stream}
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-api-key: first\r\ncontent-length: {len(content)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+        client.sendall(head.encode() + content)
+        assert wait_until(lambda: server.engine.stats()["num_streams"] == 1)
+    assert wait_until(lambda: server.engine.stats()["num_streams"] == 0)
+    server.call(server.engine.continue_generation())
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_answer_that_the_server_ends_is_an_error(server: Served, path: str) -> None:
+    body = chat("Hi", max_tokens=1000, ignore_eos=True) if path == CHAT else LONG
+    server.call(server.engine.pause_generation("in_place"))
+    with server.client.stream("POST", path, json=body | {"stream": True}) as response:
+        server.engine.abort_request(abort_all=True)
+        server.call(server.engine.continue_generation())
+        lines = [line for line in response.iter_lines() if line]
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "server_error"
+    assert lines[-1] == "data: [DONE]"
+    server.wait_until_idle()
+
+
+# ---------------------------------------------------------------- resumed streams
+
+
+def events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events of a stream: id and data."""
+    event_id = ""
+    for line in response.iter_lines():
+        if line.startswith("id: "):
+            event_id = line.removeprefix("id: ")
+        elif line.startswith("data: {"):
+            yield event_id, json.loads(line.removeprefix("data: "))
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    return choice["text"] if "text" in choice else choice["delta"].get("content", "")
+
+
+def tokens_of(choice: dict[str, Any]) -> list[str]:
+    logprobs = choice["logprobs"]
+    return logprobs["tokens"] if "tokens" in logprobs else [entry["token"] for entry in logprobs["content"]]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_broken_stream_continues_after_the_last_event(server: Served, path: str) -> None:
+    fields = {"max_tokens": 60, "ignore_eos": True, "seed": 3, "stream_options": {"include_usage": True}}
+    body = chat("Hi", logprobs=True) if path == CHAT else {"prompt": "Hi", "logprobs": 0, "echo": True}
+    body |= fields
+    whole = server.post(path, body).json()
+    expected = whole["choices"][0]
+    text = expected["message"]["content"] if path == CHAT else expected["text"]
+    body |= {"stream": True, "resume_ttl": 20}
+    joined, tokens, last_id, chunk = "", [], "", {}
+    for num_events in (1, 7, 20, 1000):
+        headers = {"Last-Event-ID": last_id} if last_id else {}
+        with server.client.stream("POST", path, json=body, headers=headers) as response:
+            assert response.status_code == 200
+            for event_id, chunk in islice(events(response), num_events):
+                last_id = event_id
+                for choice in chunk["choices"]:
+                    joined += text_of(choice)
+                    tokens += tokens_of(choice)
+    assert joined == text
+    assert tokens == tokens_of(expected)
+    assert chunk["usage"]["completion_tokens"] == 60
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize("event_id", ["nonsense", "x:1:y", "unknown:3:3", "x:-1:2"])
+def test_unknown_event_id_is_status_400(server: Served, event_id: str) -> None:
+    response = server.post(CHAT, chat("x", stream=True), headers={"Last-Event-ID": event_id})
+    assert response.status_code == 400
+
+
+def test_router_imports_only_public_names() -> None:
+    public = ("aioengine.openai.", "aioengine.http.", "aioengine.errors.", "aioengine.parsing.", "aioengine.metrics.")
+    targets = {entry.target for of in modules() if of.place.startswith("openai/") for entry in imports(of)}
+    inner = {target for target in targets if target.startswith("aioengine.") and not f"{target}.".startswith(public)}
+    assert {target.rpartition(".")[2] for target in inner} <= set(aioengine.__all__)

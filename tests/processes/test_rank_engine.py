@@ -1,0 +1,76 @@
+"""A whole engine whose model is divided among ranks: its answers, and the loss of a rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aioengine import AsyncEngine, Engine
+from tests.kit.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.process
+
+PROMPTS = ["The capital of France is", "Once upon a time"]
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True},
+    {"temperature": 0.8, "seed": 5, "max_new_tokens": 60, "ignore_eos": True, "repetition_penalty": 1.1},
+]
+ARGUMENTS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}
+
+
+def pid_of(engine: AsyncEngine, role: str) -> int:
+    return next(process["pid"] for process in engine.health()["processes"] if process["role"] == role)
+
+
+async def stream_ids(engine: AsyncEngine, prompt: str, params: dict[str, Any], act: Callable[[], None]) -> list[int]:
+    """Stream an answer, and call ``act`` after a few tokens. Return all ids."""
+    token_ids: list[int] = []
+    async for chunk in engine.async_generate(prompt, params, stream=True):
+        was_short = len(token_ids) < 10
+        token_ids += chunk["output_ids"]
+        if was_short and len(token_ids) >= 10:
+            act()
+    return token_ids
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    with Engine(**ARGUMENTS) as engine:
+        return [answer["output_ids"] for answer in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize(
+    ("role", "number"),
+    [
+        ("runner-1", signal.SIGKILL),
+        pytest.param("scheduler", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("runner-1", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("detokenizer", signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+async def test_streams_continue_after_the_loss_of_a_process(
+    expected: list[list[int]], role: str, number: signal.Signals
+) -> None:
+    """All ranks are replaced if one of them is lost."""
+    async with AsyncEngine(**ARGUMENTS, tp_size=2, stall_timeout=6) as engine:
+        before = pid_of(engine, "scheduler"), pid_of(engine, "runner-1")
+        lost = [pid_of(engine, role)]
+
+        def act() -> None:
+            if lost:  # only the first stream acts
+                os.kill(lost.pop(), number)
+
+        streams = [stream_ids(engine, prompt, params, act) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        assert await asyncio.gather(*streams) == expected
+        after = pid_of(engine, "scheduler"), pid_of(engine, "runner-1")
+        assert after == before if role == "detokenizer" else set(before).isdisjoint(after)
+        again = await asyncio.gather(*(engine.async_generate(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)))
+        assert [answer["output_ids"] for answer in again] == expected
+    await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in (*before, *after)))
