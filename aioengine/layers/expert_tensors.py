@@ -5,6 +5,7 @@ Shape letters: D hidden size, I inner size, E experts.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from aioengine.families._experts import MXFP4_BLOCK
 from aioengine.families._tensors import expert_tensors as checkpoint_tensors
 from aioengine.kernels import mxfp4
-from aioengine.kernels.codes import Codes
+from aioengine.kernels.codes import EXPONENT_BIAS, Codes
 from aioengine.kernels.expert_types import ExpertWeights, GateFunction
 from aioengine.layers.placement import Slice
 
@@ -54,6 +55,9 @@ def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> Expe
         if name.startswith(config.names)
     }
     if config.stored == "mxfp4":
+        for scales in (tensor for name, tensor in tensors.items() if name.endswith("_scales")):
+            inputs = scales.shape[2] * MXFP4_BLOCK  # see ``Target.is_preset``
+            scales.fill_(round(EXPONENT_BIAS - math.log2(mxfp4.SPREAD * inputs**0.5)))
         wide = placement.dtype if placement.device.type == "cpu" else None  # torch has no product for MXFP4 on a CPU
         return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors, wide))
     return ExpertTensors(tensors, lambda: _from_interleaved(config, tensors))

@@ -104,6 +104,7 @@ class Linear(Layer):
             order=self._order,
         )
         self._format: LinearFormat  # ``weights`` chooses it, and allocates the tensors
+        self._names: list[str] = []
         self._tensors: Tensors = {}  # while the layer is open for loading
         self._is_open = True
         self._prepared: Prepared | None = None
@@ -118,7 +119,7 @@ class Linear(Layer):
             ValueError: the parts have different formats, and the checkpoint should not have such parts.
         """
         if not self._tensors and not self.joined:
-            names = [f"{prefix}{part}" for part in self.sizes]
+            names = self._names = [f"{prefix}{part}" for part in self.sizes]
             formats = [self._placement.format_of(name) for name in names]
             if all(other is formats[0] for other in formats):
                 self._format = formats[0]
@@ -197,7 +198,10 @@ class Linear(Layer):
             if self.joined:
                 self._prepared = self._spec.prepared(lambda x: torch.cat([part(x) for part in self.joined], 1), dict)
             else:
-                self._prepared = self._format.prepare(self._spec, self._tensors)
+                try:
+                    self._prepared = self._format.prepare(self._spec, self._tensors)
+                except ValueError as error:
+                    raise ValueError(f"{', '.join(self._names)}: {error}") from error
             self._matmul = self._prepared.gated or self._prepared.matmul
         self._tensors = {}
 
@@ -245,7 +249,8 @@ def unplaced_targets(
         yield name, [Target(writer.placeholder, writer=writer) for writer in parts]
     for name, tensor in tensors.items():
         if name not in writers and (pieces := linear_format.split(layer, name, tensor)):
-            yield name, [Target(piece) for piece in pieces]
+            is_preset = isinstance(linear_format, CodesFormat) and linear_format.is_preset(name)
+            yield name, [Target(piece, is_preset=is_preset) for piece in pieces]
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:

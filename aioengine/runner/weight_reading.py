@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from aioengine.kernels.codes import FP8
 from aioengine.kernels.gguf_blocks import dequantized
 from aioengine.model_files import folder_files
 from aioengine.runner.tensor_files import DTYPES
@@ -45,6 +46,8 @@ NUM_BUFFERS: Final = 2
 SMALL_BYTES: Final = 32 << 20
 """Less than this is read by one thread."""
 _MAX_REPORTS: Final = 200
+_FP8_NAN: Final = 0x7F
+"""The bits of NaN in fp8 (e4m3), which has no infinity."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -257,7 +260,7 @@ def _load_to_cpu(piece: _FilePart, file: BinaryIO) -> float:
         stored = piece.target
     else:
         stored = piece.store(_fill(file, piece, torch.empty(piece.num_bytes, dtype=torch.uint8)))
-    return float(stored.sum()) if _may_be_infinite(stored) else 0.0
+    return float(_finite_sum(stored)) if stored.is_floating_point() else 0.0
 
 
 class _PinnedCopier:
@@ -286,9 +289,12 @@ class _PinnedCopier:
             copied.record()
 
 
-def _may_be_infinite(tensor: Tensor) -> bool:
-    """Return whether a tensor [...] has a dtype with 16 or more bits that can be infinite."""
-    return tensor.is_floating_point() and tensor.itemsize > 1
+def _finite_sum(tensor: Tensor) -> Tensor:
+    """Return a number that is finite only if all elements [...] are. A sum may also overflow, but not with fp8."""
+    if tensor.dtype != FP8:
+        return tensor.sum().float()
+    largest = tensor.view(torch.uint8).bitwise_and(_FP8_NAN).amax()  # without the signs
+    return (largest != _FP8_NAN).float().reciprocal()
 
 
 @torch.inference_mode()
@@ -304,13 +310,15 @@ def _check_finite(entries: list[Entry], targets: dict[str, Target], sums: dict[s
         entry.name: target.tensor if target.writer is None else target.writer.scales
         for entry, target in zip(entries, loaded, strict=True)
     }
-    names = [name for name, tensor in tensors.items() if tensor.is_cuda and _may_be_infinite(tensor)]
+    names = [name for name, tensor in tensors.items() if tensor.is_cuda and tensor.is_floating_point()]
     if names:
-        device_sums = torch.stack([tensors[name].sum().float() for name in names])
+        device_sums = torch.stack([_finite_sum(tensors[name]) for name in names])
         sums = dict(zip(names, device_sums.tolist(), strict=True))
     for entry, target in zip(entries, loaded, strict=True):
         tensor = tensors[entry.name]
-        if not math.isfinite(sums.get(entry.name, 0.0)) and not tensor.isfinite().all():
+        if math.isfinite(sums.get(entry.name, 0.0)):
+            continue
+        if tensor.dtype == FP8 or not tensor.isfinite().all():
             kind = str(target.tensor.dtype).removeprefix("torch.")
             raise ValueError(
                 f"{entry.path}: tensor {entry.stored_name} has numbers that are not finite in {kind} (NaN, infinite, "
