@@ -17,6 +17,7 @@ import pytest
 
 from aioengine.cli import batch, main
 from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.testing.fake_runner import HIDDEN_SIZE
 from tests.kit.source import ROOT
 
 ANSWERS = {"": "one two three"}
@@ -186,6 +187,7 @@ def test_rows_in_the_form_of_openai_are_answered_as_by_the_server(run: Run) -> N
         row("a"),
         row({"prompt": "\ud800"}, "/v1/completions"),
         "in our own form",
+        row({"input": "a"}, "/v1/embeddings"),
     )
     done = run("in", "out", "--served-model-name", "mine")
     assert done.stderr == "aioengine: rows with an error instead of an answer: 9\n"
@@ -201,6 +203,7 @@ def test_rows_in_the_form_of_openai_are_answered_as_by_the_server(run: Run) -> N
     assert texts == ["one", "one"]
     statuses = {number: found[f"batch_req_{number}"]["response"]["status_code"] for number in (2, 3, 8)}
     assert statuses == {2: 400, 3: 404, 8: 404}
+    assert len(found["batch_req_12"]["response"]["body"]["data"][0]["embedding"]) == HIDDEN_SIZE
     refused = {number: found[f"batch_req_{number}"]["error"]["message"] for number in (4, 5, 6, 7, 9)}
     assert "leave out stream" in refused[4]
     assert "method must be POST" in refused[5]

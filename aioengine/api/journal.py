@@ -95,6 +95,7 @@ class Journal:
         """
         self.path = os.fspath(path)
         self.num_done = 0
+        self._num_bytes = 0  # of complete rows
         self._is_done = bytearray()
         self._rows_read: dict[int, bytes] = {}
         self._earlier: BinaryIO | None = None
@@ -142,7 +143,6 @@ class Journal:
 
     def _read_rows(self) -> None:
         """Read the indices of the rows, and remove the rest of a row that was not written completely."""
-        end = 0
         with open(self.path, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 index = _index_of(line)
@@ -153,8 +153,8 @@ class Journal:
                 if self.is_done(index):
                     raise ValueError(f"line {number} of {self.path} repeats the row {index}; restore the file")
                 self._mark_done(index)
-                end += len(line)
-        os.truncate(self._rows, end)
+                self._num_bytes += len(line)
+        os.truncate(self._rows, self._num_bytes)
 
     # ------------------------------------------------------------ items
 
@@ -200,7 +200,13 @@ class Journal:
 
     def append(self, index: int, row: Mapping[str, object]) -> None:
         """Write a row. Raises OSError, for example if the disk is full."""
-        _write(self._rows, encode_row(row) + b"\n")
+        line = encode_row(row) + b"\n"
+        try:
+            _write(self._rows, line)
+        except OSError:
+            os.truncate(self._rows, self._num_bytes)  # otherwise the next row would continue a part of this one
+            raise
+        self._num_bytes += len(line)
         self._mark_done(index)
 
     def _mark_done(self, index: int) -> None:

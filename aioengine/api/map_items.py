@@ -158,6 +158,11 @@ def map_job(
     progress: bool | None,
 ) -> Job:
     """Return the job of ``map``. Raises TypeError or ValueError if an argument is wrong."""
+    if isinstance(prompts, str | bytes | Mapping):
+        raise checks.wrong_type("prompts", "an iterable of prompts", cast("object", prompts))
+    checks.switch("ordered", is_ordered)
+    checks.switch("return_exceptions", returns_exceptions)
+    window = answers.default_window if window is None else checks.whole("window", window, 1)
     bar = RowBar(len(prompts) if isinstance(prompts, Sized) else None, progress)
 
     async def answer(index: int, item: Item) -> Row:
@@ -174,7 +179,7 @@ def map_job(
     return Job(
         answer,
         bar,
-        window=answers.default_window if window is None else checks.whole("window", window, 1),
-        is_ordered=checks.switch("ordered", is_ordered),
+        window=window,
+        is_ordered=is_ordered,
         open_journal=None if checkpoint is None else partial(Journal, checkpoint, parameters),
     )

@@ -15,8 +15,8 @@ import torch
 
 from aioengine.attention._base import AttentionShape, ForwardBatch, keys_and_values, split_heads
 from aioengine.attention._gpu_splits import COLUMNS, max_splits, plan_splits
+from aioengine.kernels.codes import FP8
 from aioengine.kernels.kv_target import KVTarget
-from aioengine.kernels.stored_kv import FP8
 from aioengine.kernels.triton.attention import PagedRows
 from aioengine.kernels.triton.decode import DecodeRows, decode
 from aioengine.kernels.triton.heads import flatten_pages

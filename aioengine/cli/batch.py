@@ -78,10 +78,9 @@ async def run(
     is_file = stat.S_ISREG(os.fstat(lines.fileno()).st_mode)
     num_errors = 0
     with lines if is_file else nullcontext():  # the thread that reads a pipe closes it
-        bar = RowBar(_num_rows(lines) if is_file and is_wanted(progress) else None, progress)
+        num_rows = _num_rows(lines) if is_file and is_wanted(progress) else None
         async with AsyncEngine.from_config(config) as engine:
-            answers = ItemAnswers(engine, sampling, options)
-
+            answers, bar = ItemAnswers(engine, sampling, options), RowBar(num_rows, progress)
             openai_rows: OpenAIRows | None = None
 
             async def answer(index: int, line: bytes) -> Row:
@@ -152,12 +151,14 @@ async def _rows_of_pipe(lines: BinaryIO) -> AsyncIterator[bytes]:
     capacity = threading.Semaphore(LINES_AHEAD)
 
     def read() -> None:
-        with lines:
-            for row in _rows(lines):
-                capacity.acquire()
-                if not post(loop, rows.put_nowait, row):
-                    return
-        post(loop, rows.put_nowait, b"")
+        try:
+            with lines:
+                for row in _rows(lines):
+                    capacity.acquire()
+                    if not post(loop, rows.put_nowait, row):
+                        return
+        finally:
+            post(loop, rows.put_nowait, b"")
 
     start_thread(read, name="aioengine-batch")
     while row := await rows.get():

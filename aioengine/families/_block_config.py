@@ -46,13 +46,11 @@ class TensorSpec(NamedTuple):
     Attributes:
         dtype: the safetensors dtype that it must have; "" for any floating-point dtype.
         per_element: parameters of the model per element. 2 for packed 4-bit values, 0 for scales.
-        is_converted: values of ``dtype`` are converted to the model's dtype when they are loaded.
     """
 
     shape: tuple[int, ...]
     dtype: str = ""
     per_element: int = 1
-    is_converted: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -60,8 +58,6 @@ class TensorSpec(NamedTuple):
 
     def num_bytes(self, itemsize: int) -> int:
         """Return the bytes in memory after loading. ``itemsize``: of the model's dtype."""
-        if self.is_converted:
-            return self.num_parameters * itemsize
         return math.prod(self.shape) * (DTYPE_BYTES[self.dtype] if self.dtype else itemsize)
 
 

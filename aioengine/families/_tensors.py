@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aioengine.families._experts import ExpertsConfig
 
 LinearTensors = Callable[[LinearShape], TensorSpecs]
-"""Returns the tensors of a linear layer by the last part of their names, such as "weight"."""
+"""Returns the tensors of a linear layer, in the checkpoint or in memory, by the last part of their names."""
 TableTensors = Callable[[LinearShape, bool], TensorSpecs]
 """Does the same for the table of token embeddings. The second argument says whether it is also the head."""
 
@@ -67,10 +67,7 @@ def block_tensors(config: DecoderConfig, layer: int, linear_tensors: LinearTenso
     if (latent := config.attention.latent) is not None:
         outputs = config.num_heads * (latent.plain_size + latent.value_size)
         expansion = LinearShape(f"{block}{config.block.attention}kv_b_proj", outputs, latent.rank, False)
-        specs |= {
-            name: spec._replace(is_converted=spec.is_converted or bool(spec.dtype and spec.per_element))
-            for name, spec in _linears([expansion], linear_tensors).items()
-        }
+        specs |= _linears([expansion], linear_tensors)
     if (experts := config.experts_of(layer)) is not None:
         specs |= expert_tensors(experts, config.hidden_size, f"{block}{config.block.mlp}", linear_tensors)
     for name in config.block.norms:
@@ -215,7 +212,7 @@ def expert_tensors(
     shapes: dict[str, tuple[int, ...]] = {}
     if router.has_choice_bias:
         shapes[f"{router.name}.{CHOICE_BIAS}"] = (num_experts,)
-    mxfp4_specs: TensorSpecs = {}
+    code_specs: TensorSpecs = {}
     if config.stored == "separate":
         gate, up, down = config.names
         for own in (f"{prefix}experts.{expert}." for expert in range(num_experts)):
@@ -224,7 +221,14 @@ def expert_tensors(
     else:
         gate_up, down = config.names
         if config.stored == "packed":
-            shapes |= {gate_up: (num_experts, 2 * inner, hidden_size), down: (num_experts, hidden_size, inner)}
+            joined = {gate_up: (num_experts, 2 * inner, hidden_size), down: (num_experts, hidden_size, inner)}
+            for name, shape in joined.items():
+                linear = LinearShape(name.removesuffix(".weight"), num_experts * shape[1], shape[2], False)
+                codes = linear_tensors(replace(linear, name=f"{prefix}{linear.name}"))
+                if codes["weight"].dtype:
+                    code_specs |= {f"{linear.name}.{part}": spec for part, spec in codes.items()}
+                else:
+                    shapes[name] = shape
         else:
             shapes |= {f"{gate_up}_bias": (num_experts, 2 * inner), f"{down}_bias": (num_experts, hidden_size)}
         if config.stored == "interleaved":
@@ -232,9 +236,9 @@ def expert_tensors(
         elif config.stored == "mxfp4":
             for name, rows, columns in ((gate_up, 2 * inner, hidden_size), (down, hidden_size, inner)):
                 scales = num_experts, rows, columns // MXFP4_BLOCK
-                mxfp4_specs[f"{name}_blocks"] = TensorSpec((*scales, MXFP4_BLOCK // 2), "U8", per_element=2)
-                mxfp4_specs[f"{name}_scales"] = TensorSpec(scales, "U8", per_element=0)
-    specs = {name: TensorSpec(shape) for name, shape in shapes.items()} | mxfp4_specs
+                code_specs[f"{name}_blocks"] = TensorSpec((*scales, MXFP4_BLOCK // 2), "U8", per_element=2)
+                code_specs[f"{name}_scales"] = TensorSpec(scales, "U8", per_element=0)
+    specs = {name: TensorSpec(shape) for name, shape in shapes.items()} | code_specs
     return _linears(unquantized, plain_tensors) | _linears(linears, linear_tensors) | _prefixed(prefix, specs)
 
 

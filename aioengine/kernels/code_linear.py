@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from aioengine.kernels import int8_linear, linear
-from aioengine.kernels.codes import Codes, pack_nibbles
+from aioengine.kernels.codes import FP8, MIDDLE, Codes, pack_nibbles
 from aioengine.kernels.linear import Product
 from aioengine.kernels.triton import launcher
 from aioengine.model_files.quantization import FP8_BLOCK
@@ -35,7 +35,6 @@ GROUP_SIZES: Final = (256, 128, 64, 32)
 """Group sizes of torch's kernel for 4-bit codes on a CPU."""
 BLOCK_OUTPUTS: Final = 256
 """Outputs whose weights are dequantized at a time. They fit the cache."""
-FP8: Final = torch.float8_e4m3fn
 
 
 def prepare(
@@ -95,8 +94,8 @@ def _of_bytes(codes: Codes, bias: Tensor | None) -> Matmul:
 
 def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
     """Use torch's kernel for 4 bits in groups of ``size`` inputs, on a CPU. bias: [O]."""
-    middle, order, scales = 8, codes.order, codes.scales
-    offsets = middle * scales if codes.offsets is None else codes.offsets + middle * scales
+    order, scales = codes.order, codes.scales
+    offsets = MIDDLE * scales if codes.offsets is None else codes.offsets + MIDDLE * scales
     step = codes.group // size
     parameters = torch.stack((scales, offsets), -1).repeat_interleave(step, 1)
     parameters = parameters.transpose(0, 1).bfloat16().contiguous()  # [D / size, O, 2]
@@ -111,10 +110,10 @@ def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
 
     def restore() -> Codes:
         """Multiply with a scale of 1 and the identity, because torch has no function that unpacks."""
-        ones = torch.tensor([1.0, middle]).bfloat16().expand(*parameters.shape).contiguous()
+        ones = torch.tensor([1.0, MIDDLE]).bfloat16().expand(*parameters.shape).contiguous()
         identity = torch.eye(inputs, dtype=torch.bfloat16)
         values = torch.ops.aten._weight_int4pack_mm_for_cpu(identity, packed, size, ones)
-        offsets = parameters[::step, :, 1].t() - middle * scales
+        offsets = parameters[::step, :, 1].t() - MIDDLE * scales
         return Codes(pack_nibbles(values.t().to(torch.uint8)), scales, offsets, bits=4, order=order)
 
     return Product(matmul, restore)

@@ -18,6 +18,10 @@ PIECES: Final = (128, 64, 32)
 16 bits. Bits 4 i to 4 i + 3 of word j are the code of column i * P / 4 + j.
 """
 
+FP8: Final = torch.float8_e4m3fn
+FP8_MAX: Final = torch.finfo(FP8).max
+MIDDLE: Final = 8
+"""The 4-bit code of 0 in symmetric formats."""
 EXPONENT_BIAS: Final = 127
 """Of scales that are stored as exponents."""
 

@@ -15,6 +15,8 @@ _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
 """The number of each code: sign, two exponent bits, one mantissa bit."""
 
+SPREAD = 2.9
+"""Standard deviation of the numbers of random codes."""
 MAX_SCALE = 128
 """The exponent of 2.0, with its bias."""
 

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from aioengine.kernels.codes import FP8, FP8_MAX
 from aioengine.settings.memory_model import INT8_SCALE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FP8: Final = torch.float8_e4m3fn
-FP8_MAX: Final = torch.finfo(FP8).max
 _LARGEST: Final = 127
 _MIN_SCALE: Final = 1e-30
 """Avoids a division by zero. Smaller numbers become 0."""

@@ -1,4 +1,4 @@
-"""Loads a quantized matrix of all experts from a checkpoint with separate tensors for each expert.
+"""Loads a quantized matrix of all experts, from one tensor for all experts or separate tensors for each.
 
 Shape letters: E experts, O outputs of an expert, D inputs.
 """
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.layers.linear import unplaced_targets
+from aioengine.layers.placement import Target
 from aioengine.quantization._base import LinearSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.kernels.codes import Codes
-    from aioengine.layers.placement import Placement, Target
+    from aioengine.layers.placement import Placement
     from aioengine.quantization._base import CodesFormat, Tensors
 
 
@@ -85,6 +86,39 @@ class CodedExperts:
         self._loaded = [
             kept | self._format.tensors(self._layer, part) for kept, part in zip(self._kept, parts, strict=True)
         ]
+
+
+class JoinedExperts:
+    """The codes [E * O, D] of a matrix whose tensor [E, O, D] is quantized while it is loaded."""
+
+    def __init__(
+        self,
+        linear_format: CodesFormat,
+        name: str,
+        in_features: int,
+        out_features: int,
+        num_experts: int,
+        placement: Placement,
+    ) -> None:
+        self._format, self._name = linear_format, name
+        self._shape = num_experts, out_features, in_features
+        sizes = (num_experts * out_features,)
+        self._layer = LinearSpec(in_features, sizes, False, placement.dtype, placement.device)
+        self._loaded = linear_format.empty(self._layer)
+
+    def targets(self) -> dict[str, Target]:
+        """Map the name of the tensor within the MLP to its target."""
+        [writer] = self._format.writers(self._layer, self._loaded)["weight"]
+        return {self._name: Target(writer.placeholder.view(self._shape), writer=writer)}
+
+    def assemble(self) -> Codes:
+        """Return the codes."""
+        codes, self._loaded = self._format.codes(self._layer, self._loaded), {}
+        return codes
+
+    def open_for_loading(self, codes: Codes) -> None:
+        """Restore the loaded tensors from codes [E * O, D]."""
+        self._loaded = self._format.tensors(self._layer, codes)
 
 
 def _tensors(codes: Codes) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from aioengine.families._block_config import MlpConfig
@@ -17,13 +18,13 @@ from aioengine.kernels.codes import Codes
 from aioengine.kernels.expert_types import ExpertWeights, SharedOutputs
 from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
-from aioengine.layers.coded_experts import CodedExperts
+from aioengine.layers.coded_experts import CodedExperts, JoinedExperts
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import MLP
-from aioengine.layers.placement import Target
+from aioengine.layers.placement import Target, Units, rank_ranges
 from aioengine.quantization._base import CodesFormat
-from aioengine.quantization.plain import PLAIN, plain
+from aioengine.quantization.plain import plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from aioengine.layers.adapters import Grouping
     from aioengine.layers.expert_tensors import ExpertTensors
     from aioengine.layers.placement import Placement
-    from aioengine.quantization._base import LinearFormat
 
 
 class ExpertRouter(Layer):
@@ -81,13 +81,20 @@ class SparseMLP(Layer):
     is_adaptable = False
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
+        self._shard = placement.shard
+        [inner_range] = rank_ranges([Units(config.inner_size)], placement.shard)
+        self._inner_range, self._inner_size = inner_range, config.inner_size
+        # This rank has a part of each expert. The sum over the ranks includes the shared expert.
+        config = msgspec.structs.replace(config, inner_size=inner_range[1] - inner_range[0])
         self._hidden_size, self._config, self._placement = hidden_size, config, placement
         self._router = ExpertRouter(hidden_size, config, placement)
-        self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, placement)
+        unsummed = replace(placement, shard=placement.shard._replace(group=None))
+        self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, unsummed)
         # Open for loading: ``_tensors`` or ``_coded`` is set. Otherwise ``_experts`` has the weights for the kernels.
         self._is_open = True
+        self._name = ""
         self._tensors: ExpertTensors | None = None
-        self._coded: tuple[CodedExperts, CodedExperts] | None = None
+        self._coded: tuple[CodedExperts | JoinedExperts, ...] = ()
         self._experts: Experts | None = None
         self.parts = ("", self._router), ("", self._shared)
 
@@ -97,56 +104,80 @@ class SparseMLP(Layer):
         Raises:
             ValueError: the experts have different formats.
         """
-        if self._is_open and self._tensors is None and self._coded is None:
+        if self._is_open and self._tensors is None and not self._coded:
             self._allocate(prefix)
         return super().weights(prefix)
 
     def _allocate(self, prefix: str) -> None:
         config, size, placement = self._config, self._hidden_size, self._placement
-        linear_format: LinearFormat = PLAIN
+        self._name = f"{prefix}experts"
+        num_experts, inner = config.num_experts, config.inner_size
         if config.stored == "separate":
-            names = [f"{prefix}experts.{i}.{name}" for i in range(config.num_experts) for name in config.names]
-            linear_format, *others = map(placement.format_of, names)
-            if any(other is not linear_format for other in others):
-                raise ValueError(f"the experts {prefix}experts have several formats; what works: one for all of them")
-        if isinstance(linear_format, CodesFormat):
-            num_experts, inner = config.num_experts, config.inner_size
+            names = [f"experts.{i}.{name}" for i in range(num_experts) for name in config.names]
+        else:
+            names = [name.removesuffix(".weight") for name in config.names]
+        linear_format, *others = [placement.format_of(f"{prefix}{name}") for name in names]
+        if any(other is not linear_format for other in others):
+            raise ValueError(f"the experts {self._name} have several formats; what works: one for all of them")
+        if isinstance(linear_format, CodesFormat) and config.stored == "separate":
             self._coded = (
                 CodedExperts(linear_format, config.names[:2], size, inner, num_experts, placement),
                 CodedExperts(linear_format, config.names[2:], inner, size, num_experts, placement),
+            )
+        elif isinstance(linear_format, CodesFormat) and config.stored == "packed":
+            gate_up, down = config.names
+            self._coded = (
+                JoinedExperts(linear_format, gate_up, size, 2 * inner, num_experts, placement),
+                JoinedExperts(linear_format, down, inner, size, num_experts, placement),
             )
         else:
             self._tensors = expert_tensors.empty(config, size, placement)
 
     def own_weights(self) -> dict[str, Target]:
         assert self._is_open, "the layer is not open for loading"
-        if self._coded is not None:
+        if self._coded:
             return self._coded[0].targets() | self._coded[1].targets()
         assert self._tensors is not None, "weights was not called"
-        return {name: Target(tensor) for name, tensor in self._tensors.tensors.items()}
+        return {name: self._target(name, tensor) for name, tensor in self._tensors.tensors.items()}
+
+    def _target(self, name: str, tensor: Tensor) -> Target:
+        source = None
+        if self._shard.size > 1:
+            source = expert_tensors.source(self._config, name, self._inner_range, self._inner_size)
+        return Target(tensor, source, is_preset=name.endswith("_scales"))
 
     def finish_loading(self) -> None:
         assert self._is_open, "the layer is not open for loading"
         super().finish_loading()
         self._is_open = False
-        if self._coded is not None:
-            gate_up, down = (matrix.assemble() for matrix in self._coded)
-            weights = ExpertWeights(gate_up, down, gate=expert_tensors.gate_function(self._config))
-        else:
-            assert self._tensors is not None, "weights was not called"
-            weights, self._tensors = self._tensors.assemble(), None
+        try:
+            weights = self._assembled()
+        except ValueError as error:
+            raise ValueError(f"{self._name}: {error}") from error
         if self._experts is None:
             placement = self._placement
             self._experts = experts.prepare(weights, placement.dtype, batch_invariant=placement.batch_invariant)
         else:
             self._experts.update(weights)
 
+    def _assembled(self) -> ExpertWeights:
+        """Return the loaded weights, and free the loaded tensors."""
+        if self._coded:
+            gate_up, down = (matrix.assemble() for matrix in self._coded)
+            return ExpertWeights(gate_up, down, gate=expert_tensors.gate_function(self._config))
+        assert self._tensors is not None, "weights was not called"
+        down_bias = self._tensors.tensors.get(f"{self._config.names[-1]}_bias")
+        if self._shard.rank and down_bias is not None:
+            down_bias.zero_()  # only rank 0 adds it to the sum over the ranks
+        weights, self._tensors = self._tensors.assemble(), None
+        return weights
+
     def open_for_loading(self) -> None:
         assert self._experts is not None, "the layer is open for loading already"
         super().open_for_loading()
         self._is_open = True
         weights = self._experts.weights()
-        if self._coded is None:
+        if not self._coded:
             self._tensors = expert_tensors.reopened(self._config, weights)
         else:
             for matrix, codes in zip(self._coded, (weights.gate_up, weights.down), strict=True):
@@ -156,4 +187,5 @@ class SparseMLP(Layer):
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
         """[T, D] -> [T, D]. ``rows`` is unused, since adapters do not change experts."""
         assert self._experts is not None, "finish_loading was not called"
-        return self._experts(x, self._router(x), None if self._shared is None else self._shared(x))
+        outputs = self._experts(x, self._router(x), None if self._shared is None else self._shared(x))
+        return outputs if self._shard.group is None else self._shard.group.sum(outputs)

@@ -29,7 +29,8 @@ class Stored(NamedTuple):
     """How a checkpoint stores a layer.
 
     Attributes:
-        order: [O] int64, the checkpoint index of each output, with the parts joined; None if the orders are equal.
+        order: [O] int64, the checkpoint index of each output, with the parts joined; None if the orders are equal. On
+            the CPU if the layer is divided among ranks.
         is_transposed: the checkpoint stores weights that are not quantized as [D, outputs].
     """
 
@@ -85,6 +86,8 @@ class Linear(Layer):
             ranges = rank_ranges(units or [Units(in_features)], placement.shard)
             self._ranges, self._totals = dict.fromkeys(parts, ranges), dict.fromkeys(parts, in_features)
             in_features = sum(stop - start for start, stop in ranges)
+        if self._order is not None:
+            self._order = self._order.to(placement.device)
         self.in_features = in_features
         self.sizes = sizes
         self.is_gated = is_gated
@@ -101,6 +104,7 @@ class Linear(Layer):
             order=self._order,
         )
         self._format: LinearFormat  # ``weights`` chooses it, and allocates the tensors
+        self._names: list[str] = []
         self._tensors: Tensors = {}  # while the layer is open for loading
         self._is_open = True
         self._prepared: Prepared | None = None
@@ -115,7 +119,7 @@ class Linear(Layer):
             ValueError: the parts have different formats, and the checkpoint should not have such parts.
         """
         if not self._tensors and not self.joined:
-            names = [f"{prefix}{part}" for part in self.sizes]
+            names = self._names = [f"{prefix}{part}" for part in self.sizes]
             formats = [self._placement.format_of(name) for name in names]
             if all(other is formats[0] for other in formats):
                 self._format = formats[0]
@@ -159,9 +163,9 @@ class Linear(Layer):
     def _output_ranges(self, parts: Mapping[str, int], units: Sequence[Units]) -> dict[str, list[tuple[int, int]]]:
         """Return the ranges of each part in the checkpoint that this rank loads, and set the order of its outputs."""
         kept = torch.cat([torch.arange(*pair) for pair in rank_ranges(units, self._shard)])
-        in_checkpoint = kept if self._order is None else self._order.cpu()[kept]
+        in_checkpoint = kept if self._order is None else self._order[kept]
         loaded, order = in_checkpoint.sort()
-        self._order = None if self._order is None else order.argsort().to(self._order.device)
+        self._order = None if self._order is None else order.argsort()
         bounds = pairwise(accumulate(parts.values(), initial=0))
         return {
             part: _runs((loaded[(loaded >= start) & (loaded < stop)] - start).tolist())
@@ -194,7 +198,10 @@ class Linear(Layer):
             if self.joined:
                 self._prepared = self._spec.prepared(lambda x: torch.cat([part(x) for part in self.joined], 1), dict)
             else:
-                self._prepared = self._format.prepare(self._spec, self._tensors)
+                try:
+                    self._prepared = self._format.prepare(self._spec, self._tensors)
+                except ValueError as error:
+                    raise ValueError(f"{', '.join(self._names)}: {error}") from error
             self._matmul = self._prepared.gated or self._prepared.matmul
         self._tensors = {}
 
@@ -242,7 +249,8 @@ def unplaced_targets(
         yield name, [Target(writer.placeholder, writer=writer) for writer in parts]
     for name, tensor in tensors.items():
         if name not in writers and (pieces := linear_format.split(layer, name, tensor)):
-            yield name, [Target(piece) for piece in pieces]
+            is_preset = isinstance(linear_format, CodesFormat) and linear_format.is_preset(name)
+            yield name, [Target(piece, is_preset=is_preset) for piece in pieces]
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:

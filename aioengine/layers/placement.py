@@ -79,12 +79,14 @@ class Target(NamedTuple):
         source: the part of the checkpoint tensor to load. ``tensor`` has its joined ranges. None for all of it.
         writer: receives the loaded rows instead of ``tensor``, which is its placeholder.
         is_optional: the checkpoint may not have the tensor.
+        is_preset: the tensor has a valid value before loading, which dummy weights keep.
     """
 
     tensor: Tensor
     source: Slice | None = None
     writer: RowWriter | None = None
     is_optional: bool = False
+    is_preset: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
-from aioengine.families._tensors import plain_tensors
 from aioengine.model_files.checkpoint import read_headers
 from aioengine.model_files.gguf_header import BLOCKS
-from aioengine.model_files.online_quantization import Numbers, code_tensors
+from aioengine.model_files.online_quantization import CPU_OUTPUTS, Numbers, code_tensors
 from aioengine.model_files.quantized_formats import FORMATS, WIDENED
 
 if TYPE_CHECKING:
@@ -19,17 +18,13 @@ if TYPE_CHECKING:
 
 KEPT: Final = {
     "Q4_0": Numbers("int4", 32),
-    "Q4_1": Numbers("int4", 32),
-    "Q4_K": Numbers("int4", 32),
+    "Q4_1": Numbers("int4", 32, has_offsets=True),
+    "Q4_K": Numbers("int4", 32, has_offsets=True),
     "Q8_0": Numbers("int8", 32),
-    "Q5_K": Numbers("int8", 32),
+    "Q5_K": Numbers("int8", 32, has_offsets=True),
     "Q6_K": Numbers("int8", 16),
 }
 """Types of tensors that can stay quantized -> their numbers in memory."""
-WITH_OFFSETS: Final = frozenset(("Q4_1", "Q4_K", "Q5_K"))
-"""Types with an offset for each group."""
-_CPU_OUTPUTS: Final = 16
-"""torch's product with 4-bit codes on a CPU needs a multiple of this number of outputs."""
 _WEIGHT: Final = ".weight"
 
 
@@ -52,7 +47,7 @@ class StoredTypes(Struct, frozen=True):
         kept: dict[str, str] = {}
         widened: set[str] = set()
         for entry in read_headers(path, ""):
-            is_served = not is_on_cpu or entry.shape[0] % _CPU_OUTPUTS == 0
+            is_served = not is_on_cpu or entry.shape[0] % CPU_OUTPUTS == 0
             if len(entry.shape) == 2 and entry.name.endswith(_WEIGHT):
                 if entry.dtype in allowed and is_served:
                     kept[entry.name.removesuffix(_WEIGHT)] = entry.dtype
@@ -60,14 +55,15 @@ class StoredTypes(Struct, frozen=True):
                     widened.add(entry.dtype)
         return cls(kept, tuple(sorted(widened)))
 
-    def tensors_of(self, linear: LinearShape) -> TensorSpecs:
+    def tensors_in_memory(self, linear: LinearShape, *, is_on_cpu: bool) -> TensorSpecs:
         """Describe the tensors of a linear layer in memory (``LinearTensors``)."""
-        kind = self.kept.get(linear.name)
-        if kind is None:
-            return plain_tensors(linear)
-        specs = code_tensors(linear, KEPT[kind])
-        return specs | {"offsets": specs["scales"]} if kind in WITH_OFFSETS else specs
+        kind = self.kept.get(linear.name, "")
+        return code_tensors(linear, KEPT.get(kind), is_on_cpu=is_on_cpu)
 
-    def table_tensors(self, table: LinearShape, is_head: bool) -> TensorSpecs:
+    def table_in_memory(self, table: LinearShape, is_head: bool, *, is_on_cpu: bool) -> TensorSpecs:
         """Describe the tensors of token embeddings in memory (``TableTensors``)."""
-        return self.tensors_of(table)
+        specs = self.tensors_in_memory(table, is_on_cpu=False)
+        if not is_head or not is_on_cpu:
+            return specs
+        head = self.tensors_in_memory(table, is_on_cpu=True)
+        return specs | {"head": head["weight"], "factors": head["factors"]} if "factors" in head else specs

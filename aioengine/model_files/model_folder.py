@@ -417,8 +417,8 @@ def _check_online(wanted: str, stored: object, model: TransformerConfig, impleme
         )
     if implementation == TRANSFORMERS:
         raise ValueError(f"quantization={wanted!r} does not work with models in transformers' code; leave it out")
-    if isinstance(model, DecoderConfig) and model.experts is not None and model.experts.stored != "separate":
-        raise ValueError(f"quantization={wanted!r} does not work with experts in joined tensors; leave it out")
+    if isinstance(model, DecoderConfig) and model.experts and model.experts.stored not in {"separate", "packed"}:
+        raise ValueError(f"quantization={wanted!r} does not work with the transposed experts of gpt-oss; leave it out")
 
 
 def _check_quantization(quantization: Quantization, model: TransformerConfig) -> None:

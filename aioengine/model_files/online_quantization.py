@@ -18,7 +18,9 @@ Method = Literal["fp8", "int8", "int4"]
 METHODS: Final = tuple(row.name for row in FORMATS["quantization"])
 """The values of ``quantization`` for checkpoints that are not quantized."""
 GROUP_SIZES: Final = (256, 128, 64, 32)
-"""Inputs that share a scale in int4."""
+"""Inputs that share a scale in int4, and in torch's product with 4-bit codes on a CPU."""
+CPU_OUTPUTS: Final = 16
+"""That product needs a multiple of this number of outputs."""
 _HEADS: Final = frozenset(("lm_head", "embed_out"))
 _UNQUANTIZED: Final = frozenset(
     ("gate", "router", "shared_expert_gate", "score", "classifier", "pooler", "head", "kv_b_proj")
@@ -27,10 +29,17 @@ _UNQUANTIZED: Final = frozenset(
 
 
 class Numbers(NamedTuple):
-    """How a weight [O, D] is quantized. ``group``: inputs that share a scale; 0: all inputs of an output."""
+    """How a weight [O, D] is kept in memory.
+
+    Attributes:
+        kind: "int4" may also be codes of a table.
+        group: inputs that share a scale; 0: all inputs of an output.
+        has_offsets: groups have an offset, other than the middle of the codes.
+    """
 
     kind: Method
     group: int = 0
+    has_offsets: bool = False
 
 
 class OnlineQuantization(Struct, frozen=True, kw_only=True):
@@ -71,27 +80,36 @@ class OnlineQuantization(Struct, frozen=True, kw_only=True):
             return Numbers("int4", group)
         return Numbers("fp8" if self.method == "fp8" else "int8")
 
-    def tensors_of(self, linear: LinearShape) -> TensorSpecs:
+    def tensors_in_memory(self, linear: LinearShape, *, is_on_cpu: bool) -> TensorSpecs:
         """Describe the tensors of a linear layer in memory (``LinearTensors``)."""
-        match self.part_of(linear.name):
-            case "layer":
-                return code_tensors(linear, self.layer(linear.inputs))
-            case "head":
-                return code_tensors(linear, self.head)
-            case "unquantized":
-                return plain_tensors(linear)
+        by_part = {"layer": self.layer(linear.inputs), "head": self.head, "unquantized": None}
+        return code_tensors(linear, by_part[self.part_of(linear.name)], is_on_cpu=is_on_cpu)
 
-    def table_tensors(self, table: LinearShape, is_head: bool) -> TensorSpecs:
+    def table_in_memory(self, table: LinearShape, is_head: bool) -> TensorSpecs:
         """Describe the tensors of token embeddings in memory (``TableTensors``)."""
         return code_tensors(table, self.head if is_head else None)
 
 
-def code_tensors(linear: LinearShape, numbers: Numbers | None) -> TensorSpecs:
-    """Describe the tensors of a quantized layer in memory. numbers: how it is quantized; None: it is not."""
+def code_tensors(
+    linear: LinearShape, numbers: Numbers | None, *, is_on_cpu: bool = False, has_table: bool = False
+) -> TensorSpecs:
+    """Describe the tensors of a quantized layer in memory.
+
+    Args:
+        numbers: how it is quantized; None: it is not.
+        is_on_cpu: fp8 is converted to the dtype, and torch's product with 4-bit codes needs its own scales.
+        has_table: codes are not integers, so that product cannot be used.
+    """
     specs, (outputs, inputs) = plain_tensors(linear), (linear.outputs, linear.inputs)
     if numbers is None:
         return specs
-    scales = TensorSpec((outputs, inputs // (numbers.group or inputs)), "F32")
-    if numbers.kind == "int4":
-        return specs | {"weight": TensorSpec((outputs, inputs // 2), "U8"), "scales": scales}
-    return specs | {"weight": TensorSpec((outputs, inputs), "I8"), "scales": scales}
+    group = numbers.group or inputs
+    specs["scales"] = scales = TensorSpec((outputs, -(-inputs // group)), "F32")
+    if numbers.kind == "int4" and is_on_cpu and not has_table and outputs % CPU_OUTPUTS == 0:
+        size = next((size for size in GROUP_SIZES if group % size == 0), group)
+        specs["factors"] = TensorSpec((outputs, inputs // size, 2), "BF16")
+    elif numbers.has_offsets:
+        specs["offsets"] = scales
+    if numbers.kind != "fp8" or not is_on_cpu:
+        specs["weight"] = TensorSpec((outputs, inputs // 2 if numbers.kind == "int4" else inputs), "U8")
+    return specs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations, groupby
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, NoReturn, cast
 
 from msgspec import Struct
@@ -14,13 +15,15 @@ from aioengine.families._fields import decode, not_implemented
 from aioengine.families._tensors import plain_tensors
 from aioengine.model_files import folder_files
 from aioengine.model_files.config_patterns import ConfigPatterns
+from aioengine.model_files.online_quantization import Numbers, code_tensors
 from aioengine.model_files.quantized_formats import working
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from aioengine.families._block_config import LinearShape
+    from aioengine.model_files.online_quantization import Method
 
 FP8_BLOCK: Final = 128
 BLOCK_SCALES: Final = 256
@@ -31,6 +34,8 @@ WORD: Final = 32
 TEXTS: Final = (".bitsandbytes__nf4", ".bitsandbytes__fp4")
 """Endings of the names of tensors that have the bytes of a JSON text. A file may have fewer than ``MAX_TEXT``."""
 MAX_TEXT: Final = 512
+MAX_PATTERNS: Final = 1000
+"""Limits the time of matching. ModelOpt writes up to a few for each layer."""
 UNUSED: Final = (
     *(".weight_shape", ".input_scale", ".q_scale", ".k_scale", ".v_scale", ".output_scale"),
     *(".quant_map", *TEXTS),
@@ -88,6 +93,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
         has_zeros: groups have zero points.
         has_order: each input belongs to the group that ``g_idx`` names.
         has_lower_zeros: stored zero points are lower by 1.
+        is_symmetric: all zero points are in the middle.
         table: the name of the numbers that codes stand for: "nf4" or "fp4"; "": codes are integers.
         has_scale_codes: scales are stored as codes of 8 bits.
     """
@@ -100,6 +106,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
     has_zeros: bool = False
     has_order: bool = False
     has_lower_zeros: bool = False
+    is_symmetric: bool = False
     table: str = ""
     has_scale_codes: bool = False
 
@@ -145,18 +152,33 @@ class Scheme(Struct, frozen=True, kw_only=True):
                     f"weight.quant_state.bitsandbytes__{self.table}": PackedTensor("U8", size=MAX_TEXT),
                 }
 
-    def specs(self, linear: LinearShape, *, is_on_cpu: bool = False) -> TensorSpecs:
-        """Describe the tensors of a linear layer. is_on_cpu: fp8 weights are converted when they are loaded."""
+    @property
+    def has_plain_scales(self) -> bool:
+        """Whether the stored scales are the scales in memory, possibly transposed."""
+        return self.group >= 0 and not self.block and not self.has_scale_codes
+
+    def specs(self, linear: LinearShape) -> TensorSpecs:
+        """Describe the tensors of a linear layer in the checkpoint."""
         specs = {
-            name: TensorSpec(
-                stored.shape(linear.outputs, linear.inputs),
-                stored.dtype,
-                stored.per_element,
-                is_converted=is_on_cpu and stored.dtype == "F8_E4M3",
-            )
+            name: TensorSpec(stored.shape(linear.outputs, linear.inputs), stored.dtype, stored.per_element)
             for name, stored in self.tensors(linear.inputs).items()
         }
         return specs | {"bias": TensorSpec((linear.outputs,))} if linear.has_bias else specs
+
+    def specs_in_memory(self, linear: LinearShape, *, is_on_cpu: bool) -> TensorSpecs:
+        """Describe the tensors of a linear layer in memory: codes, and loaded tensors that codes cannot restore."""
+        kind: Method = "fp8" if self.layout == "fp8" else "int8" if self.bits == 8 else "int4"
+        numbers = Numbers(kind, self.block or max(self.group, 0), self.has_zeros and not self.is_symmetric)
+        specs = {
+            name: spec._replace(dtype=spec.dtype or "F32")
+            for name, spec in self.specs(linear).items()
+            if not spec.per_element and not (name == self.scale and self.has_plain_scales)
+        }
+        if self.block and not is_on_cpu:  # torch's product takes the scales in another order
+            specs["block_scales"] = specs[self.scale]
+        if self.has_order:
+            specs["order"] = TensorSpec((linear.inputs,), "I64")
+        return specs | code_tensors(linear, numbers, is_on_cpu=is_on_cpu, has_table=bool(self.table))
 
 
 class Quantization(Struct, frozen=True, kw_only=True):
@@ -172,10 +194,16 @@ class Quantization(Struct, frozen=True, kw_only=True):
     rules: tuple[tuple[Callable[[str], bool], Scheme | None], ...]
     has_kv_scales: bool = False
 
-    def tensors_of(self, linear: LinearShape, *, is_on_cpu: bool = False) -> TensorSpecs:
-        """Describe the tensors of a linear layer (``LinearTensors``). is_on_cpu: see ``Scheme.specs``."""
+    def tensors_of(self, linear: LinearShape) -> TensorSpecs:
+        """Describe the tensors of a linear layer in the checkpoint (``LinearTensors``)."""
         scheme = self.scheme_of(linear.name)
-        return plain_tensors(linear) if scheme is None else scheme.specs(linear, is_on_cpu=is_on_cpu)
+        return plain_tensors(linear) if scheme is None else scheme.specs(linear)
+
+    def tensors_in_memory(self, linear: LinearShape, *, is_on_cpu: bool) -> TensorSpecs:
+        """Describe the tensors of a linear layer in memory (``LinearTensors``)."""
+        scheme, plain = self.scheme_of(linear.name), plain_tensors(linear)
+        specs = plain if scheme is None else scheme.specs_in_memory(linear, is_on_cpu=is_on_cpu)
+        return specs | {"latent": plain["weight"]} if scheme and linear.name.endswith(".kv_b_proj") else specs
 
     def scheme_of(self, name: str) -> Scheme | None:
         """Return how the layer ``name`` is stored; None: it is not quantized.
@@ -250,6 +278,7 @@ class _Config(Struct, frozen=True):
     # awq, gptq; format: compressed-tensors, too
     bits: int = 4
     group_size: int = 128
+    sym: bool = False
     zero_point: bool = True
     version: str = "gemm"
     desc_act: bool = False
@@ -314,23 +343,42 @@ def read_quantization(raw: Mapping[str, object]) -> Quantization:
         ValueError: the format is not implemented, or a pattern is invalid; the message says what would work.
     """
     config = decode({name: value for name, value in raw.items() if value is not None}, _Config, "quantization_config")
-    patterns = ConfigPatterns("quantization_config")
-    rules = tuple((_matcher(pattern, patterns), scheme) for pattern, scheme in _rules(config))
+    rules = tuple(_matchers(_rules(config)))
     has_kv_scales = bool(config.kv_cache_quant_algo or config.kv_cache_scheme)
     return Quantization(method=config.quant_method, rules=rules, has_kv_scales=has_kv_scales)
 
 
-def _matcher(pattern: str, patterns: ConfigPatterns) -> Callable[[str], bool]:
-    """Return a function that tells whether the name of a layer matches a pattern.
+def _matchers(rules: _Rules) -> Iterator[tuple[Callable[[str], bool], Scheme | None]]:
+    """Return ``Quantization.rules``. A pattern is a part of a name between dots, a glob, ``ALL``, or an expression."""
+    patterns, num_costly = ConfigPatterns("quantization_config"), 0
+    for (is_costly, scheme), same in groupby(rules, lambda rule: (_is_costly(rule[0]), rule[1])):
+        names = [pattern for pattern, _ in same]
+        if not is_costly:
+            yield (lambda name: True) if ALL in names else partial(_has_part, frozenset(names)), scheme
+            continue
+        num_costly += len(names)
+        if num_costly > MAX_PATTERNS:
+            raise ValueError(
+                f"quantization_config has more than {MAX_PATTERNS} patterns of layers (globs and regular expressions); "
+                "what works: fewer of them, and any number of names"
+            )
+        for pattern in names:
+            if pattern.startswith(_EXPRESSION):
+                compiled = patterns.compiled("a list of layers", rf"\A(?:{pattern.removeprefix(_EXPRESSION)})")
+                yield partial(patterns.matches, compiled), scheme
+            else:
+                yield partial(fnmatch.fnmatchcase, pat=pattern), scheme
 
-    ``pattern``: a part of the name between dots, a glob, ``ALL``, or a regular expression.
-    """
-    if pattern.startswith(_EXPRESSION):
-        compiled = patterns.compiled("a list of layers", rf"\A(?:{pattern.removeprefix(_EXPRESSION)})")
-        return partial(patterns.matches, compiled)
-    if "*" in pattern:
-        return lambda name: fnmatch.fnmatchcase(name, pattern)
-    return lambda name: pattern == ALL or f".{pattern}." in f".{name}."
+
+def _is_costly(pattern: str) -> bool:
+    return pattern.startswith(_EXPRESSION) or "*" in pattern
+
+
+def _has_part(parts: frozenset[str], name: str) -> bool:
+    """Return whether the name of a layer, or a part of it between dots, is in ``parts``."""
+    words = name.split(".")
+    ranges = combinations(range(len(words) + 1), 2)
+    return any(".".join(words[start:stop]) in parts for start, stop in ranges)
 
 
 def _rules(config: _Config) -> _Rules:
@@ -413,6 +461,7 @@ def _gptq(config: _Config) -> _Rules:
             has_zeros=True,
             has_order=config.desc_act if override.desc_act is None else override.desc_act,
             has_lower_zeros=stored == "gptq",
+            is_symmetric=config.sym,
         )
         expression = pattern if pattern == ALL else _EXPRESSION + pattern.removeprefix("-:").removeprefix("+:")
         rules.append((expression, None if pattern.startswith("-:") else scheme))

@@ -68,12 +68,22 @@ FORMATS: Final[dict[Source, tuple[Format, ...]]] = {
         Format("gguf", "Q5_0, Q5_1", WIDENED, WIDENED),
     ),
     "quantization": (
-        Format("fp8", "16-bit weights, quantized while loading: fp8 with a scale per output", "fp8", ""),
-        Format("int8", "16-bit weights, quantized while loading: int8 with a scale per output", "int8", "int8"),
+        Format(
+            "fp8",
+            "16-bit weights, quantized while loading: fp8 with a scale per output; experts but those of gpt-oss",
+            "fp8",
+            "",
+        ),
+        Format(
+            "int8",
+            "16-bit weights, quantized while loading: int8 with a scale per output; experts but those of gpt-oss",
+            "int8",
+            "int8",
+        ),
         Format(
             "int4",
             "16-bit weights, quantized while loading: 4 bits with a scale per group of `quantization_group_size` "
-            "inputs (128)",
+            "inputs (128); experts but those of gpt-oss",
             "4 bits",
             "4 bits",
         ),

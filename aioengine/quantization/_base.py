@@ -158,6 +158,10 @@ class CodesFormat(ABC):
     def tensors(self, layer: LinearSpec, codes: Codes) -> Tensors:
         """Undo ``codes``, but for the tensors that are ``kept``."""
 
+    def is_preset(self, name: str) -> bool:
+        """Return whether ``empty`` sets the tensor ``name`` to valid values; see ``Target``."""
+        return False
+
     def kept(self, tensors: Tensors) -> Tensors:
         """Return the loaded tensors that stay in memory, because ``tensors`` cannot restore them from codes."""
         return {}

@@ -12,7 +12,7 @@ import torch
 from aioengine.kernels import gguf_blocks
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.model_files.gguf_model import EMBEDDING
-from aioengine.model_files.gguf_quantization import KEPT, WITH_OFFSETS
+from aioengine.model_files.gguf_quantization import KEPT
 from aioengine.quantization._base import RowWriter
 from aioengine.quantization.online import OnlineFormat
 from aioengine.quantization.plain import PLAIN
@@ -45,14 +45,14 @@ class GgufFormat(OnlineFormat):
 
     def empty(self, layer: LinearSpec) -> Tensors:
         tensors = super().empty(layer)
-        return tensors | {"offsets": torch.empty_like(tensors["scales"])} if self.kind in WITH_OFFSETS else tensors
+        return tensors | {"offsets": torch.empty_like(tensors["scales"])} if KEPT[self.kind].has_offsets else tensors
 
     def codes(self, layer: LinearSpec, tensors: Tensors) -> Codes:
         codes = super().codes(layer, tensors)
-        return codes._replace(offsets=tensors["offsets"]) if self.kind in WITH_OFFSETS else codes
+        return codes._replace(offsets=tensors["offsets"]) if "offsets" in tensors else codes
 
     def tensors(self, layer: LinearSpec, codes: Codes) -> Tensors:
-        offsets = codes.offsets if self.kind in WITH_OFFSETS else None
+        offsets = codes.offsets if KEPT[self.kind].has_offsets else None
         return super().tensors(layer, codes) | ({} if offsets is None else {"offsets": offsets.contiguous()})
 
     def writers(self, layer: LinearSpec, tensors: Tensors) -> Mapping[str, Sequence[RowWriter]]:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from aioengine.kernels.code_linear import FP8
-from aioengine.kernels.codes import Codes, pack_nibbles
+from aioengine.kernels.codes import FP8, FP8_MAX, MIDDLE, Codes, pack_nibbles
 from aioengine.kernels.int8_linear import MAX_INT8
 from aioengine.quantization._base import CodesFormat, RowWriter
 from aioengine.quantization.plain import PLAIN
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
 
 PIECE_ELEMENTS: Final = 1 << 20
 """Elements that are quantized at a time, because they need several fp32 tensors."""
-MAX_FP8: Final = 448.0
-MIDDLE: Final = 8
-"""The 4-bit code of 0."""
 SHRINKS: Final = (1.0, 0.93, 0.87)
 """Factors of the scales that are tried in int4. Smaller scales clip the largest numbers, and round the others better.
 
@@ -47,7 +43,7 @@ def quantize(weight: Tensor, numbers: Numbers) -> Codes:
         return Codes(pack_nibbles(codes.flatten(1)), scales, -MIDDLE * scales, 4)
     largest = wide.abs().amax(1, keepdim=True)
     if numbers.kind == "fp8":
-        scales = _without_zeros(largest / MAX_FP8)
+        scales = _without_zeros(largest / FP8_MAX)
         return Codes((wide / scales).to(FP8), scales)
     scales = _without_zeros((largest / MAX_INT8).bfloat16().float())
     return Codes((wide / scales).round_().clamp_(-MAX_INT8, MAX_INT8).to(torch.int8), scales)

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from aioengine.kernels import code_linear, int8_linear
-from aioengine.kernels.codes import Codes, pack, pack_nibbles, piece_of, unpack
+from aioengine.kernels.codes import FP8, Codes, pack, pack_nibbles, piece_of, unpack
 from aioengine.model_files.quantization import BLOCK_SCALES, MAX_TEXT, TEXTS, WORD
 from aioengine.quantization._base import CodesFormat
 from aioengine.quantization.plain import PLAIN
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DTYPES: Final = {
     "": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3": FP8,
     "I8": torch.int8,
     "I32": torch.int32,
     "U8": torch.uint8,
@@ -34,6 +34,8 @@ _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 _WEIGHTS: Final = ("weight", "weight_packed", "qweight")
 _ONES: Final = {4: 0x11111111, 8: 0x01010101}
 """Words of codes that are 1."""
+_SPREADS: Final[dict[str | int, float]] = {"nf4": 0.52, "fp4": 0.49, 4: 4.6, 8: 74.0, "fp8": 1.0}
+"""Standard deviations of random codes."""
 _FP4: Final = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)
 _TABLES: Final = {
     "fp4": (*_FP4, *(-number for number in _FP4)),
@@ -72,13 +74,30 @@ class StoredFormat(CodesFormat):
                 shape, dim = [*shapes[0]], stored.dim_of("outputs")
                 shape[dim] = sum(part[dim] for part in shapes)
             tensors[name] = torch.empty(shape, dtype=_DTYPES[stored.dtype], device=layer.device)
-            if name.endswith("g_idx"):  # values of a valid layer, for dummy weights
-                tensors[name].copy_(torch.arange(layer.in_features) // (self.scheme.group or layer.in_features))
-            elif name.endswith(TEXTS):
-                state = _QuantState(blocksize=self.scheme.group, nested_blocksize=BLOCK_SCALES, nested_offset=1.0)
-                text = msgspec.json.encode(state).ljust(MAX_TEXT, b"\0")
-                tensors[name].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            if self.is_preset(name):
+                self._preset(name, tensors[name], layer.in_features)
         return tensors | layer.empty_bias()
+
+    def is_preset(self, name: str) -> bool:
+        return name not in (*_WEIGHTS, "bias")
+
+    def _preset(self, name: str, tensor: Tensor, in_features: int) -> None:
+        """Set a tensor [...] so that random codes are the weights of a layer whose outputs have the size of inputs."""
+        scheme = self.scheme
+        scale = in_features**-0.5 / _SPREADS["fp8" if scheme.layout == "fp8" else scheme.table or scheme.bits]
+        if name.endswith("g_idx"):
+            tensor.copy_(torch.arange(in_features) // (scheme.group or in_features))
+        elif name.endswith(TEXTS):
+            state = _QuantState(blocksize=scheme.group, nested_blocksize=BLOCK_SCALES, nested_offset=scale)
+            text = msgspec.json.encode(state).ljust(MAX_TEXT, b"\0")
+            tensor.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        elif name == scheme.scale and not scheme.has_scale_codes:
+            tensor.fill_(scale)
+        elif name in ("qzeros", "weight_zero_point"):
+            middle = (1 << scheme.bits - 1) - scheme.has_lower_zeros
+            tensor.view(torch.uint8).fill_(middle if scheme.bits == 8 else middle * 17)
+        else:  # the scales of scales: only their offset counts
+            tensor.zero_()
 
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Views of each part. A tensor without an axis of outputs is [P, ...]."""
@@ -108,7 +127,7 @@ class StoredFormat(CodesFormat):
         return self._stored([codes], None)
 
     def kept(self, tensors: Tensors) -> Tensors:
-        restored = [*_WEIGHTS, self.scheme.scale] if self._restores_scales else _WEIGHTS
+        restored = [*_WEIGHTS, self.scheme.scale] if self.scheme.has_plain_scales else _WEIGHTS
         return {name: tensor for name, tensor in tensors.items() if name not in restored}
 
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
@@ -134,11 +153,6 @@ class StoredFormat(CodesFormat):
             return others | self._stored([part.restore() for part in parts], order)
 
         return layer.prepared(joined if len(parts) > 1 else parts[0].matmul, restore)
-
-    @property
-    def _restores_scales(self) -> bool:
-        """Whether scales are restored from codes, because the kernels of a GPU use a transposed copy."""
-        return self.scheme.layout in {"packed", "bitsandbytes"} and not self.scheme.has_scale_codes
 
     def _scales(self, layer: LinearSpec, tensors: Tensors) -> Tensor:
         """Return the scales [O, G]."""
@@ -213,12 +227,12 @@ class StoredFormat(CodesFormat):
         whole = Codes(codes, scales, offsets, table=table)
         if layer.order is not None:
             whole = whole.with_outputs(layer.order)
-        if not self.scheme.has_order:
+        groups, size = tensors.get("g_idx", tensors.get("weight_g_idx")), inputs // num_groups
+        expected = torch.arange(inputs, device=codes.device) // size
+        if groups is None or not groups.any() or (groups == expected).all():  # some files without an order have zeros
             return [_packed(whole, bits, None)]
-        groups = tensors["g_idx" if self.scheme.layout == "gptq" else "weight_g_idx"]
         orders = groups.argsort(dim=1, stable=True)
-        size = inputs // num_groups
-        if not (groups.gather(1, orders) == torch.arange(inputs, device=groups.device) // size).all():
+        if not (groups.gather(1, orders) == expected).all():
             raise ValueError(f"the groups of its inputs (g_idx) do not have {size} inputs each")
         if (orders == orders[0]).all():
             return [_packed(whole, bits, orders[0])]
@@ -247,9 +261,10 @@ class StoredFormat(CodesFormat):
                 tensors = {"weight": codes[:, ::2] << 4 | codes[:, 1::2]}
             case _:
                 tensors = {"weight": codes}
-        if self._restores_scales:
+        if self.scheme.has_plain_scales:
             scales = torch.cat([part.scales for part in parts])
-            tensors[self.scheme.scale] = (scales if order is None else scales[order]).contiguous()
+            scales = scales if order is None else scales[order]
+            tensors[self.scheme.scale] = (scales.t() if layout in {"awq", "gptq"} else scales).contiguous()
         return tensors
 
 

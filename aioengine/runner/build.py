@@ -18,6 +18,7 @@ from aioengine.attention import _image_attention, _mixed, fused
 from aioengine.attention._base import BackendUnavailableError
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
+from aioengine.kernels.codes import FP8
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
 from aioengine.layers.placement import WHOLE, Shard
 from aioengine.layers.ranks import RankGroup
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     Facts = dict[str, str | int | float | bool]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-KV_DTYPES = DTYPES | {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+KV_DTYPES = DTYPES | {"fp8_e4m3": FP8, "int8": torch.int8}
 
 _LESS_POOL = "Lower mem_fraction_static or max_total_tokens"
 _LESS_ADAPTERS = "Lower max_lora_rank or max_loras_per_batch"

@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from aioengine.families._block_config import FLOAT_BYTES, TensorSpec
+from aioengine.kernels.codes import FP8
 from aioengine.layers.placement import Target
 from aioengine.model_files.checkpoint import check_entries, check_unchanged, file_states, read_headers
 from aioengine.model_files.quantization import TEXTS, UNUSED
@@ -83,13 +84,17 @@ def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     device = next(iter(targets.values())).tensor.device
     block = torch.randn(_DUMMY_BLOCK, generator=generator).to(device)
+    codes = torch.randint(256, (_DUMMY_BLOCK,), generator=generator, dtype=torch.uint8).to(device)
     for name, target in targets.items():
-        shape = target.shape
-        if len(shape) < 2 and not name.endswith("bias"):
-            if target.tensor.is_floating_point():
-                target.tensor.fill_(1.0)  # weight of a norm, or scale
+        tensor, shape = target.tensor, target.shape
+        if target.is_preset:
             continue
-        scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.02
-        values = block.roll(zlib.crc32(name.encode()) % _DUMMY_BLOCK) * scale
-        size = math.prod(shape)
-        target.write(values.repeat(-(-size // _DUMMY_BLOCK))[:size].view(shape)[target.index])
+        if len(shape) < 2 and not name.endswith("bias"):
+            tensor.fill_(1.0)  # weight of a norm
+            continue
+        is_coded = not tensor.is_floating_point()
+        scale = 1.0 if tensor.dtype == FP8 else shape[-1] ** -0.5 if len(shape) > 1 else 0.02
+        values = codes if is_coded else block * scale
+        size = math.prod(shape) * (tensor.itemsize if is_coded else 1)
+        values = values.roll(zlib.crc32(name.encode()) % _DUMMY_BLOCK).repeat(-(-size // _DUMMY_BLOCK))[:size]
+        target.write((values.view(tensor.dtype) if is_coded else values).view(shape)[target.index])

@@ -279,13 +279,15 @@ def _weights(
         _, quantization = split_config(raw)
         if is_on_cpu and isinstance(family, DecoderConfig) and family.experts and family.experts.stored == "mxfp4":
             family = replace(family, experts=replace(family.experts, stored="interleaved"))  # dequantized when loaded
-        tensors = plain_tensors if quantization is None else partial(quantization.tensors_of, is_on_cpu=is_on_cpu)
-        tables = None
-        if model.load_format == "gguf":
+        tensors, tables = plain_tensors, None
+        if quantization is not None:
+            tensors = partial(quantization.tensors_in_memory, is_on_cpu=is_on_cpu)
+        elif model.load_format == "gguf":
             stored = StoredTypes.of(Path(facts.path), is_on_cpu=is_on_cpu)
-            tensors, tables = stored.tensors_of, stored.table_tensors
+            tensors = partial(stored.tensors_in_memory, is_on_cpu=is_on_cpu)
+            tables = partial(stored.table_in_memory, is_on_cpu=is_on_cpu)
         elif (online := OnlineQuantization.of(model)) is not None:
-            tensors, tables = online.tensors_of, online.table_tensors
+            tensors, tables = partial(online.tensors_in_memory, is_on_cpu=is_on_cpu), online.table_in_memory
         return num_parameters(family, raw), weights_bytes(family, itemsize, raw, tensors, tables)
     if not facts.weights.num_parameters:
         raise ValueError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,12 @@ from torch import Tensor
 
 import aioengine
 from aioengine import models, plugins
+from aioengine.api.signatures import EngineArguments
 from aioengine.layers.linear import Linear
 from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import read_headers
 from aioengine.model_files.gguf_header import BLOCKS
-from aioengine.model_files.gguf_quantization import KEPT, WITH_OFFSETS, StoredTypes
+from aioengine.model_files.gguf_quantization import KEPT, StoredTypes
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization.gguf import codes_of, gguf_formats
 from aioengine.runner import weight_reading, weights
@@ -114,9 +116,10 @@ def test_planned_bytes_are_those_of_the_loaded_model(kind: str, is_on_cpu: bool,
     write(path, "llama", kind, others={"v_proj": "Q6_K", "o_proj": "F16"})
     stored = StoredTypes.of(path, is_on_cpu=is_on_cpu)
     raw = folder_files.read_object(path / "config.json")
-    planned = weights_bytes(
-        plugins.load("families", "llama").read(raw), 2, raw, stored.tensors_of, stored.table_tensors
-    )
+    tensors, tables = (
+        partial(of, is_on_cpu=False) for of in (stored.tensors_in_memory, stored.table_in_memory)
+    )  # without torch's factors for a CPU
+    planned = weights_bytes(plugins.load("families", "llama").read(raw), 2, raw, tensors, tables)
     assert planned == load(build_model(path, is_on_cpu=is_on_cpu, dtype=torch.bfloat16), path)
 
 
@@ -189,8 +192,9 @@ def test_codes_have_the_values_of_the_gguf_package(kind: str) -> None:
 def test_quantization_argument(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(path, "llama", "Q4_0")
-    plan = aioengine.plan(path, device="cpu", dtype="bfloat16", quantization="gguf", skip_tokenizer_init=True)
-    assert plan.weights_bytes == load(build_model(path, is_on_cpu=True, dtype=torch.bfloat16), path)
+    options: EngineArguments = {"device": "cpu", "dtype": "bfloat16", "skip_tokenizer_init": True}
+    named = aioengine.plan(path, quantization="gguf", **options)
+    assert named.weights_bytes == aioengine.plan(path, **options).weights_bytes
     with pytest.raises(ValueError, match="'gguf' is a format of checkpoints, but the model has no"):
         aioengine.plan(quantization="gguf")
 
@@ -199,5 +203,5 @@ def test_bits_in_the_guide_are_those_of_the_code() -> None:
     page = (ROOT / "examples" / "guides" / "gguf.md").read_text()
     for kind, numbers in KEPT.items():
         size, block_bytes = BLOCKS[kind]
-        bits = (4 if numbers.kind == "int4" else 8) + (1 + (kind in WITH_OFFSETS)) * 32 // numbers.group
+        bits = (4 if numbers.kind == "int4" else 8) + (1 + numbers.has_offsets) * 32 // numbers.group
         assert f"| {kind} | {block_bytes * 8 / size:g} | {bits} |" in page

@@ -86,8 +86,9 @@ def test_plan_keeps_weights_as_the_table_of_formats_says(name: str) -> None:
     rows = [row for row in FORMATS["quant_method"] if row.name == config["quant_method"]]
     [row] = [row for row in rows if row.layout in {"", scheme.layout}]
     for device in ("cpu", "cuda"):
-        specs = scheme.specs(LinearShape("up_proj", 32, 256, has_bias=False), is_on_cpu=device == "cpu").values()
-        assert any(spec.is_converted for spec in specs) == (row.kept(device) == WIDENED), device
+        layer = LinearShape("up_proj", 32, 256, has_bias=False)
+        specs = scheme.specs_in_memory(layer, is_on_cpu=device == "cpu")
+        assert (specs["weight"].dtype == "") == (row.kept(device) == WIDENED), device
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -265,6 +266,18 @@ def test_dummy_weights_have_finite_results(name: str, tmp_path: Path) -> None:
     assert Stepper(model).run(PROMPT, [7]).isfinite().all()
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_dummy_weights_have_the_spread_of_unquantized_ones(name: str) -> None:
+    _, quantization = split_config({"quantization_config": METHODS[name].config})
+    assert quantization is not None
+    layer = Linear(1024, {"a": 256}, Placement(dtype=torch.float32, device=CPU, format_of=formats(quantization)))
+    weights.fill_dummy(layer.weights(), seed=0)
+    layer.finish_loading()
+    columns = layer(torch.eye(1024))
+    assert columns.std().item() == pytest.approx(1024**-0.5, rel=0.1)
+    assert columns.mean().abs() < 0.2 * 1024**-0.5
+
+
 KV_SCALES = {
     "model.layers.0.self_attn.k_proj.k_scale": 0.5,
     "model.layers.0.self_attn.v_proj.v_scale": 2.0,
@@ -304,7 +317,7 @@ def test_blocks_in_other_formats_are_warmed_up_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "inputs", "outputs", "message"),
     [
-        ("awq", 80, 32, "80 inputs with groups of 32 are not implemented"),
+        ("awq", 80, 32, "a_proj, b_proj: 80 inputs with groups of 32 are not implemented"),
         ("awq", 64, 20, r"\(32, 20\) outputs are not implemented; multiples of 8 work"),
     ],
 )
@@ -317,6 +330,28 @@ def test_incomplete_groups_and_words_are_refused(name: str, inputs: int, outputs
         target.tensor.zero_()
     with pytest.raises(ValueError, match=message):
         layer.finish_loading()
+
+
+def test_order_of_gptq_is_read_from_the_tensors(tmp_path: Path) -> None:
+    """``desc_act`` may be missing. Files without an order may have zeros instead of the groups."""
+    save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in ("gptq-order", "gptq"):
+        quantized, plain = quantize_checkpoint(tensors, METHODS[name])
+        if name == "gptq":
+            quantized |= {key: tensor.zero_() for key, tensor in quantized.items() if key.endswith("g_idx")}
+        expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
+        model = loaded(tmp_path, quantized, METHODS["gptq"].config, torch.float32)
+        torch.testing.assert_close(Stepper(model).run(PROMPT, [4, 2]), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [0x7F, 0xFF])
+def test_nan_in_fp8_is_refused_by_the_name_of_its_tensor(bits: int, tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128)
+    quantized, _ = quantize_checkpoint(load_file(tmp_path / "model.safetensors"), METHODS["fp8"])
+    quantized["model.layers.1.mlp.up_proj.weight"].view(torch.uint8)[3, 5] = bits
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight has numbers that are not finite"):
+        loaded(tmp_path, quantized, METHODS["fp8"].config, torch.float32)
 
 
 def test_int8_rows_of_any_size_are_multiplied_in_bf16() -> None:

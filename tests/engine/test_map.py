@@ -105,6 +105,8 @@ class TestRows:
             ({"window": 0}, "window must be"),
             ({"ordered": 1}, "ordered must be"),
             ({"rid": "mine"}, "rid belongs to one item"),
+            ({"prompts": "abc"}, "prompts must be an iterable"),
+            ({"return_exceptions": None}, "return_exceptions must be"),
             ({"resume_ttl": 3.0}, "resume_ttl is for streams"),
             ({"lora_pth": "a"}, "lora_path"),
         ],
@@ -112,7 +114,7 @@ class TestRows:
     async def test_mistakes_of_the_whole_job_raise_at_the_call(self, arguments: dict[str, Any], message: str) -> None:
         async with fake_async_engine(ANSWERS) as engine:
             with pytest.raises((TypeError, ValueError), match=message):
-                engine.map(["a"], **arguments)
+                engine.map(**{"prompts": ["a"], **arguments})
 
     async def test_overload_only_delays_a_job(self) -> None:
         async with fake_async_engine(max_running=1, max_queued=1, step_time_s=0.0) as engine:

@@ -11,7 +11,7 @@ import torch
 
 from aioengine import models
 from aioengine.attention._base import AttentionShape, kv_pool_shape
-from aioengine.kernels.stored_kv import FP8
+from aioengine.kernels.codes import FP8
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights

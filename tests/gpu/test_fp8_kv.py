@@ -14,7 +14,7 @@ import torch
 from aioengine.attention import _image_attention, _mixed
 from aioengine.attention._base import AttentionShape, DecodeBuffers, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
-from aioengine.kernels.stored_kv import FP8
+from aioengine.kernels.codes import FP8
 from tests.compute.attention import test_image_attention
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import write_and_attend

@@ -137,15 +137,16 @@ def test_quantized_models_run_with_transformers_code(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_plan_counts_the_stored_bytes(tmp_path: Path) -> None:
+def test_plan_counts_the_bytes_in_memory(tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, "awq")
     plans = [aioengine.plan(path, device="cpu", dtype="bfloat16") for path in (quantized, plain)]
     saved = plans[1].weights_bytes - plans[0].weights_bytes
     num_linear = 4 * (256 * (256 + 2 * 128 + 256) + 3 * 256 * 896)
-    assert saved == num_linear * 2 - num_linear // 2 - num_linear // 32 * 2 - num_linear // 32 // 2
+    scales, zero_points, factors = num_linear // 32 * 4, num_linear // 32 // 2, num_linear // 32 * 2 * 2
+    assert saved == num_linear * 2 - num_linear // 2 - scales - zero_points - factors
     fp8, _ = save_demo(tmp_path / "fp8", "fp8-blocks")
     on_cpu = aioengine.plan(fp8, device="cpu", dtype="bfloat16").weights_bytes
-    assert plans[1].weights_bytes <= on_cpu < 1.01 * plans[1].weights_bytes  # converted to bfloat16
+    assert plans[1].weights_bytes <= on_cpu < 1.02 * plans[1].weights_bytes  # converted to bfloat16
 
 
 def test_another_method_than_the_checkpoints_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from aioengine.kernels.codes import FP8, FP8_MAX
 from aioengine.kernels.triton.dependent import start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from aioengine.kernels.triton.code_linear import DeviceCodes
 
-FP8 = torch.float8_e4m3fn
+LARGEST = tl.constexpr(FP8_MAX)
 MAX_FP8_PAIRS = 64
 MAX_FP8_ROWS = 128
 """With more rows than ``MAX_FP8_PAIRS``, the inputs of fp8 weights are rounded to fp8."""
@@ -53,7 +54,7 @@ def _quantize_rows_kernel(
     values = tl.load(x + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(values), 1), 1e-12)
     if LOW == 0:
-        scale = largest / 448.0
+        scale = largest / LARGEST
         tl.store(numbers + row * SIZE + columns, (values / scale[:, None]).to(narrow), mask=inside)
     else:
         if narrow == tl.int8:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.codes import PIECES, Codes, piece_of
+from aioengine.kernels.codes import MIDDLE, PIECES, Codes, piece_of
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.vector_linear import products
@@ -36,8 +36,6 @@ DEQUANTIZED_COLUMNS = 1024
 PIECE = tl.constexpr(PIECES[0])
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
-_MIDDLE = 8.0
-"""The zero point of symmetric formats with 4 bits."""
 _MAX_ZERO = 64
 """Codes minus such zeros are exact in bf16."""
 Programs = tuple[int, int, int, int, int, int]
@@ -466,7 +464,7 @@ def device_codes(codes: Codes) -> DeviceCodes:
     offsets = None if codes.offsets is None else codes.offsets.t().contiguous()
     if codes.bits == 4 and codes.table is None:
         exact = torch.zeros_like(scales) if offsets is None else -offsets / scales
-        exact = torch.where(exact.isnan(), _MIDDLE, exact)  # scale and offset are 0: any number is correct
+        exact = torch.where(exact.isnan(), float(MIDDLE), exact)  # scale and offset are 0: any number is correct
         integers = exact.round()
         if (exact - integers).abs().max() < _EXACT and integers.min() >= 0 and integers.max() <= _MAX_ZERO:
             offsets, zeros = None, integers

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels import stored_kv
+from aioengine.kernels.codes import FP8_MAX as LARGEST
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.scores import scales_key
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aioengine.kernels.kv_target import KVTarget
 
 HEADS = tl.constexpr(8)  # per program
-FP8_MAX = tl.constexpr(stored_kv.FP8_MAX)
+FP8_MAX = tl.constexpr(LARGEST)
 
 
 @triton.jit

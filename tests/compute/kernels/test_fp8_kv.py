@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from aioengine.kernels.stored_kv import FP8
+from aioengine.kernels.codes import FP8
 
 TYPES = {tl.float8e4nv: FP8, tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
 convert = interpreter._convert_float
@@ -40,7 +40,7 @@ from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention._gpu_rows import attention_layers
 from aioengine.attention._gpu_splits import max_splits, plan_splits
 from aioengine.attention.torch import TorchAttention
-from aioengine.kernels.stored_kv import FP8
+from aioengine.kernels.codes import FP8
 from aioengine.kernels.triton import attention as kernels
 from aioengine.kernels.triton import decode
 from tests.compute.stepping import make_batch, write_and_attend
@@ -127,7 +127,7 @@ from aioengine.attention import _flashinfer
 from aioengine.attention import flashinfer
 from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
-from aioengine.kernels.stored_kv import FP8
+from aioengine.kernels.codes import FP8
 from tests.compute.stepping import make_batch, write_and_attend
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 64, 16, 100
@@ -162,7 +162,7 @@ import torch
 from aioengine.kernels.clean_pages import clean_pages
 from aioengine.kernels.heads import rotate_heads, write_heads
 from aioengine.kernels.kv_target import KVTarget
-from aioengine.kernels.stored_kv import FP8
+from aioengine.kernels.codes import FP8
 from aioengine.kernels.triton import clean_pages as clean_kernel
 from aioengine.kernels.triton import convert_kv
 from aioengine.kernels.triton import heads as kernels
@@ -206,7 +206,7 @@ COMPILES = """
 import torch
 
 from aioengine.kernels.kv_target import KVTarget
-from aioengine.kernels.stored_kv import FP8
+from aioengine.kernels.codes import FP8
 from aioengine.kernels.triton import attention, clean_pages, convert_kv, decode, heads
 from aioengine.kernels.triton.scores import ScoreRules
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aioengine.kernels.stored_kv import FP8, from_stored, to_stored
+from aioengine.kernels.codes import FP8
+from aioengine.kernels.stored_kv import from_stored, to_stored
 
 DTYPES = (torch.bfloat16, torch.float32)
 

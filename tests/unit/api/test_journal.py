@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import msgspec
@@ -156,6 +158,27 @@ def test_a_job_that_was_killed_at_its_start_begins_again(path: Path, content: by
     Path(f"{path}{SUFFIX}").write_bytes(content)
     write(path, 0)
     assert rows(path) == [0]
+
+
+def test_a_row_that_does_not_fit_on_the_disk_leaves_no_part(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, write_all, is_full = Journal(path, PARAMETERS), os.write, True
+
+    def write_some(file: int, data: memoryview) -> int:
+        nonlocal is_full
+        if not is_full:
+            return write_all(file, data)
+        if len(data) < 15:
+            is_full = False
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_all(file, data[:10])
+
+    monkeypatch.setattr(os, "write", write_some)
+    with pytest.raises(OSError, match="No space left"):
+        journal.append(0, {"index": 0, "text": "a" * 10})
+    assert not is_full
+    journal.append(1, {"index": 1})
+    journal.close()
+    assert path.read_bytes() == b'{"index":1}\n'
 
 
 def test_two_writers_are_refused(path: Path) -> None:

@@ -193,6 +193,15 @@ def test_groups_that_are_not_implemented_are_refused_by_name(weights: dict[str, 
         read_quantization(config)
 
 
+def test_many_names_are_found_and_many_patterns_refused() -> None:
+    names = [f"model.layers.{layer}.mlp.experts.{expert}" for layer in range(100) for expert in range(100)]
+    quantization = read_quantization(FP8 | {"modules_to_not_convert": names})
+    assert quantization.scheme_of("model.layers.7.mlp.experts.99.up_proj") is None
+    assert quantization.scheme_of("model.layers.7.mlp.experts.999.up_proj") is not None
+    with pytest.raises(ValueError, match="more than 1000 patterns of layers"):
+        read_quantization(FP8 | {"modules_to_not_convert": [f"{name}.*" for name in names]})
+
+
 def test_config_is_split_from_its_quantization() -> None:
     raw = {"model_type": "llama", "quantization_config": FP8}
     rest, quantization = split_config(raw)
