@@ -32,7 +32,9 @@ if TYPE_CHECKING:
         Timings,
     )
     from aioengine.api.engine import AsyncEngine
+    from aioengine.api.jobs import AnswerIterator, AsyncAnswerIterator, JobRow, RowFailure
     from aioengine.api.params import SamplingParams
+    from aioengine.api.selfcheck import TokenDifference
     from aioengine.api.signatures import EngineArguments
     from aioengine.api.stream import Generation, Stream
     from aioengine.api.sync import ChunkIterator, Engine
@@ -63,7 +65,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "aioengine.api.answers": "Answer BatchOutput Chunk ChunkInfo Embedding FinishReason MetaInfo Ranking Timings",
     "aioengine.api.engine": "AsyncEngine",
+    "aioengine.api.jobs": "AnswerIterator AsyncAnswerIterator JobRow RowFailure",
     "aioengine.api.params": "SamplingParams",
+    "aioengine.api.selfcheck": "TokenDifference",
     "aioengine.api.signatures": "EngineArguments",
     "aioengine.api.stream": "Generation Stream",
     "aioengine.api.sync": "ChunkIterator Engine",
@@ -82,6 +86,8 @@ _HOMES = {
 __all__ = [
     "AdapterResult",
     "Answer",
+    "AnswerIterator",
+    "AsyncAnswerIterator",
     "AsyncEngine",
     "BatchOutput",
     "ChatOptions",
@@ -103,6 +109,7 @@ __all__ = [
     "FinishedRequest",
     "Generation",
     "Health",
+    "JobRow",
     "MetaInfo",
     "ModelInfo",
     "Outcome",
@@ -113,11 +120,13 @@ __all__ = [
     "RequestError",
     "RequestOptions",
     "RequestTooLargeError",
+    "RowFailure",
     "SamplingParams",
     "ScoreOptions",
     "ScoreResult",
     "Stream",
     "Timings",
+    "TokenDifference",
     "UnknownParameterError",
     "UnsupportedSchemaError",
     "WrongLoopError",

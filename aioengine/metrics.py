@@ -38,6 +38,8 @@ _COUNTERS: Final = {
     "output_tokens": ("generation_tokens", "Output tokens."),
     "num_preemptions": ("preemptions", "Requests that lost their pages to others, and were continued later."),
     "num_steps": ("steps", "Steps of the scheduler."),
+    "num_proposed_drafts": ("proposed_drafts", "Drafts of speculation that were computed."),
+    "num_accepted_drafts": ("accepted_drafts", "Drafts of speculation that were accepted."),
     "num_restarts": ("restarts", "Replacements of lost processes."),
 }
 """Key of ``stats()`` -> name and description of a counter."""

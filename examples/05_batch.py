@@ -9,13 +9,14 @@ import sys
 from aioengine import Engine
 
 prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()] or ["2 + 2 =", "3 + 4 ="]
+num_prompt = num_output = 0
 
 with Engine(progress=True) as llm:
-    outputs = llm.generate(prompts, {"temperature": 0, "max_new_tokens": 32}, return_exceptions=True)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        row = {"error": str(output)} if isinstance(output, Exception) else {"text": output["text"]}
-        print(json.dumps({"prompt": prompt, **row}, ensure_ascii=False))
+    for row in llm.map(prompts, {"temperature": 0, "max_new_tokens": 32}):
+        text = {"error": row["error"]["message"]} if "error" in row else {"text": row["text"]}
+        print(json.dumps({"prompt": prompts[row["index"]], **text}, ensure_ascii=False))
+        if "error" not in row:
+            num_prompt += row["meta_info"]["prompt_tokens"]
+            num_output += row["meta_info"]["completion_tokens"]
 
-    infos = [output["meta_info"] for output in outputs if not isinstance(output, Exception)]
-    num_prompt, num_output = (sum(info[key] for info in infos) for key in ("prompt_tokens", "completion_tokens"))
-    print(f"{num_prompt} prompt tokens, {num_output} output tokens", file=sys.stderr)
+print(f"{num_prompt} prompt tokens, {num_output} output tokens", file=sys.stderr)

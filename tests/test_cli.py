@@ -32,7 +32,9 @@ from aioengine.testing.fake_engine import fake_async_engine
 from tests.kit.fake_adapters import write_adapter
 from tests.kit.source import PACKAGE, ROOT
 
-COMMANDS = ("generate", "chat", "serve", "bench", "info")
+COMMANDS = ("generate", "chat", "serve", "batch", "bench", "info")
+FILES = {"batch": ("in", "out")}
+"""The arguments that a command needs."""
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -99,13 +101,14 @@ def test_every_constructor_argument_is_a_flag_of_every_command() -> None:
         for name, argument in ARGUMENTS.items():
             flag = "--model" if name == "model_path" else "--" + name.replace("_", "-")
             given += [flag] if argument.read is bool else [flag, "1"]
-        assert parsed(command, *given).model_path == "1"
-        found = parsed(command, *given).engine()
+        files = FILES.get(command, ())
+        assert parsed(command, *files, *given).model_path == "1"
+        found = parsed(command, *files, *given).engine()
         assert {*found, "model_path"} == set(ARGUMENTS)
         assert found["page_size"] == 1
         assert found["mem_fraction_static"] == 1.0
         assert found["disable_radix_cache"] is found["progress"] is True
-        assert (parsed(command).model_path, parsed(command).engine()) == (None, {})
+        assert (parsed(command, *files).model_path, parsed(command, *files).engine()) == (None, {})
     assert parsed("info", "--no-progress").engine() == {"progress": False}
 
 

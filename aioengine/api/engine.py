@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from aioengine.api import signatures
+from aioengine.api import map_items, selfcheck, signatures
 from aioengine.api.answers import Answer
 from aioengine.api.args import engine_config
 from aioengine.api.foreign_names import no_attribute
@@ -326,9 +326,8 @@ class AsyncEngine(BaseEngine):
 
     ``async with AsyncEngine(model_path=...) as engine`` starts it on the running loop and shuts it down at the end of
     the block; so do ``await engine.start()`` and ``await engine.shutdown()``. You can create it anywhere, also before a
-    fork. It belongs to the process and the loop that start it: calls from another loop raise ``WrongLoopError``
-    (``Engine`` accepts calls from any loop and thread). It can be started again after a shutdown. Without
-    ``model_path`` it runs the small demo model of the package. ``help(EngineArguments)`` describes all arguments.
+    fork, and start it again after a shutdown. It belongs to the process and the loop that start it: calls from another
+    loop raise ``WrongLoopError``. ``EngineArguments`` describes all arguments; the default is the small demo model.
 
     Raises:
         TypeError: an argument does not exist, or a value has the wrong type.
@@ -434,6 +433,9 @@ class AsyncEngine(BaseEngine):
         frontend = self._frontend_here()
         reader = frontend.attachments.attach(rid, from_offset, frontend)
         return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
+
+    map = map_items.map
+    selfcheck = selfcheck.selfcheck
 
     # ------------------------------------------------------------ sessions
 
@@ -555,8 +557,7 @@ class AsyncEngine(BaseEngine):
         """Refuse new calls and wait for all requests. After ``timeout`` seconds, end them with reason ``shutdown``.
 
         Returns whether all requests finished by themselves. From now on, new calls raise ``EngineDrainingError``.
-        Requests that are paused or suspended for a slow reader continue. Without ``timeout`` there is no limit. (The
-        last rows of a large batch start only after its first rows were read.)
+        Paused and suspended requests continue. (The last rows of a large batch start only after its first were read.)
         """
         return await self._frontend_here().drain(timeout)
 

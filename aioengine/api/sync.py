@@ -11,6 +11,7 @@ from functools import wraps
 from inspect import getdoc, signature
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
+from aioengine.api import jobs, map_items
 from aioengine.api.engine import AsyncEngine, BaseEngine
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.frontend import callers, info
@@ -20,8 +21,8 @@ from aioengine.frontend.portal import Portal
 from aioengine.frontend.startup import start_frontend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-    from typing import NoReturn, Self
+    from collections.abc import Callable, Coroutine, Iterable
+    from typing import NoReturn, Self, Unpack
 
     from aioengine.api.answers import Answer, BatchOutput, Chunk, Embedding, Ranking
     from aioengine.api.signatures import Chat, Encode, Generate, Method, Rerank, Score
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.engine_parts import Blueprint
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health
+    from aioengine.frontend.intake.request_options import PlainRequestOptions, Sampled
     from aioengine.frontend.intake.score import ScoreResult
 
 
@@ -231,6 +233,32 @@ class Engine(BaseEngine):
         frontend = self._frontend_here()
         return ChunkIterator(frontend.attachments.attach(rid, from_offset, frontend), self)
 
+    def map(
+        self,
+        prompts: Iterable[jobs.Item],
+        sampling_params: Sampled | None = None,
+        *,
+        ordered: bool = True,
+        window: int | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        return_exceptions: bool = True,
+        progress: bool | None = None,
+        **options: Unpack[PlainRequestOptions],
+    ) -> jobs.AnswerIterator:
+        """Answer any number of prompts, as ``AsyncEngine.map``. Items are read on the thread that reads the rows."""
+        frontend = self._frontend_here()
+        frontend.check_waiting(blocks=True)
+        job = map_items.map_job(
+            map_items.ItemAnswers(self, sampling_params, cast("Any", options)),
+            prompts,
+            is_ordered=ordered,
+            window=window,
+            checkpoint=checkpoint,
+            returns_exceptions=return_exceptions,
+            progress=progress,
+        )
+        return jobs.AnswerIterator(prompts, job, self._portal.call, frontend.loop)
+
     # ------------------------------------------------------------ sessions
 
     open_session = _on_loop(AsyncEngine.open_session, "str")
@@ -255,6 +283,7 @@ class Engine(BaseEngine):
     list_lora_adapters = _on_loop(AsyncEngine.list_lora_adapters)
     pause_generation = _on_loop(AsyncEngine.pause_generation)
     continue_generation = _on_loop(AsyncEngine.continue_generation)
+    selfcheck = _on_loop(AsyncEngine.selfcheck)
     freeze_gc = _on_loop(AsyncEngine.freeze_gc)
     start_profile = _on_loop(AsyncEngine.start_profile)
     stop_profile = _on_loop(AsyncEngine.stop_profile)

@@ -1,4 +1,4 @@
-"""The command line: aioengine generate | chat | serve | bench | info.
+"""The command line: aioengine generate | chat | serve | batch | bench | info.
 
 Standard output has answers only. An error is one line on stderr. Exit statuses: 1 if something failed, 2 if the command
 line is wrong, 130 after Ctrl-C, and 141 if the reader of the output is gone; the last two print no message.

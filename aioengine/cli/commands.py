@@ -9,12 +9,13 @@ import io
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from aioengine.api.sync import Engine
 from aioengine.cli import benchmark, flags, report
+from aioengine.cli.batch import run as run_batch
 from aioengine.errors import EngineError, RequestTooLargeError
 from aioengine.file_descriptors import hold_standard_descriptors
 from aioengine.frontend.progress import is_terminal
@@ -42,7 +43,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         arguments.check()
     except (TypeError, ValueError) as error:
         return _fail(error, WRONG_USAGE)
-    commands = {"generate": generate, "chat": chat, "serve": serve, "bench": bench, "info": info}
+    commands = {"generate": generate, "chat": chat, "serve": serve, "batch": batch, "bench": bench, "info": info}
     try:
         status = commands[arguments.command](arguments)
         sys.stdout.flush()
@@ -131,6 +132,16 @@ def serve(arguments: Arguments) -> int:
             raise
         return _fail(f"serve needs the package {error.name}: pip install 'aioengine[server]'")
     return run_server(arguments)
+
+
+def batch(arguments: Arguments) -> int:
+    """Answer the rows of a JSONL file."""
+    options = {} if arguments.lora_path is None else {"lora_path": arguments.lora_path}
+    progress = cast("bool | None", arguments.engine().get("progress"))
+    job = run_batch(arguments.files(), arguments.config(), arguments.sampling(), options, progress)
+    if num_errors := asyncio.run(job):
+        print(f"aioengine: rows with an error instead of an answer: {num_errors}", file=sys.stderr)
+    return 0
 
 
 def bench(arguments: Arguments) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 from aioengine.api import checks, foreign_names
 from aioengine.api.args import ARGUMENTS, engine_config
 from aioengine.api.params import ALIASES, PARAMETERS, SamplingParams
+from aioengine.cli.batch import BatchFiles
 from aioengine.cli.benchmark import Workload
 from aioengine.frontend.info import __version__
 from aioengine.settings.planning import read_size
@@ -33,6 +34,7 @@ _EXAMPLES: Final = {
   aioengine generate --model ./my-model --temperature 0.8 --seed 7 "Once upon a time"
   aioengine chat --model Qwen/Qwen3-0.6B
   aioengine serve Qwen/Qwen3-0.6B --port 8000
+  aioengine batch prompts.jsonl answers.jsonl
   aioengine bench --num-prompts 64 --concurrency 16
   aioengine info Qwen/Qwen3-8B --device-memory 80GiB""",
     "generate": """examples:
@@ -52,6 +54,10 @@ _EXAMPLES: Final = {
     "bench": """examples:
   aioengine bench
   aioengine bench --model ./my-model --prompt-tokens 512 --output-tokens 128 --concurrency 32 --json""",
+    "batch": """examples:
+  aioengine batch prompts.jsonl answers.jsonl
+  aioengine batch --max-new-tokens 200 prompts.jsonl answers.jsonl --resume
+  echo '{"prompt": "2 + 3 =", "sampling_params": {"seed": 7}}' | aioengine batch - -""",
     "info": """examples:
   aioengine info
   aioengine info --model ./my-model --dtype float32 --json
@@ -63,12 +69,13 @@ _COMMANDS: Final = {
     "generate": "stream the answer to a prompt",
     "chat": "have a conversation",
     "serve": "answer clients of OpenAI's HTTP API",
+    "batch": "answer the rows of a JSONL file",
     "bench": "measure throughput and latency",
     "info": "print versions, devices, model and settings; or the memory and capacity that a model would have",
 }
 
 _GREEDY: Final[dict[str, object]] = {"temperature": 0.0}
-_POSITIONAL: Final = {"generate": " [PROMPT]", "serve": " [MODEL]", "info": " [MODEL]"}
+_POSITIONAL: Final = {"generate": " [PROMPT]", "serve": " [MODEL]", "batch": " IN OUT", "info": " [MODEL]"}
 _TEXTS: Final = {"prompt": "the prompt", "system": "--system", "stop": "--stop", "stop_regex": "--stop-regex"}
 """Arguments that are text for the model or occur in its text, and their names in errors."""
 
@@ -91,6 +98,12 @@ class Arguments(argparse.Namespace):
     port: int = 8000
     api_key: list[str] | None = None
     served_model_name: list[str] | None = None
+    source: str = ""
+    target: str = ""
+    resume: bool = False
+    window: int | None = None
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     model_path: str | None
     known_flags: Collection[str]
 
@@ -118,6 +131,8 @@ class Arguments(argparse.Namespace):
                 for text in texts if isinstance(texts, list) else [texts]:
                     _check_encoding(words, text)
             SamplingParams.parse({**self.sampling(), "n": self.n})
+            if self.command == "batch":
+                self.files().check()
 
     def config(self) -> EngineConfig:
         """Return the config of the engine."""
@@ -134,6 +149,16 @@ class Arguments(argparse.Namespace):
     def workload(self) -> Workload:
         """Return the requests of ``bench``."""
         return Workload(**{name: cast("int", vars(self)[name]) for name in Workload.__struct_fields__})
+
+    def files(self) -> BatchFiles:
+        """Return the files of ``batch``."""
+        return BatchFiles(
+            source=self.source,
+            target=self.target,
+            resume=self.resume,
+            window=self.window,
+            model_names=self.served_model_name,
+        )
 
     def _existing(self, names: Iterable[str]) -> dict[str, object]:
         return {name: value for name in names if (value := vars(self).get(name)) is not None}
@@ -162,7 +187,7 @@ def read(argv: Sequence[str] | None = None) -> Arguments:
             name, usage=usage, help=about, description=about.capitalize() + ".", epilog=_EXAMPLES[name]
         )
         _add_own_flags(command, name)
-        if name in ("generate", "chat"):
+        if name in ("generate", "chat", "batch"):
             _add_sampling(command.add_argument_group("sampling"))
         _add_engine(command.add_argument_group("engine"))
         command.set_defaults(known_flags=[flag for action in command._actions for flag in action.option_strings])
@@ -212,9 +237,29 @@ def _add_own_flags(parser: argparse.ArgumentParser, command: str) -> None:
         add("--api-key", action="append", metavar="KEY", help=about)
         about = "name of the model for clients (repeatable; default: its hub id, or the name of its folder)"
         add("--served-model-name", action="append", metavar="NAME", help=about)
+        for flag, texts in (("--tool-parser", "tool calls"), ("--reasoning-parser", "reasoning")):
+            about = f"format of {texts} in the model's text; none: they stay text (default: auto, by its chat template)"
+            add(flag, default="auto", metavar="NAME", help=about)
         return
     if command in ("bench", "info"):
         add("--json", action="store_true", help="print JSON")
+        return
+    if command == "batch":
+        add(
+            "source",
+            metavar="IN",
+            help="JSONL file of texts, token ids, or arguments of generate or chat; -: standard input",
+        )
+        add(
+            "target",
+            metavar="OUT",
+            help="JSONL file for the answers, in the order in which they end; -: standard output",
+        )
+        add("--resume", action="store_true", help="continue the job that wrote OUT and its journal OUT.journal")
+        add("--window", type=int, metavar="N", help="rows in flight (default: twice --max-running-requests)")
+        add("--lora-path", metavar="NAME", help="adapter of --lora-paths for rows without one (default: none)")
+        about = "name of the model in rows in OpenAI's form (repeatable; default: hub id, or name of the folder)"
+        add("--served-model-name", action="append", metavar="NAME", help=about)
         return
     place = "the conversation; images come before its first line"
     if command == "generate":

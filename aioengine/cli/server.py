@@ -38,7 +38,13 @@ def run_server(arguments: Arguments) -> int:
     """
     engine = AsyncEngine.from_config(arguments.config())
     keys = arguments.api_key or list(filter(None, [os.environ.get(KEY_VARIABLE)])) or None
-    router = openai_router(engine, api_key=keys, served_model_name=arguments.served_model_name)
+    router = openai_router(
+        engine,
+        api_key=keys,
+        served_model_name=arguments.served_model_name,
+        tool_parser=_parser(arguments.tool_parser),
+        reasoning_parser=_parser(arguments.reasoning_parser),
+    )
     results: list[BaseException | None] = []
 
     async def run_engine() -> BaseException | None:
@@ -73,6 +79,10 @@ def run_server(arguments: Arguments) -> int:
         if error is not None and not isinstance(error, EngineClosedError):  # raised by a shutdown during the start
             raise error
     return 0
+
+
+def _parser(name: str) -> str | None:
+    return None if name == "none" else name
 
 
 def _name(listening: socket.socket) -> str:

@@ -152,7 +152,7 @@ class Constraint:
     def advance(self, token_id: int) -> None:
         """Follow the next token of the request."""
         if self.thinking is not None:
-            if self.thinking.push(self.tokens[token_id]):
+            if self.thinking.push(_text_of(self.tokens, [token_id])):
                 self.thinking = None
                 self.next_token = self.forced[0] if self.forced else -1
             return
@@ -490,9 +490,9 @@ class Grammars:
         if not end:
             return None
         ids = vocabulary.encode(end) if isinstance(end, str) else end
-        text = end.encode() if isinstance(end, str) else b"".join(vocabulary.tokens[token_id] for token_id in end)
+        text = end.encode() if isinstance(end, str) else _text_of(vocabulary.tokens, end)
         text = text.rstrip(_SPACES) or text
-        tail = b"".join(vocabulary.tokens[token_id] for token_id in prompt[-len(text) - 64 :])
+        tail = _text_of(vocabulary.tokens, prompt[-len(text) - 64 :])
         return None if _ends_with(tail, text) else Thinking(text, ids, max_tokens=grammar.max_thinking_tokens)
 
 
@@ -520,6 +520,11 @@ def _why(matcher: Any) -> str:
     if re.search("fuel|limit|items|[tT]oo (?:many|big|large)", error):
         return "it takes more work than is allowed; make it smaller, with fewer repetitions or alternatives"
     return checks.cut(error)
+
+
+def _text_of(tokens: list[bytes], token_ids: Sequence[int]) -> bytes:
+    """Return the text of tokens, without the library's mark of special tokens."""
+    return b"".join(tokens[token_id].removeprefix(SPECIAL) for token_id in token_ids)
 
 
 def _ends_with(text: bytes, end: bytes) -> bool:

@@ -104,6 +104,7 @@ class Frontend:
             sessions=self.sessions,
             send=parts.processes.send,
             rows_in_flight_if_no_step_since=partial(_rows_in_flight_if_no_step_since, self),
+            finished_ids=parts.processes.finished_ids,
         )
         self.router = Router(self.calls.rows, lock, self.calls.row_ended)
         self.attachments = self.calls.attachments

@@ -235,6 +235,11 @@ class LoadedAdapters:
             load = self._loads.get(next(iter(names))) if len(names) == 1 else None
         return None if load is None or load.is_leaving else load
 
+    def is_loaded(self, adapter: Adapter) -> bool:
+        """Return whether this load of an adapter is still there."""
+        load = self._loads.get(adapter.name)
+        return load is not None and load.adapter.id == adapter.id and not load.is_leaving
+
     def _missing(self, name: str) -> ValueError:
         """Return the error for a name without a load."""
         paths = sorted(self._aliases.get(name, ()))

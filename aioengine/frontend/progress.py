@@ -1,4 +1,4 @@
-"""Progress bars of long work in the child processes, on stderr if it is a terminal or a notebook."""
+"""Progress bars of long work, on stderr if it is a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import sys
+import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from aioengine.logs import log
@@ -117,8 +118,57 @@ class ProgressBars:
         self._bars.clear()
 
 
+class RowBar:
+    """The bar of a job: its rows, their output tokens per second, and the time left."""
+
+    def __init__(self, total: int | None, progress: bool | None) -> None:
+        """``total``: number of rows, if it is known. progress: see ``EngineConfig``."""
+        self._bar: tqdm[NoReturn] | None = None
+        self._num_tokens = 0
+        self._began_at = time.monotonic()
+        if is_wanted(progress):
+            line = NotebookLine() if _is_notebook(sys.stderr) else None
+            self._bar = _new_bar(line, desc="rows", total=total, unit=" rows")
+
+    def add_tokens(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+
+    def advance(self) -> None:
+        """Count one row."""
+        if self._bar is None:
+            return
+        try:
+            speed = self._num_tokens / max(time.monotonic() - self._began_at, 1e-3)
+            self._bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
+            self._bar.update()
+        except Exception as error:  # an error of stderr must not end the job
+            log(logger, logging.DEBUG, "the progress bar cannot be drawn: %s", error)
+            self._bar.disable = True
+            self._bar = None
+
+    def close(self) -> None:
+        """Leave the bar as it is. May be called twice."""
+        if self._bar is not None:
+            with contextlib.suppress(OSError, ValueError):  # stderr is closed
+                self._bar.close()
+            self._bar = None
+
+
 def _bar(progress: Progress, notebook_line: NotebookLine | None) -> tqdm[NoReturn]:
-    """Return a bar on stderr or in a notebook. It shows bytes in MB and MB/s; without a unit, only the label."""
+    """Return a bar. It shows bytes in MB and MB/s; without a unit, only the label."""
+    return _new_bar(
+        notebook_line,
+        desc=progress.label,
+        total=progress.total,
+        unit=progress.unit,
+        unit_scale=progress.unit == "B",
+        bar_format={"B": _BYTES_FORMAT, "": "{desc}"}.get(progress.unit),
+        leave=False,
+    )
+
+
+def _new_bar(notebook_line: NotebookLine | None, **options: Any) -> tqdm[NoReturn]:
+    """Return a bar on stderr or in a notebook. ``options``: arguments of tqdm."""
     from tqdm import tqdm  # slow to import, and most engines never draw a bar
 
     class Bar(tqdm):  # type: ignore[misc]  # it has no types
@@ -126,13 +176,4 @@ def _bar(progress: Progress, notebook_line: NotebookLine | None) -> tqdm[NoRetur
 
         monitor_interval = 0
 
-    return Bar(
-        desc=progress.label,
-        total=progress.total,
-        unit=progress.unit,
-        unit_scale=progress.unit == "B",
-        bar_format={"B": _BYTES_FORMAT, "": "{desc}"}.get(progress.unit),
-        file=notebook_line or sys.stderr,
-        position=0 if notebook_line else None,
-        leave=False,
-    )
+    return Bar(file=notebook_line or sys.stderr, position=0 if notebook_line else None, **options)

@@ -41,6 +41,9 @@ WIDE_OUTPUTS: Final = 256
 """Outputs whose weights are converted to fp32 at a time. They fit the cache."""
 ROW_COUNTS: Final = tuple(count for count in linear.TILED_COUNTS if count <= 128)
 """Row counts of oneDNN, which compiles code for each. The sums of more rows do not fit the cache."""
+LEAST_ROWS: Final = 16
+MAX_SUMS: Final = 4 << 20
+"""Maximum size of a result with more rows than ``LEAST_ROWS``. It saves memory in heads."""
 ZERO: Final = 128
 """oneDNN takes unsigned activations: the numbers plus this one."""
 
@@ -93,8 +96,10 @@ def prepare(
             return sums.mul_(row_scales).to(x.dtype)
         return torch.addcmul(wide_bias, sums, row_scales).to(x.dtype)
 
-    is_by_onednn = is_on_cpu and multiplies_exactly()
-    return Product(linear.in_pieces(matmul, ROW_COUNTS) if is_by_onednn else matmul, restore)
+    if is_on_cpu and multiplies_exactly():
+        most = max(LEAST_ROWS, MAX_SUMS // len(scales))
+        matmul = linear.in_pieces(matmul, tuple(count for count in ROW_COUNTS if count <= most))
+    return Product(matmul, restore)
 
 
 @lru_cache(maxsize=1)

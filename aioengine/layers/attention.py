@@ -61,7 +61,7 @@ class SelfAttention(Mixer):
         gates_size = q_size if config.has_output_gate else 0
         sizes = (gates_size + q_size, kv_size, kv_size) if len(config.qkv) > 1 else (q_size + 2 * kv_size,)
         pairs = pair_order(shape.head_size, rotary_size, is_interleaved=config.is_interleaved)
-        order = qkv_order(whole, pairs, config, placement.device)
+        order = qkv_order(whole, pairs, config)
         parts = dict(zip(config.qkv, sizes, strict=True))
         self._input = Linear(
             hidden_size,

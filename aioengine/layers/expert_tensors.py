@@ -15,6 +15,7 @@ from aioengine.families._tensors import expert_tensors as checkpoint_tensors
 from aioengine.kernels import mxfp4
 from aioengine.kernels.codes import EXPONENT_BIAS, Codes
 from aioengine.kernels.expert_types import ExpertWeights, GateFunction
+from aioengine.layers.placement import Slice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,6 +61,28 @@ def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> Expe
         wide = placement.dtype if placement.device.type == "cpu" else None  # torch has no product for MXFP4 on a CPU
         return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors, wide))
     return ExpertTensors(tensors, lambda: _from_interleaved(config, tensors))
+
+
+def source(config: ExpertsConfig, name: str, inner_range: tuple[int, int], inner_size: int) -> Slice | None:
+    """Return the part of a tensor in the checkpoint that a rank loads; None for all of it.
+
+    inner_range: the part of I that the rank has. inner_size: I of all ranks.
+    """
+    start, stop = inner_range
+    if config.stored == "separate":
+        return Slice(int(name.endswith(f"{config.names[2]}.weight")), (inner_range,), inner_size)
+    gate_up, down = config.names
+    if config.stored == "packed":
+        if name == gate_up:
+            return Slice(1, (inner_range, (inner_size + start, inner_size + stop)), 2 * inner_size)
+        return Slice(2, (inner_range,), inner_size)
+    if name.startswith(gate_up):  # gate and up rows alternate
+        return Slice(2 if name == gate_up else 1, ((2 * start, 2 * stop),), 2 * inner_size)
+    if name == f"{down}_bias":
+        return None
+    if name == down:
+        return Slice(1, (inner_range,), inner_size)
+    return Slice(2, ((start // MXFP4_BLOCK, stop // MXFP4_BLOCK),), inner_size // MXFP4_BLOCK)
 
 
 def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from aioengine.families._block_config import MlpConfig
@@ -21,7 +22,7 @@ from aioengine.layers.coded_experts import CodedExperts, JoinedExperts
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import MLP
-from aioengine.layers.placement import Target
+from aioengine.layers.placement import Target, Units, rank_ranges
 from aioengine.quantization._base import CodesFormat
 from aioengine.quantization.plain import plain
 
@@ -80,9 +81,15 @@ class SparseMLP(Layer):
     is_adaptable = False
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
+        self._shard = placement.shard
+        [inner_range] = rank_ranges([Units(config.inner_size)], placement.shard)
+        self._inner_range, self._inner_size = inner_range, config.inner_size
+        # This rank has a part of each expert. The sum over the ranks includes the shared expert.
+        config = msgspec.structs.replace(config, inner_size=inner_range[1] - inner_range[0])
         self._hidden_size, self._config, self._placement = hidden_size, config, placement
         self._router = ExpertRouter(hidden_size, config, placement)
-        self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, placement)
+        unsummed = replace(placement, shard=placement.shard._replace(group=None))
+        self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, unsummed)
         # Open for loading: ``_tensors`` or ``_coded`` is set. Otherwise ``_experts`` has the weights for the kernels.
         self._is_open = True
         self._name = ""
@@ -131,9 +138,13 @@ class SparseMLP(Layer):
         if self._coded:
             return self._coded[0].targets() | self._coded[1].targets()
         assert self._tensors is not None, "weights was not called"
-        return {
-            name: Target(tensor, is_preset=name.endswith("_scales")) for name, tensor in self._tensors.tensors.items()
-        }
+        return {name: self._target(name, tensor) for name, tensor in self._tensors.tensors.items()}
+
+    def _target(self, name: str, tensor: Tensor) -> Target:
+        source = None
+        if self._shard.size > 1:
+            source = expert_tensors.source(self._config, name, self._inner_range, self._inner_size)
+        return Target(tensor, source, is_preset=name.endswith("_scales"))
 
     def finish_loading(self) -> None:
         assert self._is_open, "the layer is not open for loading"
@@ -155,6 +166,9 @@ class SparseMLP(Layer):
             gate_up, down = (matrix.assemble() for matrix in self._coded)
             return ExpertWeights(gate_up, down, gate=expert_tensors.gate_function(self._config))
         assert self._tensors is not None, "weights was not called"
+        down_bias = self._tensors.tensors.get(f"{self._config.names[-1]}_bias")
+        if self._shard.rank and down_bias is not None:
+            down_bias.zero_()  # only rank 0 adds it to the sum over the ranks
         weights, self._tensors = self._tensors.assemble(), None
         return weights
 
@@ -173,4 +187,5 @@ class SparseMLP(Layer):
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
         """[T, D] -> [T, D]. ``rows`` is unused, since adapters do not change experts."""
         assert self._experts is not None, "finish_loading was not called"
-        return self._experts(x, self._router(x), None if self._shared is None else self._shared(x))
+        outputs = self._experts(x, self._router(x), None if self._shared is None else self._shared(x))
+        return outputs if self._shard.group is None else self._shard.group.sum(outputs)

@@ -42,10 +42,8 @@ def pair_order(head_size: int, rotary_size: int, *, is_interleaved: bool) -> lis
     return None if order == [*range(head_size)] else order
 
 
-def qkv_order(
-    shape: AttentionShape, pairs: list[int] | None, config: AttentionConfig, device: torch.device
-) -> Tensor | None:
-    """Return the checkpoint index of each output of the QKV projection, [O]; None if the orders are equal.
+def qkv_order(shape: AttentionShape, pairs: list[int] | None, config: AttentionConfig) -> Tensor | None:
+    """Return the checkpoint index of each output of the QKV projection, [O] on the CPU; None if the orders are equal.
 
     The kernels expect output gates before the queries. ``pairs``: see ``pair_order``.
     """
@@ -53,7 +51,7 @@ def qkv_order(
         return None
     size, num_heads, num_kv_heads = shape.head_size, shape.num_heads, shape.num_kv_heads
     num_gates = num_heads if config.has_output_gate else 0
-    heads = torch.arange((num_gates + num_heads + 2 * num_kv_heads) * size, device=device).view(-1, size)
+    heads = torch.arange((num_gates + num_heads + 2 * num_kv_heads) * size).view(-1, size)
     gates, heads = heads[1 : 2 * num_gates : 2], torch.cat([heads[: 2 * num_gates : 2], heads[2 * num_gates :]])
     if config.is_grouped:
         groups = heads.view(num_kv_heads, -1, size)

@@ -29,7 +29,8 @@ class Stored(NamedTuple):
     """How a checkpoint stores a layer.
 
     Attributes:
-        order: [O] int64, the checkpoint index of each output, with the parts joined; None if the orders are equal.
+        order: [O] int64, the checkpoint index of each output, with the parts joined; None if the orders are equal. On
+            the CPU if the layer is divided among ranks.
         is_transposed: the checkpoint stores weights that are not quantized as [D, outputs].
     """
 
@@ -85,6 +86,8 @@ class Linear(Layer):
             ranges = rank_ranges(units or [Units(in_features)], placement.shard)
             self._ranges, self._totals = dict.fromkeys(parts, ranges), dict.fromkeys(parts, in_features)
             in_features = sum(stop - start for start, stop in ranges)
+        if self._order is not None:
+            self._order = self._order.to(placement.device)
         self.in_features = in_features
         self.sizes = sizes
         self.is_gated = is_gated
@@ -160,9 +163,9 @@ class Linear(Layer):
     def _output_ranges(self, parts: Mapping[str, int], units: Sequence[Units]) -> dict[str, list[tuple[int, int]]]:
         """Return the ranges of each part in the checkpoint that this rank loads, and set the order of its outputs."""
         kept = torch.cat([torch.arange(*pair) for pair in rank_ranges(units, self._shard)])
-        in_checkpoint = kept if self._order is None else self._order.cpu()[kept]
+        in_checkpoint = kept if self._order is None else self._order[kept]
         loaded, order = in_checkpoint.sort()
-        self._order = None if self._order is None else order.argsort().to(self._order.device)
+        self._order = None if self._order is None else order.argsort()
         bounds = pairwise(accumulate(parts.values(), initial=0))
         return {
             part: _runs((loaded[(loaded >= start) & (loaded < stop)] - start).tolist())

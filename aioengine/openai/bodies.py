@@ -94,7 +94,8 @@ def read_fields(body: Mapping[str, object], kind: type[Fields]) -> Fields:
     Raises:
         CallError: a field does not exist, is not supported, or has the wrong type.
     """
-    given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    ignored = IGNORED.difference(kind.__struct_fields__)
+    given = {name: value for name, value in body.items() if value is not None and name not in ignored}
     if name := next((name for name in given if name in REFUSED and name not in kind.__struct_fields__), None):
         raise CallError(f"{name} is not supported: {REFUSED[name]}", param=name)
     try:

@@ -53,6 +53,13 @@ class ChatCall(Struct, kw_only=True):
         if self.template is not None and self.template not in tokenizer.template_names:
             names = ", ".join(tokenizer.template_names) or "none"
             raise CallError(f"chat_template must be the name of a template of the model; there are: {names}")
+        for place, tool in enumerate(self.tools or ()):
+            if not isinstance(tool.get("function"), dict) or not isinstance(tool["function"].get("name"), str):
+                raise CallError(
+                    f"tools[{place}] must have a function with a name, got {str(tool)[:200]}", param="tools"
+                )
+        if isinstance(self.tool_choice, dict) and not isinstance(self.tool_choice.get("function"), dict):
+            raise CallError(f"tool_choice must have a function, got {str(self.tool_choice)[:200]}", param="tool_choice")
         if self.tool_choice == "none" or not self.tools:
             self.tools = None
         if output.reasoning_parser or (self.tools and output.tool_parser):

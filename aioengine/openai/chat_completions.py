@@ -10,7 +10,7 @@ from aioengine.openai import token_logprobs
 from aioengine.openai.bodies import GenerateBody, add_constraint, read_generate_fields
 from aioengine.openai.chat_calls import ChatCall, PartReader, tool_call_id
 from aioengine.openai.conversations import template_messages
-from aioengine.openai.http_call import call_options, event, finish_word, usage
+from aioengine.openai.http_call import event, finish_word, usage
 from aioengine.openai.replies import DONE, check_completed, event_stream, json_response, openai_error
 from aioengine.parsing import Content, Reasoning
 
@@ -67,7 +67,12 @@ async def chat_completions(call: Call) -> Response:
     chat = ChatCall(
         messages=template_messages(body.messages),
         sampling=sampling,
-        options=call_options(body, adapter) | (token_logprobs.options(body.top_logprobs) if body.logprobs else {}),
+        options=call.options(
+            adapter,
+            timeout=body.timeout,
+            resume_ttl=body.resume_ttl,
+            **(token_logprobs.options(body.top_logprobs) if body.logprobs else {}),
+        ),
         template=body.chat_template,
         variables=variables | (body.chat_template_kwargs or {}),
         tools=body.tools,
@@ -189,6 +194,6 @@ async def _events(
             if body.stream_options.include_usage:
                 infos = [info for _, row in sorted(rows.items()) if (info := row.info) is not None]
                 yield event(head | {"choices": [], "usage": usage(infos, num_samples)})
-        except (EngineError, ValueError) as error:  # the status was sent before the first chunk
+        except (EngineError, ValueError, TypeError) as error:  # the status was sent before the first chunk
             yield event(openai_error(error)[1])
         yield DONE

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from aioengine.errors import EngineError
 from aioengine.openai import token_logprobs
 from aioengine.openai.bodies import GenerateBody, add_constraint, read_generate_fields
-from aioengine.openai.http_call import call_options, event, finish_word, usage
+from aioengine.openai.http_call import event, finish_word, usage
 from aioengine.openai.replies import DONE, check_completed, event_stream, json_response, openai_error
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ async def completions(call: Call) -> Response:
     name, adapter = await call.model.find(body.model)
     arguments = {
         **_prompts(body.prompt),
-        **call_options(body, adapter),
+        **call.options(adapter, timeout=body.timeout, resume_ttl=body.resume_ttl),
         "sampling_params": sampling,
         "add_special_tokens": body.add_special_tokens,
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
@@ -150,6 +150,6 @@ async def _events(
             if options.include_usage:
                 rows = [infos[index] for index in sorted(infos)]
                 yield event(head | {"choices": [], "usage": usage(rows, num_samples)})
-        except (EngineError, ValueError) as error:  # the status was sent before the first chunk
+        except (EngineError, ValueError, TypeError) as error:  # the status was sent before the first chunk
             yield event(openai_error(error)[1])
         yield DONE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aioengine.http import until_disconnect
 from aioengine.openai.replies import CallError, check_completed, encode
@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
     from aioengine.api.answers import Answer, Chunk, ChunkInfo, FinishReason, MetaInfo
     from aioengine.api.stream import Generation, Stream
-    from aioengine.openai.bodies import GenerateBody
     from aioengine.openai.served_model import ServedModel
 
     Info = ChunkInfo | MetaInfo
+
+
+TRACE_HEADERS: Final = ("traceparent", "tracestate", "baggage")
+"""The headers that ``aioengine.tracing`` may read. Observers of the engine get no other header, and so no API key."""
 
 
 class Call(NamedTuple):
@@ -26,6 +29,12 @@ class Call(NamedTuple):
     model: ServedModel
     request: Request
     body: dict[str, Any]
+
+    def options(self, adapter: str | None, **options: object) -> dict[str, Any]:
+        """Return the keyword arguments of a call of the engine: its adapter, the client's trace, and ``options``."""
+        trace = {name: value for name in TRACE_HEADERS if (value := self.request.headers.get(name))}
+        given = {"lora_path": adapter, "external_trace_header": trace or None, **options}
+        return {name: value for name, value in given.items() if value is not None}
 
     async def answers(self, generation: Generation[Any]) -> list[Answer]:
         """Return the answers of a call. Its request is aborted if the client disconnects.
@@ -88,12 +97,6 @@ def event(value: object, place: Place | None = None, name: str = "") -> bytes:
     if place is not None:
         head += f"id: {place}\n"
     return b"%bdata: %b\n\n" % (head.encode(), encode(value))
-
-
-def call_options(body: GenerateBody, adapter: str | None) -> dict[str, Any]:
-    """Return the keyword arguments of a call for the fields of every body."""
-    options = {"lora_path": adapter, "timeout": body.timeout, "resume_ttl": body.resume_ttl}
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def usage(infos: Sequence[Info], num_samples: int = 1) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hmac import compare_digest
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 from uuid import uuid4
 
@@ -11,12 +12,18 @@ from starlette.requests import ClientDisconnect, Request  # FastAPI reads the an
 from starlette.responses import Response
 
 from aioengine.errors import EngineError
+from aioengine.openai.anthropic_messages import anthropic_messages, count_tokens
 from aioengine.openai.bodies import read_body
 from aioengine.openai.chat_completions import chat_completions
 from aioengine.openai.completions import completions
+from aioengine.openai.embeddings import embeddings
 from aioengine.openai.http_call import Call
-from aioengine.openai.replies import CallError, error_response, json_response, openai_error
+from aioengine.openai.page import load, page
+from aioengine.openai.rankings import rerank, score
+from aioengine.openai.replies import CallError, anthropic_error, error_response, json_response, openai_error
+from aioengine.openai.responses import remove_response, responses, show_response
 from aioengine.openai.served_model import ServedModel
+from aioengine.openai.tokens import detokenize, tokenize
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -44,7 +51,8 @@ def openai_router(
     """Return a router with the endpoints of OpenAI for ``engine``, which the app starts and shuts down.
 
     Args:
-        api_key: the key that clients must send, or several; None: no key. ``/health`` and ``/ready`` need no key.
+        api_key: the key that clients must send, or several; None: no key. The page at ``/``, ``/health`` and
+            ``/ready`` need no key.
         served_model_name: the name of the model for clients, or several; None: its hub id, or the name of its folder.
         tool_parser, reasoning_parser: the format of tool calls and of reasoning in the model's text
             (``aioengine.parsing``); "auto": the one of its chat template; None: such text stays content.
@@ -75,8 +83,23 @@ def openai_router(
 
     add("/v1/chat/completions", chat_completions)
     add("/v1/completions", completions)
+    add("/v1/messages", anthropic_messages, form=anthropic_error)
+    add("/v1/messages/count_tokens", count_tokens, form=anthropic_error)
+    add("/v1/responses", responses)
+    add("/v1/responses/{response_id}", show_response, "GET")
+    add("/v1/responses/{response_id}", remove_response, "DELETE")
+    add("/v1/embeddings", embeddings)
+    for prefix in ("", "/v1"):
+        add(f"{prefix}/rerank", rerank)
+        add(f"{prefix}/score", score)
+    add("/tokenize", tokenize)
+    add("/detokenize", detokenize)
+    if find_spec("prometheus_client") is not None:  # the extra "metrics"
+        add("/metrics", metrics_of(engine), "GET")
     add("/v1/models", list_models, "GET")
     add("/v1/models/{name:path}", show_model, "GET")
+    add("/load", load, "GET")
+    router.add_api_route("/", page, methods=["GET"], response_model=None)
 
     @router.get("/health", response_model=None)
     async def health() -> Response:
@@ -103,6 +126,21 @@ def _check_key(request: Request, keys: list[bytes]) -> None:
     matches = [compare_digest(given.encode(), key) for key in keys]
     if keys and not any(matches):
         raise CallError("the API key is missing or wrong (Authorization: Bearer KEY)", 401, code="invalid_api_key")
+
+
+def metrics_of(engine: AsyncEngine) -> Endpoint:
+    """Return the endpoint /metrics, for Prometheus."""
+    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+    from aioengine.metrics import engine_collector
+
+    registry = CollectorRegistry()
+    registry.register(engine_collector(engine))
+
+    async def metrics(_: Call) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return metrics
 
 
 async def list_models(call: Call) -> Response:

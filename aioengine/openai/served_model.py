@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import EngineOverloadedError
 from aioengine.openai.replies import CallError
+from aioengine.openai.stored_responses import StoredResponses
 from aioengine.parsing import OutputFormat, output_format
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class ServedModel:
         self._find_format = partial(output_format, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
         self._find_format("")
         self.created = int(time.time())
+        self.stored_responses = StoredResponses()
         self._names = list(names)
         self._overloaded_until = 0.0
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Generator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aioengine import plugins
 from aioengine.api import checks
+from aioengine.constraints.structural_tag import lark_of
 from aioengine.parsing._events import Content, Event
 from aioengine.parsing._reader import TextReader
-from aioengine.parsing._tools import ToolCallFormat, tools_of
+from aioengine.parsing._tools import ANY_OBJECT, Format, Tool, ToolCallFormat, tools_of
 
 if TYPE_CHECKING:
     from aioengine.parsing.think import ThinkTags
@@ -34,8 +37,6 @@ _REASONING_MARKS: Final = {
     "think": ("</think>",),
     "mistral_think": (r"\[THINK\]",),
 }
-TOOL_PARSERS: Final = tuple(_TOOL_MARKS)
-REASONING_PARSERS: Final = tuple(_REASONING_MARKS)
 
 
 def output_format(
@@ -76,7 +77,7 @@ class OutputFormat:
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self._calls: ToolCallFormat | None = plugins.load("parsing", tool_parser)() if tool_parser else None
-        self._reads_always = self._calls is not None and self._calls.has_reasoning
+        self._reads_always = self._calls is not None and self._calls.answer_begin is not None
         self._reasoning: ThinkTags | None = None
         if reasoning_parser and reasoning_parser != tool_parser:
             self._reasoning = plugins.load("parsing", reasoning_parser)()
@@ -84,8 +85,10 @@ class OutputFormat:
     def reasoning_end(self, prompt: str) -> str | None:
         """Return the text that ends the reasoning, if the answer to this prompt begins with reasoning; else None.
 
-        It is for the sampling parameter ``reasoning_end``.
+        It is the sampling parameter ``reasoning_end`` for other constraints, such as ``json_schema``.
         """
+        if self._calls and self._calls.answer_begin:
+            return self._calls.answer_begin
         return self._reasoning.end if self._reasoning and self._reasoning.is_open(prompt) else None
 
     def parser(self, *, tools: Sequence[ToolDict] | None = None, prompt: str = "") -> OutputParser:
@@ -135,15 +138,37 @@ class OutputFormat:
             chosen = [tool for tool in chosen if tool.name == name]
         if not chosen:
             raise ValueError(f"tool_choice={checks.shown(tool_choice)} names no tool of the request")
-        calls = self._calls.format_of(
-            chosen, is_required=tool_choice != "auto", is_parallel=parallel_tool_calls and name is None
+        format_of = partial(
+            self._format, self._calls, is_required=tool_choice != "auto", is_parallel=parallel_tool_calls and not name
         )
-        end = self.reasoning_end(prompt)
-        if end is not None:
-            params["reasoning_end"] = end
-        elif self._reasoning and not prompt.rstrip().endswith(self._reasoning.end):
-            calls = self._reasoning.format_of(calls)
-        return {**params, "structural_tag": {"format": calls}}
+        answer = format_of(chosen, prompt=prompt)
+        error = _refusal(json.dumps(answer))
+        if error is not None:
+            if any(tool.is_strict for tool in chosen):
+                raise ValueError(f"the tools cannot be enforced together: {error}") from error
+            answer = format_of([tool._replace(schema=ANY_OBJECT) for tool in chosen], prompt=prompt)
+        if self._reasoning and self._reasoning.is_open(prompt):
+            params["reasoning_end"] = self._reasoning.end
+        return {**params, "structural_tag": {"format": answer}}
+
+    def _format(
+        self, calls: ToolCallFormat, tools: Sequence[Tool], *, is_required: bool, is_parallel: bool, prompt: str
+    ) -> Format:
+        """Return the format of an answer, with the reasoning that it may begin with."""
+        answer = calls.format_of(tools, is_required=is_required, is_parallel=is_parallel)
+        if self._reasoning is None or prompt.rstrip().endswith((self._reasoning.begin, self._reasoning.end)):
+            return answer
+        return self._reasoning.format_of(answer)
+
+
+@lru_cache(maxsize=128)  # requests repeat their tools
+def _refusal(answer: str) -> ValueError | None:
+    """Return the reason why a format, as JSON text, cannot be enforced, or None."""
+    try:
+        lark_of(f'{{"format": {answer}}}', whitespace={})
+    except ValueError as error:
+        return error
+    return None
 
 
 def _name_of(choice: ToolChoice) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias, cast
 
 from aioengine.api import checks
@@ -18,11 +19,23 @@ Format: TypeAlias = dict[str, Any]
 """A format of a structural tag."""
 
 
+ANY_OBJECT: Final[Json] = {"type": "object"}
+_TEXTS: Final = ("title", "description", "examples", "default", "$comment")
+_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions")
+_PARTS: Final = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
+
+
 class Tool(NamedTuple):
-    """A function that the model may call. schema: of its arguments, an object."""
+    """A function that the model may call.
+
+    schema: of its arguments, an object. properties: the schemas of the arguments, even if they cannot be enforced, so
+    that ``schema`` allows any object. is_strict: the schema must be enforced.
+    """
 
     name: str
     schema: Json
+    properties: Json
+    is_strict: bool = False
 
     @property
     def quoted_name(self) -> str:
@@ -35,12 +48,13 @@ class ToolCallFormat:
 
     Attributes:
         special_tokens: special tokens in the text of calls, which must stay in the output.
-        has_reasoning: it also marks reasoning, and reads answers without tools.
+        answer_begin: if the format also marks reasoning: the text after which the answer itself begins. Such a format
+            reads answers without tools, too.
         trigger: the text at the beginning of each call. separator: the text between two calls.
     """
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
-    has_reasoning: ClassVar[bool] = False
+    answer_begin: ClassVar[str | None] = None
     trigger: ClassVar[str]
     separator: ClassVar[str] = ""
 
@@ -121,14 +135,48 @@ def _tool_of(number: int, function: Json) -> Tool:
     if not isinstance(name, str) or not name:
         raise ValueError(f"tools[{number}] must have a function with a name, got {checks.shown(function)}")
     parameters = function.get("parameters") or {"additionalProperties": False}
-    schema: Json = {"type": "object", **parameters} if isinstance(parameters, Mapping) else {}
+    try:
+        schema: Json = _without_texts({"type": "object", **parameters}) if isinstance(parameters, Mapping) else {}
+        text = json.dumps(schema)
+    except RecursionError:
+        raise ValueError(f"the parameters of the tool {name!r} are nested too deeply") from None
     if schema.get("type") != "object":
         raise ValueError(f"the parameters of the tool {name!r} must be the schema of an object")
+    properties: Json = schema.get("properties") or {}
+    is_strict = bool(function.get("strict"))
+    error = _refusal(text)
+    if error is None:
+        return Tool(name, schema, properties, is_strict)
+    if not isinstance(error, UnsupportedSchemaError):
+        raise ValueError(f"the parameters of the tool {name!r} are not a JSON schema: {error}")
+    if not is_strict:
+        return Tool(name, ANY_OBJECT, properties)
+    message = f"the parameters of the tool {name!r} cannot be enforced: {error}"
+    raise UnsupportedSchemaError(message, pointer=error.pointer, keyword=error.keyword)
+
+
+@lru_cache(maxsize=1024)  # requests repeat their tools
+def _refusal(schema: str) -> ValueError | None:
+    """Return the reason why a schema cannot be enforced, or None."""
     try:
-        compile_schema(json.dumps(schema))
-    except UnsupportedSchemaError as error:
-        if function.get("strict"):
-            message = f"the parameters of the tool {name!r} cannot be enforced: {error}"
-            raise UnsupportedSchemaError(message, pointer=error.pointer, keyword=error.keyword) from None
-        schema = {"type": "object"}
-    return Tool(name, schema)
+        compile_schema(schema)
+    except ValueError as error:
+        return error
+    return None
+
+
+def _without_texts(schema: Json) -> Json:
+    """Return a schema without descriptions, which take most of its size. Names of properties are kept."""
+    kept: Json = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            kept[key] = {name: _part(part) for name, part in cast("Json", value).items()}
+        elif key in _PARTS:
+            kept[key] = list(map(_part, cast("list[Any]", value))) if isinstance(value, list) else _part(value)
+        elif key not in _TEXTS:
+            kept[key] = value
+    return kept
+
+
+def _part(value: Any) -> Any:
+    return _without_texts(cast("Json", value)) if isinstance(value, dict) else value

@@ -44,7 +44,7 @@ class GptOssMessages(ToolCallFormat):
     special_tokens = (
         "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
     )  # fmt: skip
-    has_reasoning = True
+    answer_begin = "<|channel|>final<|message|>"
 
     def read(self, reader: TextReader, tools: Sequence[Tool]) -> Steps[None]:
         while header := (yield from reader.find(_HEADER, reader.content)):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import regex
 
 from aioengine.parsing._reader import SPACES
-from aioengine.parsing._tools import Format, Tool, ToolCallFormat, json_tag
+from aioengine.parsing._tools import Format, Tool, ToolCallFormat, either, json_tag
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,11 +18,20 @@ _BEGIN: Final = regex.compile(rf"{SPACES}<\|python_tag\|>")
 _SEPARATOR: Final = regex.compile(f"{SPACES};")
 
 
+def _pattern_without(begin: str) -> str:
+    """Return a pattern for texts that do not begin with this text."""
+    first = regex.escape(begin[0])
+    longer = f"|{first}{_pattern_without(begin[1:])}" if begin[1:] else ""
+    return f"(?:[^{first}](?s:.)*{longer})?"
+
+
+_NO_CALL: Final = _pattern_without('{"name": "')
+
+
 class Llama3Calls(ToolCallFormat):
     """An object at the beginning of an answer is a call only if its name, which comes first, is the name of a tool."""
 
     special_tokens = ("<|python_tag|>",)
-    trigger = '{"name": "'
     separator = "; "
 
     def read(self, reader: TextReader, tools: Sequence[Tool]) -> Steps[None]:
@@ -40,6 +49,11 @@ class Llama3Calls(ToolCallFormat):
             if begin is None:
                 return
             before = begin[0]
+
+    def format_of(self, tools: Sequence[Tool], *, is_required: bool, is_parallel: bool) -> Format:
+        """Return calls or, if none is required, a text that does not begin like one."""
+        calls = super().format_of(tools, is_required=True, is_parallel=is_parallel)
+        return calls if is_required else either(calls, {"type": "regex", "pattern": _NO_CALL})
 
     def tag_of(self, tool: Tool) -> Format:
         return json_tag(f'{{"name": {tool.quoted_name}, "parameters": ', tool.schema, "}")

@@ -7,7 +7,7 @@ other values as JSON. The schema of the tool says which values are strings.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import regex
 
@@ -37,7 +37,14 @@ _VALUE_END: Final = regex.compile(r"\n?</parameter>")
 _END: Final = regex.compile(f"{SPACES}</tool_call>")
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 """Some chat templates write these values as Python does, and models repeat it."""
-_JSON_TYPES: Final = {dict: "object", list: "array", bool: "boolean", int: "integer", float: "number", str: "string"}
+_JSON_TYPES: Final[dict[type[object], str]] = {
+    dict: "object",
+    list: "array",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+}
 
 
 class Qwen3CoderCalls(ToolCallFormat):
@@ -45,7 +52,7 @@ class Qwen3CoderCalls(ToolCallFormat):
     separator = "\n"
 
     def read(self, reader: TextReader, tools: Sequence[Tool]) -> Steps[None]:
-        schemas = {tool.name: tool.schema.get("properties") or {} for tool in tools}
+        schemas = {tool.name: tool.properties for tool in tools}
         while begin := (yield from reader.find(_BEGIN, reader.content)):
             part = yield from reader.take(_NEXT)
             if part is None:
@@ -87,26 +94,36 @@ def _argument(name: str, schema: Json, *, is_required: bool) -> Format:
     """Return the format of an argument. Of strings, only ``enum`` and ``const`` are enforced."""
     value: Any = schema["properties"][name]
     begin, end = f"<parameter={name}>\n", "\n</parameter>\n"
-    if _types(value) == {"string"}:
+    types = _types(value)
+    if types == {"string"}:
         texts = value.get("enum") or ([value["const"]] if "const" in value else [])
         argument = tag(begin, either(*map(const, texts)) if texts else _STRING, end)
+    elif types == {"string", "null"} and "enum" not in value:
+        argument = tag(begin, _STRING, end)
     else:
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         argument = json_tag(begin, {**value, **definitions} if isinstance(value, dict) else value, end)
     return argument if is_required else repeated("optional", argument)
 
 
-def _types(schema: Any) -> set[str]:
+def _types(schema: object) -> set[str]:
     """Return the types of JSON that a schema names; empty: it names none."""
     if not isinstance(schema, dict):
         return set()
-    types = schema.get("type", ())
-    found: set[str] = {types} if isinstance(types, str) else set(types)
-    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found |= _types(branch)
-    for value in (*schema.get("enum", ()), *((schema["const"],) if "const" in schema else ())):
-        found |= set() if types else {_JSON_TYPES.get(type(value), "null")}
-    return found
+    keywords = cast("Json", schema)
+    if "type" in keywords:
+        return set(map(str, _list(keywords["type"])))
+    branches = [branch for key in ("anyOf", "oneOf") for branch in _list(keywords.get(key, []))]
+    values = [*_list(keywords.get("enum", [])), *([keywords["const"]] if "const" in keywords else [])]
+    return set[str]().union(*map(_types, branches), map(_type_of, values))
+
+
+def _list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
+def _type_of(value: object) -> str:
+    return _JSON_TYPES.get(type(value), "null")
 
 
 def _quoted(text: str) -> str:
@@ -134,7 +151,7 @@ def _json_of(text: str, types: set[str]) -> str:
         value = json.loads(word)
     except (ValueError, RecursionError):
         return _quoted(text)
-    kind = _JSON_TYPES.get(type(value), "null")
+    kind = _type_of(value)
     fits = not types or kind in types or "string" not in types or (kind == "integer" and "number" in types)
     return word if fits else _quoted(text)
 

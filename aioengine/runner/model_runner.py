@@ -30,7 +30,7 @@ from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.speculation.draft_rows import DraftRows
 from aioengine.runner.speculation.step_drafts import StepDrafts
-from aioengine.runner.speculation.verification import Verification
+from aioengine.runner.speculation.verification import Verification, row_groups
 from aioengine.runner.ticket import Ticket
 from aioengine.runner.timing import part
 from aioengine.runner.transfer import Readback
@@ -385,35 +385,42 @@ class ModelRunner:
             for processes, request in zip(is_stateful, rows.requests, strict=True)
         ]
         num_before = np.cumsum([0, *map(len, proposed)]).tolist()
-        verification = Verification(proposed, one_by_one)
         hidden = torch.cat((hidden, before_drafts))
-        while verification.active:
-            for entries in verification.round(SAMPLED_ROWS):
-                indices = np.array([row for row, _ in entries], dtype=np.int64)
-                part = rows.part(indices, np.array([count for _, count in entries], dtype=np.int64))
-                sources = [
-                    len(proposed) + num_before[row] + count if count < len(proposed[row]) else row
-                    for row, count in entries
-                ]
-                states = hidden[self._table.upload(np.array(sources, dtype=np.int64))]
-                logits = self._logits(states)
-                token_ids = self._sampler.sample(logits, part)
+        values: list[int] = []
+        for group in row_groups([len(ids) + 1 for ids in proposed], SAMPLED_ROWS):
+            sources: list[int] = []
+            firsts: list[int] = []  # index of the logits of each row
+            for row in group:
+                first = len(rows.requests) + num_before[row]
+                firsts.append(len(sources))
+                sources += [*range(first, first + len(proposed[row])), row]
+            states = hidden[self._table.upload(np.array(sources, dtype=np.int64))]
+            logits = self._logits(states)
+            verification = Verification(proposed[group.start : group.stop], one_by_one[group.start : group.stop])
+            while verification.active:
+                entries = verification.entries()
+                later = np.array([count for _, count in entries], dtype=np.int64)
+                part = rows.part(np.array([group[row] for row, _ in entries], dtype=np.int64), later)
+                chosen = self._table.upload(np.array([firsts[row] for row, _ in entries], dtype=np.int64) + later)
+                scores = logits[chosen]
+                token_ids = self._sampler.sample(scores, part)
                 kept = verification.take(entries, token_ids.tolist())
-                for row, _ in entries:
-                    if row not in kept:  # failed after an accepted draft
-                        self._custom.errors.pop(rows.requests[row].uid, None)
-                        drafts.followed.add(row)
-                self._keep(states, logits, token_ids, part, np.array(list(kept.values()), dtype=np.int64))
-            for row in verification.active.copy():
-                request = rows.requests[row]
-                if request.constraint is not None:
-                    request.constraint.advance(verification.final[row])
-                    if request.constraint.is_over:
-                        verification.stop(row)
-                        drafts.followed.add(row)
-        for request, ids, count in zip(rows.requests, proposed, verification.counts, strict=True):
-            drafts.accepted[request.uid] = ids[:count]
-        return verification.final
+                for row in {row for row, _ in entries} - kept.keys():  # failed after an accepted draft
+                    self._custom.errors.pop(rows.requests[group[row]].uid, None)
+                    drafts.followed.add(group[row])
+                indices = np.array(list(kept.values()), dtype=np.int64)
+                self._keep(states[chosen], scores, token_ids, part, indices)
+                for row in verification.active.copy():
+                    constraint = rows.requests[group[row]].constraint
+                    if constraint is not None:
+                        constraint.advance(verification.final[row])
+                        if constraint.is_over:
+                            verification.stop(row)
+                            drafts.followed.add(group[row])
+            for row, count in zip(group, verification.counts, strict=True):
+                drafts.accepted[rows.requests[row].uid] = proposed[row][:count]
+            values += verification.final
+        return values
 
     def _keep(self, hidden: Tensor, logits: Tensor, token_ids: Tensor, rows: SampledRows, chosen: Ints) -> None:
         """Store the sampled tokens [N] of the rows ``chosen`` [X], with their logprobs and hidden states.

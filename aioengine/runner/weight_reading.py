@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.layers.placement import Target
+    from aioengine.layers.placement import Slice, Target
     from aioengine.model_files.checkpoint import Entry
     from aioengine.quantization._base import RowWriter
 
@@ -174,8 +174,9 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
     if is_in_rows and not (is_vector and entry.dtype not in DTYPES):
         rows = _as_rows(target.tensor, 1 if is_vector else entry.shape[-1])
     is_plain = entry.dtype in DTYPES and writer is None and not head_size
-    if source is not None and is_plain and len(entry.shape) == 2:
-        rows = target.tensor.detach()  # a rank reads its part of the rows or of the columns
+    if source is not None and is_plain and not is_vector:
+        yield from _rank_pieces(entry, target.tensor.detach(), source)
+        return
     if rows is None:
         tensor = target.tensor.detach()
         yield _FilePart(
@@ -183,16 +184,9 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
         )
         return
     unit_rows = math.prod(entry.shape[1:-1])  # of each index of the first dimension
-    row_bytes = entry.num_bytes // ((entry.shape[0] if entry.shape else 1) * unit_rows)
-    own_bytes, columns = row_bytes, ()
-    ranges: Sequence[tuple[int, int]] = ((0, len(rows)),)
-    if source is not None and source.dim == 0:
-        ranges = [(a * unit_rows, b * unit_rows) for a, b in source.ranges]
-    elif source is not None:
-        size = row_bytes // source.total
-        columns = tuple((a * size, (b - a) * size) for a, b in source.ranges)
-        own_bytes = sum(size for _, size in columns)
-    step = PIECE_BYTES // own_bytes
+    ranges = ((0, len(rows)),) if source is None else [(a * unit_rows, b * unit_rows) for a, b in source.ranges]
+    row_bytes = entry.num_bytes // (len(rows) if source is None else source.total * unit_rows)
+    step = PIECE_BYTES // row_bytes
     if entry.dtype not in DTYPES:
         step = min(step, PIECE_ELEMENTS // rows.shape[1])
     unit = head_size or 1
@@ -200,7 +194,7 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
     row = 0
     for first, stop in [(first, min(first + step, end)) for start, end in ranges for first in range(start, end, step)]:
         part = rows[row : row + stop - first]
-        begin, num_bytes = entry.begin + first * row_bytes, len(part) * own_bytes
+        begin, num_bytes = entry.begin + first * row_bytes, len(part) * row_bytes
         is_same = writer is None and not head_size and DTYPES.get(entry.dtype) == part.dtype and part.is_contiguous()
         same = part.view(-1).view(torch.uint8) if is_same else None
         shape = tuple(part.shape)
@@ -210,14 +204,45 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
             num_bytes,
             shape,
             part,
-            columns=columns,
-            row_bytes=row_bytes,
             head_size=head_size,
             same_bytes=same,
             writer=writer,
             first_row=row,
         )
         row += len(part)
+
+
+def _rank_pieces(entry: Entry, tensor: Tensor, source: Slice) -> Iterator[_FilePart]:
+    """Yield pieces of some indices of the first dimension, with the bytes that a rank loads into tensor [...]."""
+    row_bytes = entry.num_bytes // entry.shape[0]
+    ranges: Sequence[tuple[int, int]] = ((0, entry.shape[0]),)
+    columns: tuple[tuple[int, int], ...] = ()
+    if source.dim == 0:
+        ranges = source.ranges
+    else:
+        num_runs = math.prod(entry.shape[1 : source.dim])
+        run_bytes = row_bytes // num_runs
+        size = run_bytes // source.total
+        columns = tuple(
+            (run * run_bytes + a * size, (b - a) * size) for run in range(num_runs) for a, b in source.ranges
+        )
+    own_bytes = sum(size for _, size in columns) or row_bytes
+    step = max(PIECE_BYTES // own_bytes, 1)
+    row = 0
+    for first, stop in [(first, min(first + step, end)) for start, end in ranges for first in range(start, end, step)]:
+        part = tensor[row : row + stop - first]
+        row += len(part)
+        is_same = DTYPES[entry.dtype] == part.dtype and part.is_contiguous()
+        yield _FilePart(
+            entry,
+            entry.begin + first * row_bytes,
+            len(part) * own_bytes,
+            tuple(part.shape),
+            part,
+            columns=columns,
+            row_bytes=row_bytes,
+            same_bytes=part.view(-1).view(torch.uint8) if is_same else None,
+        )
 
 
 def _as_rows(tensor: Tensor, row_size: int) -> Tensor | None:

@@ -133,6 +133,10 @@ class Fleet:
         """Return the uids of the requests in the current steps of all replicas."""
         return {uid for replica in self._living for uid in replica.rows_in_flight()}
 
+    def finished_ids(self, uid: int) -> list[int] | None:
+        """Return the output ids of a request that finished lately; None: they are not kept."""
+        return next(filter(None, (replica.finished_ids(uid) for replica in self._replicas)), None)
+
     @property
     def num_restarts(self) -> int:
         return sum(replica.num_restarts for replica in self._replicas)

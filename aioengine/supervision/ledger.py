@@ -100,6 +100,12 @@ class Quarantine:
 CRASH_STAGE: Final = "crash"
 """The stage in two errors: of a request that crashes processes, and of a control call lost with the scheduler."""
 
+NUM_FINISHED: Final = 32
+"""The number of finished requests whose output is kept."""
+
+MAX_FINISHED_TOKENS: Final = 16_384
+"""Longer outputs are not kept."""
+
 _OWN_CALL: Final = -1
 """The call id of the ledger's own control calls. Their replies are ignored."""
 
@@ -214,10 +220,12 @@ class Ledger:
     Attributes:
         is_connected: whether a scheduler accepts messages.
         calls: the control calls.
+        finished: uid -> the output ids of the last requests that stopped or reached their length.
     """
 
     def __init__(self) -> None:
         self.is_connected = True
+        self.finished: dict[int, list[int]] = {}
         self.calls = ControlCalls()
         self._requests: dict[int, OpenRequest] = {}
         self._token_ids: dict[int, list[int]] = {}  # uid -> ``token_ids`` of the request
@@ -341,6 +349,8 @@ class Ledger:
             if (request := self._requests.get(uid)) is not None:
                 request.num_preemptions += 1
         for end in chunks.ended:
+            if end.code in (FinishCode.STOP, FinishCode.LENGTH):
+                self._keep(end.uid)
             self._forget(end.uid)
         if tokens.token_ids:
             self._has_progress = True
@@ -433,6 +443,14 @@ class Ledger:
         """End a request here. ``take_reports`` returns the end."""
         self._forget(end.uid)
         self._ended.append(end)
+
+    def _keep(self, uid: int) -> None:
+        """Keep the output of a request that ends now."""
+        token_ids = self._token_ids.get(uid)
+        if token_ids and len(token_ids) <= MAX_FINISHED_TOKENS:
+            self.finished[uid] = token_ids
+            if len(self.finished) > NUM_FINISHED:
+                del self.finished[next(iter(self.finished))]
 
     def _forget(self, uid: int) -> None:
         self._requests.pop(uid, None)

@@ -168,6 +168,10 @@ class Supervisor:
         """Return the uids of the requests in the current steps of the scheduler process."""
         return self._incarnation.rows_in_flight(SCHEDULER)
 
+    def finished_ids(self, uid: int) -> list[int] | None:
+        """Return the output ids of a request that finished lately; None: they are not kept."""
+        return self.ledger.finished.get(uid)
+
     @property
     def is_recovering(self) -> bool:
         """Whether requests wait for replaced children."""

@@ -10,7 +10,9 @@ C3  prefill of one prompt of 2048 tokens; prompt tokens per second
 C4  32 requests with the same 1024 tokens and 32 of their own, 16 out; seconds (transformers: one static batch)
 C5a / C5b  a tiny model: one stream / 64 concurrent requests; tokens per second
 
-All take turns, so that a noisy machine disturbs all of them; figures are medians with minimum and maximum.
+All take turns, so that a noisy machine disturbs all of them; figures are medians with minimum and maximum. The first
+line has the limits of the machine: the rate at which all threads read memory, and the best rates of products with a
+matrix of the model.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from aioengine import Engine
+from aioengine.kernels import linear
 from benchmarks.cpu.models import QWEN25_05B, TINY, write_model
+from benchmarks.cpu.step_parts import read_rate
 
 Ids = list[int]
 Measure = Callable[[int], float]
@@ -182,6 +186,21 @@ def line(result: dict[str, Any], peers: list[str]) -> str:
     return f"{'  '.join(cells)}  {result['unit']}"
 
 
+def limits(dtype: torch.dtype) -> dict[str, float]:
+    """Return the GB/s of reading, and the best GFLOP/s of packed products of 32 and 512 rows."""
+    size, inner = QWEN25_05B.hidden_size, 2 * QWEN25_05B.intermediate_size
+    matmul = linear.prepare(torch.ones(inner, size, dtype=dtype), None)
+    rates = {"GB/s": read_rate() / 1e9}
+    for num_rows in (32, 512):
+        x, seconds = torch.ones(num_rows, size, dtype=dtype), list[float]()
+        for _ in range(20):
+            started = time.perf_counter()
+            matmul(x)
+            seconds.append(time.perf_counter() - started)
+        rates[f"GFLOP/s of {num_rows} rows"] = 2e-9 * num_rows * size * inner / min(seconds)
+    return rates
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, help="folder for the models, written when missing")
@@ -194,6 +213,8 @@ def main() -> None:
     options = parser.parse_args()
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    machine = limits(getattr(torch, options.dtype))
+    print("  ".join(f"{rate:.1f} {unit}" for unit, rate in machine.items()), flush=True)
     results = []
     for config, folder, names in [
         (QWEN25_05B, "qwen2.5-0.5b", ("C1", "C2", "C3", "C4")),
@@ -206,7 +227,9 @@ def main() -> None:
             results += run_model(rows, write_model(path, config), options)
     if options.json:
         options.json.write_text(
-            json.dumps({"python": sys.version, "torch": torch.__version__, "rows": results}, indent=1)
+            json.dumps(
+                {"python": sys.version, "torch": torch.__version__, "limits": machine, "rows": results}, indent=1
+            )
         )
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from aioengine.settings.config import Settings
 
 T = TypeVar("T")
+AnyWorld = TypeVar("AnyWorld", bound=World)
 CPU = torch.device("cpu")
 _SWITCH_S = 0.0002
 """The threads must change often, because the ranks wait for each other."""
@@ -74,7 +75,7 @@ def rank_threads(num_ranks: int) -> Iterator[RankThreads]:
 
 
 @contextmanager
-def ranked_world(settings: Settings, num_ranks: int) -> Iterator[World]:
+def ranked_world(settings: Settings, num_ranks: int, kind: type[AnyWorld] = World) -> Iterator[AnyWorld]:
     """A world with several ranks: rank 0 in this thread, the services of the others in threads of their own."""
     config = read_config(Path(settings.model.path))
     assert config is not None
@@ -99,7 +100,7 @@ def ranked_world(settings: Settings, num_ranks: int) -> Iterator[World]:
             thread.submit(_run, lambda rank: RankService(build(settings_of(rank), lambda _: None)), rank)
             for rank, thread in enumerate(threads, 1)
         ]
-        world = World(settings_of(0), send)
+        world = kind(settings_of(0), send)
         services += [future.result() for future in building]
         yield world
         for future in handled:

@@ -194,6 +194,9 @@ class Double:
     def rows_in_flight(self) -> set[int]:
         return self.in_flight
 
+    def finished_ids(self, uid: int) -> list[int] | None:
+        return None
+
     def processes(self) -> list[State]:
         return [State("scheduler", 11, not self.is_stopped), State("detokenizer", 12, not self.is_stopped)]
 

@@ -539,6 +539,7 @@ class TestWatching:
             "num_running", "num_waiting", "num_streams", "num_detokenizing", "num_pages", "num_free_pages",
             "num_cached_pages", "num_pinned_pages", "num_sessions", "num_adapters", "num_preemptions", "num_restarts",
             "num_steps", "prompt_tokens", "cached_tokens", "output_tokens", "num_finished", "num_aborted",
+            "num_proposed_drafts", "num_accepted_drafts",
         }  # fmt: skip
 
     async def test_streams_count_rows(self, world: World) -> None:

@@ -156,7 +156,7 @@ def shell_lines() -> list[str]:
 
 @pytest.mark.parametrize("line", dict.fromkeys(line for line in shell_lines() if not line.startswith(NOT_RUN)))
 def test_a_shell_line_runs(
-    line: str, llm: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str, llm: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """In this process, and where the line configures no engine, on one that tests share."""
     first, _, second = line.rpartition(" | ")
@@ -168,9 +168,11 @@ def test_a_shell_line_runs(
         return nullcontext(llm) if config == engine_config(None, {}) else Engine.from_config(config)
 
     monkeypatch.setattr(commands, "Engine", SimpleNamespace(from_config=from_config))
-    monkeypatch.setattr(sys, "stdin", StringIO(given))
-    with pytest.raises(SystemExit) as ended:
-        sys.exit(main(command[1:]))  # --version exits itself
+    (tmp_path / "given").write_text(given, encoding="utf-8")
+    with (tmp_path / "given").open(encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(main(command[1:]))  # --version exits itself
     assert ended.value.code == 0
     printed = capsys.readouterr()
     assert printed.out.strip()

@@ -58,11 +58,12 @@ def described(model_type: str) -> list[str]:
 
 
 def can_be_divided(model_type: str) -> str:
-    """Return "yes" if ``tp_size`` may be above 1."""
+    """Return whether ``tp_size`` may be above 1; "partly": each rank has whole layers of some kinds."""
+    if section(model_type) != "Decoders":
+        return "no"
     family_type = family(model_type)
-    others = ("experts", "delta_net", "short_conv", "mamba")
-    is_whole = issubclass(family_type, LatentFamily) or any(getattr(family_type, name, None) for name in others)
-    return "no" if is_whole or section(model_type) != "Decoders" else "yes"
+    has_states = any(getattr(family_type, name, None) for name in ("delta_net", "short_conv", "mamba"))
+    return "partly" if has_states or issubclass(family_type, LatentFamily) else "yes"
 
 
 def table(page: str, heading: str) -> str:

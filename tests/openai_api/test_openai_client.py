@@ -291,3 +291,33 @@ def test_logprobs_of_a_prompt_need_no_output(client: openai.OpenAI) -> None:
     tops = choice.logprobs.top_logprobs or []
     assert tops[0] is None
     assert [max(top, key=top.__getitem__) for top in tops[1:]] == [" capital", " of", " France", " is"]
+
+
+# ---------------------------------------------------------------- embeddings, scores, tokens
+
+
+def test_embeddings_are_floats_or_base64(server: Served, client: openai.OpenAI) -> None:
+    ids = server.engine.tokenizer.encode(FRANCE)
+    texts = client.embeddings.create(model=MODEL, input=[FRANCE, "Once"]).data  # the client asks for base64
+    floats = client.embeddings.create(model=MODEL, input=ids, encoding_format="float")
+    assert texts[0].embedding == pytest.approx(floats.data[0].embedding, abs=1e-6)
+    assert (floats.usage.prompt_tokens, [entry.index for entry in texts]) == (len(ids), [0, 1])
+    assert sum(number**2 for number in texts[1].embedding) == pytest.approx(1, abs=1e-4)
+    short = client.embeddings.create(model=MODEL, input=FRANCE, dimensions=8).data[0].embedding
+    assert len(short) == 8
+
+
+def test_scores_are_the_probabilities_of_labels(server: Served) -> None:
+    labels = [server.engine.tokenizer.encode(text)[0] for text in (" Paris", " London")]
+    body = {"query": "The capital of France", "items": [" is", " is called"], "label_token_ids": labels}
+    found = server.post("/v1/score", body | {"apply_softmax": True}).json()["scores"]
+    assert [sum(scores) for scores in found] == pytest.approx([1, 1])
+    assert found[0][0] > 0.9
+
+
+def test_tokenize_and_detokenize_are_inverse(server: Served) -> None:
+    found = server.post("/tokenize", {"prompt": FRANCE}).json()
+    assert found == {"tokens": server.engine.tokenizer.encode(FRANCE), "count": 5, "max_model_len": 2048}
+    assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": FRANCE}
+    assert server.post("/tokenize", {"messages": PERU}).json()["count"] == 18
+    assert server.post("/tokenize", {"messages": PERU, "prompt": "x"}).status_code == 400

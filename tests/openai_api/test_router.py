@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import aioengine
 from aioengine.openai import openai_router
@@ -159,6 +160,21 @@ def test_models_are_the_base_and_the_adapters(server: Served, tmp_path: Path) ->
     with pytest.raises(openai.NotFoundError, match="there are fake") as raised:
         client.completions.create(model="pirate", prompt="Once")
     assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_metrics_count_the_requests_of_the_server(server: Served) -> None:
+    def ended() -> float:
+        families = text_string_to_metric_families(server.client.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return sum(sample.value for sample in samples if sample.name == "aioengine_requests_total")
+
+    before = ended()
+    assert server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 2}).status_code == 200
+    assert wait_until(lambda: ended() == before + 1)
+    assert httpx.get(f"{server.url}/metrics").status_code == 401
 
 
 # ---------------------------------------------------------------- load and disconnects

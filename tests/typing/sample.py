@@ -5,6 +5,7 @@ Lines with ``type: ignore`` are mistakes that mypy reports: without its error th
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Literal, assert_type
 
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from aioengine import (
     AdapterResult,
     Answer,
+    AnswerIterator,
+    AsyncAnswerIterator,
     AsyncEngine,
     BatchOutput,
     ChunkIterator,
@@ -23,11 +26,13 @@ from aioengine import (
     EngineOverloadedError,
     FinishReason,
     Generation,
+    JobRow,
     Ranking,
     RequestTooLargeError,
     SamplingParams,
     ScoreResult,
     Stream,
+    TokenDifference,
     async_stream_and_merge,
     plan,
     stream_and_merge,
@@ -88,7 +93,17 @@ async def with_asyncio(is_stream: bool) -> None:
             assert_type(text, str)
         assert_type(await engine.admit(), None)
         assert_type(engine.attach("mine", from_offset=3), Stream)
+        async for row in engine.map(prompts_of_a_job(), {"temperature": 0}, checkpoint="rows.jsonl", priority=-1):
+            assert_type(row, JobRow)
+            assert_type(row["text"] if "error" not in row else row["error"]["message"], str)
+        async with engine.map(["a", [1, 2], {"prompt": "b", "rid": "x"}], ordered=False, window=8) as rows_of_a_job:
+            assert_type(rows_of_a_job, AsyncAnswerIterator)
+        assert_type(await engine.selfcheck(num_requests=4), list[TokenDifference])
         assert_type(await engine.drain(timeout=5), bool)
+
+
+async def prompts_of_a_job() -> AsyncIterator[str]:
+    yield "a"
 
 
 def without_asyncio(is_stream: bool) -> None:
@@ -113,6 +128,9 @@ def without_asyncio(is_stream: bool) -> None:
             assert_type(error.retry_after, float)
         except RequestTooLargeError as error:
             print(error)
+        assert_type(llm.map(["a"], return_exceptions=False), AnswerIterator)
+        assert_type([row["index"] for row in llm.map(["a"])], list[int])
+        assert_type([difference.position for difference in llm.selfcheck()], list[int])
         assert_type(llm.stats()["num_running"], int)
         assert_type([chunk["text"] for chunk in llm.attach("mine")], list[str])
         assert_type(llm.is_alive, bool)

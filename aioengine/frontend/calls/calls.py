@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aioengine.frontend.calls.call import Ending, NotifyOn
 from aioengine.frontend.calls.call_ids import CallIds
+from aioengine.frontend.calls.finished import recorded_request
 from aioengine.frontend.intake.submitter import Submitter
 from aioengine.frontend.sessions.attachments import Attachments
 from aioengine.protocol.messages import Abort, End, FinishCode, Resume, Suspend
+from aioengine.supervision.ledger import NUM_FINISHED
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     import threading
-    from collections import deque
     from collections.abc import Callable, Collection, Sequence
 
     from aioengine.errors import EngineError
     from aioengine.frontend.calls.call import Call, CallRow, ReadPosition
+    from aioengine.frontend.calls.finished import RecordedRequest
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.intake.request_checks import RequestChecks
     from aioengine.frontend.sessions.sessions import Sessions
@@ -44,6 +47,7 @@ class Calls:
         opened: the open calls, in order. num_opened: number of calls that were ever opened.
         rows: submitted rows without an end, by uid.
         idle: set when a call ended and none is open.
+        finished: the last finished requests, for ``selfcheck``.
     """
 
     def __init__(
@@ -55,13 +59,18 @@ class Calls:
         sessions: Sessions,
         send: Callable[[list[Submit] | list[Abort] | list[Suspend] | list[Resume]], None],
         rows_in_flight_if_no_step_since: Callable[[float], Collection[int] | None],
+        finished_ids: Callable[[int], list[int] | None],
     ) -> None:
-        """``rows_in_flight_if_no_step_since``: the uids in the scheduler's steps; None: a step has ended since then."""
+        """``rows_in_flight_if_no_step_since``: the uids in the scheduler's steps; None: a step has ended since then.
+
+        finished_ids: returns the output ids of a uid that has just finished; None: it was aborted or failed.
+        """
         self.opened: dict[Call, None] = {}
         self.num_opened = 0
         self.rows: dict[int, CallRow] = {}
         self.ids = CallIds()
         self.idle = asyncio.Event()
+        self.finished: deque[RecordedRequest] = deque(maxlen=NUM_FINISHED)
         self.attachments = Attachments(self.ids, lock=lock, close_if_over=self.close_if_over)
         self.submitter = Submitter(
             checks, self.ids, self.rows, lock, limits, sessions, submit=send, close_if_over=self.close_if_over
@@ -73,6 +82,7 @@ class Calls:
         self._images = checks.images
         self._send = send
         self._rows_in_flight_if_no_step_since = rows_in_flight_if_no_step_since
+        self._finished_ids = finished_ids
 
     def open(self, call: Call) -> None:
         """Register a call whose request is checked. From any thread, under the lock.
@@ -130,6 +140,8 @@ class Calls:
         call = row.call
         if call not in self.opened:
             return
+        if (finished := recorded_request(row, self._finished_ids(row.uid))) is not None:
+            self.finished.append(finished)
         if call.is_over:
             self.close_if_over(call)
             return

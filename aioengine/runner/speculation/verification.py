@@ -30,21 +30,17 @@ class Verification:
         self.active = list(range(len(drafts)))
         self._one_by_one = one_by_one
 
-    def round(self, max_entries: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield the entries to sample next: pairs of a row and the number of drafts before the position. Call ``take``
-        with the tokens of each yielded list.
+    def entries(self) -> list[tuple[int, int]]:
+        """Return the positions to sample next, as pairs of a row and the number of drafts before the position. Call
+        ``take`` with their tokens.
         """
         active, self.active = self.active, []
         entries: list[tuple[int, int]] = []
         for row in active:
             first = self.counts[row]
             last = first if self._one_by_one[row] else len(self.drafts[row])
-            if entries and len(entries) + last - first >= max_entries:
-                yield entries
-                entries = []
             entries += [(row, count) for count in range(first, last + 1)]
-        if entries:
-            yield entries
+        return entries
 
     def take(self, entries: list[tuple[int, int]], token_ids: list[int]) -> dict[int, int]:
         """Accept drafts by the tokens of these entries. Return row -> index of its last entry whose token counts.
@@ -73,3 +69,15 @@ class Verification:
         """End an active row with the token of its last entry."""
         self.active.remove(row)
         self.counts[row] -= 1
+
+
+def row_groups(counts: Sequence[int], most: int) -> Iterator[range]:
+    """Divide rows into groups with up to ``most`` positions. counts: positions of each row."""
+    start = num_positions = 0
+    for row, count in enumerate(counts):
+        if num_positions and num_positions + count > most:
+            yield range(start, row)
+            start, num_positions = row, 0
+        num_positions += count
+    if start < len(counts):
+        yield range(start, len(counts))

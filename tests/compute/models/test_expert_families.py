@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from aioengine.models._base import Model
 
@@ -118,8 +118,9 @@ def test_logits_and_greedy_tokens_match_transformers(case: str, tmp_path: Path) 
     check_bits(ours, token_ids, whole)
 
 
-def test_mxfp4_experts_match_transformers(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {**SIZES, **GPT_OSS, "intermediate_size": 32, "initializer_range": 0.2}
+def save_mxfp4(folder: Path, **changes: object) -> PreTrainedModel:
+    """Save a random gpt-oss with MXFP4 experts. Return transformers' model with the same weights."""
+    sizes: dict[str, Any] = {**SIZES, **GPT_OSS, "intermediate_size": 32, "initializer_range": 0.2, **changes}
     torch.manual_seed(1)
     theirs = AutoModelForCausalLM.from_config(GptOssConfig(**sizes), dtype=torch.float32, attn_implementation="eager")
     stored = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
@@ -129,11 +130,17 @@ def test_mxfp4_experts_match_transformers(tmp_path: Path) -> None:
         scales = torch.randint(122, 126, (num_experts, rows, columns // 32), dtype=torch.uint8)
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         theirs.state_dict()[name].copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
-    theirs.config.save_pretrained(tmp_path)
-    save_file(stored, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
+    theirs.config.save_pretrained(folder)
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    return theirs
+
+
+def test_mxfp4_experts_match_transformers(tmp_path: Path) -> None:
+    theirs = save_mxfp4(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
     assert find_facts(engine_config(str(tmp_path), {}).model).model_type == "gpt_oss"
     ours = models.build(config, options())
     weights.load(ours, tmp_path, load_format="auto", seed=0, report=lambda *_: None)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from aioengine import models
+from aioengine import models, plugins
+from aioengine.families._ranks import part_of, rank_counts
+from aioengine.layers.placement import Shard
+from aioengine.runner import weights
+from aioengine.settings.memory_model import weights_bytes
+from tests.compute.models.test_expert_families import CASES as EXPERTS
+from tests.compute.models.test_expert_families import SIZES as EXPERT_SIZES
+from tests.compute.models.test_expert_families import save_mxfp4
+from tests.compute.models.test_hybrids import make_config, make_granite, make_lfm2, make_newer
+from tests.compute.models.test_latent_families import CASES as LATENT
+from tests.compute.models.test_latent_families import SIZES as LATENT_SIZES
 from tests.compute.rank_threads import rank_threads
 from tests.compute.stepping import Stepper, options
 from tests.kit.decoders import ONE_OF_EACH, config_of, random_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from torch import Tensor
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-    from aioengine.layers.placement import Shard
     from aioengine.models._base import Model
     from tests.compute.rank_threads import RankThreads
 
@@ -53,16 +64,24 @@ def four_ranks() -> Iterator[RankThreads]:
         yield threads
 
 
-def check_ranks(threads: RankThreads, config: PreTrainedConfig) -> None:
-    """The ranks have the parts of a random model of transformers, and return its logits."""
-    theirs = random_model(config)
+def check_ranks(threads: RankThreads, theirs: PreTrainedModel, folder: Path | None = None) -> None:
+    """The ranks have the parts of a random model of transformers, and return its logits.
+
+    folder: where the model is saved, to read the parts from the files.
+    """
+    config = theirs.config
     tensors: dict[str, Tensor] = theirs.state_dict()
     raw = {**config.to_dict(), "architectures": [type(theirs).__name__]}
+    if folder is not None:
+        raw = json.loads((folder / "config.json").read_text())
     token_ids = torch.randint(0, config.vocab_size, (NUM_TOKENS,)).tolist()
     expected = theirs(torch.tensor([token_ids])).logits[0]
 
     def model_of(shard: Shard) -> Model:
         model = models.build(raw, replace(options(max_positions=64), shard=shard))
+        if folder is not None:
+            weights.load(model, folder, load_format="auto", seed=0, report=lambda *_: None)
+            return model
         for name, target in model.weights().items():
             target.write(tensors[name][target.index])
         model.finish_loading()
@@ -79,10 +98,75 @@ def check_ranks(threads: RankThreads, config: PreTrainedConfig) -> None:
 
 @pytest.mark.parametrize("case", [*ONE_OF_EACH.values(), *OTHERS])
 def test_two_ranks_return_the_logits_of_one(two_ranks: RankThreads, case: str) -> None:
-    check_ranks(two_ranks, config_of(case))
+    check_ranks(two_ranks, random_model(config_of(case)))
 
 
 @pytest.mark.parametrize("case", ["llama", "olmo2", "gpt2", "falcon", "cohere head norms", "phi3"])
 def test_four_ranks_return_the_logits_of_one(four_ranks: RankThreads, case: str) -> None:
     """There are fewer KV heads than ranks, and the ranks have different numbers of token ids."""
-    check_ranks(four_ranks, config_of(case, num_attention_heads=8, vocab_size=97))
+    check_ranks(four_ranks, random_model(config_of(case, num_attention_heads=8, vocab_size=97)))
+
+
+@pytest.mark.parametrize(
+    "case", ["mixtral", "qwen2_moe some layers", "qwen3_moe some layers", "olmoe", "gpt_oss", "granitemoe"]
+)
+def test_two_ranks_have_a_part_of_each_expert(two_ranks: RankThreads, case: str, tmp_path: Path) -> None:
+    config_type, changes = EXPERTS[case]
+    theirs = random_model(config_type(**{**EXPERT_SIZES, **changes}))
+    theirs.save_pretrained(tmp_path)
+    check_ranks(two_ranks, theirs, tmp_path)
+
+
+def test_two_ranks_have_a_part_of_each_mxfp4_expert(two_ranks: RankThreads, tmp_path: Path) -> None:
+    check_ranks(two_ranks, save_mxfp4(tmp_path, intermediate_size=64), tmp_path)
+
+
+@pytest.mark.parametrize("case", ["youtu", "minicpm3", "deepseek_v2"])
+def test_ranks_have_whole_latent_attention(two_ranks: RankThreads, case: str, tmp_path: Path) -> None:
+    config_type, changes = LATENT[case]
+    theirs = random_model(config_type(**{**LATENT_SIZES, **changes}))
+    theirs.save_pretrained(tmp_path)
+    check_ranks(two_ranks, theirs, tmp_path)
+
+
+@pytest.mark.parametrize("make", [make_config, make_newer, make_lfm2, make_granite])
+def test_ranks_have_whole_layers_with_states(
+    two_ranks: RankThreads, make: Callable[[], PreTrainedConfig], tmp_path: Path
+) -> None:
+    theirs = random_model(make())
+    theirs.save_pretrained(tmp_path)
+    check_ranks(two_ranks, theirs, tmp_path)
+
+
+def test_plans_count_the_weights_of_a_rank() -> None:
+    configs = [config_of(case) for case in ("llama", "qwen2 tied", "gpt2", "falcon 40b", "gptj")]
+    for case in ("mixtral", "qwen2_moe some layers", "gpt_oss"):
+        config_type, changes = EXPERTS[case]
+        configs.append(config_type(**{**EXPERT_SIZES, **changes}))
+    config_type, changes = LATENT["deepseek_v2"]
+    configs += [config_type(**{**LATENT_SIZES, **changes}), make_config(), make_lfm2()]
+    for config in configs:
+        raw = config.to_dict()
+        family = plugins.load("families", plugins.file_name(config.model_type)).read(raw)
+        placed = replace(options(), device=torch.device("meta"), shard=Shard(0, 2))
+        num_bytes = sum(target.num_bytes for target in models.build(raw, placed).weights().values())
+        assert weights_bytes(part_of(family, 2), 4, raw) == num_bytes, config.model_type
+        assert 2 in rank_counts(family)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [1, 2]),
+        ({"num_attention_heads": 8, "intermediate_size": 96}, [1, 2, 4, 8]),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3, "intermediate_size": 96}, [1, 3, 6, 12]),
+    ],
+)
+def test_ranks_divide_heads_and_mlps_evenly(changes: dict[str, int], expected: list[int]) -> None:
+    config = config_of("llama", **changes)
+    family = plugins.load("families", "llama").read(config.to_dict())
+    assert rank_counts(family) == expected
+    for num_ranks in (2, 3, 4):
+        if num_ranks not in expected:
+            with pytest.raises(ValueError, match="cannot be divided evenly among"):
+                models.build(config.to_dict(), replace(options(), shard=Shard(0, num_ranks)))

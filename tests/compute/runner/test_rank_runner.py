@@ -7,17 +7,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from transformers import AutoModel, AutoModelForSequenceClassification, Qwen3Config
 
 from aioengine.constraints.grammars import Grammars
 from aioengine.processes.leading_runner import RanksBrokenError, plan_for_ranks
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, FinishCode, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.scheduler.plan import TOKENS, NewRow, Row, StepPlan
+from tests.compute.models.test_hybrids import make_config
 from tests.compute.rank_threads import ranked_world
+from tests.compute.runner.test_pooling import PROMPTS as POOLED
+from tests.compute.runner.test_pooling import PoolWorld, saved, settings_for
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.kit.grammar_walks import FOLDER, grammar_of
+from tests.kit.hybrid_models import save_hybrid
 from tests.kit.processors import ADD, BROKEN, NAMES
-from tests.kit.tiny_sizes import VOCAB_SIZE
+from tests.kit.tiny_sizes import SIZES, VOCAB_SIZE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,3 +160,42 @@ def test_other_ranks_get_no_failed_rows_and_no_sampling() -> None:
         closed=[0],
         snapshots=[(1, 4)],
     )
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_other_families_continue_after_preemptions_and_prefix_hits(family: str, tmp_path: Path) -> None:
+    """Experts, windows, latent attention, and states with snapshots."""
+    if family == "qwen3_next":
+        save_hybrid(make_config(vocab_size=VOCAB_SIZE), tmp_path)
+    else:
+        save_model(family, tmp_path)
+    settings = make_settings(tmp_path, chunk_tokens=24)
+    scheduler = replace(settings.scheduler, snapshot_tokens=16 if family == "qwen3_next" else 0)
+    settings = replace(settings, scheduler=scheduler)
+
+    def outputs(world: World) -> list[list[int]]:
+        first = [world.submit(prompt * 3) for prompt in PROMPTS[4:]]
+        for number in range(60):
+            world.step()
+            if number % 6 == 5 and world.core.requests.running:
+                world.core.requests.preempt()
+        world.run()
+        later = [world.submit(prompt * 3 + [7, 8]) for prompt in PROMPTS[4:]]
+        world.run()
+        assert world.num_preemptions
+        assert any(world.num_cached[uid] for uid in later)
+        return [world.outputs[uid] for uid in (*first, *later)]
+
+    with ranked_world(settings, 2) as world:
+        assert outputs(world) == outputs(World(settings))
+
+
+@pytest.mark.parametrize("task", ["embed", "classify"])
+def test_vectors_and_scores_equal_those_of_one_rank(task: str, tmp_path: Path) -> None:
+    auto = AutoModel if task == "embed" else AutoModelForSequenceClassification
+    saved(Qwen3Config(**{**SIZES, "head_dim": 16}), tmp_path, auto)
+    settings = settings_for(tmp_path, task, "last", splits=True)
+    expected = PoolWorld(settings).vectors_of(POOLED)
+    with ranked_world(settings, 2, PoolWorld) as world:
+        for vector, other in zip(world.vectors_of(POOLED), expected, strict=True):
+            np.testing.assert_allclose(vector, other, atol=1e-5)

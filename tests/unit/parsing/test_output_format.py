@@ -10,7 +10,7 @@ import pytest
 
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.parsing import output_format
-from tests.kit.special_tokens import accepts, compiled, walk
+from tests.kit.special_tokens import accepts, compiled, encoded, grammars, walk
 from tests.unit.parsing.events import TIME, TOOLS, parsed
 
 TEMPLATES = {
@@ -136,10 +136,19 @@ def test_auto_allows_text_and_valid_calls_only(name: str) -> None:
     assert not accepts(grammar, call.replace("get_weather", "get_rain"))
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_llama3_text_may_have_json_but_not_begin_like_a_call() -> None:
+    form = output_format(tool_parser="llama3", reasoning_parser=None)
+    grammar = grammar_of(form.sampling_params(TOOLS))
+    texts = ("", "{", '{"na', '{"a": 1}', '{"names": []}', 'Say {"name": "Ada"}.', '\n{"name": "Ada"}')
+    assert [text for text in texts if not accepts(grammar, text)] == []
+    assert not accepts(grammar, '{"name": "Ada"}')
+    assert not accepts(grammar, '{"name": "get_rain", "parameters": {}}')
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3"])
 def test_parallel_calls_can_be_switched_off(name: str) -> None:
     form = output_format(tool_parser=name, reasoning_parser=None)
-    two = "\n".join([TAGGED, TAGGED]) if name == "hermes" else CALLS[name] * 2
+    two = {"hermes": "\n", "mistral": "", "llama3": "; "}[name].join([CALLS[name]] * 2)
     for choice in ("auto", "required"):
         assert accepts(grammar_of(form.sampling_params(TOOLS, tool_choice=choice)), two)
         params = form.sampling_params(TOOLS, tool_choice=choice, parallel_tool_calls=False)
@@ -168,6 +177,20 @@ def test_reasoning_that_the_prompt_opens_ends_before_the_constraint() -> None:
     closed = form.sampling_params(TOOLS, tool_choice="required", prompt="<think>\n\n</think>\n\n")
     assert "reasoning_end" not in closed
     assert not accepts(grammar_of(closed), f"<think></think>{TAGGED}")
+
+
+def test_another_constraint_of_gpt_oss_begins_after_its_reasoning() -> None:
+    form = output_format(tool_parser="gpt_oss")
+    end = form.reasoning_end("<|start|>assistant")
+    grammar = compiled(regex="[ab]+", reasoning_end=end)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
+    constraint = grammars().open(grammar, [], 0)
+    for token_id in encoded(thought):
+        assert constraint.thinking is not None
+        constraint.advance(token_id)
+    assert constraint.thinking is None
+    assert parsed(form, f"{thought}ab") == [("reasoning", "Hm."), ("content", "ab")]
+    assert "reasoning_end" not in form.sampling_params(TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +236,45 @@ def test_a_schema_that_cannot_be_enforced_allows_any_object_unless_it_is_strict(
     with pytest.raises(UnsupportedSchemaError, match="parameters of the tool 'f' cannot be enforced.*'not'") as raised:
         form.sampling_params([{"type": "function", "function": {**function, "strict": True}}])
     assert (raised.value.pointer, raised.value.keyword) == ("/properties/a", "not")
+
+
+def test_tools_that_are_too_many_allow_any_object_unless_one_is_strict() -> None:
+    form = output_format(tool_parser="hermes", reasoning_parser=None)
+    properties = {f"p{i}": {"type": "string"} for i in range(30)}
+    tools = [{"name": f"f{i}", "parameters": {"properties": properties}} for i in range(80)]
+    grammar = grammar_of(form.sampling_params(tools, tool_choice="required"))
+    assert accepts(grammar, '<tool_call>\n{"name": "f7", "arguments": {"p1": 5}}\n</tool_call>')
+    with pytest.raises(ValueError, match="the tools cannot be enforced together: .*at most 2,048 subschemas"):
+        form.sampling_params([*tools, {"name": "f", "strict": True}])
+
+
+def test_descriptions_do_not_count_but_properties_of_their_name_do() -> None:
+    form = output_format(tool_parser="hermes", reasoning_parser=None)
+    texts = {"description": "x" * 10_000, "title": "y", "default": None}
+    value = {"type": "array", "items": {"anyOf": [{"enum": [1], **texts}, {"$ref": "#/$defs/title"}]}, **texts}
+    schema = {
+        "properties": {"description": value},
+        "required": ["description"],
+        "$defs": {"title": {"const": "z", **texts}},
+        "additionalProperties": False,
+        **texts,
+    }
+    tools = [{"name": f"f{i}", "parameters": schema, "strict": True} for i in range(20)]
+    params = form.sampling_params(tools, tool_choice="required")
+    assert len(json.dumps(params)) < 20_000
+    grammar = grammar_of(params)
+    for value, is_valid in (('[1, "z"]', True), ('["y"]', False)):
+        call = f'<tool_call>\n{{"name": "f3", "arguments": {{"description": {value}}}}}\n</tool_call>'
+        assert accepts(grammar, call) == is_valid
+
+
+def test_a_schema_of_any_depth_and_form_is_refused_by_the_name_of_its_tool() -> None:
+    deep: Any = {}
+    for _ in range(10_000):
+        deep = {"items": deep}
+    for parameters, match in ((deep, "are nested too deeply"), ({"properties": {"a": 5}}, "are not a JSON schema: ")):
+        with pytest.raises(ValueError, match=f"the parameters of the tool 'f' {match}"):
+            output_format(tool_parser="hermes").sampling_params([{"name": "f", "parameters": parameters}])
 
 
 def test_tools_are_not_changed() -> None:

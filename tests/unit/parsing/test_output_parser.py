@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from aioengine.parsing import Content, OutputFormat, ToolArguments, ToolCallBegin, output_format
@@ -149,6 +149,13 @@ def test_qwen3_coder_calls(text: str, parts: list[Any]) -> None:
     assert parsed(form_of("qwen3_coder"), text, tools=[TYPED]) == parts
 
 
+def test_types_of_a_schema_that_cannot_be_enforced_still_say_which_values_are_strings() -> None:
+    properties = {"text": {"type": "string", "not": {}}, "wrong": {"type": 5, "anyOf": 5}}
+    tools = [{"name": "f", "parameters": {"properties": properties}}]
+    text = coder(text="5", n="5", wrong="5")
+    assert parsed(form_of("qwen3_coder"), text, tools=tools) == [("call", "f", '{"text": "5", "n": 5, "wrong": 5}')]
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -246,6 +253,17 @@ def test_gpt_oss_reasoning_without_tools() -> None:
 )
 def test_reasoning_between_tags(prompt: str, text: str, parts: list[Any]) -> None:
     assert parsed(form_of("hermes", "think"), text, prompt=prompt) == parts
+
+
+BEGINS = ("<tool_call>", "<function=", "<|python_tag|>", "[TOOL_CALLS]", "<｜tool▁call▁begin｜>", "<|message|>")
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+@given(pieces=st.lists(st.sampled_from([*(begin[:-1] for begin in BEGINS), "<", " \n", "{", '"', " to=x", "}", "hi"])))
+def test_text_without_a_tag_comes_out_unchanged(name: str, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    assume(not any(begin in text for begin in BEGINS))
+    assert parsed(form_of(name), pieces) == ([("content", text)] if text else [])
 
 
 def test_mistral_reasoning_is_between_its_own_tags() -> None:

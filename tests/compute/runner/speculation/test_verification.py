@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from aioengine.runner.sampling.philox import UniformTable, uniforms
 from aioengine.runner.sampling.sampler import FAILED
-from aioengine.runner.speculation.verification import Verification
+from aioengine.runner.speculation.verification import Verification, row_groups
 
 ROWS = st.lists(
     st.tuples(
@@ -33,17 +33,16 @@ def verified(drafts: list[int], sampled: list[int]) -> list[int]:
     return tokens
 
 
-@given(rows=ROWS, max_entries=st.integers(1, 8))
-def test_all_rows_get_their_tokens(rows: list[tuple[list[int], list[int], bool]], max_entries: int) -> None:
+@given(rows=ROWS)
+def test_all_rows_get_their_tokens(rows: list[tuple[list[int], list[int], bool]]) -> None:
     verification = Verification([drafts for drafts, _, _ in rows], [one_by_one for _, _, one_by_one in rows])
     kept_of: list[list[int]] = [[] for _ in rows]
     while verification.active:
-        for entries in verification.round(max_entries):
-            assert len(entries) <= max_entries or len({row for row, _ in entries}) == 1
-            kept = verification.take(entries, [rows[row][1][count] for row, count in entries])
-            for row, index in kept.items():
-                assert entries[index][0] == row
-                kept_of[row].append(entries[index][1])
+        entries = verification.entries()
+        kept = verification.take(entries, [rows[row][1][count] for row, count in entries])
+        for row, index in kept.items():
+            assert entries[index][0] == row
+            kept_of[row].append(entries[index][1])
     for (drafts, sampled, one_by_one), count, final, kept_counts in zip(
         rows, verification.counts, verification.final, kept_of, strict=True
     ):
@@ -54,10 +53,16 @@ def test_all_rows_get_their_tokens(rows: list[tuple[list[int], list[int], bool]]
 
 def test_a_stopped_row_ends_with_the_accepted_draft() -> None:
     verification = Verification([[4, 5, 6]], [True])
-    [entries] = verification.round(8)
-    verification.take(entries, [4])
+    verification.take(verification.entries(), [4])
     verification.stop(0)
     assert (verification.active, verification.counts, verification.final) == ([], [0], [4])
+
+
+@given(counts=st.lists(st.integers(1, 16), max_size=20), most=st.integers(16, 40))
+def test_groups_of_rows_are_bounded_and_complete(counts: list[int], most: int) -> None:
+    groups = list(row_groups(counts, most))
+    assert [row for group in groups for row in group] == list(range(len(counts)))
+    assert all(sum(counts[row] for row in group) <= most for group in groups)
 
 
 @given(

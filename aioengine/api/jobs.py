@@ -1,0 +1,365 @@
+"""Jobs: many items through one engine, with a bounded number of them in flight.
+
+``Job`` runs on the engine's loop, with one task per item. ``AsyncAnswerIterator`` and ``AnswerIterator`` read the
+items, start them, and return their rows. They read an item only if the job has capacity for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NotRequired, TypedDict, TypeVar, cast
+
+from aioengine.api.answers import Answer, FinishReason
+from aioengine.api.journal import Journal, as_json
+from aioengine.errors import EngineError, EngineOverloadedError, RequestError
+from aioengine.supervision.tasks import post
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from aioengine.frontend.progress import RowBar
+
+
+Result = TypeVar("Result")
+
+ITEMS_AT_ONCE: Final = 256
+"""Items that are read in one turn of the loop, because reading finished rows starts nothing that waits."""
+
+
+class RowFailure(TypedDict):
+    """Why a row has no answer: the name of the exception's class, its message, and its HTTP status."""
+
+    type: str
+    message: str
+    status_code: int
+
+
+class JobRow(Answer):
+    """The answer for one item of a job. ``index``: the number of the item, from 0.
+
+    error: why the item has no answer. The row then has only ``index`` and ``error``.
+    """
+
+    index: int
+    error: NotRequired[RowFailure]
+
+
+ROW_ERRORS: Final = (ValueError, TypeError, RequestError, EngineOverloadedError)
+"""Exceptions of one item. Any other exception ends the job."""
+
+Row = Mapping[str, object]
+Item = str | list[int] | tuple[int, ...] | Mapping[str, object]
+"""A prompt, its token ids, or a dict of keyword arguments of ``generate`` (of ``chat``, if it has ``messages``)."""
+
+
+class Job:
+    """The items in flight, and their rows. On the engine's loop, except ``num_free``.
+
+    Attributes:
+        num_items: number of items that were started.
+        changed: set when a row has ended.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[int, Any], Coroutine[object, object, Row]],
+        bar: RowBar,
+        *,
+        window: int,
+        is_ordered: bool = False,
+        open_journal: Callable[[], Journal] | None = None,
+        returns_done: bool = True,
+    ) -> None:
+        """Prepare a job.
+
+        Args:
+            answer: returns the row of an item; its exception is raised in place of the row, which ends the job.
+            window: maximum number of items that were started and whose rows were not taken.
+            is_ordered: the rows are taken in the order of their items, not of their ends.
+            returns_done: rows in the journal are taken, too.
+        """
+        self.num_items = 0
+        self.changed = asyncio.Event()
+        self._answer = answer
+        self._bar = bar
+        self._window = window
+        self._is_ordered = is_ordered
+        self._open_journal = open_journal
+        self._returns_done = returns_done
+        self._journal: Journal | None = None
+        self._tasks: dict[int, asyncio.Task[Row]] = {}
+        self._rows: dict[int, Row | BaseException] = {}
+        self._num_taken = 0
+
+    @property
+    def num_free(self) -> int:
+        """Number of items that may be started now."""
+        return self._window - len(self._tasks) - len(self._rows)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._tasks and not self._rows
+
+    async def open(self) -> None:
+        """Open the journal, which reads all its rows."""
+        if self._open_journal is not None:
+            await asyncio.sleep(0)  # a dropped job closes its journal in a turn of the loop
+            self._journal = await asyncio.to_thread(self._open_journal)
+
+    def start(self, item: object) -> None:
+        """Start the next item, or take its row from the journal.
+
+        Raises:
+            TypeError, ValueError: the item does not belong to the journal.
+        """
+        index = self.num_items
+        self.num_items += 1
+        if self._journal is not None:
+            self._journal.check(index, as_json(item, f"item {index}"))
+            if self._journal.is_done(index):
+                if self._returns_done:
+                    self._rows[index] = _restored(self._journal.read(index))
+                else:
+                    self._bar.advance()
+                return
+        task = asyncio.get_running_loop().create_task(self._answer(index, item))
+        self._tasks[index] = task
+        task.add_done_callback(partial(self._end, index))
+
+    def _end(self, index: int, task: asyncio.Task[Row]) -> None:
+        row: Row | BaseException
+        try:
+            row = task.result()
+            if index in self._tasks and self._journal is not None:
+                self._journal.append(index, row)
+        except BaseException as error:  # raised when its row is taken
+            row = error
+        if index in self._tasks:  # otherwise the job was left
+            self._rows[index] = row
+            del self._tasks[index]
+        self.changed.set()
+
+    def take(self) -> Row | None:
+        """Return the next row; None: it has not ended. Raises the exception of its item."""
+        index = self._num_taken if self._is_ordered else next(iter(self._rows), -1)
+        row = self._rows.pop(index, None)
+        if isinstance(row, BaseException):
+            raise row
+        if row is not None:
+            self._num_taken += 1
+            self._bar.advance()
+        return row
+
+    async def wait(self) -> None:
+        """Wait until a row has ended. Write the journal to the disk if this is due."""
+        if self._journal is not None and self._journal.is_sync_due:
+            await asyncio.to_thread(self._journal.sync)
+        await self.changed.wait()
+        self.changed.clear()
+
+    async def finish(self) -> None:
+        """Check the journal after the last row, and close it."""
+        if self._journal is not None:
+            self._journal.check_end(self.num_items)
+            await asyncio.to_thread(self._journal.sync)
+        self.leave()
+
+    def leave(self) -> None:
+        """Abort the items in flight, and close the journal."""
+        tasks, self._tasks = self._tasks, {}
+        for task in tasks.values():
+            task.cancel()
+        self._rows.clear()
+        if self._journal is not None:
+            self._journal.close()
+        self._bar.close()
+
+
+def _restored(row: dict[str, Any]) -> Row:
+    """Return a row of the journal with the types of its first run."""
+    if "meta_info" in row:
+        row["meta_info"]["finish_reason"] = FinishReason(row["meta_info"]["finish_reason"])
+    return row
+
+
+class AsyncAnswerIterator(AsyncIterator[JobRow]):
+    """The rows of a job, as they end or in the order of their items.
+
+    Leaving it aborts the items in flight: ``aclose()``, the end of ``async with``, an exception while waiting, or
+    dropping the last reference.
+    """
+
+    def __init__(self, items: Iterable[Any] | AsyncIterable[Any], job: Job) -> None:
+        self._items = aiter(items) if isinstance(items, AsyncIterable) else iter(items)
+        self._job = job
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reading: asyncio.Future[Any] | None = None
+        self._is_exhausted = False
+        self._is_closed = False
+
+    async def __anext__(self) -> JobRow:
+        if self._is_closed:
+            raise StopAsyncIteration
+        try:
+            row = await self._next_row()
+        except BaseException:
+            self._leave()
+            raise
+        if row is None:
+            self._is_closed = True
+            raise StopAsyncIteration
+        return cast("JobRow", row)
+
+    async def _next_row(self) -> Row | None:
+        """Return the next row; None at the end."""
+        job = self._job
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            await job.open()
+        while True:
+            await self._read()
+            if (row := job.take()) is not None:
+                return row
+            if self._is_exhausted and job.is_idle:
+                await job.finish()
+                return None
+            await job.wait()
+
+    async def _read(self) -> None:
+        """Start as many items as the window allows. An async iterable may have none yet."""
+        job = self._job
+        while job.num_free > 0 and not self._is_exhausted:
+            try:
+                if isinstance(self._items, Iterator):
+                    item = next(self._items)
+                elif self._reading is None:
+                    self._reading = asyncio.ensure_future(anext(self._items))
+                    self._reading.add_done_callback(lambda _: job.changed.set())
+                    await asyncio.sleep(0)  # many iterables have their next item at once
+                    continue
+                elif self._reading.done():
+                    item, self._reading = self._reading.result(), None
+                else:
+                    return
+            except (StopIteration, StopAsyncIteration):
+                self._is_exhausted = True
+                return
+            job.start(item)
+            if job.num_items % ITEMS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    def _leave(self) -> None:
+        self._is_closed = True
+        if self._reading is not None:
+            self._reading.cancel()
+        self._job.leave()
+
+    async def aclose(self) -> None:
+        """Abort the items in flight. May be called after the end, and twice."""
+        if not self._is_closed:
+            self._leave()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._is_closed and self._loop is not None:
+            post(self._loop, _leave_dropped, self._job, self._reading)
+
+
+def _leave_dropped(job: Job, reading: asyncio.Future[Any] | None) -> None:
+    if reading is not None:
+        reading.cancel()
+    job.leave()
+
+
+class AnswerIterator(Iterator[JobRow]):
+    """The rows of a job, as they end or in the order of their items.
+
+    Leaving it aborts the items in flight: ``close()``, the end of ``with``, an exception, or dropping the last
+    reference. It reads the items on the thread that reads it.
+    """
+
+    _is_closed = True  # for ``__del__``, if the constructor fails
+
+    def __init__(
+        self, items: Iterable[Item], job: Job, call: Callable[..., Any], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """``call``: runs a coroutine on the engine's ``loop``, and waits for its result."""
+        self._items = iter(items)
+        self._job = job
+        self._call = call
+        self._loop = loop
+        self._is_exhausted = False
+        call(job.open())
+        self._is_closed = False
+
+    def __next__(self) -> JobRow:
+        if self._is_closed:
+            raise StopIteration
+        try:
+            while not (self._is_exhausted and self._job.is_idle):
+                row = self._call(self._step(self._read()))
+                if row is not None:
+                    return cast("JobRow", row)
+            self._call(self._job.finish())
+        except BaseException:
+            self.close()
+            raise
+        self._is_closed = True
+        raise StopIteration
+
+    def _read(self) -> list[Item]:
+        """Read as many items as the window allows."""
+        items: list[Item] = []
+        while len(items) < self._job.num_free:
+            try:
+                items.append(next(self._items))
+            except StopIteration:
+                self._is_exhausted = True
+                break
+        return items
+
+    async def _step(self, items: list[Item]) -> Row | None:
+        """Start items, and wait for the next row. Returns None if there is none."""
+        for item in items:
+            self._job.start(item)
+        while (row := self._job.take()) is None and not self._job.is_idle:
+            await self._job.wait()
+        return row
+
+    def close(self) -> None:
+        """Abort the items in flight. May be called after the end, and twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            if not post(self._loop, self._job.leave):
+                self._job.leave()  # the engine was shut down
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def failure(error: Exception) -> RowFailure:
+    """Return the error of a row as plain data."""
+    message = str(error).encode(errors="backslashreplace").decode()  # lone surrogates cannot be written
+    status_code = error.status_code if isinstance(error, EngineError) else 400
+    return {"type": type(error).__name__, "message": message, "status_code": status_code}

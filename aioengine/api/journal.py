@@ -1,0 +1,280 @@
+"""Journal: the finished rows of a job in a file, so that a killed job continues where it ended.
+
+A job has two files:
+
+    PATH            the rows, as JSON lines in the order in which they ended. Each has its index.
+    PATH.journal    a JSON line with the parameters of the job, then 8 bytes per item: a digest of the item.
+
+A row is in PATH as soon as it has ended, and is not computed again. If the program is killed while it writes a row, the
+end of this row is missing; the next start removes the rest of it. Every second both files are written to the disk, so a
+power failure costs at most the rows of the last second.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+import msgspec
+from msgspec import Struct
+
+from aioengine.api import checks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SUFFIX: Final = ".journal"
+SYNC_INTERVAL_S: Final = 1.0
+
+_DIGEST_BYTES: Final = 8
+_ID_PREFIX: Final = "batch_req_"
+
+
+class _Indexed(Struct):
+    """The part of a row that has its index: ``index``, or ``id`` in OpenAI's form."""
+
+    index: int = -1
+    id: str = ""
+
+    def find(self) -> int:
+        number = self.id.removeprefix(_ID_PREFIX)
+        return int(number) if self.index < 0 and number.isdecimal() else self.index
+
+
+_decode_index = msgspec.json.Decoder(_Indexed).decode
+
+
+def openai_id(index: int) -> str:
+    """Return the ``id`` of a row in OpenAI's form."""
+    return f"{_ID_PREFIX}{index}"
+
+
+def as_json(value: object, name: str) -> bytes:
+    """Encode a value of the caller. Equal values have equal texts.
+
+    Raises:
+        TypeError: JSON cannot represent it. The message has ``name``.
+    """
+    try:
+        return msgspec.json.encode(value, enc_hook=_plain, order="deterministic")
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} of a job with a checkpoint must consist of JSON values: {error}") from None
+
+
+def encode_row(row: Mapping[str, object]) -> bytes:
+    """Encode a row. Arrays become lists."""
+    return msgspec.json.encode(row, enc_hook=_plain)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if isinstance(value, type):  # a schema
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, checks.Array):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is none")
+
+
+class Journal:
+    """The files of one job. Belongs to one thread at a time, except ``sync``.
+
+    Attributes:
+        num_done: number of rows in the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], parameters: Mapping[str, object]) -> None:
+        """Create the files of a new job, or open those of a job with the same ``parameters``.
+
+        Raises:
+            ValueError: the files belong to another job, or the file was changed. They are not changed.
+            BlockingIOError: another process writes them. OSError: they cannot be written.
+        """
+        self.path = os.fspath(path)
+        self.num_done = 0
+        self._num_bytes = 0  # of complete rows
+        self._is_done = bytearray()
+        self._rows_read: dict[int, bytes] = {}
+        self._earlier: BinaryIO | None = None
+        self._synced_at = time.monotonic()
+        header = as_json(parameters, "the parameters") + b"\n"
+        has_rows = os.path.exists(self.path) and os.path.getsize(self.path) > 0
+        if has_rows and not os.path.exists(self.path + SUFFIX):
+            raise ValueError(
+                f"{self.path} exists, but not the journal {self.path + SUFFIX} of the job that wrote it; choose "
+                "another file, or move this one away"
+            )
+        self._journal = os.open(self.path + SUFFIX, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._rows = -1
+        try:
+            self._lock()
+            self._write_header(header, may_be_new=not has_rows)
+            self._digests_at = len(header)
+            self._rows = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._read_rows()
+            self.sync()
+            self._sync_folder()
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"another process is writing {self.path}; wait for its end") from None
+
+    def _write_header(self, header: bytes, *, may_be_new: bool) -> None:
+        """Write the parameters to a new journal, or compare them."""
+        with open(self.path + SUFFIX, "rb") as journal:
+            known = journal.readline()
+        if may_be_new and not known.endswith(b"\n"):  # a new job, or one that was killed at this moment
+            os.truncate(self._journal, 0)
+            _write(self._journal, header)
+        elif known != header:
+            changed = _first_difference(known, header)
+            raise ValueError(
+                f"{self.path} belongs to a job with other parameters: {changed}; repeat it with its own parameters, or "
+                "choose another file"
+            )
+
+    def _read_rows(self) -> None:
+        """Read the indices of the rows, and remove the rest of a row that was not written completely."""
+        with open(self.path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                index = _index_of(line)
+                if index is None:
+                    if lines.read(1):
+                        raise ValueError(f"line {number} of {self.path} is not a row of its job; restore the file")
+                    break
+                if self.is_done(index):
+                    raise ValueError(f"line {number} of {self.path} repeats the row {index}; restore the file")
+                self._mark_done(index)
+                self._num_bytes += len(line)
+        os.truncate(self._rows, self._num_bytes)
+
+    # ------------------------------------------------------------ items
+
+    def is_done(self, index: int) -> bool:
+        """Return whether the file has the row ``index``."""
+        return index < len(self._is_done) and bool(self._is_done[index])
+
+    def check(self, index: int, item: bytes) -> None:
+        """Compare an item with the item of this index in the earlier run, or record it.
+
+        Raises:
+            ValueError: it is another item.
+        """
+        digest = blake2b(item, digest_size=_DIGEST_BYTES).digest()
+        position = self._digests_at + _DIGEST_BYTES * index
+        known = os.pread(self._journal, _DIGEST_BYTES, position)
+        if len(known) < _DIGEST_BYTES or not any(known):  # it is new, or its digest was lost in a power failure
+            os.pwrite(self._journal, digest, position)
+        elif known != digest:
+            raise ValueError(
+                f"item {index} of the input is another one than in the job that wrote {self.path}; repeat the job with "
+                "its own input, or choose another file"
+            )
+
+    def check_end(self, num_items: int) -> None:
+        """Raise ValueError if the file has rows of more than ``num_items`` items."""
+        if self._is_done.rfind(1) >= num_items:
+            raise ValueError(
+                f"the input ends after {num_items} items, and {self.path} has the row {self._is_done.rfind(1)}; repeat "
+                "the job with its own input, or choose another file"
+            )
+
+    # ------------------------------------------------------------ rows
+
+    def read(self, index: int) -> dict[str, Any]:
+        """Return a row of an earlier run. Each row may be read once. The items should come in order."""
+        if self._earlier is None:
+            self._earlier = open(self.path, "rb")  # noqa: SIM115  # closed by close
+        while index not in self._rows_read:
+            line = self._earlier.readline()
+            self._rows_read[_decode_index(line).find()] = line
+        return msgspec.json.decode(self._rows_read.pop(index), type=dict[str, Any])
+
+    def append(self, index: int, row: Mapping[str, object]) -> None:
+        """Write a row. Raises OSError, for example if the disk is full."""
+        line = encode_row(row) + b"\n"
+        try:
+            _write(self._rows, line)
+        except OSError:
+            os.truncate(self._rows, self._num_bytes)  # otherwise the next row would continue a part of this one
+            raise
+        self._num_bytes += len(line)
+        self._mark_done(index)
+
+    def _mark_done(self, index: int) -> None:
+        missing = index + 1 - len(self._is_done)
+        if missing > 0:
+            self._is_done += bytes(missing)
+        self._is_done[index] = 1
+        self.num_done += 1
+
+    # ------------------------------------------------------------ the disk
+
+    @property
+    def is_sync_due(self) -> bool:
+        return time.monotonic() - self._synced_at >= SYNC_INTERVAL_S
+
+    def sync(self) -> None:
+        """Write both files to the disk. Blocks for some milliseconds."""
+        self._synced_at = time.monotonic()
+        os.fsync(self._journal)  # first, because it has the digests of the rows
+        os.fsync(self._rows)
+
+    def _sync_folder(self) -> None:
+        folder = os.open(os.path.dirname(os.path.abspath(self.path)), os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        for file in (self._journal, self._rows):
+            if file >= 0:
+                os.close(file)
+        self._journal = self._rows = -1
+        if self._earlier is not None:
+            self._earlier.close()
+
+
+def _write(file: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(file, rest) :]
+
+
+def _index_of(line: bytes) -> int | None:
+    """Return the index of a row; None: the line is no complete row."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        index = _decode_index(line).find()
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return None if index < 0 else index
+
+
+def _first_difference(known: bytes, header: bytes) -> str:
+    """Describe the first parameter that differs."""
+    try:
+        before = msgspec.json.decode(known, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return "its journal has none"
+    after = msgspec.json.decode(header, type=dict[str, Any])
+    for name in [*before, *after]:
+        if before.get(name) != after.get(name):
+            return f"{name} was {_shown(before.get(name))} and is {_shown(after.get(name))}"
+    return "their order"
+
+
+def _shown(value: object) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,85 @@
+"""``selfcheck``: compute the last finished requests again, and compare their tokens."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from msgspec.structs import replace
+
+from aioengine.api import checks
+from aioengine.errors import RequestError
+from aioengine.frontend.calls.finished import SELFCHECK_SALT
+from aioengine.supervision.ledger import NUM_FINISHED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aioengine.api.answers import Answer
+    from aioengine.api.map_items import GeneratingEngine
+    from aioengine.frontend.calls.finished import RecordedRequest
+
+
+class TokenDifference(NamedTuple):
+    """The first token of a request that differs when the request is computed again.
+
+    ``position``: its index in ``output_ids``. ``token_ids``: the first one and the new one; None: the output had ended.
+    """
+
+    rid: str
+    position: int
+    token_ids: tuple[int | None, int | None]
+
+
+async def selfcheck(self: GeneratingEngine, num_requests: int = 8) -> list[TokenDifference]:
+    """Compute the last ``num_requests`` finished requests again, and return those whose tokens differ.
+
+    The list is empty if the engine works: output depends neither on other requests nor on cached prefixes. The requests
+    are computed one after the other, without prefix hits. Other requests continue; for a comparison without them, call
+    it when the engine is idle.
+
+    The engine remembers up to 32 requests. It does not compare requests that were aborted or failed, that have images,
+    embeddings, or more than 16,384 prompt or output tokens, or whose weights or adapter are no longer loaded.
+
+    Raises:
+        TypeError, ValueError: ``num_requests`` is wrong.
+        Exception: the errors of ``async_generate``.
+    """
+    num_requests = checks.whole("num_requests", num_requests, 1, NUM_FINISHED)
+    frontend = self._frontend_here()  # pyright: ignore[reportPrivateUsage]
+    differences: list[TokenDifference] = []
+    for request in list(frontend.calls.finished)[-num_requests:]:
+        is_loaded = request.adapter is None or frontend.adapters.is_loaded(request.adapter)
+        if not is_loaded or request.weight_version != frontend.weight_version:
+            continue
+        difference = _first_difference(request.output_ids, await _compute_again(self, request))
+        if difference is not None:
+            differences.append(TokenDifference(request.rid, *difference))
+    return differences
+
+
+async def _compute_again(engine: GeneratingEngine, request: RecordedRequest) -> list[int]:
+    """Return the output ids of a request when it is computed now. Raises RequestError if it was aborted."""
+    again = cast(
+        "Answer",
+        await engine.async_generate(
+            input_ids=request.prompt_token_ids,
+            sampling_params=replace(request.params, n=1, sampling_seed=request.seed),
+            cache_salt=SELFCHECK_SALT + os.urandom(16).hex(),
+            lora_path=None if request.adapter is None else request.adapter.name,
+            custom_logit_processor=request.processor or None,
+        ),
+    )
+    reason = again["meta_info"]["finish_reason"]
+    if reason not in ("stop", "length"):
+        raise RequestError("engine", f"the request {request.rid!r} ended with reason {reason} when computed again")
+    return again["output_ids"]
+
+
+def _first_difference(first: Sequence[int], second: Sequence[int]) -> tuple[int, tuple[int | None, int | None]] | None:
+    """Return the index of the first difference, and both ids there."""
+    for position in range(max(len(first), len(second))):
+        ids = tuple(output[position] if position < len(output) else None for output in (first, second))
+        if ids[0] != ids[1]:
+            return position, (ids[0], ids[1])
+    return None

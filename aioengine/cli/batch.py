@@ -1,0 +1,166 @@
+"""``aioengine batch``: answer the rows of a JSONL file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import sys
+import threading
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+import msgspec
+from msgspec import Struct
+
+from aioengine.api import checks
+from aioengine.api.engine import AsyncEngine
+from aioengine.api.jobs import ROW_ERRORS, AsyncAnswerIterator, Job, failure
+from aioengine.api.journal import SUFFIX, Journal, encode_row
+from aioengine.api.map_items import ItemAnswers
+from aioengine.cli.openai_rows import OpenAIRows, has_error, is_openai_row
+from aioengine.frontend.progress import RowBar, is_wanted
+from aioengine.supervision.tasks import post, start_thread
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping
+
+    from aioengine.api.jobs import Row
+    from aioengine.settings.config import EngineConfig
+
+STANDARD: Final = "-"
+LINES_AHEAD: Final = 64
+"""Lines of a pipe that are read before they are needed."""
+
+_decode = msgspec.json.Decoder(str | list[int] | dict[str, Any]).decode
+
+
+class BatchFiles(Struct, frozen=True, kw_only=True):
+    """The files of ``batch``; "-": standard input or output.
+
+    Attributes:
+        window: maximum number of rows in flight; None: twice as many as the engine runs.
+        model_names: names of the model in rows in OpenAI's form; None: its hub id, or the name of its folder.
+    """
+
+    source: str
+    target: str
+    resume: bool = False
+    window: int | None = None
+    model_names: list[str] | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for files that exist or cannot be resumed."""
+        if self.window is not None:
+            checks.whole("--window", self.window, 1)
+        if self.target == STANDARD:
+            if self.resume:
+                raise ValueError("--resume needs a file for the rows; standard output cannot be continued")
+            return
+        if self.source != STANDARD and os.path.realpath(self.source) == os.path.realpath(self.target):
+            raise ValueError(f"the rows cannot be written to their own input {self.source}")
+        for path in (self.target, self.target + SUFFIX):
+            if not self.resume and os.path.exists(path):
+                raise ValueError(f"{path} exists; continue its job with --resume, or choose another file")
+
+
+async def run(
+    files: BatchFiles,
+    config: EngineConfig,
+    sampling: Mapping[str, object],
+    options: Mapping[str, object],
+    progress: bool | None,
+) -> int:
+    """Answer all rows. Return how many have no answer."""
+    files.check()
+    lines = _open(files.source)
+    is_file = stat.S_ISREG(os.fstat(lines.fileno()).st_mode)
+    num_errors = 0
+    with lines if is_file else nullcontext():  # the thread that reads a pipe closes it
+        num_rows = _num_rows(lines) if is_file and is_wanted(progress) else None
+        async with AsyncEngine.from_config(config) as engine:
+            answers, bar = ItemAnswers(engine, sampling, options), RowBar(num_rows, progress)
+            openai_rows: OpenAIRows | None = None
+
+            async def answer(index: int, line: bytes) -> Row:
+                nonlocal num_errors, openai_rows
+                row: Row = {"index": index}
+                try:
+                    item = _read_item(line)
+                    if isinstance(item, dict) and is_openai_row(item):
+                        openai_rows = openai_rows or OpenAIRows(engine, files.model_names)
+                        row, num_tokens = await openai_rows.answer(index, item)
+                        num_errors += has_error(row)
+                        bar.add_tokens(num_tokens)
+                        return row
+                    if isinstance(item, dict) and "custom_id" in item:
+                        row = {**row, "custom_id": item.pop("custom_id")}
+                    answered = await answers.answer(item)
+                except ROW_ERRORS as error:
+                    num_errors += 1
+                    return {**row, "error": failure(error)}
+                bar.add_tokens(answered["meta_info"]["completion_tokens"])
+                return {**row, **answered}
+
+            job = Job(
+                answer,
+                bar,
+                window=files.window or answers.default_window,
+                open_journal=None if files.target == STANDARD else partial(Journal, files.target, answers.parameters),
+                returns_done=False,
+            )
+            items = _rows(lines) if is_file else _rows_of_pipe(lines)
+            async with AsyncAnswerIterator(items, job) as rows:
+                async for row in rows:
+                    if files.target == STANDARD:
+                        print(encode_row(row).decode(), flush=True)
+    return num_errors
+
+
+def _read_item(line: bytes) -> str | list[int] | dict[str, Any]:
+    """Decode a line. Raises ValueError if it is no item."""
+    try:
+        return _decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"the line must be a JSON text, list of token ids or object: {error}") from None
+
+
+def _open(path: str) -> BinaryIO:
+    # Standard input gets its own object: a thread may still read it at exit, and Python would wait for its lock.
+    return open(os.dup(sys.stdin.fileno()) if path == STANDARD else path, "rb")
+
+
+def _num_rows(lines: BinaryIO) -> int:
+    """Count the rows of a file, and return to its current position."""
+    start = lines.tell()
+    num_rows = sum(1 for _ in _rows(lines))
+    lines.seek(start)
+    return num_rows
+
+
+def _rows(lines: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines that are not blank."""
+    return (line.rstrip(b"\r\n") for line in lines if not line.isspace())
+
+
+async def _rows_of_pipe(lines: BinaryIO) -> AsyncIterator[bytes]:
+    """Yield the lines that are not blank. A daemon thread reads them, because reading a pipe blocks."""
+    loop = asyncio.get_running_loop()
+    rows: asyncio.Queue[bytes] = asyncio.Queue()
+    capacity = threading.Semaphore(LINES_AHEAD)
+
+    def read() -> None:
+        try:
+            with lines:
+                for row in _rows(lines):
+                    capacity.acquire()
+                    if not post(loop, rows.put_nowait, row):
+                        return
+        finally:
+            post(loop, rows.put_nowait, b"")
+
+    start_thread(read, name="aioengine-batch")
+    while row := await rows.get():
+        capacity.release()
+        yield row

@@ -1,0 +1,54 @@
+"""The last finished requests, which ``selfcheck`` computes again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from aioengine.frontend.intake.prompts import EmbedsIds, MediaIds
+from aioengine.supervision.ledger import MAX_FINISHED_TOKENS
+
+if TYPE_CHECKING:
+    from aioengine.api.params import SamplingParams
+    from aioengine.frontend.calls.call import CallRow
+    from aioengine.protocol.messages import Adapter
+
+SELFCHECK_SALT: Final = "selfcheck "
+"""The beginning of ``cache_salt`` of requests that are computed again."""
+
+
+class RecordedRequest(NamedTuple):
+    """A finished request: everything that determines its output, and its output ids."""
+
+    rid: str
+    prompt_token_ids: list[int]
+    output_ids: list[int]
+    params: SamplingParams
+    seed: int
+    weight_version: str
+    adapter: Adapter | None
+    processor: str
+
+
+def recorded_request(row: CallRow, output_ids: list[int] | None) -> RecordedRequest | None:
+    """Return the record of an ended row with these ``output_ids``. None: it cannot be computed again.
+
+    Files of images are deleted with their request, and embeddings need too much memory.
+    """
+    request, prompt_ids = row.call.request, row.prompt_token_ids
+    if not output_ids:
+        return None
+    if isinstance(prompt_ids, EmbedsIds | MediaIds) or len(prompt_ids) > MAX_FINISHED_TOKENS:
+        return None
+    prompt = row.position // request.num_samples
+    if request.salts is not None and request.salts.of(prompt).startswith(SELFCHECK_SALT):
+        return None
+    return RecordedRequest(
+        row.rid,
+        prompt_ids,
+        output_ids,
+        request.params_of(prompt),
+        row.seed,
+        row.info["weight_version"],
+        None if request.adapters is None else request.adapters.of(prompt),
+        "" if request.processors is None else request.processors.of(prompt),
+    )

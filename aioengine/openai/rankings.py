@@ -1,0 +1,94 @@
+"""/rerank and /score: how well documents answer a query."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from aioengine.http import until_disconnect
+from aioengine.openai.bodies import Body, read_fields
+from aioengine.openai.embeddings import prompt_usage
+from aioengine.openai.replies import CallError, json_response
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from aioengine.api.answers import Ranking
+    from aioengine.openai.http_call import Call
+
+
+class RerankBody(Body, kw_only=True):
+    """The fields of /v1/rerank, as Cohere and Jina have them."""
+
+    query: str
+    documents: list[str]
+    top_n: int | None = None
+    return_documents: bool = False
+    truncate: bool = False
+
+
+class ScoreBody(Body, kw_only=True):
+    """The fields of /v1/score.
+
+    With a cross-encoder: ``text_1`` and ``text_2``, texts or lists of them. Otherwise ``query``, ``items`` and
+    ``label_token_ids``, as for ``async_score``.
+    """
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    truncate: bool = False
+    query: str | list[int] | None = None
+    items: str | list[str | int | list[int]] | None = None
+    label_token_ids: list[int | list[int]] | None = None
+    apply_softmax: bool = False
+    item_first: bool = False
+
+
+async def rerank(call: Call) -> Response:
+    """Answer a request to /v1/rerank: the documents, best first."""
+    body = read_fields(call.body, RerankBody)
+    name, adapter = await call.model.find(body.model)
+    generation = call.model.engine.async_rerank(
+        body.query, body.documents, top_n=body.top_n, truncate=body.truncate, **call.options(adapter)
+    )
+    rows: list[Ranking] = await until_disconnect(call.request, generation)
+    results: list[dict[str, object]] = []
+    for row in rows:
+        result: dict[str, object] = {"index": row["index"], "relevance_score": row["score"]}
+        if body.return_documents:
+            result["document"] = {"text": body.documents[row["index"]]}
+        results.append(result)
+    return json_response(
+        {"id": f"rerank-{uuid4().hex}", "model": name, "results": results, "usage": prompt_usage(rows)}
+    )
+
+
+async def score(call: Call) -> Response:
+    """Answer a request to /v1/score: the score of each pair, or the probabilities of labels after each item."""
+    body = read_fields(call.body, ScoreBody)
+    name, adapter = await call.model.find(body.model)
+    if body.items is not None:
+        items: Any = body.items
+        labels: Any = body.label_token_ids
+        options: Any = {"apply_softmax": body.apply_softmax, "item_first": body.item_first, "lora_path": adapter}
+        result = await call.model.engine.async_score(body.query, items, labels, **options)
+        usage = {"prompt_tokens": result.prompt_tokens, "total_tokens": result.prompt_tokens}
+        return json_response({"object": "scoring", "model": name, "scores": result.scores, "usage": usage})
+    pairs = _pairs(body.text_1, body.text_2)
+    generation = call.model.engine.async_rerank(pairs, truncate=body.truncate, **call.options(adapter))
+    rows: list[Ranking] = await until_disconnect(call.request, generation)
+    data = [{"object": "score", "index": row["index"], "score": row["score"]} for row in rows]
+    return json_response({"object": "list", "model": name, "data": data, "usage": prompt_usage(rows)})
+
+
+def _pairs(first: str | list[str] | None, second: str | list[str] | None) -> list[list[str]]:
+    """Return pairs of texts; one text stands for as many as the other list has. Raises CallError."""
+    if first is None or second is None:
+        raise CallError("give text_1 and text_2 (cross-encoders), or query, items and label_token_ids")
+    firsts = [first] if isinstance(first, str) else first
+    seconds = [second] if isinstance(second, str) else second
+    if len(firsts) == 1:
+        firsts = firsts * len(seconds)
+    if len(firsts) != len(seconds):
+        raise CallError(f"text_1 has {len(firsts)} texts and text_2 has {len(seconds)}; give as many, or one text_1")
+    return [list(pair) for pair in zip(firsts, seconds, strict=True)]

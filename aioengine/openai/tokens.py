@@ -1,0 +1,66 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from aioengine.openai.bodies import Body, read_fields
+from aioengine.openai.conversations import template_messages
+from aioengine.openai.replies import CallError, json_response
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from aioengine.openai.http_call import Call
+
+
+class TokenizeBody(Body, kw_only=True):
+    """The fields of /tokenize: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    """The fields of /detokenize."""
+
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+
+async def tokenize(call: Call) -> Response:
+    """Answer a request to /tokenize: the token ids."""
+    body = read_fields(call.body, TokenizeBody)
+    await call.model.find(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise CallError("give either prompt or messages")
+    tokenizer = call.model.engine.tokenizer
+
+    def ids() -> list[int]:
+        if body.prompt is not None:
+            return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        return tokenizer.apply_chat_template(
+            template_messages(body.messages or []),
+            tokenize=True,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+
+    tokens = await asyncio.to_thread(ids)
+    length = (await call.model.engine.get_model_info())["context_length"]
+    return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": length})
+
+
+async def detokenize(call: Call) -> Response:
+    """Answer a request to /detokenize: the text of token ids."""
+    body = read_fields(call.body, DetokenizeBody)
+    await call.model.find(body.model)
+    decode = call.model.engine.tokenizer.decode
+    text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
+    return json_response({"prompt": text})

@@ -1,0 +1,199 @@
+"""A job without an engine: its window, the order of its rows, and its ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.api.jobs import AnswerIterator, AsyncAnswerIterator, Job, Row
+from aioengine.frontend.portal import Portal
+from aioengine.frontend.progress import RowBar
+from tests.kit.waiting import until
+
+
+class Answers:
+    """Answers items when the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, asyncio.Future[None]] = {}
+        self.num_cancelled = 0
+        self.num_read = 0
+
+    def job(self, window: int, *, is_ordered: bool = False) -> Job:
+        return Job(self.answer, RowBar(None, False), window=window, is_ordered=is_ordered)
+
+    async def answer(self, index: int, item: object) -> Row:
+        self.waiting[index] = asyncio.get_running_loop().create_future()
+        try:
+            await self.waiting[index]
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            del self.waiting[index]
+        return {"index": index, "item": item}
+
+    def items(self, num_items: int) -> Iterator[str]:
+        for number in range(num_items):
+            self.num_read += 1
+            yield f"item {number}"
+
+    async def async_items(self, num_items: int) -> AsyncIterator[str]:
+        for item in self.items(num_items):
+            await asyncio.sleep(0)
+            yield item
+
+
+@given(
+    num_items=st.integers(0, 12),
+    window=st.integers(1, 5),
+    is_ordered=st.booleans(),
+    is_async=st.booleans(),
+    choices=st.lists(st.integers(0, 4), min_size=12, max_size=12),
+)
+def test_each_row_comes_once_and_the_window_bounds_what_was_read(
+    num_items: int, window: int, is_ordered: bool, is_async: bool, choices: list[int]
+) -> None:
+    async def main() -> None:
+        answers = Answers()
+        items = answers.async_items(num_items) if is_async else answers.items(num_items)
+        rows: list[Any] = []
+        ended: list[int] = []
+        async with asyncio.timeout(30), AsyncAnswerIterator(items, answers.job(window, is_ordered=is_ordered)) as job:
+            while len(rows) < num_items:
+                reading = asyncio.ensure_future(anext(job))
+                while not reading.done():
+                    assert answers.num_read <= len(rows) + window
+                    assert len(answers.waiting) <= window
+                    if answers.waiting:  # end any item in flight
+                        index = sorted(answers.waiting)[choices[len(ended)] % len(answers.waiting)]
+                        if not answers.waiting[index].done():
+                            ended.append(index)
+                            answers.waiting[index].set_result(None)
+                    await asyncio.sleep(0)
+                rows.append(reading.result())
+            with pytest.raises(StopAsyncIteration):
+                await anext(job)
+        indices = [row["index"] for row in rows]
+        assert indices == (list(range(num_items)) if is_ordered else ended)
+        assert [row["item"] for row in rows] == [f"item {index}" for index in indices]
+
+    asyncio.run(main())
+
+
+async def test_rows_do_not_wait_for_the_next_item() -> None:
+    answers, is_asked = Answers(), asyncio.Event()
+
+    async def items() -> AsyncIterator[str]:
+        yield "first"
+        is_asked.set()
+        await asyncio.Event().wait()
+
+    job = AsyncAnswerIterator(items(), answers.job(4))
+    reading = asyncio.ensure_future(anext(job))
+    await is_asked.wait()
+    answers.waiting[0].set_result(None)
+    assert (await asyncio.wait_for(reading, 30))["index"] == 0
+    await job.aclose()
+
+
+@pytest.mark.parametrize("way", ["aclose", "with", "cancel", "drop"])
+async def test_leaving_cancels_what_is_in_flight_and_what_is_read(way: str) -> None:
+    answers, is_closed = Answers(), asyncio.Event()
+
+    async def items() -> AsyncIterator[str]:
+        try:
+            for item in answers.items(3):
+                yield item
+            await asyncio.Event().wait()
+        finally:
+            is_closed.set()
+
+    job = AsyncAnswerIterator(items(), answers.job(5))
+    reading = asyncio.ensure_future(anext(job))
+    await until(lambda: len(answers.waiting) == 3)
+    answers.waiting[1].set_result(None)
+    if way == "cancel":
+        await asyncio.wait([reading])
+        reading = asyncio.ensure_future(anext(job))
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait([reading])
+    else:
+        assert (await reading)["index"] == 1
+        if way == "aclose":
+            await job.aclose()
+        elif way == "with":
+            async with job:
+                pass
+        else:
+            del job, reading
+            gc.collect()
+    await until(lambda: answers.num_cancelled == 2)
+    await asyncio.wait_for(is_closed.wait(), 30)
+    if way != "drop":
+        with pytest.raises(StopAsyncIteration):
+            await anext(job)
+
+
+async def test_exceptions_of_the_items_and_of_answers_end_the_job() -> None:
+    answers = Answers()
+
+    def items() -> Iterator[str]:
+        yield "first"
+        raise LookupError("no more")
+
+    job = AsyncAnswerIterator(items(), answers.job(2))
+    with pytest.raises(LookupError, match="no more"):
+        await anext(job)
+    assert [row async for row in job] == []
+    assert not answers.waiting
+
+    async def answer(index: int, item: object) -> Row:
+        raise OSError("the disk is full")
+
+    job = AsyncAnswerIterator(["a", "b"], Job(answer, RowBar(None, False), window=2))
+    with pytest.raises(OSError, match="the disk is full"):
+        await anext(job)
+    assert [row async for row in job] == []
+
+
+@given(
+    num_items=st.integers(0, 12),
+    window=st.integers(1, 5),
+    is_ordered=st.booleans(),
+    turns=st.lists(st.integers(0, 6), min_size=12, max_size=12),
+)
+def test_a_thread_reads_the_same_rows(num_items: int, window: int, is_ordered: bool, turns: list[int]) -> None:
+    num_read = 0
+
+    def items() -> Iterator[int]:
+        nonlocal num_read
+        for number in range(num_items):
+            num_read += 1
+            yield number
+
+    async def answer(index: int, item: object) -> Row:
+        for _ in range(turns[index]):
+            await asyncio.sleep(0)
+        return {"index": index, "item": item}
+
+    portal = Portal("test")
+    portal.start()
+    try:
+        job = Job(answer, RowBar(None, False), window=window, is_ordered=is_ordered)
+        rows: list[Any] = []
+        for row in AnswerIterator(items(), job, portal.call, portal.loop):  # type: ignore[arg-type]
+            rows.append(row)
+            assert num_read < len(rows) + window
+        assert sorted(row["item"] for row in rows) == list(range(num_items))
+        if is_ordered:
+            assert [row["index"] for row in rows] == list(range(num_items))
+    finally:
+        portal.close()
