@@ -23,6 +23,7 @@ from aioengine.kernels import int8_linear, linear
 from aioengine.kernels.codes import FP8, MIDDLE, Codes, pack_nibbles
 from aioengine.kernels.linear import Product
 from aioengine.kernels.triton import launcher
+from aioengine.model_files.online_quantization import CPU_OUTPUTS, GROUP_SIZES
 from aioengine.model_files.quantization import FP8_BLOCK
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from aioengine.kernels.linear import Matmul
     from aioengine.kernels.triton.code_linear import DeviceCodes
 
-GROUP_SIZES: Final = (256, 128, 64, 32)
-"""Group sizes of torch's kernel for 4-bit codes on a CPU."""
 BLOCK_OUTPUTS: Final = 256
 """Outputs whose weights are dequantized at a time. They fit the cache."""
 
@@ -63,7 +62,7 @@ def prepare(
         if dtype == torch.bfloat16 and codes.shape[1] % 16 == 0:  # torch's kernel reads beyond the end of other rows
             return Product(_of_bytes(codes, bias), lambda: codes)
     size = next((size for size in GROUP_SIZES if codes.group % size == 0), None)
-    if codes.bits == 4 and size is not None and codes.shape[0] % 16 == 0 and codes.table is None:
+    if codes.bits == 4 and size is not None and codes.shape[0] % CPU_OUTPUTS == 0 and codes.table is None:
         return _of_nibbles(codes, bias, size)
     return Product(_dequantizing(codes, bias, dtype), lambda: codes)
 

@@ -398,7 +398,8 @@ def _rules(config: _Config) -> _Rules:
                 _refuse("bits", config.bits, "4")
             if not config.zero_point:
                 _refuse("zero_point", config.zero_point, "true")
-            scheme = Scheme(layout="awq", bits=4, group=max(config.group_size, 0), scale="scales", has_zeros=True)
+            group = _group_size("group_size", config.group_size)
+            scheme = Scheme(layout="awq", bits=4, group=group, scale="scales", has_zeros=True)
             return [*skipped, *_skipped(_HEADS), (ALL, scheme)]
         case "gptq":
             return [*skipped, *([] if config.lm_head else _skipped(_HEADS)), *_gptq(config)]
@@ -418,6 +419,13 @@ def _skipped(*patterns: Iterable[str] | None) -> _Rules:
 
 def _refuse(field: str, value: object, implemented: str) -> NoReturn:
     not_implemented(f"quantization_config.{field}", value, implemented)
+
+
+def _group_size(field: str, size: int | None) -> int:
+    """Return ``Scheme.group`` for the size in a config, where -1 means all inputs."""
+    if size is None or (size < 1 and size != -1):
+        _refuse(field, size, "at least 1, and -1 for one group per output")
+    return max(size, 0)
 
 
 def _fp8(config: _Config) -> Scheme:
@@ -456,7 +464,7 @@ def _gptq(config: _Config) -> _Rules:
         scheme = Scheme(
             layout="gptq",
             bits=bits,
-            group=max(group, 0),
+            group=_group_size("group_size", group),
             scale="scales",
             has_zeros=True,
             has_order=config.desc_act if override.desc_act is None else override.desc_act,
@@ -516,7 +524,9 @@ def _compressed(group: _Group) -> Scheme:
         _refuse("config_groups.weights.strategy", weights.strategy, "tensor, channel, group, block")
     if inputs is not None and inputs.num_bits != 8:
         _refuse("config_groups.input_activations.num_bits", inputs.num_bits, "8")
-    size = {"tensor": -1, "group": weights.group_size or 0}.get(weights.strategy, 0)
+    size = -1 if weights.strategy == "tensor" else 0
+    if weights.strategy == "group":
+        size = _group_size("config_groups.weights.group_size", weights.group_size)
     if weights.type == "float":
         if weights.num_bits != 8 or weights.strategy == "group":
             _refuse("config_groups.weights", (weights.num_bits, weights.strategy), "8 bits without groups")
@@ -529,7 +539,7 @@ def _compressed(group: _Group) -> Scheme:
             stored = weights.num_bits, weights.strategy, "dynamic" if inputs.dynamic else "static"
             _refuse("config_groups", stored, "8 bits per tensor or channel with dynamic activations")
         return Scheme(layout="int8", group=size)
-    if size < 0:
+    if weights.strategy not in {"channel", "group"}:
         _refuse("config_groups.weights.strategy", weights.strategy, "channel, group")
     return Scheme(
         layout="packed",

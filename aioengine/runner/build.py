@@ -44,7 +44,7 @@ from aioengine.settings.config import TRANSFORMERS
 from aioengine.settings.memory_model import PoolDemand, PoolFit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -96,14 +96,9 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         batch_invariant=settings.runner.batch_invariant,
         shard=shard,
     )
-    widened: tuple[str, ...] = ()
-    if settings.model.load_format == "gguf":
-        stored = StoredTypes.of(Path(settings.model.path), is_on_cpu=device.type == "cpu")
-        widened = stored.widened
-        format_of, table_format = gguf_formats(stored)
-        options = dataclasses.replace(options, format_of=format_of, table_format=table_format, mixes_formats=True)
-    with memory.record("the weights", advice=advice, need=_weights_bytes(settings, options)), torch.no_grad():
-        model = _model(settings, options)
+    config, options, widened = _with_formats(settings, options)
+    with memory.record("the weights", advice=advice, need=_weights_bytes(settings, config, options)), torch.no_grad():
+        model = _model(settings, config, options)
         if device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
             _compile_sampling(model, vocab_size, settings.runner.logprobs_mode)
         times.end("device")
@@ -230,7 +225,10 @@ def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str) -> None
         token_logprobs.compile_kernels(vocab_size, torch.float32, device)
 
 
-def _model(settings: Settings, options: ModelOptions) -> Model:
+def _with_formats(
+    settings: Settings, options: ModelOptions
+) -> tuple[Mapping[str, object], ModelOptions, tuple[str, ...]]:
+    """Return config.json without its quantization, the options for it, and the GGUF types that are widened."""
     folder = Path(settings.model.path)
     config = read_config(folder)
     if config is None:
@@ -240,21 +238,30 @@ def _model(settings: Settings, options: ModelOptions) -> Model:
     config, quantization = split_config(config)
     if quantization is not None:
         has_kv_scales = quantization.has_kv_scales and settings.memory.kv_dtype == "fp8_e4m3"
-        options = dataclasses.replace(options, format_of=formats(quantization), has_kv_scales=has_kv_scales)
-    elif (online := OnlineQuantization.of(settings.model)) is not None:
+        return config, dataclasses.replace(options, format_of=formats(quantization), has_kv_scales=has_kv_scales), ()
+    if settings.model.load_format == "gguf":
+        stored = StoredTypes.of(folder, is_on_cpu=options.device.type == "cpu")
+        format_of, table_format = gguf_formats(stored)
+        options = dataclasses.replace(options, format_of=format_of, table_format=table_format, mixes_formats=True)
+        return config, options, stored.widened
+    if (online := OnlineQuantization.of(settings.model)) is not None:
         format_of, table_format = online_formats(online)
         options = dataclasses.replace(options, format_of=format_of, table_format=table_format)
+    return config, options, ()
+
+
+def _model(settings: Settings, config: Mapping[str, object], options: ModelOptions) -> Model:
     if settings.model.implementation == TRANSFORMERS:
         return _fallback(settings).load(options)
     return models.build(config, options)
 
 
-def _weights_bytes(settings: Settings, options: ModelOptions) -> int:
+def _weights_bytes(settings: Settings, config: Mapping[str, object], options: ModelOptions) -> int:
     """Return the bytes of the parameters without loading them."""
     options = dataclasses.replace(options, device=torch.device("meta"))
     if settings.model.implementation == TRANSFORMERS:
         return _fallback(settings).num_bytes(options)
-    return sum(target.num_bytes for target in _model(settings, options).weights().values())
+    return sum(target.num_bytes for target in _model(settings, config, options).weights().values())
 
 
 def _fallback(settings: Settings) -> TransformersFolder:

@@ -159,6 +159,7 @@ def test_tensors_of_a_layer_are_described() -> None:
         (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size \(64, 64\) .*works: \[128, 128\]"),
         (AWQ | {"version": "gemv"}, "version 'gemv' .*works: gemm"),
         (AWQ | {"bits": 8}, "bits 8 .*works: 4"),
+        (AWQ | {"group_size": 0}, "group_size 0 .*works: at least 1, and -1"),
         (AWQ | {"zero_point": False}, "zero_point False .*works: true"),
         (GPTQ | {"bits": 3}, "bits 3 is not implemented; what works: 4, 8"),
         (GPTQ | {"dynamic": {"+:x": {"bits": 2}}}, "bits 2 is not implemented; what works: 4, 8"),
@@ -185,6 +186,9 @@ def test_formats_that_are_not_implemented_are_refused_by_name(config: dict[str, 
         ({"strategy": "tensor_group"}, "strategy 'tensor_group' .*works: tensor"),
         ({"num_bits": 4}, "8 bits without groups"),
         ({"type": "int", "num_bits": 4, "strategy": "tensor"}, "strategy 'tensor' .*works: channel, group"),
+        ({"type": "int", "num_bits": 4, "strategy": "block"}, "strategy 'block' .*works: channel, group"),
+        ({"type": "int", "num_bits": 4, "strategy": "group"}, "group_size None .*works: at least 1"),
+        ({"type": "int", "num_bits": 4, "strategy": "group", "group_size": -7}, "group_size -7 .*works: at least 1"),
     ],
 )
 def test_groups_that_are_not_implemented_are_refused_by_name(weights: dict[str, Any], message: str) -> None:
