@@ -122,7 +122,7 @@ class ItemAnswers:
         call = self._engine.async_chat if "messages" in arguments else self._engine.async_generate
         while True:
             try:
-                answer = await call(**arguments)
+                answer: Answer | list[Answer] = await call(**arguments)
                 break
             except EngineOverloadedError as error:
                 if arguments.get("refuse_late"):

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from aioengine.api.signatures import EngineArguments
     from aioengine.families._config import TransformerConfig
+    from aioengine.families._tensors import LinearTensors, TableTensors
     from aioengine.model_files.model_folder import ModelFacts
     from aioengine.settings.config import EngineConfig, ModelConfig, ModelSettings, Settings
     from aioengine.settings.machine import DeviceFacts
@@ -279,7 +280,8 @@ def _weights(
         _, quantization = split_config(raw)
         if is_on_cpu and isinstance(family, DecoderConfig) and family.experts and family.experts.stored == "mxfp4":
             family = replace(family, experts=replace(family.experts, stored="interleaved"))  # dequantized when loaded
-        tensors, tables = plain_tensors, None
+        tensors: LinearTensors = plain_tensors
+        tables: TableTensors | None = None
         if quantization is not None:
             tensors = partial(quantization.tensors_in_memory, is_on_cpu=is_on_cpu)
         elif model.load_format == "gguf":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from aioengine.api.params import SamplingParams
 from aioengine.supervision.tasks import post
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from aioengine.api.answers import MetaInfo
     from aioengine.frontend.calls.call import Call, CallRow
     from aioengine.protocol.messages import End
+
+Operation: TypeAlias = Literal["generate", "chat", "encode", "rerank"]
 
 
 class FinishedRequest(NamedTuple):
@@ -32,7 +34,7 @@ class FinishedRequest(NamedTuple):
         trace_headers: ``external_trace_header`` of the call, with names in lower case.
     """
 
-    operation: Literal["generate", "chat", "encode", "rerank"]
+    operation: Operation
     called_at: float
     meta_info: MetaInfo
     error: BaseException | None
@@ -60,7 +62,7 @@ def report_rows(
         request = call.request
         prompt = row.position // request.num_samples
         is_checked = prompt < len(request.prompts)
-        operation = "chat" if request.name == "messages" else "generate"
+        operation: Operation = "chat" if request.name == "messages" else "generate"
         if request.pooled is not None:
             operation = "rerank" if request.pooled.gives_scores else "encode"
         finished = FinishedRequest(
