@@ -175,7 +175,7 @@ def test_the_workload_of_a_benchmark() -> None:
     [
         (["generate", "x", "--page-size", "none"], "argument --page-size: invalid int value: 'none'"),
         (["generate", "x", "--nonsense"], "unrecognized arguments: --nonsense (see"),
-        (["generate", "x", "--tensor-parallel-size", "2"], "(tensor parallelism: not available yet)"),
+        (["generate", "x", "--pipeline-parallel-size", "2"], "(pipeline parallelism: not available yet)"),
         (["generate", "x", "--host", "::"], "--host (it has no effect in aioengine)"),
         (["generate", "x", "--max-tokens", "5"], "arguments: --max-tokens (did you mean --max-new-tokens?) (see"),
         (["generate", "--max-tokens", "5", "x"], "arguments: --max-tokens (did you mean --max-new-tokens?) (see"),
