@@ -141,6 +141,7 @@ class SparseMLP(Layer):
         return {name: self._target(name, tensor) for name, tensor in self._tensors.tensors.items()}
 
     def _target(self, name: str, tensor: Tensor) -> Target:
+        """Return the target of a tensor [E, ...] of the experts."""
         source = None
         if self._shard.size > 1:
             source = expert_tensors.source(self._config, name, self._inner_range, self._inner_size)

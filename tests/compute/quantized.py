@@ -278,8 +278,9 @@ def rounded(weight: Tensor, method: str, group: int = 0) -> Tensor:
     largest = parts.abs().amax(2, keepdim=True)
     if method == "int8":
         scale = (largest / 127).bfloat16().float()
-        return ((parts / scale).round().clamp(-127, 127) * scale).view(weight.shape)
-    return ((parts / (largest / 448)).to(torch.float8_e4m3fn).float() * (largest / 448)).view(weight.shape)
+        return ((parts / scale).nan_to_num().round().clamp(-127, 127) * scale).view(weight.shape)
+    numbers = (parts / (largest / 448)).nan_to_num().to(torch.float8_e4m3fn)
+    return (numbers.float() * (largest / 448)).view(weight.shape)
 
 
 def _four_bits(weight: Tensor, scales: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ SCRIPTS = {
     "07_structured_output.py": r"Ada, 36.* -> Person\(name='.*', age=\d+, city='.*(positive|negative)",
     "08_search.py": r"Norway is: The capital of Norway is Oslo.*Egypt is: Cairo is the capital",
     "09_scores.py": r"Norway: Europe \(.*Egypt: Africa \(",
-    "12_quantization.py": r"16 bits: 8\.7 MB .* Paris.*int8: 4\.4 MB .* Paris.*int4: 2\.7 MB .* Paris",
+    "12_quantization.py": r"16 bits: 8\.7 MB .* Paris.*int8: 4\.4 MB .* Paris.*int4: 2\.8 MB .* Paris",
 }
 TRAINED = {
     "10_adapters.py": r"base: The capital of Norway is Oslo.*pirate: .*brief: ",

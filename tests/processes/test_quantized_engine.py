@@ -41,7 +41,9 @@ def save_demo(folder: Path, name: str) -> tuple[Path, Path]:
     return paths
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8-blocks", "nf4-double"])
+@pytest.mark.parametrize(
+    "name", ["awq", "gptq-8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8-blocks", "nf4-double"))]
+)
 def test_answers_are_those_of_the_dequantized_model_after_a_lost_scheduler_too(name: str, tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, name)
     with Engine(plain, device="cpu", dtype="float32") as engine:
@@ -125,6 +127,7 @@ def test_adapters_hidden_states_and_logprobs_are_those_of_the_dequantized_model(
     assert changed != unchanged
 
 
+@pytest.mark.slow
 def test_quantized_models_run_with_transformers_code(tmp_path: Path) -> None:
     paths = save_demo(tmp_path, "gptq-8")
     options = {"model_impl": "transformers", "device": "cpu", "dtype": "float32"}

@@ -350,7 +350,7 @@ def test_downloads_show_a_progress_bar_on_a_terminal_or_on_request(
         ({"model_type": "gpt9"}, "'int8' does not work with models in transformers' code"),
         (
             {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
-            "'int8' does not work with experts in joined tensors",
+            "'int8' does not work with the transposed experts of gpt-oss",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization='int8', but the model has 'fp8'"),
     ],
