@@ -87,7 +87,7 @@ class Journal:
     """
 
     def __init__(self, path: str | os.PathLike[str], parameters: Mapping[str, object]) -> None:
-        """Create the files of a new job, or open those of a job with the same ``parameters``.
+        """Create the files of a new job, or open the files of a job with the same ``parameters``.
 
         Raises:
             ValueError: the files belong to another job, or the file was changed. They are not changed.

@@ -50,8 +50,8 @@ def map(
     """Answer any number of prompts. Iterate over the result (``async for``) to get the answers, with their ``index``.
 
     An item is a text, a list of token ids, or a dict of keyword arguments of ``async_generate`` (of ``async_chat``, if
-    it has ``messages``). ``sampling_params`` and ``options`` are for all items; those of an item replace them one by
-    one. Items are read as rows are returned, so the memory does not depend on their number.
+    it has ``messages``). ``sampling_params`` and ``options`` apply to all items. The parameters of an item replace them
+    one by one. Items are read as rows are returned, so the memory does not depend on their number.
 
     ordered: return rows in the order of the items; False: as they end. window: maximum number of items whose rows were
         not returned yet (default: twice ``max_running_requests``).

@@ -32,7 +32,7 @@ class TokenDifference(NamedTuple):
 
 
 async def selfcheck(self: GeneratingEngine, num_requests: int = 8) -> list[TokenDifference]:
-    """Compute the last ``num_requests`` finished requests again, and return those whose tokens differ.
+    """Compute the last ``num_requests`` finished requests again, and return the differences.
 
     The list is empty if the engine works: output depends neither on other requests nor on cached prefixes. The requests
     are computed one after the other, without prefix hits. Other requests continue; for a comparison without them, call

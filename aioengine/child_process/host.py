@@ -92,7 +92,7 @@ def limit_kernel_cache() -> None:
 
 
 def show_one_gpu(index: int) -> None:
-    """Hide all GPUs but one of those that this process may use. Must be called before CUDA is initialized."""
+    """Hide all GPUs from this process except one that it may use. Must be called before CUDA is initialized."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(index)

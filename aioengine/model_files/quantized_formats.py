@@ -70,20 +70,20 @@ FORMATS: Final[dict[Source, tuple[Format, ...]]] = {
     "quantization": (
         Format(
             "fp8",
-            "16-bit weights, quantized while loading: fp8 with a scale per output; experts but those of gpt-oss",
+            "16-bit weights, quantized while loading: fp8 with a scale per output; experts except of gpt-oss",
             "fp8",
             "",
         ),
         Format(
             "int8",
-            "16-bit weights, quantized while loading: int8 with a scale per output; experts but those of gpt-oss",
+            "16-bit weights, quantized while loading: int8 with a scale per output; experts except of gpt-oss",
             "int8",
             "int8",
         ),
         Format(
             "int4",
             "16-bit weights, quantized while loading: 4 bits with a scale per group of `quantization_group_size` "
-            "inputs (128); experts but those of gpt-oss",
+            "inputs (128); experts except of gpt-oss",
             "4 bits",
             "4 bits",
         ),

@@ -93,7 +93,7 @@ async def _chat_call(call: Call) -> tuple[ChatCall, str]:
     return chat, name
 
 
-# ---------------------------------------------------------------- Anthropic's form -> that of /v1/chat/completions
+# ---------------------------------------------------------------- from Anthropic's form to OpenAI's
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _quoted(text: str) -> str:
 
 
 def _read_value(reader: TextReader, types: set[str]) -> Steps[None]:
-    """Read a value, and give it out as JSON. A string comes out piece by piece. types: those that its schema allows."""
+    """Read a value, and give it out as JSON. A string comes out piece by piece. types: the types in its schema."""
     yield from reader.take(_LINE)
     if types == {"string"}:
         reader.arguments('"')

@@ -67,7 +67,7 @@ _SMI_TIMEOUT_S: Final = 10.0
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """Memory and capacity of an engine. ``print(plan)`` shows a table. Sizes are in bytes, and those of one rank.
+    """Memory and capacity of an engine. ``print(plan)`` shows a table. Sizes are in bytes, of one rank.
 
     Attributes:
         implementation: "aioengine" or "transformers": whose code computes the model. transformers may still refuse it
@@ -145,7 +145,7 @@ class Plan(Struct, frozen=True, kw_only=True):
             "": f"{kind}, {_counted(self.num_parameters)} parameters",
             "implementation": f"{self.implementation}: {self.reason}",
             "device": f"{self.device}, dtype {self.dtype}, attention_backend {self.attention_backend}"
-            + (f", {self.tp_size} ranks; sizes are those of one rank" if self.tp_size > 1 else ""),
+            + (f", {self.tp_size} ranks; sizes are of one rank" if self.tp_size > 1 else ""),
             "device_memory": f"{format_bytes(self.device_memory)} {whose}",
             "weights": format_bytes(self.weights_bytes),
             "activations": f"about {format_bytes(self.activations_bytes)}"

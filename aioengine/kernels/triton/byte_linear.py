@@ -53,6 +53,7 @@ def _quantize_rows_kernel(
     inside = columns < SIZE
     values = tl.load(x + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(values), 1), 1e-12)
+    has_nan = tl.max((values != values).to(tl.int32), 1) > 0
     if LOW == 0:
         scale = largest / LARGEST
         tl.store(numbers + row * SIZE + columns, (values / scale[:, None]).to(narrow), mask=inside)
@@ -70,6 +71,7 @@ def _quantize_rows_kernel(
             low = (values - high) * LOW
         tl.store(numbers + 2 * row * SIZE + columns, high.to(narrow), mask=inside)
         tl.store(numbers + (2 * row + 1) * SIZE + columns, low.to(narrow), mask=inside)
+    scale = tl.where(has_nan, float("nan"), scale)  # int8 has no NaN
     tl.store(scales + groups.to(tl.int64) * num_padded + row, scale, mask=groups * GROUP < SIZE)
 
 

@@ -49,7 +49,7 @@ class NgramProposer:
         return ()
 
     def _update_index(self) -> None:
-        """Add the n-grams that end before the last token: those that end with it are looked up, not found."""
+        """Add the n-grams that end before the last token. ``propose`` looks up the n-grams that end with it."""
         token_ids, total = self.token_ids, len(self.token_ids)
         for size, ends in zip(SIZES, self._ends, strict=True):
             start = max(self._num_indexed, self._first + size)

@@ -11,6 +11,7 @@ from aioengine.kernels.codes import Codes
 from aioengine.kernels.triton import byte_linear
 from aioengine.kernels.triton.code_linear import device_codes, num_tiles
 
+torch.manual_seed(0)
 x = torch.randn(3, 320)
 for group in (320, 128):
     numbers, scales = byte_linear.quantize_rows(x, group)
@@ -39,6 +40,9 @@ def check_bytes(codes, num_rows, has_bias):
     is_rounded = codes.packed.dtype == byte_linear.FP8 and num_rows > byte_linear.MAX_FP8_PAIRS
     assert error < (0.06 if is_rounded else 1e-3), error
     assert not num_done.any()
+    x[1, 5] = float("nan")
+    result = byte_linear.matmul(x, device_codes(codes), bias, num_done)
+    assert result[1].isnan().all() and not result[0].isnan().any()
 
 
 for group, num_rows, has_bias in ((256, 3, True), (128, 20, False), (256, 66, True)):

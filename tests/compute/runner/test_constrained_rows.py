@@ -354,16 +354,3 @@ for num_tokens in (64, 2048, 2100, 5000):
 
 def test_kernel_masks_the_excluded_tokens() -> None:
     run_interpreted(PROGRAM)
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_steps_with_chunks_of_prompts_use_the_masks_of_known_tokens(
-    folder: Path, alone: list[list[int]], depth: int
-) -> None:
-    world = make_world(folder, depth=depth)
-    uids = [world.submit(prompt, each, max_new_tokens=40) for prompt, each in zip(PROMPTS, SAMPLINGS, strict=True)]
-    while world.core.has_work:
-        if len(world.outputs[uids[0]]) in {2, 4, 6}:  # several chunks, which sample nothing
-            world.submit([7] * 200, max_new_tokens=1)
-        world.step()
-    assert [world.outputs[uid] for uid in uids] == alone
