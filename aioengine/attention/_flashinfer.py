@@ -23,7 +23,7 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from torch import Tensor
 
-from aioengine.attention._base import CascadeLimits, ForwardBatch, SharedPages
+from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch, SharedPages
 from aioengine.attention._gpu_rows import (
     AttentionLayers,
     FixedDecodeRows,
@@ -39,11 +39,8 @@ from aioengine.kernels.triton.convert_kv import convert
 from aioengine.kernels.triton.merge import add_sinks, merge
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from aioengine.attention._base import Ints
 
-    from aioengine.attention._base import AttentionShape, DecodeBuffers
-
-    Ints = npt.NDArray[np.int32]
     Pool = tuple[Tensor, Tensor]
 
 WORKSPACE_BYTES = 512 << 20

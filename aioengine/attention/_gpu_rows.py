@@ -23,12 +23,9 @@ from aioengine.kernels.triton.heads import flatten_pages
 from aioengine.kernels.triton.scores import ScoreRules
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend, DecodeBuffers
-
-    Ints = npt.NDArray[np.int32]
+    from aioengine.attention._base import AttentionBackend, DecodeBuffers, Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,14 +36,11 @@ from aioengine.attention._gpu_rows import (
 )
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch
     from aioengine.kernels.kv_target import KVTarget
     from aioengine.kernels.triton.decode import DecodeRows
-
-    Ints = npt.NDArray[np.int32]
 
 
 class FlashInferAttention:

@@ -23,19 +23,17 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from aioengine.attention._cpu import BLOCK_TOKENS, CHUNK, MASKED, Paging, first_tokens
+from aioengine.attention._cpu import BLOCK_TOKENS, CHUNK, MASKED, DecodeUnits, Paging, WorkUnits, first_tokens
 from aioengine.kernels import linear
 from aioengine.kernels.stored_kv import from_stored, to_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
     from aioengine.attention._base import AttentionShape, ForwardBatch
-    from aioengine.attention._cpu import DecodeUnits, WorkUnits
     from aioengine.kernels.kv_target import WriteKV
 
 SMALL_SIZE = 512

@@ -6,14 +6,12 @@ As in ``kernels/linear.py``, a row of the result does not depend on T: always on
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from aioengine.kernels import linear
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class HeadMatmul(Protocol):

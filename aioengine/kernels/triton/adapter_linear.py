@@ -10,23 +10,18 @@ the layer's weight also multiplies A. T rows in N tiles of R rows.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from aioengine.kernels.adapter_slots import FEW_ROWS_OF_TILE, RANKS, TABLE_COLUMNS, UNIT
-from aioengine.kernels.linear import DeviceMatmul
+from aioengine.kernels.adapter_slots import FEW_ROWS_OF_TILE, RANKS, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights
+from aioengine.kernels.linear import DeviceMatmul, Matmul
 from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.vector_linear import matmul_kernel, products, shape_of_programs
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.adapter_slots import AdapterTiles, AdapterWeights
-    from aioengine.kernels.linear import Matmul
 
 _UNIT = tl.constexpr(UNIT)
 _RANKS = tl.constexpr(RANKS)

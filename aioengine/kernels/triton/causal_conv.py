@@ -5,19 +5,13 @@ T packed tokens, C channels, W filter width, N slots, R rows, B blocks of tokens
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from aioengine.kernels.state_types import BLOCK_TOKENS
+from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.state_types import StateRows
 
 CHANNELS = tl.constexpr(256)
 """Channels per program, and in ``_block_kernel``."""

@@ -8,19 +8,17 @@ weights have kernels of their own (``fp8_linear``).
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.codes import MIDDLE, PIECES, Codes, piece_of
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.vector_linear import products
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAX_ROWS = 256
 LEAST_ROWS = 16

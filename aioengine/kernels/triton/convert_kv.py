@@ -5,17 +5,13 @@ C positions, K kv heads, E head size, N pages of the pool, S page size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
 from aioengine.kernels.triton.scores import scales_key
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @triton.jit

@@ -10,20 +10,16 @@ T packed tokens, C channels, H value heads, K and V sizes of a head, N slots, R 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from aioengine.kernels.state_types import BLOCK_TOKENS
+from aioengine.kernels.state_types import BLOCK_TOKENS, DeltaGates, StateRows
 from aioengine.kernels.triton.causal_conv import span_of
 from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.state_types import DeltaGates, StateRows
 
 LEAST_TOKENS: Final = 32
 """Rows with at least this many tokens are faster in blocks than token by token."""

@@ -5,22 +5,18 @@ Codes are converted in registers. A line is a row of this matrix: an output of a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.codes import Codes, piece_of
-from aioengine.kernels.expert_types import ExpertWeights
+from aioengine.kernels.expert_types import ExpertWeights, GateFunction
 from aioengine.kernels.triton.code_linear import DeviceCodes, as_scales, dequantize, device_codes, numbers_of
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.expert_types import GateFunction
 
 LINES, WORDS = 4, 256
 """Lines of a program that dequantizes 4-bit codes, and words of 4 codes of each line."""

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.code_linear import DeviceCodes
 from aioengine.kernels.triton.dependent import wait_and_start_next
 from aioengine.kernels.triton.expert_codes import (
+    DeviceWeights,
     add_products,
     line_sums,
     loaded,
@@ -30,14 +32,10 @@ from aioengine.kernels.triton.expert_codes import (
     widened,
 )
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
-from aioengine.kernels.triton.routing import align
+from aioengine.kernels.triton.routing import Tiling, align
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
-    from aioengine.kernels.triton.expert_codes import DeviceWeights
-    from aioengine.kernels.triton.routing import Tiling
 
 
 class ExpertTile(NamedTuple):

@@ -8,18 +8,15 @@ the rows of the tensor core instruction. The rows of x are padded to a power of 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, compile_only, options
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LARGE_OUTPUTS = 8192
 Programs = tuple[int, int, int, int, int, int]

@@ -6,16 +6,12 @@ the same size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NARROW = 64, 64, 64, 4
 """(rows, outputs, inputs per block, warps) for 16-bit dtypes."""

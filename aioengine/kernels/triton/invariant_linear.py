@@ -6,16 +6,12 @@ size gives the same bits, and the fastest one can be chosen.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Tile = tuple[int, int, int, int, int]
 """(rows, outputs, inputs per block, stages, warps)."""

@@ -14,17 +14,13 @@ S rows, X truncated rows, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 BLOCK = tl.constexpr(2048)
 LOOP_BLOCK = tl.constexpr(8192)

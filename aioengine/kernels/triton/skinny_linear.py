@@ -8,17 +8,14 @@ program that finishes last adds them, always in the same order.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAX_ROWS = 64
 LEAST_ROWS = 16

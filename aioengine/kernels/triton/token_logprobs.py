@@ -10,16 +10,12 @@ N rows, V vocabulary, B blocks, S segments, K most likely tokens, M requested to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SEGMENT = tl.constexpr(128)
 SEGMENTS = tl.constexpr(16)  # per block

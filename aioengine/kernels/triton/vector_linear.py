@@ -7,17 +7,14 @@ still runs, and then waits for x.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.dependent import wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @triton.jit
