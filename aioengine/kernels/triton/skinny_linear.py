@@ -23,6 +23,30 @@ LARGE_OUTPUTS = 65_536
 Programs = tuple[int, int, int, int, int, int]
 
 
+@triton.jit
+def with_other_splits(
+    total: tl.tensor, partials: tl.tensor, num_done: tl.tensor, tile: tl.tensor, split: tl.tensor, SPLITS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Store the sum of one split of a tile [A, B]. The program that finishes last returns the sum of all splits, added
+    in order, and True; the others return their own sum and False.
+
+    partials: [tiles, SPLITS, A, B]. num_done: [tiles] zeros, which are zeros again after the last program.
+    """
+    HEIGHT: tl.constexpr = total.shape[0]
+    WIDTH: tl.constexpr = total.shape[1]
+    own = partials + tile.to(tl.int64) * (SPLITS * HEIGHT * WIDTH) + tl.arange(0, HEIGHT)[:, None] * WIDTH
+    own += tl.arange(0, WIDTH)[None, :]
+    tl.store(own + split * (HEIGHT * WIDTH), total)
+    tl.debug_barrier()  # all threads must have stored before one increments the counter
+    is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    if is_last:
+        total = tl.load(own, cache_modifier=".cg")  # bypass L1: other multiprocessors wrote it
+        for other in tl.static_range(1, SPLITS):
+            total += tl.load(own + other * (HEIGHT * WIDTH), cache_modifier=".cg")
+        tl.store(num_done + tile, 0)
+    return total, is_last
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor, out: tl.tensor,
@@ -47,15 +71,7 @@ def _skinny_kernel(
         total = tl.dot(part, vectors, total)
     is_last = True
     if SPLITS > 1:
-        own = partials + tile.to(tl.int64) * (SPLITS * OUTPUTS * ROWS) + tl.arange(0, OUTPUTS)[:, None] * ROWS + rows
-        tl.store(own + split * (OUTPUTS * ROWS), total)
-        tl.debug_barrier()  # all threads must have stored before one increments the counter
-        is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if is_last:
-            total = tl.load(own, cache_modifier=".cg")  # bypass L1: other multiprocessors wrote it
-            for other in tl.static_range(1, SPLITS):
-                total += tl.load(own + other * (OUTPUTS * ROWS), cache_modifier=".cg")
-            tl.store(num_done + tile, 0)
+        total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
     if is_last:
         inside = (rows < num_rows) & (outputs < num_outputs)
         if bias is not None:
