@@ -36,13 +36,7 @@ def _gelu_tanh_of(wide: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _gated_kernel(
-    x: tl.tensor,
-    out: tl.tensor,
-    size: tl.tensor,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+def _gated_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size

@@ -211,13 +211,9 @@ def _is_member(is_token: tl.tensor, heads: tl.tensor, SIZES: tl.constexpr) -> tl
 
 @triton.jit
 def tokens_of(
-    tiles: tl.tensor,
-    index: tl.tensor,
-    query_starts: tl.tensor,
-    page_starts: tl.tensor,
-    last_lengths: tl.tensor,
+    tiles: tl.tensor, index: tl.tensor, query_starts: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor,
     PAGE_SIZE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Return the start of a tile in its row; the first token, number of tokens, first page and length of the row."""
     row = tl.load(tiles + 2 * index)
     tile_start = tl.load(tiles + 2 * index + 1)

@@ -38,14 +38,9 @@ def span_of(ends: tl.tensor, row: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def _past_inputs(
-    state: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    row: tl.tensor,
-    channels: tl.tensor,
-    num_channels: tl.tensor,
+    state: tl.tensor, slots: tl.tensor, starts: tl.tensor, row: tl.tensor, channels: tl.tensor, num_channels: tl.tensor,
     WIDTH: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Return pointers to the oldest inputs in a row's state, and the channels that have them: none at position 0."""
     slot = tl.load(slots + row).to(tl.int64)
     has_past = channels < tl.where(tl.load(starts + row) > 0, num_channels, 0)

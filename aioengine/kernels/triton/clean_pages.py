@@ -20,13 +20,9 @@ BLOCK = tl.constexpr(1024)
 
 @triton.jit(do_not_specialize=["part_stride"])
 def _clean_kernel(
-    pool: tl.tensor,
-    marks: tl.tensor,
-    rows: tl.tensor,
-    page_ids: tl.tensor,
-    part_stride: tl.tensor,
+    pool: tl.tensor, marks: tl.tensor, rows: tl.tensor, page_ids: tl.tensor, part_stride: tl.tensor,
     PAGE_ELEMENTS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row = rows + 3 * tl.program_id(0)
     if tl.load(marks + tl.load(row)) < 0:
         part = pool + tl.program_id(1) * part_stride.to(tl.int64)

@@ -38,14 +38,9 @@ MAX_ROWS = 128
 
 @triton.jit
 def _store(
-    gate: tl.tensor,
-    up: tl.tensor,
-    out: tl.tensor,
-    outputs: tl.tensor,
-    rows: tl.tensor,
-    num_outputs: tl.tensor,
+    gate: tl.tensor, up: tl.tensor, out: tl.tensor, outputs: tl.tensor, rows: tl.tensor, num_outputs: tl.tensor,
     num_rows: tl.tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Activate and store. Rounds like a separate matmul and activation."""
     narrow = out.dtype.element_ty
     wide = gate.to(narrow).to(tl.float32)

@@ -20,13 +20,9 @@ BLOCK = tl.constexpr(2048)
 
 @triton.jit(do_not_specialize=["logits_stride", "words_stride", "num_tokens"], do_not_specialize_on_alignment=["rules"])
 def _mask_kernel(
-    logits: tl.tensor,
-    logits_stride: tl.tensor,
-    words: tl.tensor,
-    words_stride: tl.tensor,
-    rules: tl.tensor,
+    logits: tl.tensor, logits_stride: tl.tensor, words: tl.tensor, words_stride: tl.tensor, rules: tl.tensor,
     num_tokens: tl.tensor,
-) -> None:
+) -> None:  # fmt: skip
     index = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = columns < num_tokens

@@ -157,13 +157,9 @@ def _weights(
 
 @triton.jit
 def _above(
-    x_pointer: tl.tensor,
-    num_tokens: tl.constexpr,
-    top: tl.tensor,
-    scale: tl.tensor,
-    threshold: tl.tensor,
+    x_pointer: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor, threshold: tl.tensor,
     COUNTS: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Return the count or the mass (float64) of the tokens whose weight is above ``threshold``."""
     total = tl.zeros((), tl.float64)
     for start in range(0, num_tokens, LOOP_BLOCK):
@@ -179,13 +175,9 @@ def _above(
 
 @triton.jit
 def _find_threshold(
-    x_pointer: tl.tensor,
-    num_tokens: tl.constexpr,
-    top: tl.tensor,
-    scale: tl.tensor,
-    limit: tl.tensor,
+    x_pointer: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor, limit: tl.tensor,
     COUNTS: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Return the smallest threshold above which the count or mass of the tokens is less than ``limit``."""
     low = tl.full((), -1, tl.int32)
     high = tl.full((), 0x3F800000, tl.int32)

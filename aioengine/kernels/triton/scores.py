@@ -117,13 +117,9 @@ def merged(state: tl.tuple, split: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def store_split(
-    split_sums: tl.tensor,
-    split_marks: tl.tensor,
-    targets: tl.tensor,
-    state: tl.tuple,
-    is_head: tl.tensor,
+    split_sums: tl.tensor, split_marks: tl.tensor, targets: tl.tensor, state: tl.tuple, is_head: tl.tensor,
     VALUE_SIZE: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Store the state of a split of a row. targets: [G] indices of (row, split, head)."""
     highest, total, sums = state
     columns = tl.arange(0, sums.shape[1])[None, :]
@@ -135,14 +131,9 @@ def store_split(
 
 @triton.jit
 def with_split(
-    state: tl.tuple,
-    split_sums: tl.tensor,
-    split_marks: tl.tensor,
-    sources: tl.tensor,
-    is_head: tl.tensor,
-    VALUE_SIZE: tl.constexpr,
-    CACHE: tl.constexpr,
-) -> tl.tuple:
+    state: tl.tuple, split_sums: tl.tensor, split_marks: tl.tensor, sources: tl.tensor, is_head: tl.tensor,
+    VALUE_SIZE: tl.constexpr, CACHE: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
     """Merge the stored split of each head into the state of the previous splits. sources: [G], see ``store_split``.
     CACHE: cache modifier of the loads.
     """
@@ -166,15 +157,9 @@ def with_sinks(state: tl.tuple, sinks: tl.tensor, heads: tl.tensor, is_head: tl.
 
 @triton.jit
 def store_attended(
-    out: tl.tensor,
-    targets: tl.tensor,
-    is_head: tl.tensor,
-    state: tl.tuple,
-    sinks: tl.tensor,
-    heads: tl.tensor,
-    scales: tl.tensor,
-    VALUE_SIZE: tl.constexpr,
-) -> None:
+    out: tl.tensor, targets: tl.tensor, is_head: tl.tensor, state: tl.tuple, sinks: tl.tensor, heads: tl.tensor,
+    scales: tl.tensor, VALUE_SIZE: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the attention result of query rows at indices ``targets`` [G] of ``out``, after adding the sinks of their
     heads [G] if there are any. scales: factors of keys and values, or None.
     """

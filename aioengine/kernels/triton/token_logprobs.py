@@ -28,11 +28,7 @@ ASKED = tl.constexpr(64)
 
 @triton.jit
 def _summary_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    num_tokens: tl.tensor,
-    summary: tl.tensor,
-    summary_stride: tl.tensor,
+    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, summary: tl.tensor, summary_stride: tl.tensor
 ) -> None:
     """Fill summary [N, 2 B + S]: largest logits of blocks, masses of blocks, largest logits of segments."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -18,13 +18,7 @@ from aioengine.kernels.triton.launcher import KernelLauncher, alignments, option
 
 
 @triton.jit
-def products(
-    lines: tl.tensor,
-    is_row: tl.tensor,
-    x: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
+def products(lines: tl.tensor, is_row: tl.tensor, x: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """Return the products [rows] of matrix rows with x. lines: pointers [rows, 1] to the rows.
 
     The next kernel can start as soon as x is complete, so it may read x without waiting (``adapter_linear``).
