@@ -21,7 +21,7 @@ from aioengine.kernels.adapter_slots import FEW_ROWS_OF_TILE, RANKS, TABLE_COLUM
 from aioengine.kernels.linear import DeviceMatmul, Matmul
 from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.vector_linear import matmul_kernel, products, shape_of_programs
+from aioengine.kernels.triton.skinny_linear import products, shape_of_vector_programs, vector_kernel
 
 _UNIT = tl.constexpr(UNIT)
 _RANKS = tl.constexpr(RANKS)
@@ -204,7 +204,7 @@ def _vector_kernel(
 ) -> None:  # fmt: skip
     number = tl.program_id(0)
     if number < num_programs:
-        matmul_kernel(x, weight, bias, y, num_outputs, SIZE, ROWS, BLOCK)
+        vector_kernel(x, weight, bias, y, num_outputs, SIZE, ROWS, BLOCK)
     else:
         first_rank = (number - num_programs) * ROWS
         part = first_rank // MAX_RANK
@@ -284,7 +284,7 @@ def _multiply_with_a(matmul: DeviceMatmul, x: Tensor, call: _Call) -> tuple[Tens
     """Return ``matmul`` [1, O] of x [1, I], and A x [1, 1, R, width]. Only the first row of A x is set."""
     weights, weight, bias = call.weights, matmul.weight, matmul.bias
     num_outputs, size = weight.shape
-    rows, block, num_warps = shape_of_programs(num_outputs, size)
+    rows, block, num_warps = shape_of_vector_programs(num_outputs, size)
     y, partials = x.new_empty((1, num_outputs)), call.partials(1)
     num_programs = -(-num_outputs // rows)
     arguments = (

@@ -1,8 +1,8 @@
 """Matmul with a weight of 4 or 8 bits per number (``Codes``) on a GPU: x [T, I], bias [O] -> [T, O]. G groups.
 
-For few rows, the time is limited by reading the weight, as in ``skinny_linear`` and ``vector_linear``. Numbers are
-converted in registers to operands of tensor cores. For many rows it is faster to ``dequantize`` the weight first. Fp8
-weights have kernels of their own (``fp8_linear``).
+For few rows, the time is limited by reading the weight, as in ``skinny_linear``. Numbers are converted in registers to
+operands of tensor cores. For many rows it is faster to ``dequantize`` the weight first. 8-bit weights have further
+kernels (``byte_linear``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch import Tensor
 from aioengine.kernels.codes import MIDDLE, PIECES, Codes, piece_of
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.skinny_linear import with_other_splits
-from aioengine.kernels.triton.vector_linear import products
+from aioengine.kernels.triton.skinny_linear import products, with_other_splits
 
 MAX_ROWS = 256
 LEAST_ROWS = 16
@@ -308,15 +307,10 @@ def serves_vector(codes: DeviceCodes) -> bool:
     return codes.table is None if codes.bits == 4 else codes.scales.shape[0] == 1 and codes.offsets is None
 
 
-def vector_matmul(
-    x: Tensor, codes: DeviceCodes, bias: Tensor | None, programs: tuple[int, int, int] | None = None
-) -> Tensor:
-    """x [1, I], codes [O, I] that ``serves_vector`` accepts, bias [O] -> [1, O].
-
-    programs: outputs per program, inputs per block, warps.
-    """
+def vector_matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None) -> Tensor:
+    """x [1, I], codes [O, I] that ``serves_vector`` accepts, bias [O] -> [1, O]."""
     num_outputs, size = codes.shape
-    outputs, block, num_warps = programs or _vector_programs(num_outputs, size, codes.bits)
+    outputs, block, num_warps = _vector_programs(num_outputs, size, codes.bits)
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     grid = -(-num_outputs // outputs), 1, 1
     if codes.bits == 8:
@@ -368,18 +362,11 @@ def num_tiles(num_outputs: int, num_rows: int = MAX_ROWS) -> int:
     return -(-num_outputs // OUTPUTS) * -(-num_rows // ROWS)
 
 
-def matmul(
-    x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor, programs: Programs | None = None
-) -> Tensor:
-    """x [T, I], codes [O, I], bias [O] -> [T, O].
-
-    Args:
-        num_done: [num_tiles] int32 zeros, which are zeros again after.
-        programs: see ``shape_of_programs``.
-    """
+def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor) -> Tensor:
+    """x [T, I], codes [O, I], bias [O] -> [T, O]. num_done: [num_tiles] int32 zeros, which are zeros again after."""
     num_outputs, size = codes.shape
     num_rows = x.shape[0]
-    programs = programs or shape_of_programs(num_outputs, size, codes.bits, num_rows)
+    programs = shape_of_programs(num_outputs, size, codes.bits, num_rows)
     outputs, block, splits, stages, num_warps, rows = programs
     grid = -(-num_outputs // outputs), splits, -(-num_rows // rows)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)

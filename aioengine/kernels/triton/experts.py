@@ -353,13 +353,11 @@ def programs_for(size: int, num_matrices: int, block: int) -> Programs:
     return Programs(4, block, -(-num_blocks // num_rounds), 4)
 
 
-def multiply_vectors(
-    x: Tensor, chosen: ChosenExperts, weights: DeviceWeights, programs: Programs | None = None
-) -> Tensor:
+def multiply_vectors(x: Tensor, chosen: ChosenExperts, weights: DeviceWeights) -> Tensor:
     """x [T, D] -> activated [P, I], in the order of pairs."""
     stored, bias = stored_weight(weights.gate_up), weights.gate_up_bias
     num_outputs, size, (num_tokens, top_k) = weights.down.shape[-1], x.shape[1], chosen.experts.shape
-    programs = programs or (programs_for(size, 2, 512) if stored.how is None else VECTOR_CODES)
+    programs = programs_for(size, 2, 512) if stored.how is None else VECTOR_CODES
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens * top_k, num_outputs))
     sizes = num_outputs, size, top_k, outputs, block, unroll
@@ -370,17 +368,12 @@ def multiply_vectors(
 
 
 def multiply_vectors_down(
-    x: Tensor,
-    chosen: ChosenExperts,
-    weights: DeviceWeights,
-    shared: SharedOutputs | None,
-    *,
-    programs: Programs | None = None,
+    x: Tensor, chosen: ChosenExperts, weights: DeviceWeights, shared: SharedOutputs | None
 ) -> Tensor:
     """x [P, I] -> [T, D], plus the outputs of shared experts."""
     stored, bias = stored_weight(weights.down), weights.down_bias
     num_outputs, size, (num_tokens, top_k) = weights.gate_up.shape[-1], x.shape[1], chosen.experts.shape
-    programs = programs or (programs_for(size, top_k, 256) if stored.how is None else VECTOR_CODES)
+    programs = programs_for(size, top_k, 256) if stored.how is None else VECTOR_CODES
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens, num_outputs))
     sizes = num_outputs, size, top_k, outputs, block, unroll
