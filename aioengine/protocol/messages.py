@@ -189,8 +189,7 @@ DEFAULT_WEIGHT_VERSION = "default"
 class FirstToken(Struct, frozen=True, array_like=True, gc=False):
     """A request has its first token.
 
-    num_cached: number of prompt tokens taken from the prefix cache. weight_version: version of the model's weights.
-    replica: added by a fleet.
+    num_cached: prompt tokens taken from the prefix cache. weight_version: of the model. replica: added by a fleet.
     """
 
     uid: int
