@@ -230,12 +230,12 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
     width, unit_words = len(weights.sizes) * weights.max_rank, UNIT * x.dtype.itemsize // 4
     memory, numbers = (weights.pool, weights.table), (weights.first_part, weights.pool.shape[1] // UNIT)
     common = weights.pool.dtype, weights.size, sizes, weights.max_rank, num_rows, *alignments(tiles.order, tiles.slots)
-    is_vector = x.shape[0] == 1 and isinstance(matmul, DeviceMatmul)
-    num_splits = 1 if is_vector else -(-weights.size // shape.split)
+    of_vector = matmul if x.shape[0] == 1 and isinstance(matmul, DeviceMatmul) else None
+    num_splits = -(-weights.size // shape.split) if of_vector is None else 1
     # Partial sums A x. They are allocated before y: the matmul may still use freed memory.
     partials = weights.pool.new_empty((num_splits, num_tiles, num_rows, width), dtype=torch.float32)
-    if is_vector:
-        weight, bias = matmul.weight, matmul.bias
+    if of_vector is not None:
+        weight, bias = of_vector.weight, of_vector.bias
         num_outputs, size = weight.shape
         y = x.new_empty((1, num_outputs))
         rows, block, num_warps = shape_of_vector_programs(num_outputs, size)
