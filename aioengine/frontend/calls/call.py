@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, cast
 
@@ -361,6 +362,7 @@ class Ending(NamedTuple):
     error: RowError | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One call of the user from its reservation to its end: its request, its part of the limits, and its rows.
 
@@ -394,52 +396,42 @@ class Call:
         weight_version: version of the weights when the call began, for rows without a token.
     """
 
-    __slots__ = (
-        "aborted", "called_at", "compiling", "counter", "deadlines", "ending", "error", "has_reader", "ids",
-        "is_accepted", "is_left", "is_over", "is_reserved", "is_start_pending", "is_stream", "kept_row", "live",
-        "notify_on", "num_bytes", "num_held", "num_logprob_bytes", "num_open", "num_rows_of", "num_started",
-        "num_tokens", "number", "on_row_end", "ready", "request", "results", "returns_exceptions", "rid", "timer",
-        "waiter", "wakers", "weight_version",
-    )  # fmt: skip
-
-    request: CallRequest
-    rid: str
-    is_stream: bool
-    returns_exceptions: bool
-    deadlines: dict[str, float]
-
-    def __init__(self, called_at: float, weight_version: str = DEFAULT_WEIGHT_VERSION) -> None:
-        self.called_at = called_at
-        self.number = 0
-        self.ids: list[str] = []
-        self.timer: asyncio.TimerHandle | None = None
-        self.is_reserved = False
-        self.num_bytes = 0
-        self.num_tokens = 0
-        self.num_rows_of: dict[int, int] = {}
-        self.num_started = 0
-        self.aborted: set[int] = set()
-        self.ending: Ending | None = None
-        self.is_start_pending = False
-        self.is_accepted = False
-        self.compiling: set[int] = set()
-        self.live: dict[int, CallRow] = {}
-        self.num_open = 0
-        self.num_held = 0
-        self.results: list[Answer | BaseException | None] = []
-        self.error: BaseException | None = None
-        self.is_left = False
-        self.is_over = False
-        self.num_logprob_bytes = 0
-        self.counter: LogprobCounter | None = None
-        self.ready: deque[CallRow] = deque()
-        self.has_reader = True
-        self.waiter: asyncio.Future[Chunk | None] | None = None
-        self.wakers: list[Callable[[], object]] = []
-        self.notify_on = NotifyOn.NOTHING
-        self.kept_row: CallRow | None = None
-        self.on_row_end: Callable[[CallRow, End, BaseException | None], None] | None = None
-        self.weight_version = weight_version
+    called_at: float
+    weight_version: str = DEFAULT_WEIGHT_VERSION
+    request: CallRequest = field(init=False)
+    rid: str = ""
+    is_stream: bool = False
+    returns_exceptions: bool = False
+    deadlines: dict[str, float] = field(default_factory=dict)
+    number: int = 0
+    ids: list[str] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+    is_reserved: bool = False
+    num_bytes: int = 0
+    num_tokens: int = 0
+    num_rows_of: dict[int, int] = field(default_factory=dict)
+    num_started: int = 0
+    aborted: set[int] = field(default_factory=set)
+    ending: Ending | None = None
+    is_start_pending: bool = False
+    is_accepted: bool = False
+    compiling: set[int] = field(default_factory=set)
+    live: dict[int, CallRow] = field(default_factory=dict)
+    num_open: int = 0
+    num_held: int = 0
+    results: list[Answer | BaseException | None] = field(default_factory=list)
+    error: BaseException | None = None
+    is_left: bool = False
+    is_over: bool = False
+    num_logprob_bytes: int = 0
+    counter: LogprobCounter | None = None
+    ready: deque[CallRow] = field(default_factory=deque)
+    has_reader: bool = True
+    waiter: asyncio.Future[Chunk | None] | None = None
+    wakers: list[Callable[[], object]] = field(default_factory=list)
+    notify_on: NotifyOn = NotifyOn.NOTHING
+    kept_row: CallRow | None = None
+    on_row_end: Callable[[CallRow, End, BaseException | None], None] | None = None
 
     def begin(self, request: CallRequest) -> None:
         """Set the checked request of the call."""
@@ -451,9 +443,7 @@ class Call:
         self.is_over = self.num_open == 0
         if not self.is_stream:
             self.results = [None] * request.num_rows
-        self.deadlines = {}
-        for name, seconds in request.timeouts.items():
-            self.deadlines[name] = self.called_at + seconds
+        self.deadlines = {name: self.called_at + seconds for name, seconds in request.timeouts.items()}
 
     @property
     def is_attachable(self) -> bool:

@@ -74,8 +74,6 @@ class Submitter:
         lock: threading.RLock,
         limits: QueueLimits,
         sessions: Sessions,
-        *,
-        submit: Callable[[list[Submit]], None],
         close_if_over: Callable[[Call], None],
     ) -> None:
         """``rows``: ``Calls.rows``. ``close_if_over`` closes a call that is over."""
@@ -89,7 +87,7 @@ class Submitter:
         self._sessions = sessions
         self._ids = ids
         self._rows = rows
-        self._submit = submit
+        self._submit = checks.parts.processes.send
         self._close_if_over = close_if_over
         self._loop = asyncio.get_running_loop()
         self._has_numpy = False
