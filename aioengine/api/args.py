@@ -155,10 +155,8 @@ def _weights(name: str, value: object) -> dict[str, float]:
         if not all(tenant and weight.replace(".", "", 1).isdecimal() for tenant, _, weight in entries):
             raise checks.wrong_value(name, allowed, value)
         value = {tenant: float(weight) for tenant, _, weight in entries}
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type(name, allowed, value)
     weights: dict[str, float] = {}
-    for key, weight in cast("Mapping[object, object]", value).items():
+    for key, weight in checks.mapping(name, value, allowed=allowed).items():
         tenant = checks.text(f"{name} keys", key, max_bytes=checks.MAX_TENANT_BYTES)
         weights[tenant] = checks.number(f"{name}[{tenant!r}]", weight, 0, MAX_WEIGHT, above=True)
     return weights

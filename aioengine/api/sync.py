@@ -248,15 +248,8 @@ class Engine(BaseEngine):
         """Answer any number of prompts, as ``AsyncEngine.map``. Items are read on the thread that reads the rows."""
         frontend = self._frontend_here()
         frontend.check_waiting(blocks=True)
-        job = map_items.map_job(
-            map_items.ItemAnswers(self, sampling_params, cast("Any", options)),
-            prompts,
-            is_ordered=ordered,
-            window=window,
-            checkpoint=checkpoint,
-            returns_exceptions=return_exceptions,
-            progress=progress,
-        )
+        answers = map_items.ItemAnswers(self, sampling_params, cast("Any", options))
+        job = answers.job(prompts, ordered, window, checkpoint, return_exceptions, progress)
         return jobs.AnswerIterator(prompts, job, self._portal.call, frontend.loop)
 
     # ------------------------------------------------------------ sessions

@@ -466,10 +466,7 @@ def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
 
 
 def _rid(value: object) -> str:
-    rid = checks.text("rid", value, max_bytes=MAX_RID_BYTES)
-    if not rid:
-        raise ValueError("rid is empty; leave it out for a random id")
-    return rid
+    return checks.text("rid", value, max_bytes=MAX_RID_BYTES, if_empty="leave it out for a random id")
 
 
 def _salt(value: object) -> str:
@@ -490,21 +487,14 @@ def _hidden_states(value: object) -> str:
 
 def _headers(value: object) -> dict[str, str]:
     """Return the headers of a mapping, with names in lower case."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type("external_trace_header", "a dict of HTTP headers", value)
-    headers = cast("Mapping[object, object]", value)
-    return {
-        checks.text("external_trace_header", name).lower(): checks.text(f"external_trace_header[{name!r}]", header)
-        for name, header in headers.items()
-    }
+    name = "external_trace_header"
+    headers = {} if value is None else checks.mapping(name, value, allowed="a dict of HTTP headers")
+    return {checks.text(name, key).lower(): checks.text(f"{name}[{key!r}]", header) for key, header in headers.items()}
 
 
 def _processor(value: object) -> str:
-    if value == "":
-        raise ValueError("custom_logit_processor is empty; give the name of one, or leave it out for none")
-    return "" if value is None else checks.text("custom_logit_processor", value)
+    advice = "give the name of one, or leave it out for none"
+    return "" if value is None else checks.text("custom_logit_processor", value, if_empty=advice)
 
 
 def _timeout(name: str, options: Mapping[str, object]) -> float | None:

@@ -526,7 +526,4 @@ class Sessions:
 
 
 def _checked_id(value: object) -> str:
-    name = checks.text("session_id", value, max_bytes=MAX_ID_BYTES)
-    if not name:
-        raise ValueError("session_id is empty; leave it out for a random id")
-    return name
+    return checks.text("session_id", value, max_bytes=MAX_ID_BYTES, if_empty="leave it out for a random id")
