@@ -71,7 +71,7 @@ MESSAGES: list[Message] = [
     ),
     TextChunks(TokenColumns([1], [2]), ["é\U0001f600"], [End(1, FinishCode.STOP, "x", ended_at=3.0)], 4),
     Stats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10.0, 11.0, 12, 13, 14, 15, 16),
-    Reply(3, True, "", "{}", payload=b"\x00\xff"),
+    Reply(3, True, "", "{}"),
     Ready(SCHEDULER, 12, "ab"),
     Failed(Role("scheduler", 1), "ValueError", "no"),
     Progress("weights", 1, 2),
