@@ -10,11 +10,8 @@ import difflib
 import math
 import operator
 import reprlib
-from collections.abc import Callable, Mapping, Sized
-from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, SupportsIndex, TypeVar, cast, runtime_checkable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any, Protocol, SupportsFloat, SupportsIndex, TypeVar, cast, runtime_checkable
 
 Value = TypeVar("Value")
 Check = Callable[[str, object], object]

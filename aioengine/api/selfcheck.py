@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.errors import RequestError
-from aioengine.frontend.calls.finished import SELFCHECK_SALT
+from aioengine.frontend.calls.finished import SELFCHECK_SALT, RecordedRequest
 from aioengine.supervision.ledger import NUM_FINISHED
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from aioengine.api.answers import Answer
     from aioengine.api.map_items import GeneratingEngine
-    from aioengine.frontend.calls.finished import RecordedRequest
 
 
 class TokenDifference(NamedTuple):

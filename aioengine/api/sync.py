@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from functools import wraps
 from inspect import getdoc, signature
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
@@ -15,22 +15,19 @@ from aioengine.api import jobs, map_items
 from aioengine.api.engine import AsyncEngine, BaseEngine
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.frontend import callers, info
-from aioengine.frontend.calls.reader import EndOfOutput
-from aioengine.frontend.frontend import STOP_TIMEOUT_S
+from aioengine.frontend.calls.reader import EndOfOutput, Reader
+from aioengine.frontend.frontend import STOP_TIMEOUT_S, Frontend
 from aioengine.frontend.portal import Portal
 from aioengine.frontend.startup import start_frontend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
     from typing import NoReturn, Self, Unpack
 
     from aioengine.api.answers import Answer, BatchOutput, Chunk, Embedding, Ranking
     from aioengine.api.signatures import Chat, Encode, Generate, Method, Rerank, Score
     from aioengine.api.stream import Generation
     from aioengine.frontend.calls.observers import Observer
-    from aioengine.frontend.calls.reader import Reader
     from aioengine.frontend.engine_parts import Blueprint
-    from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health
     from aioengine.frontend.intake.request_options import PlainRequestOptions, Sampled
     from aioengine.frontend.intake.score import ScoreResult

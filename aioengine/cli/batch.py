@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from aioengine.api import checks
 from aioengine.api.engine import AsyncEngine
-from aioengine.api.jobs import ROW_ERRORS, AsyncAnswerIterator, Job, failure
+from aioengine.api.jobs import ROW_ERRORS, AsyncAnswerIterator, Job, Row, failure
 from aioengine.api.journal import SUFFIX, Journal, encode_row
 from aioengine.api.map_items import ItemAnswers
 from aioengine.cli.openai_rows import OpenAIRows, has_error, is_openai_row
@@ -26,7 +26,6 @@ from aioengine.supervision.tasks import post, start_thread
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
-    from aioengine.api.jobs import Row
     from aioengine.settings.config import EngineConfig
 
 STANDARD: Final = "-"

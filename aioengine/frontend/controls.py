@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict
 
 from aioengine.api import checks
-from aioengine.errors import EngineStalledError, RequestError
-from aioengine.protocol.messages import Control, Reply
+from aioengine.errors import EngineError, EngineStalledError, RequestError
+from aioengine.protocol.messages import Argument, Control, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from aioengine.errors import EngineError
-    from aioengine.protocol.messages import Argument
 
 CONTROL_TIMEOUT_S: Final = 60.0
 ACTIVITIES: Final = ("CPU", "GPU", "MEM")

@@ -20,10 +20,10 @@ from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError, EngineStalledError
 from aioengine.frontend import info
 from aioengine.frontend.callers import closed, forked, interrupting, is_interrupted, this_caller
-from aioengine.frontend.calls.call import Call
+from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import Router, SlowReaders
-from aioengine.frontend.calls.observers import report_rows
+from aioengine.frontend.calls.observers import Observer, report_rows
 from aioengine.frontend.calls.overload import Overload, QueueLimits
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.controls import Controls
@@ -31,22 +31,18 @@ from aioengine.frontend.intake.encoder import Encoder, TextSizes
 from aioengine.frontend.intake.image_prompts import PromptImages
 from aioengine.frontend.intake.pool_encoder import PoolEncoder
 from aioengine.frontend.intake.request_checks import RequestChecks
-from aioengine.frontend.intake.requests import MAX_TIMEOUT_S
+from aioengine.frontend.intake.requests import MAX_TIMEOUT_S, CallRequest
 from aioengine.frontend.loaded_adapters import LoadedAdapters
 from aioengine.frontend.sessions.sessions import Sessions
 from aioengine.frontend.throughput import Throughput
-from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, FinishCode, Reply, Stats, TextChunks
+from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, FinishCode, Reply, Stats, TextChunks, ToFrontend
 from aioengine.supervision.tasks import post, runs_here
 
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Sequence
 
-    from aioengine.frontend.calls.call import CallRow
-    from aioengine.frontend.calls.observers import Observer
     from aioengine.frontend.engine_parts import EngineParts
-    from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.protocol.messages import ToFrontend
 
 STOP_TIMEOUT_S: Final = 5.0
 

@@ -21,9 +21,9 @@ from msgspec.structs import asdict, replace
 
 from aioengine.api import answers, checks
 from aioengine.errors import EngineStartupError, RequestError, describe
-from aioengine.frontend.intake.row_options import PerPrompt, per_prompt
+from aioengine.frontend.intake.row_options import PerPrompt, Rows, per_prompt
 from aioengine.model_files import adapter_folder
-from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Reply
+from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Argument, Reply
 from aioengine.settings.config import GivenAdapter, LoraSettings
 from aioengine.supervision.ledger import CRASH_STAGE
 from aioengine.supervision.tasks import WorkerThread, post
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from aioengine.frontend.controls import Controls
-    from aioengine.frontend.intake.row_options import Rows
-    from aioengine.protocol.messages import Argument
 
 MAX_NAME_BYTES: Final = 4096
 LOAD_TIMEOUT_S: Final = 600.0

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, cast
 from msgspec import Struct
 
 from aioengine.api import answers
-from aioengine.api.answers import ChunkInfo, ExtraDecoder, RowError
+from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, MetaInfo, RowError, Timings
 from aioengine.protocol.columns import DRAFTS, HIDDEN_STATES, Extra
 from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End, FinishCode, FirstToken
 
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from aioengine.api.answers import Answer, Chunk, MetaInfo, Timings
     from aioengine.frontend.intake.requests import CallRequest
 
 MAX_UNJOINED_TEXTS = 64

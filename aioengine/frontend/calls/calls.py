@@ -12,9 +12,9 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from aioengine.frontend.calls.call import Ending, NotifyOn
+from aioengine.frontend.calls.call import Call, CallRow, Ending, NotifyOn, ReadPosition
 from aioengine.frontend.calls.call_ids import CallIds
-from aioengine.frontend.calls.finished import recorded_request
+from aioengine.frontend.calls.finished import RecordedRequest, recorded_request
 from aioengine.frontend.intake.submitter import Submitter
 from aioengine.frontend.sessions.attachments import Attachments
 from aioengine.protocol.messages import Abort, End, FinishCode, Resume, Suspend
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aioengine.errors import EngineError
-    from aioengine.frontend.calls.call import Call, CallRow, ReadPosition
-    from aioengine.frontend.calls.finished import RecordedRequest
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.intake.request_checks import RequestChecks
     from aioengine.frontend.sessions.sessions import Sessions

@@ -12,13 +12,12 @@ from aioengine.api import answers
 from aioengine.errors import RequestError
 from aioengine.frontend.calls.call import CallRow, drop_old_hidden_states
 from aioengine.protocol.columns import DRAFTS, POOLED_VECTOR, Extra
-from aioengine.protocol.messages import LAST_STATES
+from aioengine.protocol.messages import LAST_STATES, End
 
 if TYPE_CHECKING:
     from aioengine.api.answers import Answer, Chunk, Embedding, Ranking, RowError
     from aioengine.frontend.intake.pooling import Pooled
     from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.protocol.messages import End
 
 MIN_LENGTH = 1e-12
 """Normalization divides by the length of a vector, but at least by this."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 from msgspec import Struct
 
 from aioengine.api import checks
-from aioengine.api.answers import HiddenStateDecoder, named
+from aioengine.api.answers import ExtraDecoder, HiddenStateDecoder, named
 from aioengine.api.args import ARGUMENTS
 from aioengine.api.foreign_names import ALIASES, MISSING_OPTIONS, our_way
 from aioengine.api.params import SamplingParams, is_sampling_parameter, num_token_ids
@@ -34,7 +34,7 @@ from aioengine.frontend.intake.prompts import (
     template_options,
     text_prompt,
 )
-from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, RequestOptions
+from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, RequestOptions, Sampled
 from aioengine.frontend.intake.row_options import (
     MAX_TOKEN_IDS,
     PROMPTS_IN_PIECE,
@@ -48,12 +48,7 @@ from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # 
 from aioengine.frontend.sessions.session_params import SessionParams, session_params
 from aioengine.media.intake.sources import NOT_TRUNCATED, GivenImages, given_images
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, Sampling, TextRules
-from aioengine.protocol.packed_logprobs import LogprobDecoder
-
-if TYPE_CHECKING:
-    from aioengine.api.answers import ExtraDecoder
-    from aioengine.frontend.intake.request_options import Sampled
-    from aioengine.protocol.packed_logprobs import LogprobRules
+from aioengine.protocol.packed_logprobs import LogprobDecoder, LogprobRules
 
 MAX_TIMEOUT_S: Final = 1e9
 MAX_RID_BYTES: Final = 512

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from aioengine.api import checks
 from aioengine.frontend.calls.call import Call, CallRow, NotifyOn
-from aioengine.frontend.calls.reader import Reader
+from aioengine.frontend.calls.reader import Reader, ReaderActions
 from aioengine.frontend.calls.row_types import Log, LoggedRow
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from aioengine.errors import EngineClosedError
     from aioengine.frontend.calls.call_ids import CallIds
-    from aioengine.frontend.calls.reader import ReaderActions
 
 MAX_KEPT_TOKENS: Final = 1 << 20
 """Tokens of ended requests that are kept. If there are more, the requests that ended first are forgotten."""

@@ -61,7 +61,7 @@ MESSAGES: list[Message] = [
     Abort([1, 2], FinishCode.STOP, "why"),
     Suspend([1, 2]),
     Resume([1, 2]),
-    Control(3, "flush_cache", {"a": None, "b": 1.5, "c": "d", "e": True, "f": ["g", "h"]}, b"\x00\xff"),
+    Control(3, "flush_cache", {"a": None, "b": 1.5, "c": "d", "e": True, "f": ["g", "h"]}),
     StepOutput(TokenColumns([1], [2]), ended=[End(1, FinishCode.LENGTH)]),
     StepOutput(
         TokenColumns([1, 3], [2, 2], [2, 0], [Extra(3, NO_TOKEN, "kind", b"\x00\xff")]),
