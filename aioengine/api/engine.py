@@ -24,7 +24,7 @@ from aioengine.frontend.intake.pool_requests import EncodeOptions, Pairs, PoolOp
 from aioengine.frontend.intake.score import ScoreOptions, ScoreResult, score, score_request
 from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S, AdapterResult
 from aioengine.frontend.sessions.sessions import SessionOpening
-from aioengine.frontend.startup import start_arguments
+from aioengine.frontend.startup import start_arguments, start_frontend
 from aioengine.supervision.tasks import runs_here
 
 if TYPE_CHECKING:
@@ -363,7 +363,7 @@ class AsyncEngine(BaseEngine):
                 self._run = run = EngineRun()
                 self._is_closed = False
             run.announce_start()
-        await run.start(self._prepare, self._progress, self._observers)
+        await run.start(partial(start_frontend, self._prepare, self._progress, self._observers))
 
     def shutdown(self) -> Coroutine[object, None, None]:
         """End the processes within seconds. Waiting calls raise ``EngineClosedError``. May be called twice.

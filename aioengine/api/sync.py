@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from inspect import getdoc, signature
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -166,7 +166,7 @@ class Engine(BaseEngine):
         self._portal = run.portal
         self._finalizer = weakref.finalize(self, run.end)  # before the start, so that an exception leaves no process
         try:
-            self._frontend = run.start(prepare, progress, self._observers)
+            self._frontend = run.start(partial(start_frontend, prepare, progress, self._observers))
         except BaseException:
             try:
                 self._finalizer()
@@ -305,15 +305,13 @@ class _EngineLoop:
         self.frontend: Frontend | None = None
         self._pid = os.getpid()
 
-    def start(self, prepare: Callable[[], Blueprint], progress: bool | None, observers: list[Observer]) -> Frontend:
-        self.portal.start()
-        return self.portal.call(self._start(prepare, progress, observers))
+    def start(self, start: Callable[[], Coroutine[Any, Any, Frontend]]) -> Frontend:
+        async def start_here() -> Frontend:
+            self.frontend = await start()
+            return self.frontend
 
-    async def _start(
-        self, prepare: Callable[[], Blueprint], progress: bool | None, observers: list[Observer]
-    ) -> Frontend:
-        self.frontend = await start_frontend(prepare, progress, observers)
-        return self.frontend
+        self.portal.start()
+        return self.portal.call(start_here())
 
     def end(self) -> None:
         """Shut down, for ``shutdown``, at the end of the program and for collected engines. Does nothing in a fork."""

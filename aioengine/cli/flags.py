@@ -235,16 +235,10 @@ def _add_own_flags(parser: argparse.ArgumentParser, command: str) -> None:
         add("--json", action="store_true", help="print JSON")
         return
     if command == "batch":
-        add(
-            "source",
-            metavar="IN",
-            help="JSONL file of texts, token ids, or arguments of generate or chat; -: standard input",
-        )
-        add(
-            "target",
-            metavar="OUT",
-            help="JSONL file for the answers, in the order in which they end; -: standard output",
-        )
+        about = "JSONL file of texts, token ids, or arguments of generate or chat; -: standard input"
+        add("source", metavar="IN", help=about)
+        about = "JSONL file for the answers, in the order in which they end; -: standard output"
+        add("target", metavar="OUT", help=about)
         add("--resume", action="store_true", help="continue the job that wrote OUT and its journal OUT.journal")
         add("--window", type=int, metavar="N", help="rows in flight (default: twice --max-running-requests)")
         add("--lora-path", metavar="NAME", help="adapter of --lora-paths for rows without one (default: none)")

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, cast
 from msgspec import Struct
 
 from aioengine.api import answers
-from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, MetaInfo, RowError, Timings
+from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, RowError, Timings
 from aioengine.protocol.columns import DRAFTS, HIDDEN_STATES, Extra
 from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End, FinishCode, FirstToken
 
@@ -206,10 +206,10 @@ class CallRow(Struct, eq=False):
 
     def take(self) -> Chunk:
         """Return all unread output as one chunk. Remove the row from ``Call.ready`` first."""
-        if isinstance(self.unread, int):
-            token_ids = self.token_ids = [self.unread]
-        else:
-            token_ids = self.join()
+        token_ids = self.token_ids = [self.unread] if isinstance(self.unread, int) else self.unread
+        if self.more_texts:
+            self.text += "".join(self.more_texts)
+            self.more_texts = []
         text, text_offset, token_offset = self.text, self.text_offset, self.token_offset
         info = self.info.copy()
         num_tokens = info["completion_tokens"] = token_offset + len(token_ids)
@@ -231,25 +231,17 @@ class CallRow(Struct, eq=False):
         self.text_offset = text_offset + len(text)
         self.token_offset = num_tokens
         self.is_queued = False
-        if self.end is not None:
+        if self.end is not None and self.call.is_stream:
             self.call.num_held -= 1
             self.free_logprobs()
         return chunk
 
     def answer(self) -> Answer:
-        """Return the whole output of a row that has ended."""
-        token_ids = self.join()
-        info = self.final_info(cast("End", self.end))
-        answer: Answer = {  # type: ignore[typeddict-item]
-            "text": self.text,
-            "output_ids": token_ids,
-            "meta_info": cast("MetaInfo", info),
-        }
-        if self.shows_prompt:
-            answer["prompt_token_ids"] = self.prompt_token_ids
-        if self.extras or self.decoders:
-            self._add_extras(answer)
-        return answer
+        """Return the whole output of a row that has ended: one chunk without offsets."""
+        answer = cast("dict[str, object]", self.take())
+        for key in ("text_offset", "token_offset", "index"):
+            answer.pop(key, None)
+        return cast("Answer", answer)
 
     def final_info(self, end: End) -> ChunkInfo:
         """Return the ``meta_info`` of the row with this end."""
@@ -258,25 +250,14 @@ class CallRow(Struct, eq=False):
         self._add_end(info, end)
         return info
 
-    def join(self) -> list[int]:
-        """Join the unread texts in ``text``. Return the list of unread ids, and set ``token_ids`` to it."""
-        if self.more_texts:
-            self.text += "".join(self.more_texts)
-            self.more_texts = []
-        self.token_ids = self.unread if isinstance(self.unread, list) else [self.unread]
-        return self.token_ids
-
-    def _add_extras(self, output: Answer | Chunk) -> None:
+    def _add_extras(self, output: Chunk) -> None:
         """Add logprobs, hidden states and other extras of the tokens of ``output``."""
         info, token_offset = output["meta_info"], self.token_offset
         end = token_offset + len(self.token_ids)
         for decoder in self.decoders:
             cast("dict[str, object]", info).update(decoder.lists(token_offset, end, keeps=self.keeps))
         extras = [extra for extra in self.extras.values() if extra.index < end]
-        if len(extras) == len(self.extras):
-            self.extras.clear()
-        for extra in extras if self.extras else ():
-            del self.extras[extra.index, extra.kind]
+        self.extras = {key: extra for key, extra in self.extras.items() if extra.index >= end}
         if self.hidden_states == LAST_STATES:
             states = [extra for extra in extras if extra.kind == HIDDEN_STATES]
             extras = [extra for extra in extras if extra.kind != HIDDEN_STATES]

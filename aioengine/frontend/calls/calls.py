@@ -206,7 +206,6 @@ class Calls:
             call.wake()
         self._free(unread)
         if call.is_attachable:
-            self.attachments.left(call)
             self.on_read(call)  # it continues, even if it was suspended
         elif call in self.opened:
             self.close_if_over(call)
