@@ -24,15 +24,8 @@ from aioengine.logs import warn_caller
 from aioengine.model_files.adapter_folder import MAX_RANK
 from aioengine.model_files.online_quantization import GROUP_SIZES, METHODS
 from aioengine.model_files.quantized_formats import FORMATS
+from aioengine.settings import resolve
 from aioengine.settings.config import DEFAULT_GROUP_SIZE, EngineConfig, GivenAdapter
-from aioengine.settings.resolve import (
-    CPU_LIMITS,
-    CPU_MEMORY_FRACTION,
-    DRAFT_TOKENS,
-    GPU_GRAPH_ROWS,
-    GPU_LIMITS,
-    GPU_MEMORY_FRACTION,
-)
 from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES
 
 
@@ -328,7 +321,7 @@ _ROWS: Final = {
     "cuda_graph_max_bs": Argument(
         whole_from(1, 65536),
         "maximum rows of a CUDA graph",
-        f"max_running_requests, at most {GPU_GRAPH_ROWS}",
+        f"max_running_requests, at most {resolve.GPU_GRAPH_ROWS}",
         place="device.cuda_graph_max_rows",
     ),
     "logits_processors": Argument(
@@ -376,19 +369,19 @@ _ROWS: Final = {
     "mem_fraction_static": Argument(
         number_from(0, 1, above=True),
         "share of the memory for weights and KV pool",
-        f"{GPU_MEMORY_FRACTION} on a GPU, {CPU_MEMORY_FRACTION} on a CPU",
+        f"{resolve.GPU_MEMORY_FRACTION} on a GPU, {resolve.CPU_MEMORY_FRACTION} on a CPU",
     ),
     "disable_radix_cache": Argument(_negated, "no prefix cache", place="memory.prefix_cache"),
     "max_running_requests": Argument(
         whole_from(1, 65536),
         "maximum requests computed at once",
-        f"{GPU_LIMITS[1]} on a GPU, {CPU_LIMITS[1]} on a CPU",
+        f"{resolve.GPU_LIMITS[1]} on a GPU, {resolve.CPU_LIMITS[1]} on a CPU",
         place="scheduler.max_running",
     ),
     "chunked_prefill_size": Argument(
         _chunk_size,
         "maximum tokens per step; -1: prompts are never split",
-        f"{GPU_LIMITS[0]} on a GPU, {CPU_LIMITS[0]} on a CPU",
+        f"{resolve.GPU_LIMITS[0]} on a GPU, {resolve.CPU_LIMITS[0]} on a CPU",
         place="scheduler.chunk_tokens",
     ),
     "schedule_policy": Argument(
@@ -409,7 +402,7 @@ _ROWS: Final = {
     "speculative_num_draft_tokens": Argument(
         whole_from(2, MAX_DRAFT_TOKENS),
         "maximum tokens of a row per step",
-        str(DRAFT_TOKENS),
+        str(resolve.DRAFT_TOKENS),
         place="speculation.num_draft_tokens",
     ),
     "speculative_num_steps": Argument(
