@@ -6,7 +6,7 @@ import base64
 from typing import TYPE_CHECKING, Any, Literal
 
 from aioengine.http import until_disconnect
-from aioengine.openai.bodies import Body, read_fields
+from aioengine.openai.bodies import Body, prompt_arguments, read_fields
 from aioengine.openai.replies import json_response
 
 if TYPE_CHECKING:
@@ -38,11 +38,8 @@ async def embeddings(call: Call) -> Response:
     """Answer a request to /v1/embeddings."""
     body = read_fields(call.body, EmbeddingBody)
     name, adapter = await call.model.find(body.model)
-    inputs: Any = body.input
-    is_text = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], str))
-    given: dict[str, Any] = {"prompt" if is_text else "input_ids": inputs}
     generation = call.model.engine.async_encode(
-        **given,
+        **prompt_arguments(body.input),
         dimensions=body.dimensions,
         truncate=body.truncate,
         normalize=body.normalize,

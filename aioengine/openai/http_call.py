@@ -112,6 +112,6 @@ def usage(infos: Sequence[Info], num_samples: int = 1) -> dict[str, object]:
     }
 
 
-def finish_word(reason: FinishReason) -> str:
+def finish_word(reason: FinishReason | None) -> str | None:
     """Return OpenAI's word for the end of a complete answer. A deadline of the client limits the length, too."""
-    return "stop" if reason == "stop" else "length"
+    return None if reason is None else "stop" if reason == "stop" else "length"
