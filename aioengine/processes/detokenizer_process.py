@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn
 
 from aioengine.child_process.child import Child, run_child
 from aioengine.child_process.host import limit_threads
@@ -32,7 +32,7 @@ from aioengine.text.detokenizer import Decode, TextPipeline, make_detokenizer
 from aioengine.text.matching_queue import MatchingQueue, Token
 from aioengine.text.open_text import OpenText
 from aioengine.text.stop import StopMatcher
-from aioengine.text.token_table import TokenizerFile, TokenTable, read_token_table
+from aioengine.text.token_table import TokenTable, read_token_table
 from aioengine.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ class TextSource:
         """Return the token table, or ``decode`` of the tokenizer if its decoder needs more than a table."""
         source = self._sources.get(skip_special_tokens)
         if source is None:
-            facts = cast("TokenizerFile", tokenizer.decoding_facts())
-            table = read_token_table(facts, skip_special_tokens=skip_special_tokens)
+            table = read_token_table(tokenizer.decoding_facts(), skip_special_tokens=skip_special_tokens)
             source = table if table is not None else partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
             self._sources[skip_special_tokens] = source
         return source

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypeVar, cast, overload
 
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
@@ -137,7 +137,7 @@ class Tokenizer:
         sources = self._chats.sources
         return sources.get(WITH_TOOLS) or sources.get(DEFAULT, "")
 
-    def decoding_facts(self) -> Json:
+    def decoding_facts(self) -> dict[str, Any]:
         """Return the parts of tokenizer.json for decoding: ``decoder``, ``added_tokens``, ``vocab`` of ``model``."""
         decoder = self._fast.decoder
         added = self._fast.get_added_tokens_decoder()
