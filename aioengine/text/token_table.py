@@ -64,10 +64,10 @@ def read_token_table(tokenizer: Json, *, skip_special_tokens: bool = True) -> To
     rule = read_decoder(tokenizer["decoder"])
     if rule is None:
         return None
-    vocab = tokenizer["model"]["vocab"]
+    vocab: dict[str, int] | list[tuple[str, float]] = tokenizer["model"]["vocab"]
     if isinstance(vocab, dict):
         tokens = {token_id: token for token, token_id in vocab.items()}
-    else:
+    else:  # Unigram: the index of a token is its id
         tokens = dict(enumerate(entry[0] for entry in vocab))
     added = tokenizer["added_tokens"]
     tokens.update((token["id"], token["content"]) for token in added)
@@ -115,7 +115,7 @@ def read_decoder(decoder: Json | None) -> DecoderRule | None:
     """
     rule = DecoderRule()
     if decoder is None:
-        rule.stages.append(Stage(first=str, later=lambda token: f" {token}"))
+        rule.stages.append(Stage(first=str, later=" ".__add__))
         return rule
     is_fused = has_bytes = False
     for part in _flat(decoder):
