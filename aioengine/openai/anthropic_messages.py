@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aioengine.api.answers import FinishReason
     from aioengine.api.stream import Stream
     from aioengine.openai.chat_calls import AnswerReader, ChatCall, Part
-    from aioengine.openai.http_call import Call, Info
+    from aioengine.openai.http_call import HttpCall, Info
     from aioengine.openai.replies import Errors
     from aioengine.openai.served_model import ServedModel
 
@@ -41,7 +41,7 @@ class MessagesBody(Body, kw_only=True):
     timeout: float | None = None
 
 
-async def anthropic_messages(call: Call) -> Response:
+async def anthropic_messages(call: HttpCall) -> Response:
     """Answer a request to /v1/messages."""
     if call.body.get("max_tokens") is None:
         raise CallError("max_tokens is missing: the maximum number of output tokens")
@@ -58,7 +58,7 @@ async def anthropic_messages(call: Call) -> Response:
     return json_response(_head(generation.rid, chat.name) | end)
 
 
-async def count_tokens(call: Call) -> Response:
+async def count_tokens(call: HttpCall) -> Response:
     """Answer a request to /v1/messages/count_tokens."""
     chat = await _chat_call(call)
     chat.sampling = {"max_new_tokens": 0}
@@ -66,7 +66,7 @@ async def count_tokens(call: Call) -> Response:
     return json_response({"input_tokens": answer["meta_info"]["prompt_tokens"]})
 
 
-async def _chat_call(call: Call) -> ChatCall:
+async def _chat_call(call: HttpCall) -> ChatCall:
     """Return the call of a body."""
     body, sampling = read_generate_fields(call.body, MessagesBody)
     messages = [] if body.system is None else [{"role": "system", "content": _texts("system", body.system)}]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from aioengine.openai.bodies import Body
-    from aioengine.openai.http_call import Call
+    from aioengine.openai.http_call import HttpCall
     from aioengine.openai.served_model import ServedModel
     from aioengine.parsing import OutputParser
 
@@ -24,7 +24,7 @@ _CONSTRAINTS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", 
 
 
 async def chat_call(
-    call: Call,
+    call: HttpCall,
     body: Body,
     messages: list[dict[str, Any]],
     sampling: dict[str, Any],

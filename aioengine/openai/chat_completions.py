@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from aioengine.openai.chat_calls import AnswerReader
     from aioengine.openai.choices import Piece
-    from aioengine.openai.http_call import Call
+    from aioengine.openai.http_call import HttpCall
 
 
 class ChatBody(GenerateBody, kw_only=True):
@@ -47,7 +47,7 @@ class ChatBody(GenerateBody, kw_only=True):
 _VARIABLES: Final = ("reasoning_effort", "enable_thinking", "add_generation_prompt", "continue_final_message")
 
 
-async def chat_completions(call: Call) -> Response:
+async def chat_completions(call: HttpCall) -> Response:
     """Answer a request to /v1/chat/completions."""
     body, sampling = read_generate_fields(call.body, ChatBody)
     if body.modalities != ("text",):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from aioengine.api.stream import Stream
     from aioengine.openai.bodies import GenerateBody
-    from aioengine.openai.http_call import Call, Info, Place
+    from aioengine.openai.http_call import HttpCall, Info, Place
     from aioengine.openai.replies import Errors
 
     Write = Callable[["Piece"], dict[str, Any] | None]
@@ -59,7 +59,7 @@ class Choices(NamedTuple):
     start: Callable[..., Any]
     new_row: Callable[[str, int], Write]
 
-    async def answer(self, call: Call, body: GenerateBody) -> Response:
+    async def answer(self, call: HttpCall, body: GenerateBody) -> Response:
         """Make the call, and return its response."""
         if body.stream:
             stream, place = await call.stream(partial(self.start, stream=True))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from aioengine.openai.choices import Piece
-    from aioengine.openai.http_call import Call
+    from aioengine.openai.http_call import HttpCall
 
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default for this endpoint."""
@@ -37,7 +37,7 @@ class CompletionBody(GenerateBody, kw_only=True):
     truncate_prompt_tokens: int | None = None
 
 
-async def completions(call: Call) -> Response:
+async def completions(call: HttpCall) -> Response:
     """Answer a request to /v1/completions."""
     body, sampling = read_generate_fields(call.body, CompletionBody)
     add_constraint(sampling, body.response_format, body.structured_outputs)

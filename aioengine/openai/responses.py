@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aioengine.api.answers import FinishReason
     from aioengine.api.stream import Stream
     from aioengine.openai.chat_calls import Part
-    from aioengine.openai.http_call import Call, Info
+    from aioengine.openai.http_call import HttpCall, Info
     from aioengine.openai.replies import Errors
 
 _KINDS: Final[dict[type, tuple[str, str]]] = {
@@ -58,7 +58,7 @@ class ResponsesBody(Body, kw_only=True):
     include: list[str] | None = None
 
 
-async def responses(call: Call) -> Response:
+async def responses(call: HttpCall) -> Response:
     """Answer a request to /v1/responses."""
     body, sampling = read_generate_fields(call.body, ResponsesBody)
     stored = call.model.stored_responses
@@ -85,12 +85,12 @@ async def responses(call: Call) -> Response:
     return json_response(answer.finished(info["finish_reason"], info))
 
 
-async def show_response(call: Call) -> Response:
+async def show_response(call: HttpCall) -> Response:
     """Answer GET /v1/responses/ID."""
     return json_response(call.model.stored_responses.find(call.request.path_params["response_id"])[0])
 
 
-async def remove_response(call: Call) -> Response:
+async def remove_response(call: HttpCall) -> Response:
     """Answer DELETE /v1/responses/ID."""
     response_id = call.request.path_params["response_id"]
     call.model.stored_responses.remove(response_id)
@@ -98,7 +98,7 @@ async def remove_response(call: Call) -> Response:
 
 
 async def _chat_call(
-    call: Call, body: ResponsesBody, sampling: dict[str, Any], items: list[dict[str, Any]]
+    call: HttpCall, body: ResponsesBody, sampling: dict[str, Any], items: list[dict[str, Any]]
 ) -> ChatCall:
     """Return the call of a body. ``items``: the whole conversation."""
     add_constraint(sampling, (body.text or {}).get("format"))
