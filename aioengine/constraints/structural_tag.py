@@ -14,17 +14,7 @@ from aioengine.api.checks import did_you_mean, shown
 from aioengine.constraints.json_schema import Budget, compile_schema
 from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import Subschema
-from aioengine.constraints.tag_grammar import (
-    FreeText,
-    Literal,
-    Part,
-    Rule,
-    SpecialToken,
-    TagGrammar,
-    Terminal,
-    either,
-    refuse,
-)
+from aioengine.constraints.tag_grammar import FreeText, Literal, Part, Rule, TagGrammar, Terminal, Token, either, refuse
 from aioengine.errors import UnsupportedSchemaError
 
 if TYPE_CHECKING:
@@ -115,7 +105,7 @@ class _TagReader:
             case "const_string":
                 return [Literal([_string(node, "value", pointer)])]
             case "token":
-                return [SpecialToken(_string(node, "token", pointer))]
+                return [Token(_string(node, "token", pointer))]
             case "json_schema":
                 return [self._json(node.get("json_schema"), f"{pointer}/json_schema")]
             case "regex":

@@ -36,7 +36,7 @@ class Literal:
 
 
 @dataclass
-class SpecialToken:
+class Token:
     """A special token. It is not part of free text, so it ends free text and patterns."""
 
     text: str
@@ -88,7 +88,7 @@ class Rule(NamedTuple):
     begins_with_token: bool = False
 
 
-Part = Literal | SpecialToken | Terminal | FreeText | Either | Rule
+Part = Literal | Token | Terminal | FreeText | Either | Rule
 
 
 class TagGrammar:
@@ -121,7 +121,7 @@ class TagGrammar:
         part = left.pop(0)
         if isinstance(part, Rule):
             return part
-        if isinstance(part, SpecialToken):
+        if isinstance(part, Token):
             return Rule(self.rule(f"{TOKEN} {json.dumps(part.text)}"), pointer)
         if isinstance(part, Literal):
             while left and isinstance(after := left[0], Literal) and len(after.texts) == 1:
@@ -226,7 +226,7 @@ def _begins_free(parts: Sequence[Part]) -> bool:
 def _begins_with_token(parts: Sequence[Part]) -> bool:
     """Return whether parts begin with a special token, or are empty."""
     for part in parts:
-        if isinstance(part, SpecialToken):
+        if isinstance(part, Token):
             return True
         if isinstance(part, Either) and all(map(_begins_with_token, part.sequences)):
             continue  # may be empty
