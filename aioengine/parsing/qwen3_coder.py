@@ -120,11 +120,15 @@ def _types(schema: object) -> set[str]:
         return set(map(str, _list(keywords["type"])))
     branches = [branch for key in ("anyOf", "oneOf") for branch in _list(keywords.get(key, []))]
     values = [*_list(keywords.get("enum", [])), *([keywords["const"]] if "const" in keywords else [])]
-    return set[str]().union(*map(_types, branches), (_JSON_TYPES.get(type(value), "null") for value in values))
+    return set[str]().union(*map(_types, branches), map(_type_of, values))
 
 
 def _list(value: Any) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
+def _type_of(value: object) -> str:
+    return _JSON_TYPES.get(type(value), "null")
 
 
 def _read_value(reader: TextReader, types: set[str]) -> Steps[None]:
@@ -148,7 +152,7 @@ def _json_of(text: str, types: set[str]) -> str:
         value = json.loads(word)
     except (ValueError, RecursionError):
         return quoted(text)
-    kind = _JSON_TYPES.get(type(value), "null")
+    kind = _type_of(value)
     fits = not types or kind in types or "string" not in types or (kind == "integer" and "number" in types)
     return word if fits else quoted(text)
 
