@@ -16,7 +16,6 @@ import msgspec
 
 from aioengine.api import checks
 from aioengine.model_files import folder_files
-from aioengine.tokenization.tokenizer_limits import read_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -217,7 +216,7 @@ def check_files(folder: Path) -> None:
     The tokenizers library makes more checks when it reads the file, while the processes start.
     """
     if not folder_files.is_gguf(folder):
-        read_tokenizer(folder / folder_files.TOKENIZER)
+        folder_files.read_tokenizer(folder / folder_files.TOKENIZER)
     folder_files.added_texts(folder)
     read_chat_templates(folder)
 

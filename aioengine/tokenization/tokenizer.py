@@ -27,7 +27,6 @@ from aioengine.tokenization.chat_template import (
     read_chat_templates,
     template_variables,
 )
-from aioengine.tokenization.tokenizer_limits import read_tokenizer
 
 if TYPE_CHECKING:
     import os
@@ -290,7 +289,7 @@ class Tokenizer:
 
 def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
     path = folder / folder_files.TOKENIZER
-    content = read_tokenizer(path)
+    content = folder_files.read_tokenizer(path)
     if content is None and folder_files.is_gguf(folder):
         raise ValueError(
             f"{str(folder)!r} contains no tokenizer; pass tokenizer_path= a folder that has one, or pass "
