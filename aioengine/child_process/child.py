@@ -20,7 +20,7 @@ from aioengine.child_process.uplink import Uplink, encodable, forward_logs
 from aioengine.file_descriptors import raise_descriptor_limit
 from aioengine.protocol.board import CrashBoard
 from aioengine.protocol.codec import fingerprint
-from aioengine.protocol.messages import Failed, Ready, new_epoch_in
+from aioengine.protocol.messages import Failed, Ready, Role, new_epoch_in
 from aioengine.protocol.orders import Orders, decode_orders, roles_of
 from aioengine.transport.addresses import Listener
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
@@ -28,7 +28,6 @@ from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.protocol.messages import Role
     from aioengine.protocol.rank_step import RankStep
     from aioengine.protocol.service import Service
 

@@ -7,13 +7,9 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import LogRecord, Message
-from aioengine.transport.base import BacklogFullError
-
-if TYPE_CHECKING:
-    from aioengine.transport.base import Sender
+from aioengine.transport.base import BacklogFullError, Sender
 
 _MAX_RECORDS_PER_S = 50.0
 _MAX_BURST = 200.0

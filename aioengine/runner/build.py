@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from aioengine import models, plugins
 from aioengine.attention import _image_attention, _mixed, fused
-from aioengine.attention._base import BackendUnavailableError
+from aioengine.attention._base import AttentionBackend, AttentionShape, BackendUnavailableError
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.codes import FP8
@@ -27,7 +27,7 @@ from aioengine.model_files.gguf_quantization import StoredTypes
 from aioengine.model_files.online_quantization import OnlineQuantization
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.vocabulary import sampled_vocab_size
-from aioengine.models._base import AdaptableModel, ModelOptions
+from aioengine.models._base import AdaptableModel, Model, ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.quantization.gguf import gguf_formats
 from aioengine.quantization.online import online_formats
@@ -40,7 +40,7 @@ from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
 from aioengine.runner.warmup import warm_up_device
-from aioengine.settings.config import TRANSFORMERS
+from aioengine.settings.config import TRANSFORMERS, RunnerSettings, Settings
 from aioengine.settings.memory_model import PoolDemand, PoolFit
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend, AttentionShape
-    from aioengine.models._base import Model
     from aioengine.models._fallback import TransformersFolder
-    from aioengine.settings.config import RunnerSettings, Settings
 
     Facts = dict[str, str | int | float | bool]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aioengine.runner.row_constraint import Forced
-from aioengine.runner.token_lists import NO_LISTS
+from aioengine.runner.row_constraint import Forced, OpenConstraint, RowConstraint
+from aioengine.runner.token_lists import NO_LISTS, TokenLists
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.messages import Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
-    from aioengine.runner.row_constraint import OpenConstraint, RowConstraint
-    from aioengine.runner.token_lists import TokenLists
     from aioengine.runner.transfer import Ints
 
 

@@ -13,23 +13,21 @@ import numpy as np
 import torch
 
 from aioengine.protocol.columns import NO_TOKEN
-from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind
+from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind, Sampling
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.lora.row_adapters import RowAdapters
 from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
 from aioengine.runner.token_lists import token_lists
-from aioengine.runner.transfer import upload_to
+from aioengine.runner.transfer import Ints, upload_to
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.protocol.messages import Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.runner.images import Images
     from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.runner.page_tables import PageTables
-    from aioengine.runner.transfer import Ints
     from aioengine.scheduler.plan import NewRow
 
 

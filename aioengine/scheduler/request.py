@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from aioengine.memory.prefix_cache import Allocation
-from aioengine.protocol.messages import ALL_STATES, End, FinishCode, RequestKind
+from aioengine.protocol.messages import ALL_STATES, End, FinishCode, RequestKind, Submit
 from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.image_keys import with_image_keys
 
 if TYPE_CHECKING:
     from aioengine.memory.radix import Node, Salt
-    from aioengine.protocol.messages import Submit
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.scheduler.drafting import Acceptance
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aioengine.attention._base import SharedPages
+from aioengine.attention._base import CascadeLimits, SharedPages
 from aioengine.attention._shared_rows import num_common
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import CascadeLimits
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.rows import RowTable
     from aioengine.runner.transfer import Ints

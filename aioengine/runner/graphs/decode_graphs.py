@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import CascadeAttention, DecodeBuffers
+from aioengine.attention._base import CapturableAttention, CascadeAttention, DecodeBuffers, FixedCascade, FixedDecode
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
-from aioengine.runner.graphs.cascade import SharedPrefixes
-from aioengine.runner.graphs.expanded_rows import can_expand, expand_rows
+from aioengine.runner.graphs.cascade import Cascade, SharedPrefixes
+from aioengine.runner.graphs.expanded_rows import ExpandedRows, can_expand, expand_rows
 from aioengine.runner.graphs.ladder import cascade_ladder, ladder
-from aioengine.runner.inputs import model_inputs
+from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.lora.grouping import FixedAdapters, FixedTiles
 from aioengine.runner.sampling.device_sampler import fill_fields, is_simple
@@ -41,12 +41,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import CapturableAttention, FixedCascade, FixedDecode
     from aioengine.kernels.adapter_slots import AdapterTiles
     from aioengine.models._base import Model
-    from aioengine.runner.graphs.cascade import Cascade
-    from aioengine.runner.graphs.expanded_rows import ExpandedRows
-    from aioengine.runner.inputs import InputBuilder, StepRows
     from aioengine.runner.request_row import SampledRows
 
     Ints = npt.NDArray[np.int32]

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.models._base import ModelInputs
+from aioengine.models._base import Model, ModelInputs
 from aioengine.runner.lora.grouping import FixedAdapters, FixedTiles, StepAdapters, TileRows
-from aioengine.runner.state_pool import states_for_graph
+from aioengine.runner.state_pool import StatePool, states_for_graph
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import ForwardBatch
-    from aioengine.models._base import Model
-    from aioengine.runner.state_pool import StatePool
 
 
 class PaddedAdapters:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.attention._base import keys_and_values, split_heads
+from aioengine.attention._base import AttentionShape, CapturableAttention, ForwardBatch, keys_and_values, split_heads
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.runner.graphs.ladder import piece_ladder
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, CapturableAttention, ForwardBatch
     from aioengine.models._base import Model, ModelInputs
     from aioengine.runner.lora.grouping import TileRows
     from aioengine.runner.state_pool import StatePool

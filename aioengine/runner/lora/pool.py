@@ -9,7 +9,7 @@ import torch
 
 from aioengine.kernels.adapter_slots import UNIT, AdapterWeights
 from aioengine.layers.adapters import HostAdapters, PooledAdapters
-from aioengine.runner.lora.grouping import StepAdapters, TileRows, group_on_host
+from aioengine.runner.lora.grouping import GroupRows, Slots, StepAdapters, TileRows, group_on_host
 from aioengine.runner.lora.layout import Layout
 from aioengine.runner.lora.reading import PackedAdapter, read_adapter
 from aioengine.runner.transfer import upload_to
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from aioengine.layers.linear import Linear
     from aioengine.protocol.messages import Adapter
-    from aioengine.runner.lora.grouping import GroupRows, Slots
     from aioengine.settings.config import LoraSettings
 
 _STAGING_BYTES = 8 << 20

@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import from_numpy
+from torch import Tensor, from_numpy
 
-from aioengine.runner.logits import apply_processors
+from aioengine.runner.logits import LogitsProcessor, apply_processors
 from aioengine.runner.sampling.philox import UniformTable
 from aioengine.runner.sampling.truncation import BLOCK, draw, draw_truncated
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.request_row import SampledRows
     from aioengine.runner.rows import RowTable
     from aioengine.runner.transfer import Ints

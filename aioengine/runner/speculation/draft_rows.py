@@ -15,11 +15,10 @@ from aioengine.protocol.messages import RequestKind
 from aioengine.runner.sampling.sampler import FAILED
 from aioengine.runner.speculation.ngram import NgramProposer
 from aioengine.runner.speculation.step_drafts import OpenDrafts, StepDrafts
-from aioengine.scheduler.plan import Row
+from aioengine.scheduler.plan import NewRow, Row
 
 if TYPE_CHECKING:
     from aioengine.runner.ticket import Ticket
-    from aioengine.scheduler.plan import NewRow
 
 
 class DraftRows:
