@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.runner.inputs import StepRows
-    from aioengine.runner.rank_sampler import RankSampler
     from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
     from aioengine.runner.sampling.device_sampler import DeviceSampler
-    from aioengine.runner.sampling.sampler import Sampler
+    from aioengine.runner.sampling.sampler import RankSampler, Sampler
 
 
 CPU_ROWS = 32

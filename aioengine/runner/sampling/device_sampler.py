@@ -16,7 +16,7 @@ from aioengine.kernels.triton import grammar_mask
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
 from aioengine.runner.logits import LogitsProcessor, apply_processors
-from aioengine.runner.logits.penalties import Penalties
+from aioengine.runner.logits.token_processors import Penalties
 from aioengine.runner.sampling.token_counts import TokenCounts
 from aioengine.settings.memory_model import SAMPLED_ROWS
 

@@ -22,7 +22,7 @@ from aioengine.models._base import InputSpec
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs.decode_graphs import DecodeGraphs
 from aioengine.runner.inputs import InputBuilder
-from aioengine.runner.page_tables import PageTables
+from aioengine.runner.rows import PageTables
 from aioengine.runner.rows import RowTable
 from aioengine.runner.graphs.cascade import SharedPrefixes
 from aioengine.runner.graphs.expanded_rows import can_expand, expand_rows
