@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 from msgspec.structs import replace
 
-from aioengine.child_process.child import Child, run_child
+from aioengine.child_process.child import Child, encodable, run_child
 from aioengine.child_process.host import keep_freed_memory, limit_kernel_cache, limit_threads, show_one_gpu
-from aioengine.child_process.uplink import encodable
 from aioengine.constraints.grammars import Grammars
 from aioengine.errors import UnsupportedSchemaError, describe
 from aioengine.processes.leading_runner import LeadingRunner
@@ -51,7 +50,7 @@ from aioengine.runner.profile import Profile
 from aioengine.runner.time_limit import install_timer_signal
 from aioengine.scheduler.adapter_loading import Adapters, Copies
 from aioengine.scheduler.core import SchedulerCore
-from aioengine.scheduler.gates import Gate
+from aioengine.scheduler.request import Gate, Request
 from aioengine.scheduler.requests import UidInUseError
 from aioengine.scheduler.scheduler import Scheduler
 
@@ -61,7 +60,6 @@ if TYPE_CHECKING:
     from aioengine.protocol.board import CrashBoard
     from aioengine.protocol.messages import Grammar
     from aioengine.protocol.rank_step import RankStep
-    from aioengine.scheduler.request import Request
     from aioengine.scheduler.runner import Runner, RunnerFactory
     from aioengine.settings.config import Settings
 

@@ -3,6 +3,8 @@
 A request has a row of the tables, at its row index, from the step that opens it to the step that closes it. Sampling
 parameters are one numpy record per row, so that a step gathers columns at once. The last token stays on the device; the
 next step reads it there.
+
+R rows of a step, P pages of the longest row, G page groups.
 """
 
 from __future__ import annotations

@@ -29,9 +29,8 @@ from aioengine.protocol.messages import (
     Totals,
 )
 from aioengine.scheduler.admission import Pace, refusal_of_late
-from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.queue import Deadlines, Tenants
-from aioengine.scheduler.request import Request, State, refusal_of
+from aioengine.scheduler.request import Gate, Request, State, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

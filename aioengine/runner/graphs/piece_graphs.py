@@ -215,7 +215,7 @@ class PaddedAdapters:
 
 @dataclass(frozen=True, slots=True)
 class PaddedInputs:
-    """Inputs of up to T tokens in up to R rows, in memory with fixed addresses.
+    """Inputs of up to T tokens in up to R rows, in memory with fixed addresses. A step is padded to its graph.
 
     Attributes:
         inputs: ``outputs`` [R] is the last token of each row.

@@ -11,8 +11,7 @@ import torch
 from aioengine.kernels.adapter_slots import UNIT, AdapterWeights
 from aioengine.layers.adapters import HostAdapters, PooledAdapters
 from aioengine.runner.lora.grouping import GroupRows, Slots, StepAdapters, TileRows, group_on_host
-from aioengine.runner.lora.layout import Layout
-from aioengine.runner.lora.reading import PackedAdapter, read_adapter
+from aioengine.runner.lora.reading import Layout, PackedAdapter, read_adapter
 from aioengine.runner.transfer import Ints, upload_to
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ class _DeviceSlots:
 
 
 class RowAdapters:
-    """The adapter slot of each row of the request table.
+    """The adapter slot of each row of the request table. T tokens of a step, S outputs, R rows.
 
     Attributes:
         tiles: see ``AdapterPool.tiles``; None without adapters.

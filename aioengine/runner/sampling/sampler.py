@@ -128,7 +128,7 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 class RankSampler:
-    """The sampler of a rank."""
+    """The sampler of a rank: samples on rank 0, and gives the token ids to all ranks."""
 
     def __init__(self, sampler: Sampler | DeviceSampler, ranks: RankGroup) -> None:
         """sampler: the sampler of rank 0."""
