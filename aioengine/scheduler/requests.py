@@ -108,10 +108,6 @@ _order = attrgetter("order")
 _rank = attrgetter("rank")
 
 
-class UidInUseError(ValueError):
-    """A request with this uid has not ended."""
-
-
 class Requests:
     """The queue, the running requests, and their pages.
 
@@ -162,10 +158,10 @@ class Requests:
         """Queue a request. End it at once if it can never run, or if it has ``refuse_late`` and would be late.
 
         Raises:
-            UidInUseError: a request with this uid has not ended.
+            ValueError: a request with this uid has not ended.
         """
         if submit.uid in self._requests:
-            raise UidInUseError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
+            raise ValueError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
         refusal = refusal_of(submit, context_length=self._settings.context_length, pool_tokens=self._pool_tokens)
         if refusal is not None:
             self.events.end(refusal)

@@ -132,7 +132,7 @@ class InlineChild:
 
 
 class InlineLauncher:
-    """Runs the services as tasks."""
+    """Runs the services as tasks. It has the methods of ``ProcessLauncher``."""
 
     def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
         self._settings = settings
