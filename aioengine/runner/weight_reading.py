@@ -72,11 +72,11 @@ class _FilePart:
     shape: tuple[int, ...]
     target: Tensor
     index: tuple[slice | Tensor, ...] = ()
+    head_size: int = 0
+    writer: RowWriter | None = None
     columns: tuple[tuple[int, int], ...] = ()
     row_bytes: int = 0
-    head_size: int = 0
     same_bytes: Tensor | None = None
-    writer: RowWriter | None = None
     first_row: int = 0
 
     def store(self, content: Tensor) -> Tensor:
@@ -184,16 +184,8 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
         if is_in_rows and (is_float or not is_vector):
             rows = _as_rows(tensor, 1 if is_vector else entry.shape[-1])
         if rows is None:
-            yield _FilePart(
-                entry,
-                entry.begin,
-                entry.num_bytes,
-                entry.shape,
-                tensor,
-                target.index,
-                head_size=head_size,
-                writer=writer,
-            )
+            num_bytes, shape = entry.num_bytes, entry.shape
+            yield _FilePart(entry, entry.begin, num_bytes, shape, tensor, target.index, head_size, writer)
             return
         num_rows = len(rows) if source is None else source.total * unit_rows
     ranges = [(0, num_rows)]
