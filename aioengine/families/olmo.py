@@ -1,4 +1,4 @@
-"""OLMo 1: Llama with LayerNorm without weights."""
+"""OLMo, and families with norms after attention and MLP only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from aioengine.families._block_config import AttentionConfig, BlockConfig, HeadNorm, NormConfig
 from aioengine.families._config import DecoderConfig, DecoderFamily
 from aioengine.families._experts import ExpertsConfig
+from aioengine.families._fields import not_implemented
 from aioengine.families._rope_config import RopeConfig, read_layer_rope
 
 POST_NORMS: Final = BlockConfig(
@@ -23,6 +24,8 @@ POST_NORMS: Final = BlockConfig(
 
 
 class OlmoFamily(DecoderFamily, frozen=True, kw_only=True):
+    """OLMo 1: Llama with LayerNorm without weights."""
+
     norm = NormConfig(kind="layer", has_weight=False)
 
     attention_bias: bool = False
@@ -82,6 +85,28 @@ class OlmoeFamily(DecoderFamily, frozen=True, kw_only=True):
     num_experts: int = 64
     experts_per_token: int = field(default=8, name="num_experts_per_tok")
     norm_topk_prob: bool = False
+
+
+class Exaone4Family(DecoderFamily, frozen=True, kw_only=True):
+    """EXAONE 4: norms after attention and MLP, no rotary embedding in full-attention layers next to sliding windows."""
+
+    block = POST_NORMS
+    attention = AttentionConfig(head_norm=HeadNorm())
+
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = 4096
+    sliding_window_pattern: int | str | None = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pattern = self.sliding_window_pattern
+        if self.layer_types is None and self.window is not None and (not isinstance(pattern, int) or pattern < 1):
+            not_implemented("sliding_window_pattern", pattern, "a positive integer, or a list in layer_types")
+
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig | None, ...]:
+        rope = self.rope
+        return tuple(None if window is None else rope for window in self.windows)
 
 
 PLUGIN = OlmoFamily
