@@ -15,13 +15,13 @@ from aioengine.attention._base import AttentionShape
 from aioengine.families._config import Task
 from aioengine.families._tensors import block_linears, block_tensors
 from aioengine.layers.embedding import EmbeddingTable, token_embeddings
-from aioengine.layers.linear import Linear, adaptable_linears
+from aioengine.layers.linear import Linear
 from aioengine.layers.mixer import BlockStep
 from aioengine.layers.norm import add_to_stream, make_norm
 from aioengine.layers.placement import Placement, Slice, Target, Units, rank_ranges
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.layers.states import StateShape, StateTensor
-from aioengine.models._base import InputSpec, ModelInputs, TextModel
+from aioengine.models._base import InputSpec, Model, ModelInputs
 from aioengine.models._decoder_block import Block
 from aioengine.settings.memory_model import state_specs
 
@@ -47,8 +47,8 @@ def effective_windows(windows: tuple[int | None, ...], max_positions: int) -> tu
     return effective if any(effective) else ()
 
 
-class DecoderModel(TextModel):
-    """Implements ``models._base.Model``."""
+class DecoderModel(Model):
+    """A decoder as described by its config."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
         super().__init__(config, options)
@@ -102,6 +102,7 @@ class DecoderModel(TextModel):
             units = [Units(size, may_be_uneven=True) for size in head.values()]
             divided = "outputs" if self.task is Task.GENERATE else None
             self._head = Linear(config.hidden_size, head, options, bias=has_bias, divided=divided, units=units)
+            self._head.is_adaptable = False
         self._logits: Matmul | None = self._head
         names = config.names
         self.parts = (
@@ -127,11 +128,6 @@ class DecoderModel(TextModel):
                 prefix = f"{names.block(layer)}{attention}"
                 targets |= {f"{prefix}{name.format(side, side)}": target for name in _KV_SCALES}
         return targets
-
-    def linears(self) -> list[tuple[str, Linear]]:
-        """Implement ``models._base.AdaptableModel``."""
-        blocks = [(self._config.names.block(layer), block) for layer, block in enumerate(self._blocks)]
-        return [entry for prefix, block in blocks for entry in adaptable_linears(block, prefix)]
 
     def finish_loading(self) -> None:
         super().finish_loading()

@@ -18,7 +18,7 @@ from aioengine.layers.linear import Linear
 from aioengine.layers.mixer import BlockStep
 from aioengine.layers.norm import LayerNorm
 from aioengine.layers.rope import RotaryEmbedding
-from aioengine.models._base import InputSpec, ModelInputs, TextModel
+from aioengine.models._base import InputSpec, Model, ModelInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,8 +107,8 @@ class ClassifierHead(Layer):
         return self._scores(x if self._norm is None else self._norm(x))
 
 
-class EncoderModel(TextModel):
-    """Implements ``models._base.Model``."""
+class EncoderModel(Model):
+    """An encoder as described by its config."""
 
     def __init__(self, config: EncoderConfig, options: ModelOptions) -> None:
         super().__init__(config, options)

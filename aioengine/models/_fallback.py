@@ -34,7 +34,7 @@ from aioengine.layers.linear import adaptable_linears
 from aioengine.layers.placement import Target
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
-from aioengine.models._base import InputSpec, ModelInputs
+from aioengine.models._base import InputSpec, Model, ModelInputs
 from aioengine.models._fallback_attention import NUM_TRIED, PAGED, TRYING, PackedStep, StopError, refuse
 from aioengine.models._fallback_swaps import Swaps, recorded_calls
 from aioengine.models._fallback_weights import by_stored_name
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import StepAttention
     from aioengine.layers.linear import Linear
-    from aioengine.layers.states import StateShape
     from aioengine.models._base import ModelOptions
 
 logger = logging.getLogger(__name__)
@@ -73,10 +72,8 @@ _CLASSES = {
 }
 
 
-class TransformersModel:
-    """Implements ``models._base.Model``."""
-
-    state_shape: StateShape | None = None
+class TransformersModel(Model):
+    """A model in transformers' code."""
 
     def __init__(self, model: PreTrainedModel, task: Task, options: ModelOptions, folder: Path | None = None) -> None:
         """Wrap a model of ``build_module``.
@@ -107,6 +104,7 @@ class TransformersModel:
         self._head: nn.Module = model
         self._tables: list[tuple[int, int]] = []
         self._swaps = self._swap(options)
+        self.parts = (("", self._swaps),)
         setattr(config, _IMPLEMENTATION, PAGED)
         self.attention_shape = layers.use_layers(self._step, config.num_hidden_layers)
         if task is Task.CLASSIFY and not isinstance(self._scores, nn.Linear):
@@ -167,7 +165,7 @@ class TransformersModel:
                 f"{_described(error)}"
             ) from error
 
-    def weights(self) -> dict[str, Target]:
+    def weights(self, prefix: str = "") -> dict[str, Target]:
         saved = self._model.state_dict().keys()
         tensors = {
             **{name: parameter.data for name, parameter in self._model.named_parameters()},
@@ -177,7 +175,9 @@ class TransformersModel:
         stored = None
         if self._folder is not None:
             stored = [entry.name for entry in checkpoint.read_headers(self._folder, "")]
-        return {name: Target(tensor) for name, tensor in by_stored_name(self._model, tensors, stored).items()}
+        return {
+            f"{prefix}{name}": Target(tensor) for name, tensor in by_stored_name(self._model, tensors, stored).items()
+        }
 
     def is_ignored(self, name: str) -> bool:
         model = self._model
@@ -192,12 +192,11 @@ class TransformersModel:
         )
 
     def linears(self) -> list[tuple[str, Linear]]:
-        """Implement ``models._base.AdaptableModel``."""
         stem = f"{self._model.base_model_prefix}." if self._body is self._model else ""
         return adaptable_linears(self._swaps, stem)
 
     def finish_loading(self) -> None:
-        self._swaps.finish_loading()
+        super().finish_loading()
         self._check_independence()
 
     @torch.inference_mode()
@@ -214,9 +213,6 @@ class TransformersModel:
             if not (state - other).norm() > _MIXED * state.norm():
                 return
         refuse(self._step.model_type, "its tokens depend on each other outside attention, as with convolutions")
-
-    def open_for_loading(self) -> None:
-        self._swaps.open_for_loading()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids -> [T, D]."""

@@ -27,7 +27,7 @@ from aioengine.model_files.gguf_quantization import StoredTypes
 from aioengine.model_files.online_quantization import OnlineQuantization
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.vocabulary import sampled_vocab_size
-from aioengine.models._base import AdaptableModel, ModelOptions
+from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.quantization.gguf import gguf_formats
 from aioengine.quantization.online import online_formats
@@ -192,13 +192,11 @@ def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype
     """Allocate the adapter slots. None: LoRA is not enabled.
 
     Raises:
-        ValueError: the model does not support adapters, or memory is short.
+        ValueError: memory is short.
     """
     lora = settings.runner.lora
     if lora is None:
         return None
-    if not isinstance(model, AdaptableModel):
-        raise ValueError("enable_lora: this model does not support LoRA adapters; decoders do, such as llama")
     need = slots_bytes(model.linears(), lora, dtype)
     with memory.record("the LoRA adapter slots", advice=_LESS_ADAPTERS, need=need):
         return AdapterPool(
