@@ -148,6 +148,16 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         """The config of the layers with a recurrent state; None if there are none."""
         return self.delta_net or self.short_conv or self.mamba
 
+    def mixer_prefix(self, layer: int) -> str:
+        """Return the prefix of the tensor names of a layer's attention, or of the layer that replaces it."""
+        net = self.stateful
+        return net.prefix if net is not None and layer in net.layers else self.block.attention
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers with keys and values."""
+        return [layer for layer in range(self.num_layers) if not self.keeps_state(layer)]
+
     def layers_like(self, layer: int) -> list[int]:
         """Return the layers of the same kind: with a recurrent state, or with keys and values."""
         return [other for other in range(self.num_layers) if self.keeps_state(other) == self.keeps_state(layer)]

@@ -65,7 +65,7 @@ class SharedExpert(Layer):
     """The shared expert: an MLP for all tokens, with a factor per token if it has a gate."""
 
     def __init__(self, hidden_size: int, config: SharedConfig, placement: Placement) -> None:
-        self._mlp = MLP(hidden_size, config.inner_size, placement, config=MlpConfig())
+        self._mlp = MLP(hidden_size, config.inner_size, MlpConfig(), placement)
         unquantized = replace(placement, format_of=plain)
         self._gate = Linear(hidden_size, {config.gate: 1}, unquantized) if config.gate else None
         self.parts = (f"{config.name}.", self._mlp), ("", self._gate)

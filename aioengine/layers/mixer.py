@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import StepAttention
     from aioengine.kernels.state_types import StateRows
-    from aioengine.layers.adapters import AdapterRows
+    from aioengine.layers.adapters import AdapterRows, Grouping
     from aioengine.layers.linear import Linear
     from aioengine.layers.states import StepStates
 
@@ -37,6 +37,12 @@ class BlockStep:
     attention: StepAttention
     adapters: AdapterRows | None = None
     states: StepStates | None = None
+
+    def rows(self, outputs: Tensor | None) -> Grouping | None:
+        """Return the tokens ``outputs`` [S] (None: all) by adapter; None if no row has an adapter."""
+        if self.adapters is None:
+            return None
+        return self.adapters.tokens if outputs is None else self.adapters.outputs
 
     def state(self, layer: int) -> tuple[list[Tensor], StateRows]:
         """Return the states of a layer, tensors [N, ...] of N slots, and the rows of the step."""
@@ -60,13 +66,10 @@ class Mixer(Layer, metaclass=ABCMeta):
             layer: index of this layer among the layers with keys and values, or with a state.
             outputs: [S] int64 indices of the selected tokens; None for all.
         """
-        adapters = step.adapters
-        rows = None if adapters is None else adapters.tokens
-        mixed = self.mix(self._input(x, rows), step, layer)
+        mixed = self.mix(self._input(x, step.rows(None)), step, layer)
         if outputs is not None:
             mixed = tuple(part.index_select(0, outputs) for part in mixed)
-            rows = None if adapters is None else adapters.outputs
-        return self._output(self.finish(*mixed), rows)
+        return self._output(self.finish(*mixed), step.rows(outputs))
 
     @abstractmethod
     def mix(self, projected: Tensor, step: BlockStep, layer: int) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ from aioengine.layers.rope import RotaryEmbedding
 from aioengine.layers.states import StateShape, StateTensor
 from aioengine.models._base import InputSpec, Model, ModelInputs
 from aioengine.models._decoder_block import Block
-from aioengine.settings.memory_model import state_specs
+from aioengine.settings.memory_model import effective_windows, state_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,12 +41,6 @@ _KV_SCALES: Final = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.o
 """Names of the scales of keys and values, in checkpoints of several libraries."""
 
 
-def effective_windows(windows: tuple[int | None, ...], max_positions: int) -> tuple[int | None, ...]:
-    """Drop windows that no request of ``max_positions`` tokens exceeds. Returns () if no window is left."""
-    effective = tuple(None if window is None or window >= max_positions else window for window in windows)
-    return effective if any(effective) else ()
-
-
 class DecoderModel(Model):
     """A decoder as described by its config."""
 
@@ -56,7 +50,7 @@ class DecoderModel(Model):
         self._shard = options.shard
         heads, kv_heads = self._heads = rank_heads(config, options.shard)
         self.attention_shape = AttentionShape(
-            num_layers=sum(not config.keeps_state(layer) for layer in range(config.num_layers)),
+            num_layers=len(config.attention_layers),
             num_heads=len(heads),
             num_kv_heads=len(kv_heads),
             head_size=config.head_size,
@@ -121,8 +115,7 @@ class DecoderModel(Model):
             f"{names.block(layer)}{attention}sinks": Target(sinks, source)
             for layer, sinks in enumerate(self.attention_shape.sinks)
         }
-        layers = [layer for layer in range(self._config.num_layers) if not self._config.keeps_state(layer)]
-        for layer, scales in zip(layers, self.attention_shape.kv_scales, strict=False):
+        for layer, scales in zip(self._config.attention_layers, self.attention_shape.kv_scales, strict=False):
             for scale, side in zip(scales.split(1), "kv", strict=True):
                 target = Target(scale, is_optional=True)
                 prefix = f"{names.block(layer)}{attention}"
@@ -232,8 +225,7 @@ def _kv_scales(config: DecoderConfig, options: ModelOptions) -> tuple[Tensor, ..
     """Return ``AttentionShape.kv_scales``, [2] per layer, with values of 1."""
     if not options.has_kv_scales or config.attention.latent is not None:
         return ()
-    num_layers = sum(not config.keeps_state(layer) for layer in range(config.num_layers))
-    return tuple(torch.ones(2, device=options.device) for _ in range(num_layers))
+    return tuple(torch.ones(2, device=options.device) for _ in config.attention_layers)
 
 
 def _has_forms(placement: Placement) -> bool:

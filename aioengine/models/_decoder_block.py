@@ -8,14 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aioengine.layers.attention import SelfAttention
-from aioengine.layers.delta_net import GatedDeltaNet
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.latent_attention import LatentAttention
 from aioengine.layers.layer import Layer
-from aioengine.layers.mamba import Mamba
 from aioengine.layers.mlp import MLP
 from aioengine.layers.norm import add_to_stream, make_norm
-from aioengine.layers.short_conv import ShortConv
+from aioengine.layers.recurrent import GatedDeltaNet, Mamba, ShortConv
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,15 +34,7 @@ def make_attention(
     ``rope``: index of the rotary embedding in ``BlockStep.tables``.
     """
     if config.attention.latent is not None:
-        return LatentAttention(
-            config.hidden_size,
-            shape,
-            placement,
-            config=config.attention,
-            latent=config.attention.latent,
-            rope=rope,
-            expansion=shape.expansions[layer] if shape.expansions else None,
-        )
+        return LatentAttention(config, layer, shape, placement, rope=rope)
     if config.keeps_state(layer):
         if config.short_conv is not None:
             return ShortConv(config.hidden_size, config.short_conv, placement)
@@ -52,32 +42,15 @@ def make_attention(
             return Mamba(config.hidden_size, config.mamba, placement)
         assert config.delta_net is not None, "no layer keeps a state"
         return GatedDeltaNet(config.hidden_size, config.delta_net, config.epsilon, placement)
-    rotation = config.rope_of(layer)
-    return SelfAttention(
-        config.hidden_size,
-        shape,
-        placement,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        config=config.attention,
-        rope=rope,
-        epsilon=config.epsilon,
-        rotary_size=config.head_size if rotation is None else rotation.rotary_size(config.head_size),
-        is_transposed=config.is_transposed,
-    )
+    return SelfAttention(config, layer, shape, placement, rope=rope)
 
 
 def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> MLP | SparseMLP:
     """Build the MLP or the experts of a layer. Add replacements of the MLP here."""
+    size = config.hidden_size
     if (experts := config.experts_of(layer)) is not None:
-        return SparseMLP(config.hidden_size, experts, placement)
-    return MLP(
-        config.hidden_size,
-        config.intermediate_size,
-        placement,
-        config=config.mlp,
-        is_transposed=config.is_transposed,
-    )
+        return SparseMLP(size, experts, placement)
+    return MLP(size, config.intermediate_size, config.mlp, placement, is_transposed=config.is_transposed)
 
 
 class Block(Layer):
@@ -111,11 +84,8 @@ class Block(Layer):
         self._mlp = make_mlp(config, layer, placement)
         self.output_norm = norms.get(block.mlp_output_norm)
         self._previous_norm = previous_norm
-        prefix = block.attention
-        if config.stateful is not None and config.keeps_state(layer):
-            prefix = config.stateful.prefix
         self.parts = (
-            (prefix, self._attention),
+            (config.mixer_prefix(layer), self._attention),
             (block.mlp, self._mlp),
             *((f"{name}.", norm) for name, norm in norms.items()),
         )
@@ -139,11 +109,9 @@ class Block(Layer):
         else:
             normed = x if self._attention_norm is None else self._attention_norm(x)
         attended = self._attention(normed, step, self._layer, outputs=outputs)
-        adapters = step.adapters
-        rows = None if adapters is None else adapters.tokens
+        rows = step.rows(outputs)
         if outputs is not None:
             x = x.index_select(0, outputs)
-            rows = None if adapters is None else adapters.outputs
         if self._config.is_parallel:
             return x, self._parallel(x, normed, attended, rows, outputs=outputs)
         return x, self._mlp(add_to_stream(attended, x, self._attention_output_norm, self._mlp_norm), rows)

@@ -39,13 +39,8 @@ class EncoderBlock(Layer):
         self._is_local = bool(config.windows) and config.windows[layer] is not None
         self._gelu: Gelu = config.gelu
         self._is_pre_norm, self._is_gated = config.is_pre_norm, config.is_gated
-        sizes = {part.name: part.outputs for part in qkv}
-        self._qkv = Linear(qkv[0].inputs, sizes, placement, bias=qkv[0].has_bias)
-        others = (
-            Linear(part.inputs, {part.name: part.outputs}, placement, bias=part.has_bias)
-            for part in (output, first, second)
-        )
-        self._output, self._first, self._second = others
+        self._qkv = Linear.of(qkv, placement)
+        self._output, self._first, self._second = (Linear.of([part], placement) for part in (output, first, second))
         self._attention_norm, self._mlp_norm = norms = [
             LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias)
             if layer or name != config.first_without
