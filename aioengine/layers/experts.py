@@ -18,7 +18,7 @@ from aioengine.kernels.codes import Codes
 from aioengine.kernels.expert_types import ExpertWeights, SharedOutputs
 from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
-from aioengine.layers.coded_experts import CodedExperts, JoinedExperts
+from aioengine.layers.expert_tensors import CodedExperts, JoinedExperts
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import MLP
@@ -119,16 +119,11 @@ class SparseMLP(Layer):
         linear_format, *others = [placement.format_of(f"{prefix}{name}") for name in names]
         if any(other is not linear_format for other in others):
             raise ValueError(f"the experts {self._name} have several formats; what works: one for all of them")
-        if isinstance(linear_format, CodesFormat) and config.stored == "separate":
+        if isinstance(linear_format, CodesFormat) and config.stored in {"separate", "packed"}:
+            matrix, rows = (CodedExperts, inner) if config.stored == "separate" else (JoinedExperts, 2 * inner)
             self._coded = (
-                CodedExperts(linear_format, config.names[:2], size, inner, num_experts, placement),
-                CodedExperts(linear_format, config.names[2:], inner, size, num_experts, placement),
-            )
-        elif isinstance(linear_format, CodesFormat) and config.stored == "packed":
-            gate_up, down = config.names
-            self._coded = (
-                JoinedExperts(linear_format, gate_up, size, 2 * inner, num_experts, placement),
-                JoinedExperts(linear_format, down, inner, size, num_experts, placement),
+                matrix(linear_format, config.names[:-1], size, rows, num_experts, placement),
+                matrix(linear_format, config.names[-1:], inner, size, num_experts, placement),
             )
         else:
             self._tensors = expert_tensors.empty(config, size, placement)

@@ -15,11 +15,9 @@ from aioengine.models._encoder import EncoderModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
-    from aioengine.families._config import DecoderConfig, Task
+    from aioengine.families._config import DecoderConfig
     from aioengine.models._base import Model, ModelOptions
-    from aioengine.models._fallback import TransformersFolder
 
 ALIASES: Final = {
     "gemma3": "_image_decoder:Gemma3",
@@ -54,17 +52,3 @@ def build(config: Mapping[str, object], options: ModelOptions) -> Model:
     if isinstance(model_config, EncoderConfig):
         return EncoderModel(model_config, options)
     return DecoderModel(model_config, options)
-
-
-def fallback(folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> TransformersFolder:
-    """Read config.json with transformers. Importing transformers takes a second.
-
-    Args:
-        trust_remote_code: allow code from the folder to run.
-        has_weights: the folder contains the weights.
-
-    Raises ValueError if transformers has no code for the model, or the code is in the folder and not trusted.
-    """
-    from aioengine.models._fallback import TransformersFolder
-
-    return TransformersFolder(folder, task, trust_remote_code=trust_remote_code, has_weights=has_weights)

@@ -377,6 +377,14 @@ class TransformersFolder:
     """A model folder that runs with the code of transformers."""
 
     def __init__(self, folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> None:
+        """Read config.json with transformers.
+
+        Args:
+            trust_remote_code: allow code from the folder to run.
+            has_weights: the folder contains the weights.
+
+        Raises ValueError if transformers has no code for the model, or the code is in the folder and not trusted.
+        """
         self._task = task
         self._folder = folder
         self._trusts = trust_remote_code

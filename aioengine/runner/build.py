@@ -264,13 +264,11 @@ def _weights_bytes(settings: Settings, config: Mapping[str, object], options: Mo
 
 def _fallback(settings: Settings) -> TransformersFolder:
     """Return the model that transformers computes. Only then transformers is imported, which takes a second."""
-    model = settings.model
-    return models.fallback(
-        Path(model.path),
-        Task(model.task),
-        trust_remote_code=model.trust_remote_code,
-        has_weights=model.load_format != "dummy",
-    )
+    from aioengine.models._fallback import TransformersFolder
+
+    model, has_weights = settings.model, settings.model.load_format != "dummy"
+    task, trusts = Task(model.task), model.trust_remote_code
+    return TransformersFolder(Path(model.path), task, trust_remote_code=trusts, has_weights=has_weights)
 
 
 @dataclass(frozen=True, slots=True)
