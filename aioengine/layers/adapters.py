@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class RowGroups:
     """The rows of a step by adapter, for a CPU. ``groups``: (adapter slot from 1, row indices [X] int64) pairs."""
 
     groups: tuple[tuple[int, Tensor], ...]
 
 
-Grouping = Groups | AdapterTiles
+Grouping = RowGroups | AdapterTiles
 
 
 class AdapterRows(Protocol):
@@ -101,7 +101,7 @@ class HostAdapters:
 
     def add(self, matmul: Matmul, x: Tensor, rows: Grouping) -> Tensor:
         """x [T, D] -> [T, O], or [T, O / 2]; see ``PooledAdapters.add``."""
-        assert isinstance(rows, Groups), "rows are grouped for a GPU"
+        assert isinstance(rows, RowGroups), "rows are grouped for a GPU"
         y = matmul(x)
         for slot, chosen in rows.groups:
             if (matrices := self.slots[slot]) is not None:

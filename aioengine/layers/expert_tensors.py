@@ -15,8 +15,8 @@ from aioengine.families._tensors import expert_tensors as checkpoint_tensors
 from aioengine.kernels import mxfp4
 from aioengine.kernels.codes import EXPONENT_BIAS, Codes
 from aioengine.kernels.expert_types import ExpertWeights, GateFunction
+from aioengine.layers.layer import Slice, Target
 from aioengine.layers.linear import unplaced_targets
-from aioengine.layers.placement import Slice, Target
 from aioengine.quantization._base import LinearSpec
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._experts import ExpertsConfig
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
     from aioengine.quantization._base import CodesFormat, Tensors
 
 

@@ -19,10 +19,9 @@ from aioengine.kernels.expert_types import ExpertWeights, SharedOutputs
 from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
 from aioengine.layers.expert_tensors import CodedExperts, JoinedExperts
-from aioengine.layers.layer import Layer
+from aioengine.layers.layer import Layer, Target, Units, rank_ranges
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import MLP
-from aioengine.layers.placement import Target, Units, rank_ranges
 from aioengine.quantization._base import CodesFormat
 from aioengine.quantization.plain import plain
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from aioengine.kernels.experts import Experts
     from aioengine.layers.adapters import Grouping
     from aioengine.layers.expert_tensors import ExpertTensors
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
 
 
 class ExpertRouter(Layer):

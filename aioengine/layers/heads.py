@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from aioengine.layers.layer import Layer
+from aioengine.layers.layer import Layer, Target, Units, rank_ranges
 from aioengine.layers.norm import RMSNorm
-from aioengine.layers.placement import Target, Units, rank_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape
     from aioengine.families._block_config import AttentionConfig, HeadNorm
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
 
 
 def pair_order(head_size: int, rotary_size: int, *, is_interleaved: bool) -> list[int] | None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioengine.layers.layer import Layer
-from aioengine.layers.placement import Slice, Target, Units, rank_ranges
+from aioengine.layers.layer import Layer, Slice, Target, Units, rank_ranges
 from aioengine.quantization._base import CodesFormat, LinearSpec
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from aioengine.families._block_config import LinearShape
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import Grouping, LayerAdapters
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
     from aioengine.quantization._base import Axis, LinearFormat, Prepared, Tensors
 
 

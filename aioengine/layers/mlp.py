@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 
 from aioengine.families._tensors import mlp_linears
 from aioengine.kernels.activation import activate, activate_and_mul
-from aioengine.layers.layer import Layer
+from aioengine.layers.layer import Layer, Units
 from aioengine.layers.linear import Linear
-from aioengine.layers.placement import Units
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._block_config import Activation, MlpConfig
     from aioengine.layers.adapters import Grouping
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
 
 
 class MLP(Layer):

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from aioengine.families._tensors import is_ignored
-from aioengine.layers.layer import Layer
+from aioengine.layers.layer import Layer, Placement
 from aioengine.layers.linear import adaptable_linears
-from aioengine.layers.placement import Placement
 from aioengine.quantization.plain import plain
 from aioengine.settings.memory_model import active_parameters
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from aioengine.families._config import TransformerConfig
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.linear import Linear
-    from aioengine.layers.states import StateShape, StepStates
+    from aioengine.layers.mixer import StateShape, StepStates
     from aioengine.quantization._base import LinearFormat
 
 

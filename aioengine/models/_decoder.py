@@ -18,15 +18,13 @@ from aioengine.layers.attention import SelfAttention
 from aioengine.layers.embedding import EmbeddingTable, token_embeddings
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.latent_attention import LatentAttention
-from aioengine.layers.layer import Layer
+from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_ranges
 from aioengine.layers.linear import Linear
-from aioengine.layers.mixer import BlockStep
+from aioengine.layers.mixer import BlockStep, StateShape, StateTensor
 from aioengine.layers.mlp import MLP
 from aioengine.layers.norm import add_to_stream, make_norm
-from aioengine.layers.placement import Placement, Slice, Target, Units, rank_ranges
 from aioengine.layers.recurrent import GatedDeltaNet, Mamba, ShortConv
 from aioengine.layers.rope import RotaryEmbedding
-from aioengine.layers.states import StateShape, StateTensor
 from aioengine.models._base import InputSpec, Model, ModelInputs
 from aioengine.settings.memory_model import effective_windows, state_specs
 
@@ -37,9 +35,9 @@ if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import Grouping
+    from aioengine.layers.layer import Shard
     from aioengine.layers.mixer import Mixer
     from aioengine.layers.norm import Norm
-    from aioengine.layers.placement import Shard
     from aioengine.models._base import ModelOptions
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import StepAttention
     from aioengine.families._encoders import EncoderConfig, Gelu, HeadConfig
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
     from aioengine.models._base import ModelOptions
 
 

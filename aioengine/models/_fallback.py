@@ -30,8 +30,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from aioengine.api import checks
 from aioengine.families._config import Task
+from aioengine.layers.layer import Target
 from aioengine.layers.linear import adaptable_linears
-from aioengine.layers.placement import Target
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
 from aioengine.models._base import InputSpec, Model, ModelInputs

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.initialization import no_init_weights
 
 from aioengine import plugins
-from aioengine.layers.placement import Target
+from aioengine.layers.layer import Target
 from aioengine.model_files.checkpoint import new_name
 from aioengine.models._base import InputSpec
 from aioengine.models._decoder import DecoderModel

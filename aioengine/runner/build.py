@@ -20,7 +20,7 @@ from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
-from aioengine.layers.placement import WHOLE, Shard
+from aioengine.layers.layer import WHOLE, Shard
 from aioengine.layers.ranks import RankGroup
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.model_files.gguf_quantization import StoredTypes

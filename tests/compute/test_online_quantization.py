@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import GraniteMoeConfig, PreTrainedConfig, Qwen2MoeConfig, YoutuConfig
 
 from aioengine import models, plugins
+from aioengine.layers.layer import WHOLE, Placement, Shard
 from aioengine.layers.linear import Linear
-from aioengine.layers.placement import WHOLE, Placement, Shard
 from aioengine.model_files.checkpoint import read_headers
 from aioengine.model_files.online_quantization import Method, OnlineQuantization
 from aioengine.models._base import Model, ModelOptions

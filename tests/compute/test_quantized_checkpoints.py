@@ -18,8 +18,8 @@ from aioengine.families._block_config import LinearShape
 from aioengine.families._config import Task
 from aioengine.kernels import code_linear
 from aioengine.kernels.codes import Codes
+from aioengine.layers.layer import Placement
 from aioengine.layers.linear import Linear
-from aioengine.layers.placement import Placement
 from aioengine.model_files.checkpoint import check_folder
 from aioengine.model_files.quantization import TEXTS, read_quantization, split_config
 from aioengine.model_files.quantized_formats import FORMATS, WIDENED

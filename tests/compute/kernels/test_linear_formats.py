@@ -18,8 +18,8 @@ from aioengine.families._experts import ExpertsConfig, SharedConfig
 from aioengine.families._tensors import adaptable_layers, checkpoint_tensors, expert_tensors, plain_tensors
 from aioengine.families.llama import LlamaFamily
 from aioengine.layers.experts import SparseMLP
+from aioengine.layers.layer import Placement, Shard, Units, rank_ranges
 from aioengine.layers.linear import Linear
-from aioengine.layers.placement import Placement, Shard, Units, rank_ranges
 from aioengine.model_files.checkpoint import check_entries, read_headers
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization._base import Axis, LinearFormat, LinearSpec, Prepared, Tensors
