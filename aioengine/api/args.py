@@ -24,7 +24,7 @@ from aioengine.logs import warn_caller
 from aioengine.model_files.adapter_folder import MAX_RANK
 from aioengine.model_files.online_quantization import GROUP_SIZES, METHODS
 from aioengine.model_files.quantized_formats import FORMATS
-from aioengine.settings.config import DEFAULT_GROUP_SIZE, EngineConfig, GivenAdapter
+from aioengine.settings.config import DEFAULT_GROUP_SIZE, MAX_REPLICAS, ROUTINGS, EngineConfig, GivenAdapter
 from aioengine.settings.resolve import (
     CPU_LIMITS,
     CPU_MEMORY_FRACTION,
@@ -326,6 +326,17 @@ _ROWS: Final = {
     "tp_size": Argument(
         whole_from(1, MAX_RANKS), "ranks (processes, each with a GPU) that share the weights", place="device.tp_size"
     ),
+    "dp_size": Argument(
+        whole_from(1, MAX_REPLICAS),
+        "replicas: copies of the model, each with its own processes and tp_size GPUs",
+        place="supervision.num_replicas",
+    ),
+    "load_balance_method": Argument(
+        _words(*ROUTINGS),
+        "how a request gets its replica: auto (cached prefix and open tokens), round_robin or shortest_queue",
+        place="supervision.routing",
+    ),
+    "base_gpu_id": Argument(whole_from(0, MAX_RANKS), "the first GPU to use", place="device.base_gpu_id"),
     "disable_cuda_graph": Argument(_negated, "no CUDA graphs", place="device.cuda_graphs"),
     "cuda_graph_max_bs": Argument(
         whole_from(1, 65536),

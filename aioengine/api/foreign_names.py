@@ -42,6 +42,7 @@ ALIASES: Final[dict[str, str]] = {
     "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
     "enforce_eager": "disable_cuda_graph",
     "tensor_parallel_size": "tp_size",
+    "data_parallel_size": "dp_size",
     "watchdog_timeout": "stall_timeout",
     "seed": "random_seed",
 }
@@ -50,7 +51,7 @@ ALIASES: Final[dict[str, str]] = {
 MISSING_ARGUMENTS: Final = _missing(
     {
         "pipeline parallelism": "pp_size=1 pipeline_parallel_size=1",
-        "data parallelism": "dp_size=1 data_parallel_size=1 enable_dp_attention=False",
+        "data parallelism inside a model": "enable_dp_attention=False",
         "expert parallelism": "ep_size=1 enable_expert_parallel=False",
         "several machines": "nnodes=1 node_rank=0",
         "speculation with a second model": "speculative_draft_model_path speculative_draft_model_quantization "
@@ -88,7 +89,6 @@ MISSING_OPTIONS: Final = _missing(
         "routed experts": "return_routed_experts=False routed_experts_start_len=0",
         "routing by session (session_params continues earlier requests)": "session_id",
         "parts of the prefix cache": "extra_key=''",
-        "data parallelism": "routed_dp_rank=0 data_parallel_rank=0",
         "separate prefill and decode engines": "bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank "
         "kv_hints",
     }
@@ -100,7 +100,7 @@ MISSING_PARAMETERS: Final = _missing({"watermarking": "watermark=''|{}"})
 
 IGNORED: Final = frozenset(
     """
-    api_key base_gpu_id constrained_json_disable_any_whitespace constrained_json_whitespace_pattern crash_dump_folder
+    api_key constrained_json_disable_any_whitespace constrained_json_whitespace_pattern crash_dump_folder
     cuda_graph_bs cuda_graph_bs_decode cuda_graph_bs_prefill cuda_graph_max_bs_prefill custom_sigquit_handler
     decode_log_interval delete_ckpt_after_loading disable_chunked_prefix_cache disable_cuda_graph_padding
     disable_custom_all_reduce disable_fast_image_processor disable_log_stats disable_outlines_disk_cache
@@ -109,7 +109,7 @@ IGNORED: Final = frozenset(
     enable_return_hidden_states enable_symm_mem enable_tokenizer_batch_encode enable_trace enable_two_batch_overlap
     fastapi_root_path file_storage_path fp8_gemm_runner_backend gpu_id_step grammar_backend grpc_mode hicache_ratio
     hicache_size hicache_write_policy host incremental_streaming_output kv_events_config limit_mm_data_per_request
-    load_balance_method log_level_http log_requests log_requests_level lora_backend lora_eviction_policy
+    log_level_http log_requests log_requests_level lora_backend lora_eviction_policy
     max_lora_chunk_size max_prefill_tokens mm_attention_backend mm_process_config moe_a2a_backend moe_dense_tp_size
     moe_runner_backend nccl_port num_continuous_decode_steps numa_node port pp_max_micro_batch_size
     prefill_max_requests radix_eviction_policy sampling_backend schedule_conservativeness

@@ -38,7 +38,7 @@ ARGUMENTS_OF_CALLS: Final = frozenset(
     return_exceptions return_prompt_token_ids add_special_tokens truncate_prompt_tokens cache_salt lora_path image_data
     return_hidden_states custom_logit_processor session_params return_logprob logprob_start_len top_logprobs_num
     token_ids_logprob return_text_in_logprobs chat_template enable_thinking tools chat_template_kwargs
-    external_trace_header
+    external_trace_header routed_dp_rank
     """.split()  # noqa: SIM905  # thirty quoted names would hide the list
 )
 """Arguments of calls, for the error if ``sampling_params`` has one of them. Their types are in

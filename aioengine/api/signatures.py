@@ -102,6 +102,9 @@ class EngineArguments(TypedDict, total=False):
     attention_backend: str | None
     enable_deterministic_inference: bool | None
     tp_size: int | None
+    dp_size: int | None
+    load_balance_method: str | None
+    base_gpu_id: int | None
     disable_cuda_graph: bool | None
     cuda_graph_max_bs: int | None
     logits_processors: Sequence[str] | str | None
@@ -157,6 +160,7 @@ class EngineArguments(TypedDict, total=False):
     cuda_graph_max_bs_decode: int | None
     enforce_eager: bool | None
     tensor_parallel_size: int | None
+    data_parallel_size: int | None
     watchdog_timeout: float | None
     seed: int | None
 

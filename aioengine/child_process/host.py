@@ -82,6 +82,15 @@ def limit_threads(num_threads: int) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
+def use_share_of_cores(number: int, num_shares: int) -> None:
+    """Restrict this process to one of ``num_shares`` equal parts of its cores, if there are enough. Linux only."""
+    if sys.platform == "linux":
+        cores = sorted(os.sched_getaffinity(0))
+        size = len(cores) // num_shares
+        if size:
+            os.sched_setaffinity(0, cores[number * size : (number + 1) * size])
+
+
 def limit_kernel_cache() -> None:
     """Limit the kernel caches of torch and oneDNN, which are imported later.
 

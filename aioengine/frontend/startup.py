@@ -116,15 +116,16 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         check_files(Path(tokenizer_path))
 
     num_replicas = config.supervision.num_replicas
-    if num_replicas > 1 and settings.runner.device != "cpu":
-        raise ValueError(f"{num_replicas} replicas need a device each, and all would use the same; use device='cpu'")
 
-    def make_replica(events: Events) -> Supervisor:
-        roles = roles_of(settings)
-        return Supervisor(settings, config.supervision, launcher="process", events=events, roles=roles)
+    def make_replica(number: int, events: Events) -> Supervisor:
+        own = replace(settings, runner=replace(settings.runner, replica=number))
+        return Supervisor(own, config.supervision, launcher="process", events=events, roles=roles_of(own))
 
     def make_processes(events: Events) -> Processes:
-        return make_replica(events) if num_replicas == 1 else Fleet([make_replica] * num_replicas, events)
+        if num_replicas == 1:
+            return make_replica(0, events)
+        makers = [partial(make_replica, number) for number in range(num_replicas)]
+        return Fleet(makers, events, config.supervision.routing)
 
     return Blueprint(
         settings=settings,

@@ -20,7 +20,13 @@ import msgspec
 from msgspec.structs import replace
 
 from aioengine.child_process.child import Child, run_child
-from aioengine.child_process.host import keep_freed_memory, limit_kernel_cache, limit_threads, show_one_gpu
+from aioengine.child_process.host import (
+    keep_freed_memory,
+    limit_kernel_cache,
+    limit_threads,
+    show_one_gpu,
+    use_share_of_cores,
+)
 from aioengine.child_process.uplink import encodable
 from aioengine.constraints.grammars import Grammars
 from aioengine.errors import UnsupportedSchemaError, describe
@@ -434,14 +440,16 @@ def weight_version_in(facts: Mapping[str, str | int | float | bool]) -> str:
 def prepare_process(child: Child) -> Settings:
     """Prepare a process with a runner. Return its settings, with its rank."""
     settings = child.settings
-    limit_threads(settings.runner.num_threads)
+    runner, ranks, rank = settings.runner, settings.runner.ranks, child.orders.role.rank
+    limit_threads(runner.num_threads)
     limit_kernel_cache()
     keep_freed_memory()
-    ranks = settings.runner.ranks
+    if runner.device == "cpu" and runner.num_replicas > 1:
+        use_share_of_cores(runner.replica, runner.num_replicas)
+    if runner.device == "cuda" and runner.base_gpu_id + runner.num_runners > 1:
+        show_one_gpu(runner.base_gpu_id + runner.replica * runner.num_runners // runner.num_replicas + rank)
     if ranks is None:
         return settings
-    rank = child.orders.role.rank
-    show_one_gpu(rank)
     ranks = replace(ranks, rank=rank, meeting_file=str(Path(child.orders.board).with_name("ranks")))
     return replace(settings, runner=replace(settings.runner, ranks=ranks))
 

@@ -189,7 +189,7 @@ DEFAULT_WEIGHT_VERSION = "default"
 class FirstToken(Struct, frozen=True, array_like=True, gc=False):
     """A request has its first token.
 
-    num_cached: number of prompt tokens taken from the prefix cache. weight_version: version of the model's weights.
+    num_cached: prompt tokens taken from the prefix cache. weight_version: of the model. replica: added by a fleet.
     """
 
     uid: int
@@ -197,6 +197,7 @@ class FirstToken(Struct, frozen=True, array_like=True, gc=False):
     admitted_at: float
     first_token_at: float
     weight_version: str = DEFAULT_WEIGHT_VERSION
+    replica: int | None = None
 
 
 class Continuation(Struct, frozen=True, array_like=True, gc=False):
@@ -256,7 +257,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     session: its pages stay pinned after its end until the control message "close_sessions"; 0: no session.
     second_text: index of the first token of the second text, in the prompt of a POOL request; 0: there is none.
     adapter: its adapter; None: the base model. Requests with the same ``Adapter.id`` can share prefixes.
-    media: the images of the prompt, in order.
+    media: the images of the prompt, in order. replica: chosen by the caller; None: ``Routes`` chooses.
     """
 
     uid: int
@@ -276,6 +277,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     embeds: bytes = b""
     adapter: Adapter | None = None
     media: list[Media] = []
+    replica: int | None = None
 
 
 class Abort(Struct, tag="abort", array_like=True, gc=False):

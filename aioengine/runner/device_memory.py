@@ -94,8 +94,7 @@ class DeviceMemory:
         fraction = settings.memory.mem_fraction_static if settings.memory.num_pages is None else None
         limit = "" if fraction is None else f"mem_fraction_static={fraction:g}"
         if self.device.type == "cpu":
-            ranks = settings.runner.ranks
-            free = free_host_memory() // (1 if ranks is None else ranks.size)
+            free = free_host_memory() // settings.runner.num_runners
             explanation = f"{format_bytes(free)} are free" + (f", and {limit} of it may be used" if limit else "")
             return PoolBudget(int(free * (1.0 if fraction is None else fraction)), explanation)
         advice = "Lower chunked_prefill_size or max_running_requests"

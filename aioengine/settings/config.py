@@ -57,6 +57,7 @@ class DeviceConfig(Struct, frozen=True, kw_only=True):
     """The devices and the kernels. ``logits_processors``: "module:Class" of the user's processors."""
 
     name: str = "auto"
+    base_gpu_id: int = 0
     tp_size: int = 1
     attention_backend: str = "auto"
     batch_invariant: bool = False
@@ -145,17 +146,24 @@ class DeliveryConfig(Struct, frozen=True, kw_only=True):
     max_hidden_state_bytes: int = 64 * 1024 * 1024
 
 
+MAX_REPLICAS: Final = 64
+ROUTINGS: Final = ("auto", "round_robin", "shortest_queue")
+"""How a replica is chosen for a request (``supervision.routing.Routes``)."""
+
+
 class SupervisionConfig(Struct, frozen=True, kw_only=True):
     """Starting, watching and replacing the processes.
 
     Attributes:
-        num_replicas: number of copies of the model, each with its own processes. No argument of the engine sets it.
+        num_replicas: number of copies of the model, each with its own processes.
+        routing: one of ``ROUTINGS``.
         max_restarts: 0: the engine ends when a process ends.
         stall_timeout_s: a process without progress for this time is replaced. Every step must be shorter, even a
             prefill chunk of a large model on two cores.
     """
 
     num_replicas: int = 1
+    routing: str = "auto"
     max_restarts: int = 3
     restart_window_s: float = 600.0
     stall_timeout_s: float = 600.0
@@ -382,6 +390,9 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
         logits_processors: "module:Class" of the user's logits processors, which requests may name.
         lora: None: only the base model is served.
         ranks: None: one process computes the whole model.
+        replica: the number of this copy of the model, below ``num_replicas``.
+        base_gpu_id: the first GPU of the first replica. Rank r of replica i uses the GPU
+            ``base_gpu_id + i * number of ranks + r``.
         options: only read by the factory.
     """
 
@@ -397,7 +408,15 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
     logits_processors: tuple[str, ...] = ()
     lora: LoraSettings | None = None
     ranks: RankSettings | None = None
+    replica: int = 0
+    num_replicas: int = 1
+    base_gpu_id: int = 0
     options: dict[str, str | int | float | bool] = {}
+
+    @property
+    def num_runners(self) -> int:
+        """The number of processes with a runner: the ranks of all replicas."""
+        return self.num_replicas * (1 if self.ranks is None else self.ranks.size)
 
 
 class TextSettings(Struct, frozen=True, kw_only=True):

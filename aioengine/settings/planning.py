@@ -82,7 +82,9 @@ class Plan(Struct, frozen=True, kw_only=True):
         state_bytes_per_request: recurrent states of a request. Their snapshots make the pool smaller.
         activations_bytes: estimate for the largest step, with CUDA graphs, adapter slots and cached image features.
         tp_size: the number of ranks. ``num_parameters`` is the number of parameters of all of them.
-        device_memory: all memory of the GPU, or the free memory of the machine for a CPU, divided by the ranks.
+        dp_size: the number of replicas. The KV pool, its tokens and ``max_requests`` are of one replica.
+        device_memory: all memory of the GPU, or the free memory of the machine for a CPU, divided by the ranks of all
+            replicas.
         max_total_tokens: size of the KV pool in tokens of requests of the context length; 0: the model does not fit.
         longest_context: tokens of the longest request that fits; 0: the weights alone do not fit.
         max_requests: requests of ``context_length`` tokens that run at a time.
@@ -110,6 +112,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     longest_context: int
     max_requests: int
     tp_size: int = 1
+    dp_size: int = 1
 
     @property
     def cuda_bytes(self) -> int:
@@ -145,7 +148,8 @@ class Plan(Struct, frozen=True, kw_only=True):
             "": f"{kind}, {_counted(self.num_parameters)} parameters",
             "implementation": f"{self.implementation}: {self.reason}",
             "device": f"{self.device}, dtype {self.dtype}, attention_backend {self.attention_backend}"
-            + (f", {self.tp_size} ranks; sizes are of one rank" if self.tp_size > 1 else ""),
+            + (f", {self.tp_size} ranks; sizes are of one rank" if self.tp_size > 1 else "")
+            + (f", {self.dp_size} replicas; tokens and requests are of one" if self.dp_size > 1 else ""),
             "device_memory": f"{format_bytes(self.device_memory)} {whose}",
             "weights": format_bytes(self.weights_bytes),
             "activations": f"about {format_bytes(self.activations_bytes)}"
@@ -187,8 +191,9 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     """See ``plan``. May block until the config files are downloaded."""
     facts = model_folder.find_facts(replace(config.model, tokenizer_path=None), configs_only=True)
     device = machine.device_facts()
+    num_gpus = config.device.base_gpu_id + config.supervision.num_replicas * config.device.tp_size
     if device_memory is not None and config.device.name != "cpu":
-        device = replace(device, num_gpus=config.device.tp_size, has_triton=True)
+        device = replace(device, num_gpus=num_gpus, has_triton=True)
     elif config.device.name == "cuda" and not device.num_gpus:
         raise ValueError(
             "device='cuda': this machine shows no NVIDIA GPU; to plan for another machine, give device_memory, such as "
@@ -202,7 +207,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     if device_memory is None:
         device_memory = machine.free_host_memory() if is_on_cpu else _gpu_memory(device)
     if is_on_cpu:
-        device_memory //= num_ranks
+        device_memory //= settings.runner.num_runners
     whole = model_folder.family_config(config.model)
     family = part_of(whole, num_ranks)
     itemsize = DTYPE_BYTES[settings.model.dtype]
@@ -252,6 +257,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         longest_context=longest,
         max_requests=min(tokens // padded, pool.num_rows),
         tp_size=num_ranks,
+        dp_size=config.supervision.num_replicas,
     )
 
 

@@ -14,6 +14,7 @@ from aioengine.model_files.online_quantization import METHODS
 from aioengine.settings.config import (
     DEFAULT_GROUP_SIZE,
     TRANSFORMERS,
+    DeviceConfig,
     EngineConfig,
     LoraConfig,
     LoraSettings,
@@ -93,6 +94,8 @@ def resolve(
     model_settings = _model_settings(config, model, dtype)
     if model_settings.quantization:
         quantized_formats.check("quantization", model_settings.quantization, device_name)
+    if is_on_gpu:
+        _check_gpus(config.device, config.supervision.num_replicas, device.num_gpus)
     graph_rows = 0
     if is_on_gpu and config.device.cuda_graphs and config.device.tp_size == 1:  # no graphs with collectives yet
         wanted = config.device.cuda_graph_max_rows
@@ -111,7 +114,7 @@ def resolve(
             device=device_name,
             attention_backend=backend,
             fallback_backend="triton" if config.device.attention_backend == "auto" else "",
-            num_threads=max(device.num_threads // config.device.tp_size, 1)
+            num_threads=max(device.num_threads // (config.device.tp_size * config.supervision.num_replicas), 1)
             if _num_parameters(model) >= THREADED_PARAMETERS
             else 1,
             batch_invariant=config.device.batch_invariant,
@@ -120,7 +123,9 @@ def resolve(
             logprobs_mode=config.logprobs_mode,
             logits_processors=config.device.logits_processors,
             lora=_lora_settings(config.lora, model, adapters),
-            ranks=_rank_settings(config, model, device, is_on_gpu=is_on_gpu),
+            ranks=_rank_settings(config, model),
+            num_replicas=config.supervision.num_replicas,
+            base_gpu_id=config.device.base_gpu_id,
         ),
         text=TextSettings(
             tokenizer_path=model.tokenizer_path if config.model.tokenizer else None,
@@ -133,21 +138,24 @@ def resolve(
     )
 
 
-def _rank_settings(
-    config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, is_on_gpu: bool
-) -> RankSettings | None:
-    """Return the ranks; None for one rank.
+def _check_gpus(config: DeviceConfig, num_replicas: int, num_gpus: int) -> None:
+    """Raise ValueError if there are fewer GPUs than ranks of all replicas."""
+    last = config.base_gpu_id + num_replicas * config.tp_size
+    if last > num_gpus:
+        raise ValueError(
+            f"tp_size={config.tp_size}, dp_size={num_replicas} and base_gpu_id={config.base_gpu_id} need "
+            f"{last} GPU{'s' * (last > 1)}, and this machine has {num_gpus}"
+        )
 
-    Raises ValueError if the model or the machine cannot be divided.
-    """
+
+def _rank_settings(config: EngineConfig, model: ModelFacts) -> RankSettings | None:
+    """Return the ranks; None for one rank. Raises ValueError if the model cannot be divided."""
     num_ranks = config.device.tp_size
     if num_ranks == 1:
         return None
     if num_ranks not in model.rank_counts:
         counts = ", ".join(map(str, model.rank_counts))
         raise ValueError(f"tp_size={num_ranks} does not work for this model: {model.rank_sizes}; what works: {counts}")
-    if is_on_gpu and num_ranks > device.num_gpus:
-        raise ValueError(f"tp_size={num_ranks} needs as many GPUs, and this machine has {device.num_gpus}")
     if model.is_quantized or config.model.quantization is not None:
         raise ValueError(f"tp_size={num_ranks} does not work with quantized weights yet; tp_size=1 works")
     if config.lora.enabled or config.lora.adapters:

@@ -45,10 +45,10 @@ _NUM_TOTALS = len(Totals.__struct_fields__)
 class Fleet:
     """Owns the replicas of one engine from ``start`` to ``stop``. Belongs to one event loop."""
 
-    def __init__(self, makers: Sequence[Callable[[Events], Supervisor]], events: Events) -> None:
+    def __init__(self, makers: Sequence[Callable[[Events], Supervisor]], events: Events, routing: str = "auto") -> None:
         """makers: one function per replica; it returns a ``Supervisor`` that reports to the given events."""
         self._events = events
-        self._routes = Routes(len(makers))
+        self._routes = Routes(len(makers), routing)
         self._stats: dict[int, Stats] = {}  # replica -> latest statistics
         self._num_open = dict.fromkeys(range(len(makers)), 0)  # replica -> number of requests in its detokenizer
         self._replies: dict[int, dict[int, Reply | None]] = {}  # call id -> replica -> reply
@@ -83,10 +83,11 @@ class Fleet:
             await asyncio.wait(starts)
             await self.stop(0.0)
             raise
+        self._routes.cache_tokens = min(cast("int", replica["max_total_tokens"]) for replica in facts)
         return {
             **facts[0],
             "num_replicas": len(facts),
-            "max_total_tokens": min(cast("int", replica["max_total_tokens"]) for replica in facts),
+            "max_total_tokens": self._routes.cache_tokens,
             "max_running_requests": sum(cast("int", replica["max_running_requests"]) for replica in facts),
         }
 
@@ -158,6 +159,11 @@ class Fleet:
                 if message.num_open is not None:
                     self._num_open[number] = message.num_open
                     message.num_open = sum(self._num_open.values())
+                message.first_tokens = [
+                    msgspec.structs.replace(token, replica=number) for token in message.first_tokens
+                ]
+                for token in message.first_tokens:
+                    self._routes.prompt_computed(token.uid)
                 for end in message.ended:
                     self._routes.forget(end.uid)
             elif isinstance(message, Stats):

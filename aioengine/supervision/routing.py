@@ -2,51 +2,120 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
     from aioengine.protocol.messages import Submit
+
+_BLOCK_TOKENS: Final = 64
 
 
 class Routes:
     """The replica of each open request. Replicas are numbered from 0.
 
-    A new request goes to the replica with the fewest open tokens (prompt tokens plus ``max_new_tokens``). On a tie, it
-    goes to the replica with the lowest number. The request stays in its replica until ``forget``.
+    A request that names a replica goes there, if that replica lives. For the other requests, the method decides:
+
+    - "auto": the replica with the fewest tokens to compute for all its open requests and the new one: prompt tokens
+      that are not in its cache, and ``max_new_tokens``. So turns of a session and requests with the same prefix or
+      adapter meet in one replica, unless its queue is longer than the prefix is worth.
+    - "round_robin": one replica after the other.
+    - "shortest_queue": the replica with the fewest open requests.
+
+    On a tie, the lowest number wins. The request stays in its replica until ``forget``.
+
+    Attributes:
+        cache_tokens: tokens in the prefix cache of a replica. The last prompts up to this size count as cached.
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        self._loads = dict.fromkeys(range(num_replicas), 0)  # replica -> tokens
-        self._routes: dict[int, tuple[int, int]] = {}  # uid -> (replica, tokens)
+    def __init__(self, num_replicas: int, method: str = "auto", cache_tokens: int = 1 << 20) -> None:
+        replicas = range(num_replicas)
+        self.cache_tokens = cache_tokens
+        self._method = method
+        self._num_chosen = 0
+        self._num_open = dict.fromkeys(replicas, 0)  # replica -> requests
+        self._num_tokens = dict.fromkeys(replicas, 0)  # replica -> tokens to compute
+        self._routes: dict[int, int] = {}  # uid -> replica
+        self._parts: dict[int, tuple[int, int]] = {}  # uid -> tokens to compute of its prompt and of its output
+        self._seen: dict[int, dict[int, None]] = {number: {} for number in replicas}  # replica -> hashes, oldest first
 
     @property
     def replicas(self) -> Collection[int]:
         """The replicas that accept requests."""
-        return self._loads.keys()
+        return self._num_open.keys()
 
     def choose(self, submit: Submit) -> int:
         """Choose and record the replica of a new request. Return the recorded replica if there is one."""
-        if submit.uid not in self._routes:
-            num_tokens = len(submit.prompt_token_ids) + submit.limits.max_new_tokens
-            replica = min(self._loads, key=self._loads.__getitem__)
-            self._loads[replica] += num_tokens
-            self._routes[submit.uid] = replica, num_tokens
-        return self._routes[submit.uid][0]
+        uid = submit.uid
+        if uid not in self._routes:
+            blocks = list(_blocks(submit)) if self._method == "auto" else []
+            replica = self._best(submit, blocks)
+            num_prompt = max(0, len(submit.prompt_token_ids) - self._num_seen(replica, blocks))
+            self._parts[uid] = num_prompt, submit.limits.max_new_tokens
+            self._routes[uid] = replica
+            self._num_open[replica] += 1
+            self._num_tokens[replica] += sum(self._parts[uid])
+            self._remember(replica, blocks)
+        return self._routes[uid]
+
+    def _best(self, submit: Submit, blocks: list[int]) -> int:
+        if submit.replica in self._num_open:
+            return submit.replica
+        if self._method == "round_robin":
+            self._num_chosen += 1
+            return list(self._num_open)[(self._num_chosen - 1) % len(self._num_open)]
+        if self._method == "shortest_queue":
+            return min(self._num_open, key=self._num_open.__getitem__)
+        return min(self._num_open, key=lambda replica: self._num_tokens[replica] - self._num_seen(replica, blocks))
+
+    def _num_seen(self, replica: int, blocks: list[int]) -> int:
+        """Return how many tokens of the blocks, from the first one on, this replica has seen."""
+        seen = self._seen[replica]
+        return _BLOCK_TOKENS * next((count for count, block in enumerate(blocks) if block not in seen), len(blocks))
+
+    def _remember(self, replica: int, blocks: list[int]) -> None:
+        seen = self._seen[replica]
+        for block in reversed(blocks):  # the first ones are forgotten last
+            seen.pop(block, None)
+            seen[block] = None
+        while len(seen) > self.cache_tokens // _BLOCK_TOKENS:
+            del seen[next(iter(seen))]
 
     def find(self, uid: int) -> int | None:
         """Return the replica of this request, or None if the request has ended."""
-        route = self._routes.get(uid)
-        return None if route is None else route[0]
+        return self._routes.get(uid)
+
+    def prompt_computed(self, uid: int) -> None:
+        """The request has its first token."""
+        num_prompt, num_output = self._parts.get(uid, (0, 0))
+        if num_prompt:
+            self._num_tokens[self._routes[uid]] -= num_prompt
+            self._parts[uid] = 0, num_output
 
     def forget(self, uid: int) -> None:
         """Remove a request that has ended."""
-        replica, num_tokens = self._routes.pop(uid, (-1, 0))
-        if replica in self._loads:
-            self._loads[replica] -= num_tokens
+        if (replica := self._routes.pop(uid, None)) is not None:
+            self._num_open[replica] -= 1
+            self._num_tokens[replica] -= sum(self._parts.pop(uid))
 
     def remove(self, replica: int) -> None:
         """Remove a replica and all its requests."""
-        del self._loads[replica]
-        self._routes = {uid: route for uid, route in self._routes.items() if route[0] != replica}
+        for uid in [uid for uid, route in self._routes.items() if route == replica]:
+            self.forget(uid)
+        for numbers in (self._num_open, self._num_tokens, self._seen):
+            del numbers[replica]
+
+
+def _blocks(submit: Submit) -> Iterator[int]:
+    """Return a hash for each whole block of the prompt that depends on all tokens up to its end.
+
+    A request with an adapter has one more block, so that it prefers a replica that has the adapter.
+    """
+    ids = submit.prompt_token_ids
+    block = hash((None if submit.adapter is None else submit.adapter.id, submit.cache_salt))
+    if submit.adapter is not None:
+        yield block
+    for start in range(0, len(ids) - _BLOCK_TOKENS + 1, _BLOCK_TOKENS):
+        block = hash((block, *ids[start : start + _BLOCK_TOKENS]))
+        yield block

@@ -1,4 +1,4 @@
-"""The benchmark of the core runs, and its figures are plausible."""
+"""The benchmarks of the pure parts run, and their figures are plausible."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.host.routing import simulate
 from benchmarks.host.scheduler import measure
 
 ROOT = Path(__file__).parents[2]
@@ -21,3 +22,10 @@ def test_the_figures_are_printed_as_json() -> None:
     command = [sys.executable, "-m", "benchmarks.host.scheduler", "--rows", "1", "4", "--output", "40", "--json"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert [figure["rows"] for figure in json.loads(answer.stdout)["figures"]] == [1, 4]
+
+
+def test_routing_by_prefix_finds_more_tokens_in_the_caches_than_other_methods() -> None:
+    cached = {
+        method: simulate(4, method, 60, load=0.8)["cached"] for method in ("auto", "round_robin", "shortest_queue")
+    }
+    assert cached["auto"] > 1.3 * max(cached["round_robin"], cached["shortest_queue"])

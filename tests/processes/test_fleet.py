@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import pytest
 
-from aioengine.api.args import engine_config
 from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineDeadError, EngineStartupError, RequestError
-from aioengine.frontend.startup import blueprint_of
-from aioengine.settings import machine
 from aioengine.settings.config import SupervisionConfig
 from aioengine.supervision.fleet import Fleet
 from aioengine.supervision.supervisor import Supervisor
@@ -28,6 +25,7 @@ from tests.processes.restart_kit import ANSWERS, ROLES, ask_all, frontend_of, un
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from aioengine.api.signatures import EngineArguments
     from aioengine.frontend.engine_parts import Blueprint
     from aioengine.supervision.supervisor import Events
 
@@ -46,14 +44,6 @@ def fleet_engine(*setups: FakeSetup, launcher: str = "process", max_restarts: in
         return msgspec.structs.replace(setups[0].blueprint(), make_processes=lambda events: Fleet(makers, events))
 
     return AsyncEngine.from_blueprint(blueprint)
-
-
-def replicated_demo(num_replicas: int) -> AsyncEngine:
-    """Return an engine of the demo model with this number of replicas in its configuration."""
-    config = engine_config(None, {"device": "cpu", "max_running_requests": 3, "max_total_tokens": 4096})
-    supervision = msgspec.structs.replace(config.supervision, num_replicas=num_replicas)
-    config = msgspec.structs.replace(config, supervision=supervision)
-    return AsyncEngine.from_blueprint(partial(blueprint_of, config))
 
 
 def fleet_of(engine: AsyncEngine) -> Fleet:
@@ -210,25 +200,34 @@ async def _one(engine: AsyncEngine, rid: str) -> object:
 async def test_engine_started_with_two_replicas_answers_like_one() -> None:
     prompts = [f"Here are {number} animals:" for number in range(12)]
     params = [{"max_new_tokens": 16, "seed": number} for number in range(12)]
-    async with replicated_demo(1) as engine:
+    arguments: EngineArguments = {"device": "cpu", "max_running_requests": 3, "max_total_tokens": 4096}
+    async with AsyncEngine(**arguments) as engine:
         assert type(frontend_of(engine).parts.processes) is Supervisor
         assert frontend_of(engine).parts.settings.scheduler.max_running == 3
         expected = [answer["text"] for answer in await engine.async_generate(prompts, params)]
-    async with replicated_demo(2) as engine:
+    async with AsyncEngine(**arguments, dp_size=2, load_balance_method="round_robin") as engine:
         assert [one["role"] for one in engine.health()["processes"]] == ROLES * 2
         assert frontend_of(engine).parts.settings.scheduler.max_running == 6
-        assert [answer["text"] for answer in await engine.async_generate(prompts, params)] == expected
+        answers = await engine.async_generate(prompts, params)
+        assert [answer["text"] for answer in answers] == expected
+        assert [answer["meta_info"]["dp_rank"] for answer in answers] == [0, 1] * 6
         states = cast("list[dict[str, int]]", (await engine.get_server_info())["internal_states"])
         assert all(state["num_finished"] for state in states)
 
 
-def test_replicas_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = engine_config(None, {})
-    config = msgspec.structs.replace(config, supervision=SupervisionConfig(num_replicas=2))
-    gpu = machine.DeviceFacts(num_threads=3, cpu_bfloat16=True, num_gpus=1, drawn_seed=99, has_triton=True)
-    monkeypatch.setattr(machine, "device_facts", lambda: gpu)
-    with pytest.raises(ValueError, match="2 replicas need a device each"):
-        blueprint_of(config)
+async def test_call_may_choose_its_replica() -> None:
+    setup = FakeSetup()
+    async with fleet_engine(setup, setup, launcher="inline") as engine:
+        for replica in (1, 0, 1):
+            answers = await engine.async_generate(["a", "b"], {"max_new_tokens": 2}, routed_dp_rank=replica)
+            assert [answer["meta_info"]["dp_rank"] for answer in answers] == [replica, replica]
+        with pytest.raises(ValueError, match="routed_dp_rank must be less than dp_size, which is 2, got 2"):
+            await engine.async_generate("a", routed_dp_rank=2)
+        with pytest.raises(ValueError, match="routed_dp_rank"):
+            await engine.async_generate("a", routed_dp_rank=-1)
+    async with fleet_engine(setup, launcher="inline") as engine:
+        answer = await engine.async_generate("a", {"max_new_tokens": 2}, routed_dp_rank=0)
+        assert answer["meta_info"]["completion_tokens"] == 2
 
 
 @process

@@ -141,6 +141,7 @@ class CallRow(Struct, eq=False):
         self.first_token = first_token
         self.info["cached_tokens"] = first_token.num_cached
         self.info["weight_version"] = first_token.weight_version
+        self.info["dp_rank"] = first_token.replica
 
     def preempt(self) -> None:
         """Count a preemption."""

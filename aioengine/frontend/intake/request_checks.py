@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 from msgspec import Meta, ValidationError, convert
 
@@ -36,6 +36,7 @@ class RequestChecks:
         self.model = model = parts.settings.model
         self.encoder = encoder
         self.images = images
+        self._num_replicas = cast("int", parts.facts.get("num_replicas", 1))
         self._vocabulary = list[Annotated[int, Meta(ge=0, lt=model.vocab_size)]]  # checked in one pass
         self._last_message_parts: MessageParts | None = None
 
@@ -55,6 +56,10 @@ class RequestChecks:
         """
         logprobs, processors, has_tokenizer = request.logprobs, request.processors, self.encoder.has_tokenizer
         if first == 0:  # the options that all rows share
+            if request.replica is not None and request.replica >= self._num_replicas:
+                raise ValueError(
+                    f"routed_dp_rank must be less than dp_size, which is {self._num_replicas}, got {request.replica}"
+                )
             if request.pooled is not None or self.model.task != "generate":
                 request.pooled = completed(request.pooled, self.model)
             if request.given_params is None:

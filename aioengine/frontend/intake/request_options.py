@@ -58,6 +58,7 @@ class PlainRequestOptions(TypedDict, total=False):
     top_logprobs_num: int | Sequence[int | None] | None
     token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | checks.Array | None
     return_text_in_logprobs: bool | Sequence[bool | None] | None
+    routed_dp_rank: int | None
 
 
 class RequestOptions(PlainRequestOptions, total=False):
@@ -106,6 +107,7 @@ class RequestOptions(PlainRequestOptions, total=False):
     top_logprobs_num: number of most likely tokens at each position that have logprobs too, up to the vocabulary size.
     token_ids_logprob: more token ids that have logprobs at each position.
     return_text_in_logprobs: each logprob has the text of its token.
+    routed_dp_rank: the replica for the call, less than ``dp_size``. None, or if it has failed: the engine chooses.
     """
 
     return_exceptions: bool

@@ -49,6 +49,7 @@ from aioengine.frontend.sessions.session_params import SessionParams, session_pa
 from aioengine.media.intake.sources import NOT_TRUNCATED, GivenImages, given_images
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, Sampling, TextRules
 from aioengine.protocol.packed_logprobs import LogprobDecoder
+from aioengine.settings.config import MAX_REPLICAS
 
 if TYPE_CHECKING:
     from aioengine.api.answers import ExtraDecoder
@@ -102,6 +103,7 @@ class CallRequest(Struct):
         timeouts: seconds from the call, by their names in a finish reason.
         lists: the options with one value per prompt.
         trace_headers: ``external_trace_header``, with names in lower case.
+        replica: the replica that the caller chose; None: the engine chooses.
     """
 
     name: str
@@ -139,6 +141,7 @@ class CallRequest(Struct):
     logprobs: LogprobOptions | None = None
     lists: list[PerPrompt[Any]] = []
     trace_headers: Mapping[str, str] = {}
+    replica: int | None = None
 
     @property
     def is_checked(self) -> bool:
@@ -411,6 +414,8 @@ def _set_options(request: CallRequest, options: Mapping[str, object]) -> None:
     if (tenant := options.get("tenant")) is not None:
         request.tenant = checks.text("tenant", tenant, max_bytes=checks.MAX_TENANT_BYTES)
     request.timeouts = {key: value for key, name in _TIMEOUTS if (value := _timeout(name, options)) is not None}
+    if (replica := options.get("routed_dp_rank")) is not None:
+        request.replica = checks.whole("routed_dp_rank", replica, 0, MAX_REPLICAS - 1)
     request.refuses_late = checks.switch("refuse_late", options.get("refuse_late", False))
     request.resume_ttl_s = _timeout("resume_ttl", options)
     request.trace_headers = _headers(options.get("external_trace_header"))

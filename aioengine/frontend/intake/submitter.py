@@ -415,6 +415,7 @@ class Submitter:
             embeds=embeds,
             adapter=None if request.adapters is None else request.adapters.of(prompt),
             media=ids.media if isinstance(ids, MediaIds) else [],
+            replica=request.replica,
         )
 
     def _fail(self, call: Call, error: Exception) -> None:

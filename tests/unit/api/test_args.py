@@ -21,7 +21,8 @@ DOCUMENTED = """
     model_path tokenizer_path device dtype context_length trust_remote_code model_impl load_format random_seed
     quantization quantization_group_size kv_cache_dtype
     max_running_requests max_queued_requests max_queued_tokens max_total_tokens mem_fraction_static page_size
-    chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule tp_size disable_cuda_graph
+    chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule tp_size dp_size
+    load_balance_method base_gpu_id disable_cuda_graph
     tenant_weights max_queued_bytes max_logprob_bytes slow_reader slow_reader_timeout
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
     startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference is_embedding
@@ -81,6 +82,7 @@ def test_each_argument_changes_one_field() -> None:
         "quantization": "int4",
         "quantization_group_size": 64,
         "device": "cpu",
+        "load_balance_method": "round_robin",
         "dtype": "float32",
         "load_format": "dummy",
         "model_impl": "transformers",
@@ -254,7 +256,7 @@ def test_features_to_come_may_be_turned_off() -> None:
 
 
 DEFAULTS_ELSEWHERE: dict[str, object] = {
-    "tp_size": 1, "pp_size": 1, "data_parallel_size": 1, "enable_dp_attention": False,
+    "tp_size": 1, "pp_size": 1, "data_parallel_size": 1, "load_balance_method": "auto", "enable_dp_attention": False,
     "weight_version": "default", "model_loader_extra_config": "{}", "custom_weight_loader": [],
     "enable_weights_cpu_backup": False, "enable_return_routed_experts": False, "speculative_token_map": None,
     "encoder_only": False, "enable_fp32_lm_head": False, "rl_on_policy_target": None, "tool_call_parser": None,

@@ -292,7 +292,7 @@ def test_plan_has_the_sizes_of_one_rank(tmp_path: Path) -> None:
     assert sixteen.kv_bytes_per_token == one.kv_bytes_per_token // 8  # a rank has at least one KV head
     assert (one.tp_size, two.tp_size, two.num_parameters) == (1, 2, one.num_parameters)
     assert two.max_total_tokens > one.max_total_tokens
-    assert "2 ranks; sizes are those of one rank" in str(two)
+    assert "2 ranks; sizes are of one rank" in str(two)
     with pytest.raises(ValueError, match="tp_size=3 does not work for this model: it has 32 attention heads, 8 KV"):
         aioengine.plan(path, device="cuda", device_memory="80GiB", tp_size=3)
 

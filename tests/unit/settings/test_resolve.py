@@ -370,11 +370,24 @@ def test_ranks_share_the_cores_of_a_cpu() -> None:
         assert (runner.ranks, runner.num_threads) == (RankSettings(size=num_ranks), num_threads)
 
 
+def test_replicas_share_the_cores_of_a_cpu() -> None:
+    large, machine = replace(DIVISIBLE, hidden_size=896, num_layers=24), replace(MACHINE, num_threads=12)
+    for num_ranks, num_replicas in ((1, 3), (2, 2)):
+        runner = settings(large, machine, device="cpu", tp_size=num_ranks, dp_size=num_replicas).runner
+        assert runner.num_threads == 12 // runner.num_runners == 12 // (num_ranks * num_replicas)
+
+
 @pytest.mark.parametrize(
     ("arguments", "changes", "message"),
     [
         ({"tp_size": 3}, {}, "tp_size=3 does not work for this model: it has 4 attention heads; what works: 1, 2, 4"),
-        ({"tp_size": 4, "device": "cuda"}, {}, "tp_size=4 needs as many GPUs, and this machine has 2"),
+        ({"tp_size": 4, "device": "cuda"}, {}, "tp_size=4, dp_size=1 and base_gpu_id=0 need 4 GPUs, and .* has 2"),
+        (
+            {"tp_size": 2, "dp_size": 2},
+            {},
+            "tp_size=2, dp_size=2 and base_gpu_id=0 need 4 GPUs, and this machine has 2",
+        ),
+        ({"base_gpu_id": 2}, {}, "tp_size=1, dp_size=1 and base_gpu_id=2 need 3 GPUs, and this machine has 2"),
         ({"tp_size": 2}, {"is_quantized": True}, "tp_size=2 does not work with quantized weights yet"),
         ({"tp_size": 2, "quantization": "int8"}, {}, "tp_size=2 does not work with quantized weights yet"),
         ({"tp_size": 2, **LORA}, {}, "tp_size=2 does not work with LoRA adapters yet"),
