@@ -164,6 +164,7 @@ class GptNeoxFamily(DecoderFamily, frozen=True, kw_only=True):
 class OptFamily(DecoderFamily, frozen=True, kw_only=True):
     """OPT: learned positions, pre-norm, ReLU."""
 
+    mlp_bias = None
     unread = UNREAD
     names = TensorNames(
         embedding="model.decoder.embed_tokens",
@@ -191,10 +192,6 @@ class OptFamily(DecoderFamily, frozen=True, kw_only=True):
             not_implemented("do_layer_norm_before", self.do_layer_norm_before, "true (all models except OPT-350M)")
         if self.word_embed_proj_dim not in (None, self.hidden_size):
             not_implemented("word_embed_proj_dim", self.word_embed_proj_dim, f"hidden_size ({self.hidden_size})")
-
-    @property
-    def mlp_bias(self) -> bool:
-        return self.attention_bias
 
     @property
     def norm(self) -> NormConfig:
@@ -256,6 +253,7 @@ class Phi3Family(DecoderFamily, frozen=True, kw_only=True):
 class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
     """Falcon 7B, 40B, 180B and Falcon 2: parallel attention and MLP, rotary positions (no ALiBi)."""
 
+    mlp_bias = None
     names = TensorNames(embedding="transformer.word_embeddings", layers="transformer.h", norm="transformer.ln_f")
     prefix = "transformer."
     norm = NormConfig(kind="layer", has_bias=True)
@@ -292,10 +290,6 @@ class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
         if self.new_decoder_architecture:
             return self.num_key_value_heads or self.num_attention_heads
         return 1 if self.multi_query else self.num_attention_heads
-
-    @property
-    def mlp_bias(self) -> bool:
-        return bool(self.attention_bias)
 
     @property
     def block(self) -> BlockConfig:
@@ -335,6 +329,7 @@ class StableLmFamily(DecoderFamily, frozen=True, kw_only=True):
 class Starcoder2Family(DecoderFamily, frozen=True, kw_only=True):
     """StarCoder2: LayerNorm, biases, and an ungated MLP."""
 
+    mlp_bias = None
     has_one_window = True
     norm = NormConfig(kind="layer", has_bias=True)
     mlp = MlpConfig(first=("c_fc",), second="c_proj", is_gated=False)
@@ -346,10 +341,6 @@ class Starcoder2Family(DecoderFamily, frozen=True, kw_only=True):
     tie_word_embeddings: bool = True
     attention_bias: bool = msgspec.field(default=True, name="use_bias")
     sliding_window: int | None = None
-
-    @property
-    def mlp_bias(self) -> bool:
-        return self.attention_bias
 
 
 PLUGIN = Gpt2Family

@@ -36,6 +36,7 @@ class SeedOssFamily(DecoderFamily, frozen=True, kw_only=True):
 class Ernie45Family(DecoderFamily, frozen=True, kw_only=True):
     """ERNIE 4.5, dense: Llama with interleaved rotary embedding."""
 
+    mlp_bias = None
     default_theta = 5e5
     attention = AttentionConfig(is_interleaved=True)
 
@@ -45,10 +46,6 @@ class Ernie45Family(DecoderFamily, frozen=True, kw_only=True):
     max_position_embeddings: int = 131_072
     tie_word_embeddings: bool = True
     attention_bias: bool | None = field(default=False, name="use_bias")
-
-    @property
-    def mlp_bias(self) -> bool:
-        return bool(self.attention_bias)
 
 
 class GlmFamily(DecoderFamily, frozen=True, kw_only=True):

@@ -111,6 +111,8 @@ class Model(Layer, metaclass=ABCMeta):
 
     input_spec: InputSpec
     attention_shape: AttentionShape
+    prefix: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
     state_shape: StateShape | None = None
 
     def __init__(self, config: TransformerConfig, options: ModelOptions) -> None:

@@ -87,8 +87,6 @@ class TransformersModel(Model):
         self.input_spec = InputSpec()
         self.dtype = options.dtype
         self.num_active = sum(parameter.numel() for parameter in model.parameters())
-        self.prefix = ""
-        self.renamed: tuple[tuple[str, str], ...] = ()
         config = model.config
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
@@ -134,23 +132,17 @@ class TransformersModel(Model):
         positions = torch.arange(NUM_TRIED, device=self._device)[None]
         ids = positions.flip(1) + _FIRST_TRIED
         optional = {"position_ids": positions} if gives_positions else {}
-        tables = _PositionTables()
+        tables, kind = _PositionTables(), self._step.model_type
         self._step.layers = []
         try:
             with tables:
                 output = self._body(input_ids=ids, use_cache=False, **optional)
             if output.last_hidden_state.shape[:-1] != (1, NUM_TRIED):
-                refuse(
-                    self._step.model_type,
-                    f"of {NUM_TRIED} tokens it gives states {list(output.last_hidden_state.shape)}",
-                )
+                refuse(kind, f"of {NUM_TRIED} tokens it gives states {list(output.last_hidden_state.shape)}")
             for first, size in tables.tables:
                 if first + self._step.max_positions > size:
                     longest = size - first
-                    refuse(
-                        self._step.model_type,
-                        f"it has a table of {longest} positions; context_length={longest} works",
-                    )
+                    refuse(kind, f"it has a table of {longest} positions; context_length={longest} works")
             self._tables = tables.tables
             self._body_output.output_type = type(output)
             self._head = _with_body(self._model, self._body, self._body_output)
@@ -159,7 +151,6 @@ class TransformersModel(Model):
         except ValueError:
             raise
         except Exception as error:
-            kind = self._step.model_type
             raise ValueError(
                 f"model_type {kind!r} cannot run with transformers' code here: it fails with packed tokens: "
                 f"{_described(error)}"
