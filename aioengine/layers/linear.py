@@ -129,8 +129,9 @@ class Linear(Layer):
         """Compute this layer as several layers, each with consecutive parts of the same format."""
         for _, group in groupby(zip(formats, self.sizes.items(), strict=True), key=lambda part: id(part[0])):
             sizes = dict(size for _, size in group)
-            options = {"bias": self._spec.has_bias, "is_transposed": self._stores_transposed}
-            self.joined.append(Linear(self.in_features, sizes, self._placement, **options))
+            bias, is_transposed = self._spec.has_bias, self._stores_transposed
+            layer = Linear(self.in_features, sizes, self._placement, bias=bias, is_transposed=is_transposed)
+            self.joined.append(layer)
         self.parts = [("", layer) for layer in self.joined]
 
     def own_weights(self) -> dict[str, Target]:
