@@ -226,11 +226,15 @@ def _first_of_each_kind(config: DecoderConfig, options: ModelOptions) -> list[in
 def _expansions(config: DecoderConfig, placement: Placement) -> tuple[Tensor, ...]:
     """Return ``AttentionShape.expansions``: [H, N + O, V] per layer, or () if there is only the absorbed form."""
     latent = config.attention.latent
-    is_16_bit_gpu = placement.device.type == "cuda" and placement.dtype.itemsize == 2
-    if latent is None or not is_16_bit_gpu or placement.batch_invariant:
+    if latent is None or not _has_forms(placement):
         return ()
     sizes = config.num_heads, latent.plain_size + latent.value_size, latent.rank
     return tuple(placement.empty(*sizes) for _ in range(config.num_layers))
+
+
+def _has_forms(placement: Placement) -> bool:
+    """Return whether latent attention has several forms, which is so in 16 bits on a GPU."""
+    return placement.device.type == "cuda" and placement.dtype.itemsize == 2 and not placement.batch_invariant
 
 
 def _kv_scales(config: DecoderConfig, options: ModelOptions) -> tuple[Tensor, ...]:
