@@ -61,7 +61,7 @@ class Server:
                 return self.client.get("/health").status_code == 200
             return False
 
-        assert wait_until(is_healthy, 60)
+        assert wait_until(is_healthy, 60, every_s=0.1)
 
     def addresses(self) -> set[str]:
         """Where it listens."""
@@ -77,7 +77,7 @@ class Server:
         return found
 
     def wait_until_idle(self) -> None:
-        assert wait_until(lambda: not any(self.stats()[name] for name in IDLE)), self.stats()
+        assert wait_until(lambda: not any(self.stats()[name] for name in IDLE), every_s=0.01), self.stats()
 
     def output(self) -> str:
         return self.process.communicate(timeout=60)[0]
@@ -211,7 +211,7 @@ def test_client_that_disconnects_aborts_its_whole_answer(server: Server) -> None
     aborted = server.stats()["num_aborted"]
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(post(ask("Once upon a time", LONG) | {"stream": False}))
-        assert wait_until(lambda: server.stats()["num_running"] == 1)
+        assert wait_until(lambda: server.stats()["num_running"] == 1, every_s=0.01)
     server.wait_until_idle()
     assert server.stats()["num_aborted"] == aborted + 1
 
@@ -293,7 +293,7 @@ def test_sigterm_lets_open_streams_end(name: str) -> None:
             stream = events(response)
             next(stream)
             server.process.send_signal(signal.SIGTERM)
-            assert wait_until(lambda: server.health()["state"] == "draining")
+            assert wait_until(lambda: server.health()["state"] == "draining", every_s=0.01)
             refused = httpx.post(f"{server.url}/generate", json=ask("Hi"), timeout=20)
             chunks = list(stream)
         assert refused.status_code == 503

@@ -41,10 +41,8 @@ def save_demo(folder: Path, name: str) -> tuple[Path, Path]:
     return paths
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["awq", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gptq-8", "fp8-blocks", "nf4-double"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8-blocks", "nf4-double"])
 def test_answers_are_those_of_the_dequantized_model_after_a_lost_scheduler_too(name: str, tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, name)
     with Engine(plain, device="cpu", dtype="float32") as engine:
