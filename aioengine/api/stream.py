@@ -77,7 +77,7 @@ class Generation(Coroutine[object, None, Result]):
         def __iter__(self) -> NoReturn:
             if self._reader.is_stream:
                 raise TypeError(
-                    "read this stream with `async for`; for a plain `for`, use Engine.generate(..., stream=True)"
+                    "read this stream with `async for`; for a plain `for`, use Engine.generate(stream=True)"
                 )
             raise TypeError(f"{_NOT_AWAITED}, then read it")
 

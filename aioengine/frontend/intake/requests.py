@@ -34,7 +34,7 @@ from aioengine.frontend.intake.prompts import (
     template_options,
     text_prompt,
 )
-from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, RequestOptions, Sampled
+from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, Sampled
 from aioengine.frontend.intake.row_options import (
     MAX_TOKEN_IDS,
     PROMPTS_IN_PIECE,
@@ -434,9 +434,7 @@ def _set_options(request: CallRequest, options: Mapping[str, object]) -> None:
     request.lists = [option for option in per_row if option is not None and option.is_list]
 
 
-def check_names(
-    options: Mapping[str, object], others: tuple[str, ...], known: Mapping[str, object] = RequestOptions.__annotations__
-) -> None:
+def check_names(options: Mapping[str, object], others: tuple[str, ...], known: Mapping[str, object]) -> None:
     """Refuse unknown options, and options of missing features unless every value switches the feature off.
 
     ``others``: other arguments of the call, for the message.
