@@ -190,30 +190,23 @@ class AsyncAnswerIterator(AsyncIterator[JobRow]):
     async def __anext__(self) -> JobRow:
         if self._is_closed:
             raise StopAsyncIteration
+        job = self._job
         try:
-            row = await self._next_row()
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+                await job.open()
+            await self._read()
+            while (row := job.take()) is None and not (self._is_exhausted and job.is_idle):
+                await job.wait()
+                await self._read()
+            if row is not None:
+                return cast("JobRow", row)
+            await job.finish()
         except BaseException:
             await self.aclose()
             raise
-        if row is None:
-            self._is_closed = True
-            raise StopAsyncIteration
-        return cast("JobRow", row)
-
-    async def _next_row(self) -> Row | None:
-        """Return the next row; None at the end."""
-        job = self._job
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            await job.open()
-        while True:
-            await self._read()
-            if (row := job.take()) is not None:
-                return row
-            if self._is_exhausted and job.is_idle:
-                await job.finish()
-                return None
-            await job.wait()
+        self._is_closed = True
+        raise StopAsyncIteration
 
     async def _read(self) -> None:
         """Start as many items as the window allows. An async iterable may have none yet."""
