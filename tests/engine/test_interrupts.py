@@ -368,7 +368,7 @@ def test_a_shutdown_from_a_handler_that_interrupts_the_engine_waits_for_nothing(
     with pytest.raises(EngineClosedError):
         engine.generate("a", {"max_new_tokens": 2000})
     assert (interrupt.num_calls, interrupt.errors) == (1, [])
-    assert took[0] < 4  # it took 16 seconds: three timeouts
+    assert took[0] < 10  # it took 16 seconds: three timeouts
     with pytest.raises(EngineClosedError):
         engine.generate("a")
 

