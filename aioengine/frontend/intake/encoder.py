@@ -11,6 +11,7 @@ import asyncio
 import json
 import time
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from aioengine.errors import EngineError, RequestError, RequestTooLargeError, describe
@@ -291,45 +292,43 @@ class Encoder:
     def _encode(self, jobs: Sequence[EncodeJob]) -> tuple[list[list[Encoded]], float]:
         """Encode the prompts of all jobs, texts with the same rules in one batch. Return their ids, and the seconds."""
         began_at = time.monotonic()
-        encoded: list[list[Encoded]] = []
-        texts: dict[EncodeRules, list[tuple[list[Encoded], int, Prompt, str]]] = {}
-        pooled: list[tuple[list[Encoded], int, PooledPrompt]] = []
+        encoded: list[Encoded] = []  # of all jobs
+        texts: dict[EncodeRules, list[tuple[int, Prompt, str]]] = {}
+        pooled: dict[int, PooledPrompt] = {}
         for job in jobs:
-            results: list[Encoded] = []
-            encoded.append(results)
-            for place, unchecked in enumerate(job.prompts):
-                prompt = unchecked
+            for unchecked in job.prompts:
+                prompt, place = unchecked, len(encoded)
                 if not isinstance(prompt, Exception) and not prompt.is_checked:
                     prompt = checked(prompt, job.check_ids)
-                results.append([])
+                encoded.append([])
                 if isinstance(prompt, IdsPrompt):
-                    results[place] = prompt.token_ids
+                    encoded[place] = prompt.token_ids
                 elif isinstance(prompt, Exception):
-                    results[place] = prompt
+                    encoded[place] = prompt
                 elif isinstance(prompt, PooledPrompt):
-                    pooled.append((results, place, prompt))
+                    pooled[place] = prompt
                 else:
                     text = prompt.text if isinstance(prompt, TextPrompt) else self._render(prompt)
                     if not isinstance(text, str):  # templates may also return token ids
-                        results[place] = text
+                        encoded[place] = text
                         continue
                     rules = prompt.rules
                     if rules.add_special_tokens is None:  # templates of chats write them
                         rules = EncodeRules(isinstance(prompt, TextPrompt), rules.keep_last)
-                    texts.setdefault(rules, []).append((results, place, prompt, self._in_text(text)))
+                    texts.setdefault(rules, []).append((place, prompt, self._in_text(text)))
         for rules, batch in texts.items():
             all_ids = self._encode_texts([text for *_, text in batch], rules)
-            for (results, place, prompt, _), ids in zip(batch, all_ids, strict=True):
+            for (place, prompt, _), ids in zip(batch, all_ids, strict=True):
                 if rules.keep_last and isinstance(ids, list):
                     ids = ids[-rules.keep_last :]
                 if isinstance(prompt, ChatPrompt) and prompt.images and isinstance(ids, list):
                     ids = ChatIds(ids, prompt.images)
-                results[place] = ids
+                encoded[place] = ids
         if pooled and self._pool_encoder is not None:
-            pairs = self._pool_encoder.encode([prompt for *_, prompt in pooled])
-            for (results, place, _), pair in zip(pooled, pairs, strict=True):
-                results[place] = pair
-        return encoded, time.monotonic() - began_at
+            for place, pair in zip(pooled, self._pool_encoder.encode([*pooled.values()]), strict=True):
+                encoded[place] = pair
+        ids_of_all = iter(encoded)
+        return [[*islice(ids_of_all, len(job.prompts))] for job in jobs], time.monotonic() - began_at
 
     def _render(self, prompt: ChatPrompt) -> str | list[int] | ValueError:
         options = prompt.options
