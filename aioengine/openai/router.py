@@ -16,10 +16,9 @@ from aioengine.openai.anthropic_messages import anthropic_messages, count_tokens
 from aioengine.openai.bodies import read_body
 from aioengine.openai.chat_completions import chat_completions
 from aioengine.openai.completions import completions
-from aioengine.openai.embeddings import embeddings
+from aioengine.openai.encoders import embeddings, rerank, score
 from aioengine.openai.http_call import HttpCall
 from aioengine.openai.page import load, page
-from aioengine.openai.rankings import rerank, score
 from aioengine.openai.replies import CallError, anthropic_error, error_response, json_response, openai_error
 from aioengine.openai.responses import remove_response, responses, show_response
 from aioengine.openai.served_model import ServedModel
