@@ -324,11 +324,11 @@ class FakeRunner:
         self._rows.clear()
 
     def _echo(self, message: Control) -> Reply:
-        """Return the arguments and the payload, the number of launched steps, and how many of them are in flight."""
+        """Return the arguments, the number of launched steps, and how many of them are in flight."""
         if self._faults is not None:
             self._faults.on_control(message.name)
         data = {"arguments": message.arguments, "num_steps": self._step, "num_in_flight": self._num_in_flight}
-        return Reply(message.call_id, True, data=msgspec.json.encode(data).decode(), payload=message.payload)
+        return Reply(message.call_id, True, data=msgspec.json.encode(data).decode())
 
     def _compute(self, row: Row, result: StepResult) -> None:
         """Write the tokens of a row to its slots, and add its results to ``result``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,30 +26,35 @@ from tests.engine.engine_double import World
 from tests.kit.waiting import until
 
 MANY = 3 * MAX_ROWS_ENDED_AT_ONCE + 100
-MAX_CALLBACK_S = 0.1
-"""Of CPU time: ten times what the longest one takes, and far from what all rows at once would take."""
+MAX_CALLS = 20_000
+"""In a callback of the loop: twice what the longest one makes, and a fifth of what ``HUGE`` rows at once would make."""
+HUGE = 10_000
 LONG = {"max_new_tokens": 400, "temperature": 0}
 
 
 @contextmanager
-def measured_callbacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """CPU seconds of every callback of the loop. Full garbage collections depend on all else that lives here."""
-    taken: list[float] = []
-    plain = asyncio.Handle._run
+def counted_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Count the calls of Python functions in each callback of the loop."""
+    num_calls, counts = 0, list[int]()
+    plain, profile = asyncio.Handle._run, sys.getprofile()
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
 
     def run(handle: asyncio.Handle) -> None:
-        started = time.thread_time()
-        try:
-            plain(handle)
-        finally:
-            taken.append(time.thread_time() - started)
+        before = num_calls
+        plain(handle)
+        counts.append(num_calls - before)
 
-    gc.disable()
+    gc.disable()  # collections call the finalizers of other objects
+    sys.setprofile(count)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(asyncio.Handle, "_run", run)
-            yield taken
+            yield counts
     finally:
+        sys.setprofile(profile)
         gc.enable()
 
 
@@ -69,21 +75,21 @@ def die(engine: AsyncEngine) -> None:
 def test_no_callback_that_ends_a_large_batch_is_long(
     monkeypatch: pytest.MonkeyPatch, act: Callable[[AsyncEngine], None], is_stream: bool
 ) -> None:
-    async def longest_s() -> float:
+    async def most_calls() -> int:
         async with fake_async_engine(processes=False) as engine:
             timeout = 0.2 if act is expire else None
             call: Any = engine.async_generate(
-                ["a"] * 50_000, LONG, stream=is_stream, return_exceptions=True, timeout=timeout
+                ["a"] * HUGE, LONG, stream=is_stream, return_exceptions=True, timeout=timeout
             )
             await asyncio.sleep(0.1)
-            with measured_callbacks(monkeypatch) as taken:
+            with counted_calls(monkeypatch) as counts:
                 asyncio.get_running_loop().call_soon(act, engine)
                 await until(lambda: engine.stats()["num_streams"] == 0, 30)
                 await call.aclose()  # also frees what was not read
                 await asyncio.sleep(0)
-                return max(taken)  # without this callback, in which garbage is collected again
+            return max(counts)
 
-    assert asyncio.run(longest_s()) < MAX_CALLBACK_S  # on asyncio's own loop: others do not run handles in Python
+    assert asyncio.run(most_calls()) < MAX_CALLS  # on asyncio's own loop: others do not run handles in Python
 
 
 def num_rows_in_memory() -> int:

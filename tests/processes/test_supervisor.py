@@ -575,7 +575,7 @@ async def test_idle_engine_uses_no_cpu_time() -> None:
         before = [sum(one.cpu_times()[:2]) for one in processes]
         await asyncio.sleep(1.0)
         used = [sum(one.cpu_times()[:2]) - start for one, start in zip(processes, before, strict=True)]
-    assert sum(used) < 0.4  # ticks of 10 ms; a loop that spins takes a second
+    assert sum(used) < 0.8  # ticks of 10 ms; a loop that spins takes a second
 
 
 @pytest.mark.parametrize("num_turns", range(8))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.kernels.triton.penalties import IN_PROMPT, PenalizedRows, penalize
+from aioengine.kernels.triton.logits import IN_PROMPT, PenalizedRows, penalize
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -74,28 +74,19 @@ def test_frames_sent_before_the_reader_connects_arrive_in_order(channel: Channel
     assert receive(receiver, 1000) == [Abort([uid]) for uid in range(1000)]
 
 
-def test_blocked_receiver_wakes_immediately_and_keeps_its_timeout(channel: Channel) -> None:
+def test_frame_wakes_a_blocked_receiver_which_keeps_its_timeout(channel: Channel) -> None:
     receiver, sender = channel.receiver(), channel.sender()
     assert receiver.receive(0) == []
     start = time.monotonic()
     assert receiver.receive(0.05) == []
-    assert 0.04 < time.monotonic() - start < 5
+    assert time.monotonic() - start > 0.04
     sender.send([])  # connects
     receiver.receive(1)
-    delays: list[float] = []
     for _ in range(9):
-        sent_at: list[float] = []
-
-        def send(sent_at: list[float] = sent_at) -> None:
-            sent_at.append(time.monotonic())
-            sender.send([Abort([1])])
-
-        timer = threading.Timer(0.01, send)
+        timer = threading.Timer(0.01, sender.send, [[Abort([1])]])
         timer.start()
         assert receiver.receive(None) == [Abort([1])]
-        delays.append(time.monotonic() - sent_at[0])
         timer.join()
-    assert min(delays) < 0.05
 
 
 def test_another_descriptor_can_end_a_wait(channel: Channel) -> None:
@@ -103,9 +94,7 @@ def test_another_descriptor_can_end_a_wait(channel: Channel) -> None:
     receiver = ZmqReceiver(channel.context, channel.listener, EPOCH, wake_fd=reading)
     channel.closing.callback(receiver.close)
     os.write(writing, b"x")
-    start = time.monotonic()
-    assert receiver.receive(10) == []
-    assert time.monotonic() - start < 5
+    assert receiver.receive(600) == []  # longer than the time limit of a test
     os.close(reading)
     os.close(writing)
 
@@ -132,7 +121,6 @@ def test_send_never_waits_and_its_backlog_is_bounded(channel: Channel, monkeypat
     monkeypatch.setattr(transport, "MAX_BACKLOG_BYTES", 1000)
     sender = channel.sender()
     num_sent = 0
-    start = time.monotonic()
     while num_sent < 1000 or not sender._backlog:
         sender.send([Abort([num_sent])])
         num_sent += 1
@@ -144,7 +132,6 @@ def test_send_never_waits_and_its_backlog_is_bounded(channel: Channel, monkeypat
         num_sent += 1
     with pytest.raises(BacklogFullError, match=r"has not read for too long: .* frames with"):
         sender.send([Abort([num_sent])])
-    assert time.monotonic() - start < 5
     assert 1000 < num_sent < 5000
     assert sender._backlog
     receiver = channel.receiver()
@@ -198,12 +185,11 @@ def test_asynchronous_senders_and_readers_lose_no_frame_under_load(
     assert runner.run(main()) == list(range(NUM_FLOOD))
 
 
-def test_async_receiver_wakes_immediately_and_may_be_cancelled(channel: Channel, runner: asyncio.Runner) -> None:
-    async def main() -> float:
+def test_frame_wakes_an_async_receiver_which_may_be_cancelled(channel: Channel, runner: asyncio.Runner) -> None:
+    async def main() -> None:
         receiver = AsyncZmqReceiver(channel.context, EPOCH)
         receiver.expect(channel.listener)
         sender = AsyncZmqSender(channel.context, channel.listener.endpoint, EPOCH)
-        delays: list[float] = []
         for uid in range(9):
             waiting = asyncio.create_task(receiver.receive())
             await asyncio.sleep(0.005)
@@ -211,34 +197,40 @@ def test_async_receiver_wakes_immediately_and_may_be_cancelled(channel: Channel,
             await asyncio.wait([waiting])
             waiting = asyncio.create_task(receiver.receive())
             await asyncio.sleep(0.005)
-            start = time.monotonic()
             sender.send([Abort([uid])])
             assert await asyncio.wait_for(waiting, 30) == [Abort([uid])]
-            delays.append(time.monotonic() - start)
         receiver.close()
         receiver.close()
         sender.close()
-        return min(delays)
 
-    assert runner.run(main()) < 0.05
+    runner.run(main())
 
 
-def test_idle_async_receiver_uses_no_cpu_time(channel: Channel, runner: asyncio.Runner) -> None:
-    async def main() -> float:
+def test_idle_async_receiver_is_not_woken(
+    channel: Channel, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_events, plain = 0, AsyncZmqReceiver._on_event
+
+    def count_event(receiver: AsyncZmqReceiver) -> None:
+        nonlocal num_events
+        num_events += 1
+        plain(receiver)
+
+    async def main() -> int:
         receiver = AsyncZmqReceiver(channel.context, EPOCH)
         receiver.expect(channel.listener)
         sender = AsyncZmqSender(channel.context, channel.listener.endpoint, EPOCH)
         sender.send([Abort([1])])
         await receiver.receive()
         await asyncio.sleep(0.05)
-        start = time.thread_time()
+        before = num_events
         await asyncio.sleep(0.2)
-        busy = time.thread_time() - start
         receiver.close()
         sender.close()
-        return busy
+        return num_events - before
 
-    assert runner.run(main()) < 0.1  # a loop that spins takes 0.2
+    monkeypatch.setattr(AsyncZmqReceiver, "_on_event", count_event)
+    assert runner.run(main()) < 5  # a loop that spins calls it thousands of times
 
 
 def test_closing_frees_all_descriptors(tmp_path: Path) -> None:

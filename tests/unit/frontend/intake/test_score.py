@@ -9,7 +9,7 @@ import pytest
 
 from aioengine.frontend.intake.score import MAX_LABELS, ScoreRequest, _add_prompts, _checked_labels, _Turns
 
-GENEROUS_S = 2.0
+GENEROUS_S = 10.0
 """Of the time of a thread; where each label is compared with each other one it takes a minute."""
 
 
