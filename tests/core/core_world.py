@@ -18,8 +18,8 @@ from aioengine.protocol.messages import (
     TextRules,
 )
 from aioengine.scheduler.core import SchedulerCore
-from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.plan import TOKENS
+from aioengine.scheduler.request import Gate
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.page_groups import PageGroups
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket
