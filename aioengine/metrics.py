@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -12,8 +12,6 @@ from aioengine.errors import EngineClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from prometheus_client import Metric
 
     from aioengine.api.engine import BaseEngine
     from aioengine.frontend.calls.observers import FinishedRequest

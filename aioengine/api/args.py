@@ -24,15 +24,8 @@ from aioengine.logs import warn_caller
 from aioengine.model_files.adapter_folder import MAX_RANK
 from aioengine.model_files.online_quantization import GROUP_SIZES, METHODS
 from aioengine.model_files.quantized_formats import FORMATS
+from aioengine.settings import resolve
 from aioengine.settings.config import DEFAULT_GROUP_SIZE, MAX_REPLICAS, ROUTINGS, EngineConfig, GivenAdapter
-from aioengine.settings.resolve import (
-    CPU_LIMITS,
-    CPU_MEMORY_FRACTION,
-    DRAFT_TOKENS,
-    GPU_GRAPH_ROWS,
-    GPU_LIMITS,
-    GPU_MEMORY_FRACTION,
-)
 from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES
 
 
@@ -155,10 +148,8 @@ def _weights(name: str, value: object) -> dict[str, float]:
         if not all(tenant and weight.replace(".", "", 1).isdecimal() for tenant, _, weight in entries):
             raise checks.wrong_value(name, allowed, value)
         value = {tenant: float(weight) for tenant, _, weight in entries}
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type(name, allowed, value)
     weights: dict[str, float] = {}
-    for key, weight in cast("Mapping[object, object]", value).items():
+    for key, weight in checks.mapping(name, value, allowed=allowed).items():
         tenant = checks.text(f"{name} keys", key, max_bytes=checks.MAX_TENANT_BYTES)
         weights[tenant] = checks.number(f"{name}[{tenant!r}]", weight, 0, MAX_WEIGHT, above=True)
     return weights
@@ -341,7 +332,7 @@ _ROWS: Final = {
     "cuda_graph_max_bs": Argument(
         whole_from(1, 65536),
         "maximum rows of a CUDA graph",
-        f"max_running_requests, at most {GPU_GRAPH_ROWS}",
+        f"max_running_requests, at most {resolve.GPU_GRAPH_ROWS}",
         place="device.cuda_graph_max_rows",
     ),
     "logits_processors": Argument(
@@ -389,19 +380,19 @@ _ROWS: Final = {
     "mem_fraction_static": Argument(
         number_from(0, 1, above=True),
         "share of the memory for weights and KV pool",
-        f"{GPU_MEMORY_FRACTION} on a GPU, {CPU_MEMORY_FRACTION} on a CPU",
+        f"{resolve.GPU_MEMORY_FRACTION} on a GPU, {resolve.CPU_MEMORY_FRACTION} on a CPU",
     ),
     "disable_radix_cache": Argument(_negated, "no prefix cache", place="memory.prefix_cache"),
     "max_running_requests": Argument(
         whole_from(1, 65536),
         "maximum requests computed at once",
-        f"{GPU_LIMITS[1]} on a GPU, {CPU_LIMITS[1]} on a CPU",
+        f"{resolve.GPU_LIMITS[1]} on a GPU, {resolve.CPU_LIMITS[1]} on a CPU",
         place="scheduler.max_running",
     ),
     "chunked_prefill_size": Argument(
         _chunk_size,
         "maximum tokens per step; -1: prompts are never split",
-        f"{GPU_LIMITS[0]} on a GPU, {CPU_LIMITS[0]} on a CPU",
+        f"{resolve.GPU_LIMITS[0]} on a GPU, {resolve.CPU_LIMITS[0]} on a CPU",
         place="scheduler.chunk_tokens",
     ),
     "schedule_policy": Argument(
@@ -422,7 +413,7 @@ _ROWS: Final = {
     "speculative_num_draft_tokens": Argument(
         whole_from(2, MAX_DRAFT_TOKENS),
         "maximum tokens of a row per step",
-        str(DRAFT_TOKENS),
+        str(resolve.DRAFT_TOKENS),
         place="speculation.num_draft_tokens",
     ),
     "speculative_num_steps": Argument(

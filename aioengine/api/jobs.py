@@ -7,15 +7,7 @@ items, start them, and return their rows. They read an item only if the job has 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import (
-    AsyncIterable,
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NotRequired, TypedDict, TypeVar, cast
 
@@ -213,7 +205,7 @@ class AsyncAnswerIterator(AsyncIterator[JobRow]):
         try:
             row = await self._next_row()
         except BaseException:
-            self._leave()
+            await self.aclose()
             raise
         if row is None:
             self._is_closed = True
@@ -258,16 +250,11 @@ class AsyncAnswerIterator(AsyncIterator[JobRow]):
             if job.num_items % ITEMS_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
-    def _leave(self) -> None:
-        self._is_closed = True
-        if self._reading is not None:
-            self._reading.cancel()
-        self._job.leave()
-
     async def aclose(self) -> None:
         """Abort the items in flight. May be called after the end, and twice."""
         if not self._is_closed:
-            self._leave()
+            self._is_closed = True
+            _leave(self._job, self._reading)
 
     async def __aenter__(self) -> Self:
         return self
@@ -277,10 +264,10 @@ class AsyncAnswerIterator(AsyncIterator[JobRow]):
 
     def __del__(self) -> None:
         if not self._is_closed and self._loop is not None:
-            post(self._loop, _leave_dropped, self._job, self._reading)
+            post(self._loop, _leave, self._job, self._reading)
 
 
-def _leave_dropped(job: Job, reading: asyncio.Future[Any] | None) -> None:
+def _leave(job: Job, reading: asyncio.Future[Any] | None) -> None:
     if reading is not None:
         reading.cancel()
     job.leave()

@@ -243,9 +243,7 @@ def patterns(name: str, value: object) -> str | list[str]:
 
 def json_object(name: str, value: object) -> dict[str, object]:
     """Return a new dict, decoded from the JSON of the value."""
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type(name, "a dict of JSON values", value)
-    original = dict(cast("Mapping[object, object]", value))
+    original = dict(checks.mapping(name, value, allowed="a dict of JSON values"))
     if checks.json_size(original, MAX_JSON_CHARACTERS) > MAX_JSON_CHARACTERS:
         raise ValueError(f"{name} must have at most {MAX_JSON_CHARACTERS} characters of JSON, and it has more")
     try:
@@ -312,9 +310,7 @@ def token_ids_column(value: object) -> tuple[tuple[int, ...]]:
 
 def biases(name: str, value: object) -> dict[int, float]:
     """Return a new dict from token id to bias. Keys may be strings of digits, as in JSON."""
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type(name, "a dict of token id to number", value)
-    entries = cast("Mapping[object, object]", value)
+    entries = checks.mapping(name, value, allowed="a dict of token id to number")
     if len(entries) > MAX_BIASES:
         raise ValueError(f"{name} must have at most {MAX_BIASES} entries, got {len(entries)}")
     with suppress(ValidationError):

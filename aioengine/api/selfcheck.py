@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.errors import RequestError
-from aioengine.frontend.calls.finished import SELFCHECK_SALT
+from aioengine.frontend.calls.finished import SELFCHECK_SALT, RecordedRequest
 from aioengine.supervision.ledger import NUM_FINISHED
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from aioengine.api.answers import Answer
     from aioengine.api.map_items import GeneratingEngine
-    from aioengine.frontend.calls.finished import RecordedRequest
 
 
 class TokenDifference(NamedTuple):
@@ -78,8 +78,5 @@ async def _compute_again(engine: GeneratingEngine, request: RecordedRequest) -> 
 
 def _first_difference(first: Sequence[int], second: Sequence[int]) -> tuple[int, tuple[int | None, int | None]] | None:
     """Return the index of the first difference, and both ids there."""
-    for position in range(max(len(first), len(second))):
-        ids = tuple(output[position] if position < len(output) else None for output in (first, second))
-        if ids[0] != ids[1]:
-            return position, (ids[0], ids[1])
-    return None
+    pairs = enumerate(zip_longest(first, second))
+    return next(((position, ids) for position, ids in pairs if ids[0] != ids[1]), None)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import get_running_loop
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from aioengine.errors import WrongLoopError
 from aioengine.frontend.callers import running_loop
-from aioengine.frontend.calls.reader import NOT_A_STREAM, EndOfOutput, resolve
+from aioengine.frontend.calls.reader import NOT_A_STREAM, EndOfOutput, Reader, resolve
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
     from types import TracebackType
     from typing import NoReturn, Self
 
     from aioengine.api.answers import Chunk
-    from aioengine.frontend.calls.reader import Reader
 
 Result = TypeVar("Result", covariant=True)
 

@@ -34,7 +34,7 @@ from aioengine.protocol.messages import (
     DEFAULT_WEIGHT_VERSION,
     DETOKENIZER,
     LOAD_ADAPTER,
-    MAX_PAYLOAD_BYTES,
+    MAX_REPLY_BYTES,
     UNLOAD_ADAPTER,
     Abort,
     Control,
@@ -319,9 +319,8 @@ class SchedulerService:
         self._report(Progress(control.name, 0, 1, ""))
         try:
             reply = call(control)
-            num_bytes = len(reply.data) + len(reply.payload)
-            if num_bytes > MAX_PAYLOAD_BYTES:  # sending it would fail and end this process
-                raise ValueError(f"its reply has {num_bytes:,} bytes, the limit is {MAX_PAYLOAD_BYTES:,}")
+            if len(reply.data) > MAX_REPLY_BYTES:  # sending it would fail and end this process
+                raise ValueError(f"its reply has {len(reply.data):,} bytes, the limit is {MAX_REPLY_BYTES:,}")
         except Exception as error:  # only the call fails
             logger.warning("the control call %r failed", control.name, exc_info=error)
             message = f"{control.name} failed: {type(error).__name__}: {error}"

@@ -72,10 +72,6 @@ class QueueLimits:
         self._release_interval_s = MIN_RETRY_S
 
     @property
-    def num_queued(self) -> int:
-        return len(self._queue)
-
-    @property
     def due_at(self) -> float | None:
         """When the oldest unused reservation goes to the next caller."""
         oldest = self._oldest

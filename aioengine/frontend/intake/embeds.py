@@ -8,12 +8,11 @@ import numpy as np
 
 from aioengine.api import checks
 from aioengine.errors import RequestTooLargeError
-from aioengine.frontend.intake.prompts import USUAL, EmbedsIds, IdsPrompt
+from aioengine.frontend.intake.prompts import USUAL, CheckBudget, EmbedsIds, EncodeRules, IdsPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aioengine.frontend.intake.prompts import CheckBudget, EncodeRules
 
 NAME: Final = "input_embeds"
 ALLOWED: Final = "a float array [tokens, D], or a list of them"

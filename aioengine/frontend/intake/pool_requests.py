@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence  # noqa: TC003  # for the annotations of the options
 from functools import partial
-from typing import Final, TypedDict, cast
+from typing import Final, cast
 
 from aioengine.api import checks
 from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.pooling import Pooled
 from aioengine.frontend.intake.prompts import ids_prompt, pair_prompt, pooled_prompt
-from aioengine.frontend.intake.request_options import ImageData  # noqa: TC001  # for the annotations of the options
+from aioengine.frontend.intake.request_options import CommonOptions, ImageData
 from aioengine.frontend.intake.requests import IDS_OR_ROWS, CallRequest
 
 Pairs = list[list[str]] | list[tuple[str, str]] | tuple[tuple[str, str], ...]
@@ -19,18 +19,9 @@ PAIRS: Final = "a list of pairs [query, document]"
 DOCUMENTS: Final = "a list of strings ([document] for a single one)"
 
 
-class PlainPoolOptions(TypedDict, total=False):
+class PlainPoolOptions(CommonOptions, total=False):
     """``PoolOptions`` without ``return_exceptions``, which changes the type of the result."""
 
-    rid: str | Sequence[str] | None
-    priority: int | None
-    tenant: str | None
-    timeout: float | None
-    queue_timeout: float | None
-    refuse_late: bool
-    external_trace_header: Mapping[str, str] | None
-    cache_salt: str | Sequence[str | None] | None
-    lora_path: str | Sequence[str | None] | None
     truncate: bool
 
 

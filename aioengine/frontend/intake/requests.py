@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 from msgspec import Struct
 
 from aioengine.api import checks
-from aioengine.api.answers import HiddenStateDecoder, named
+from aioengine.api.answers import ExtraDecoder, HiddenStateDecoder, named
 from aioengine.api.args import ARGUMENTS
 from aioengine.api.foreign_names import ALIASES, MISSING_OPTIONS, our_way
 from aioengine.api.params import SamplingParams, is_sampling_parameter, num_token_ids
@@ -34,7 +34,7 @@ from aioengine.frontend.intake.prompts import (
     template_options,
     text_prompt,
 )
-from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, RequestOptions
+from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, RequestOptions, Sampled
 from aioengine.frontend.intake.row_options import (
     MAX_TOKEN_IDS,
     PROMPTS_IN_PIECE,
@@ -48,13 +48,8 @@ from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # 
 from aioengine.frontend.sessions.session_params import SessionParams, session_params
 from aioengine.media.intake.sources import NOT_TRUNCATED, GivenImages, given_images
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, Sampling, TextRules
-from aioengine.protocol.packed_logprobs import LogprobDecoder
+from aioengine.protocol.packed_logprobs import LogprobDecoder, LogprobRules
 from aioengine.settings.config import MAX_REPLICAS
-
-if TYPE_CHECKING:
-    from aioengine.api.answers import ExtraDecoder
-    from aioengine.frontend.intake.request_options import Sampled
-    from aioengine.protocol.packed_logprobs import LogprobRules
 
 MAX_TIMEOUT_S: Final = 1e9
 MAX_RID_BYTES: Final = 512
@@ -471,10 +466,7 @@ def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
 
 
 def _rid(value: object) -> str:
-    rid = checks.text("rid", value, max_bytes=MAX_RID_BYTES)
-    if not rid:
-        raise ValueError("rid is empty; leave it out for a random id")
-    return rid
+    return checks.text("rid", value, max_bytes=MAX_RID_BYTES, if_empty="leave it out for a random id")
 
 
 def _salt(value: object) -> str:
@@ -495,21 +487,14 @@ def _hidden_states(value: object) -> str:
 
 def _headers(value: object) -> dict[str, str]:
     """Return the headers of a mapping, with names in lower case."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type("external_trace_header", "a dict of HTTP headers", value)
-    headers = cast("Mapping[object, object]", value)
-    return {
-        checks.text("external_trace_header", name).lower(): checks.text(f"external_trace_header[{name!r}]", header)
-        for name, header in headers.items()
-    }
+    name = "external_trace_header"
+    headers = {} if value is None else checks.mapping(name, value, allowed="a dict of HTTP headers")
+    return {checks.text(name, key).lower(): checks.text(f"{name}[{key!r}]", header) for key, header in headers.items()}
 
 
 def _processor(value: object) -> str:
-    if value == "":
-        raise ValueError("custom_logit_processor is empty; give the name of one, or leave it out for none")
-    return "" if value is None else checks.text("custom_logit_processor", value)
+    advice = "give the name of one, or leave it out for none"
+    return "" if value is None else checks.text("custom_logit_processor", value, if_empty=advice)
 
 
 def _timeout(name: str, options: Mapping[str, object]) -> float | None:

@@ -16,11 +16,20 @@ from msgspec.structs import replace
 
 from aioengine.api.params import SamplingParams, drawn_seed
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
-from aioengine.frontend.calls.call import NotifyOn
+from aioengine.frontend.calls.call import Call, CallRow, Ending, NotifyOn
 from aioengine.frontend.calls.row_types import row_type
-from aioengine.frontend.intake.encoder import EncodeJob
+from aioengine.frontend.intake.encoder import Encoded, EncodeJob
 from aioengine.frontend.intake.image_prompts import check_no_images
-from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, IdsPrompt, MediaIds, TextPrompt
+from aioengine.frontend.intake.prompts import (
+    ChatIds,
+    ChatPrompt,
+    EmbedsIds,
+    IdsPrompt,
+    MediaIds,
+    Prompt,
+    PromptError,
+    TextPrompt,
+)
 from aioengine.frontend.intake.row_options import check_lengths
 from aioengine.protocol.messages import SEED_MASK, End, FinishCode, Limits, PairIds, RequestKind, Submit
 from aioengine.supervision.tasks import post
@@ -32,12 +41,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from aioengine.api.answers import RowError
-    from aioengine.frontend.calls.call import Call, CallRow, Ending
     from aioengine.frontend.calls.call_ids import CallIds
     from aioengine.frontend.calls.overload import QueueLimits
-    from aioengine.frontend.intake.encoder import Encoded
     from aioengine.frontend.intake.pooling import Pooled
-    from aioengine.frontend.intake.prompts import Prompt, PromptError
     from aioengine.frontend.intake.request_checks import RequestChecks
     from aioengine.frontend.sessions.sessions import Sessions
 
@@ -74,8 +80,6 @@ class Submitter:
         lock: threading.RLock,
         limits: QueueLimits,
         sessions: Sessions,
-        *,
-        submit: Callable[[list[Submit]], None],
         close_if_over: Callable[[Call], None],
     ) -> None:
         """``rows``: ``Calls.rows``. ``close_if_over`` closes a call that is over."""
@@ -89,7 +93,7 @@ class Submitter:
         self._sessions = sessions
         self._ids = ids
         self._rows = rows
-        self._submit = submit
+        self._submit = checks.parts.processes.send
         self._close_if_over = close_if_over
         self._loop = asyncio.get_running_loop()
         self._has_numpy = False

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from aioengine.kernels.adapter_slots import UNIT, AdapterTiles, AdapterWeights, max_tiles, rows_of_tile
-from aioengine.layers.adapters import Grouping, Groups, HostAdapters, PooledAdapters
+from aioengine.layers.adapters import Grouping, HostAdapters, PooledAdapters, RowGroups
 from aioengine.runner.lora.reading import Layout, PackedAdapter, read_adapter
 from aioengine.runner.transfer import Ints, Upload, upload_to
 
@@ -30,13 +30,13 @@ Slots = npt.NDArray[np.int32]
 """The adapter slot of each row of a step; 0: the base model."""
 
 GroupRows = Callable[[Slots], Grouping]
-"""Groups the rows of a step for the device."""
+"""RowGroups the rows of a step for the device."""
 
 
-def group_on_host(slots: Slots) -> Groups:
+def group_on_host(slots: Slots) -> RowGroups:
     """Return the rows of each adapter, for slots [T]."""
     used = np.unique(slots)
-    return Groups(tuple((slot, torch.from_numpy(np.flatnonzero(slots == slot))) for slot in used.tolist() if slot))
+    return RowGroups(tuple((slot, torch.from_numpy(np.flatnonzero(slots == slot))) for slot in used.tolist() if slot))
 
 
 def tile(slots: Slots, *, num_slots: int, size: int) -> tuple[npt.NDArray[np.int32], Slots]:

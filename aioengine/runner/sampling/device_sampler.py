@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.kernels.triton import grammar_mask
 from aioengine.kernels.triton.launcher import compile_only
-from aioengine.kernels.triton.penalties import IN_PROMPT, PenalizedRows, penalize
+from aioengine.kernels.triton.logits import IN_PROMPT, PenalizedRows, mask, penalize
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
 from aioengine.runner.logits import LogitsProcessor, apply_processors
 from aioengine.runner.logits.token_processors import Penalties
@@ -122,7 +121,7 @@ def compile_kernels(*, vocab_size: int, num_embeddings: int, dtype: torch.dtype,
         masks = torch.zeros(1, -(-num_embeddings // 32), dtype=torch.int32, device=device)
         rules = torch.zeros(1, 2, dtype=torch.int32, device=device)
         for scores in (logits, logits.float()):  # logits of a graph, and an fp32 copy
-            grammar_mask.mask(scores, rules, masks)
+            mask(scores, rules, masks)
 
 
 MORE_ROWS = 64

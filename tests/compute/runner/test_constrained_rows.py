@@ -334,7 +334,7 @@ def test_masks_forbid_all_other_tokens_of_their_rows(width: int) -> None:
 
 PROGRAM = """
 import torch
-from aioengine.kernels.triton.grammar_mask import mask
+from aioengine.kernels.triton.logits import mask
 
 torch.manual_seed(0)
 for num_tokens in (64, 2048, 2100, 5000):
