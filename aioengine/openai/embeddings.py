@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from aioengine.http import until_disconnect
-from aioengine.openai.bodies import Body, read_fields
+from aioengine.openai.bodies import Body, prompt_arguments, read_fields
 from aioengine.openai.replies import json_response
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from aioengine.api.answers import Embedding, Ranking
-    from aioengine.openai.http_call import Call
+    from aioengine.openai.http_call import HttpCall
 
 
 class EmbeddingBody(Body, kw_only=True):
@@ -34,23 +33,19 @@ class EmbeddingBody(Body, kw_only=True):
     prompt_name: str | None = None
 
 
-async def embeddings(call: Call) -> Response:
+async def embeddings(call: HttpCall) -> Response:
     """Answer a request to /v1/embeddings."""
     body = read_fields(call.body, EmbeddingBody)
     name, adapter = await call.model.find(body.model)
-    inputs: Any = body.input
-    is_text = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], str))
-    given: dict[str, Any] = {"prompt" if is_text else "input_ids": inputs}
     generation = call.model.engine.async_encode(
-        **given,
+        **prompt_arguments(body.input),
         dimensions=body.dimensions,
         truncate=body.truncate,
         normalize=body.normalize,
         prompt_name=body.prompt_name,
         **call.options(adapter),
     )
-    result: Any = await until_disconnect(call.request, generation)
-    rows: list[Embedding] = result if isinstance(result, list) else [result]
+    rows: list[Embedding] = await call.rows(generation)
     data = [
         {"object": "embedding", "index": index, "embedding": _written(row, body.encoding_format)}
         for index, row in enumerate(rows)

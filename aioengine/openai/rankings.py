@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from aioengine.http import until_disconnect
 from aioengine.openai.bodies import Body, read_fields
 from aioengine.openai.embeddings import prompt_usage
 from aioengine.openai.replies import CallError, json_response
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from aioengine.api.answers import Ranking
-    from aioengine.openai.http_call import Call
+    from aioengine.openai.http_call import HttpCall
 
 
 class RerankBody(Body, kw_only=True):
@@ -44,26 +43,24 @@ class ScoreBody(Body, kw_only=True):
     item_first: bool = False
 
 
-async def rerank(call: Call) -> Response:
+async def rerank(call: HttpCall) -> Response:
     """Answer a request to /v1/rerank: the documents, best first."""
     body = read_fields(call.body, RerankBody)
     name, adapter = await call.model.find(body.model)
     generation = call.model.engine.async_rerank(
         body.query, body.documents, top_n=body.top_n, truncate=body.truncate, **call.options(adapter)
     )
-    rows: list[Ranking] = await until_disconnect(call.request, generation)
-    results: list[dict[str, object]] = []
-    for row in rows:
-        result: dict[str, object] = {"index": row["index"], "relevance_score": row["score"]}
-        if body.return_documents:
-            result["document"] = {"text": body.documents[row["index"]]}
-        results.append(result)
-    return json_response(
-        {"id": f"rerank-{uuid4().hex}", "model": name, "results": results, "usage": prompt_usage(rows)}
-    )
+    rows: list[Ranking] = await call.rows(generation)
+    results = [
+        {"index": row["index"], "relevance_score": row["score"]}
+        | ({"document": {"text": body.documents[row["index"]]}} if body.return_documents else {})
+        for row in rows
+    ]
+    head = {"id": f"rerank-{uuid4().hex}", "model": name}
+    return json_response({**head, "results": results, "usage": prompt_usage(rows)})
 
 
-async def score(call: Call) -> Response:
+async def score(call: HttpCall) -> Response:
     """Answer a request to /v1/score: the score of each pair, or the probabilities of labels after each item."""
     body = read_fields(call.body, ScoreBody)
     name, adapter = await call.model.find(body.model)
@@ -76,7 +73,7 @@ async def score(call: Call) -> Response:
         return json_response({"object": "scoring", "model": name, "scores": result.scores, "usage": usage})
     pairs = _pairs(body.text_1, body.text_2)
     generation = call.model.engine.async_rerank(pairs, truncate=body.truncate, **call.options(adapter))
-    rows: list[Ranking] = await until_disconnect(call.request, generation)
+    rows: list[Ranking] = await call.rows(generation)
     data = [{"object": "score", "index": row["index"], "score": row["score"]} for row in rows]
     return json_response({"object": "list", "model": name, "data": data, "usage": prompt_usage(rows)})
 

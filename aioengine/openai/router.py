@@ -17,7 +17,7 @@ from aioengine.openai.bodies import read_body
 from aioengine.openai.chat_completions import chat_completions
 from aioengine.openai.completions import completions
 from aioengine.openai.embeddings import embeddings
-from aioengine.openai.http_call import Call
+from aioengine.openai.http_call import HttpCall
 from aioengine.openai.page import load, page
 from aioengine.openai.rankings import rerank, score
 from aioengine.openai.replies import CallError, anthropic_error, error_response, json_response, openai_error
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aioengine.api.engine import AsyncEngine
     from aioengine.openai.replies import Errors
 
-    Endpoint = Callable[[Call], Awaitable[Response]]
+    Endpoint = Callable[[HttpCall], Awaitable[Response]]
     ErrorForm = Callable[[Errors], tuple[int, Mapping[str, object]]]
 
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
@@ -70,7 +70,7 @@ def openai_router(
             try:
                 _check_key(request, keys)
                 body = await read_body(request, max_body_bytes) if method == "POST" else {}
-                response = await endpoint(Call(model, request, body))
+                response = await endpoint(HttpCall(model, request, body))
             except ClientDisconnect:
                 response = Response(status_code=_CLIENT_GONE)
             except (EngineError, ValueError, TypeError) as error:
@@ -137,18 +137,18 @@ def metrics_of(engine: AsyncEngine) -> Endpoint:
     registry = CollectorRegistry()
     registry.register(engine_collector(engine))
 
-    async def metrics(_: Call) -> Response:
+    async def metrics(_: HttpCall) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return metrics
 
 
-async def list_models(call: Call) -> Response:
+async def list_models(call: HttpCall) -> Response:
     """Answer a request to /v1/models: the base model, then the adapters."""
     return json_response({"object": "list", "data": await _models(call.model)})
 
 
-async def show_model(call: Call) -> Response:
+async def show_model(call: HttpCall) -> Response:
     """Answer a request to /v1/models/NAME."""
     name, _ = await call.model.find(call.request.path_params["name"])
     return json_response(next(model for model in await _models(call.model) if model["id"] == name))

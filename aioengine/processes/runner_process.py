@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from aioengine.child_process.child import run_child
+from aioengine.child_process.child import Child, run_child
 from aioengine.processes.scheduler_process import prepare_process
-from aioengine.protocol.messages import SCHEDULER
+from aioengine.protocol.messages import SCHEDULER, Message, Progress
 from aioengine.protocol.rank_step import RankStep
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.scheduler.plan import StepPlan
@@ -21,8 +21,6 @@ from aioengine.scheduler.plan import StepPlan
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.child_process.child import Child
-    from aioengine.protocol.messages import Message, Progress
     from aioengine.scheduler.runner import Runner, RunnerFactory
     from aioengine.settings.config import Settings
 

@@ -7,15 +7,13 @@ long, because of page faults.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 import torch
 
 from aioengine.model_files import checkpoint, folder_files
 
 if TYPE_CHECKING:
-    from typing import BinaryIO
-
     from torch import Tensor
 
     from aioengine.model_files.checkpoint import Entry

@@ -23,13 +23,12 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from aioengine.protocol.messages import End, FinishCode, RequestKind
+from aioengine.protocol.messages import End, FinishCode, RequestKind, Submit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aioengine.memory.prefix_cache import Match, PrefixCache
-    from aioengine.protocol.messages import Submit
     from aioengine.scheduler.request import Request
 
 MAX_PARTIAL = 4  # partly computed prompts at a time; a prompt that finishes in this step is always allowed

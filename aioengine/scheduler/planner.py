@@ -21,13 +21,12 @@ from aioengine.memory.snapshots import NO_SNAPSHOT
 from aioengine.memory.windowed_cache import WindowedCache
 from aioengine.protocol.messages import RequestKind
 from aioengine.scheduler.admission import Admission, Refusal, TokenBudget
-from aioengine.scheduler.drafting import Acceptance
+from aioengine.scheduler.drafting import Acceptance, DraftCosts
 from aioengine.scheduler.image_keys import ImageBudget
 from aioengine.scheduler.plan import DISTRIBUTION, NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan
 from aioengine.scheduler.request import Request
 
 if TYPE_CHECKING:
-    from aioengine.scheduler.drafting import DraftCosts
     from aioengine.scheduler.requests import Requests
     from aioengine.settings.config import SchedulerSettings
 

@@ -97,7 +97,7 @@ class OpenText:
         Raises the exception of the decoder.
         """
         if self._sends_every_id and end is None:  # no ids or text are collected
-            chunks.texts.append("" if self._pipeline is None else self._pipeline.push((token_id,))[0])
+            chunks.texts.append("" if self._pipeline is None else self._pipeline.push((token_id,)))
             chunks.tokens.add(self.uid, (token_id,))
             return False
         self._token_ids.append(token_id)
@@ -139,7 +139,7 @@ class OpenText:
         token_ids = self._token_ids[self._num_decoded : end]
         self._num_decoded = end
         if token_ids and self._pipeline is not None:
-            self._texts.append(self._pipeline.push(token_ids)[0])
+            self._texts.append(self._pipeline.push(token_ids))
 
     def _emit(self, chunks: TextChunks) -> None:
         chunks.tokens.add(self.uid, self._token_ids)

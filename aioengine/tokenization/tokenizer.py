@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypeVar, cast, overload
 
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
@@ -27,7 +27,6 @@ from aioengine.tokenization.chat_template import (
     read_chat_templates,
     template_variables,
 )
-from aioengine.tokenization.tokenizer_limits import read_tokenizer
 
 if TYPE_CHECKING:
     import os
@@ -137,7 +136,7 @@ class Tokenizer:
         sources = self._chats.sources
         return sources.get(WITH_TOOLS) or sources.get(DEFAULT, "")
 
-    def decoding_facts(self) -> Json:
+    def decoding_facts(self) -> dict[str, Any]:
         """Return the parts of tokenizer.json for decoding: ``decoder``, ``added_tokens``, ``vocab`` of ``model``."""
         decoder = self._fast.decoder
         added = self._fast.get_added_tokens_decoder()
@@ -290,7 +289,7 @@ class Tokenizer:
 
 def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
     path = folder / folder_files.TOKENIZER
-    content = read_tokenizer(path)
+    content = folder_files.read_tokenizer(path)
     if content is None and folder_files.is_gguf(folder):
         raise ValueError(
             f"{str(folder)!r} contains no tokenizer; pass tokenizer_path= a folder that has one, or pass "

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
-    from aioengine.runner.request_row import LogitsRow
-    from aioengine.runner.row_constraint import RowConstraint
+    from aioengine.runner.request_row import LogitsRow, RowConstraint
     from aioengine.runner.transfer import Upload
 
 

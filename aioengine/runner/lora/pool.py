@@ -5,14 +5,14 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from aioengine.kernels.adapter_slots import UNIT, AdapterWeights
 from aioengine.layers.adapters import HostAdapters, PooledAdapters
-from aioengine.runner.lora.grouping import StepAdapters, TileRows, group_on_host
-from aioengine.runner.lora.layout import Layout
-from aioengine.runner.lora.reading import PackedAdapter, read_adapter
-from aioengine.runner.transfer import upload_to
+from aioengine.runner.lora.grouping import GroupRows, Slots, StepAdapters, TileRows, group_on_host
+from aioengine.runner.lora.reading import Layout, PackedAdapter, read_adapter
+from aioengine.runner.transfer import Ints, upload_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from aioengine.layers.linear import Linear
     from aioengine.protocol.messages import Adapter
-    from aioengine.runner.lora.grouping import GroupRows, Slots
     from aioengine.settings.config import LoraSettings
 
 _STAGING_BYTES = 8 << 20
@@ -144,3 +143,46 @@ class _DeviceSlots:
 
     def close(self) -> None:
         self._executor.shutdown(wait=True)
+
+
+class RowAdapters:
+    """The adapter slot of each row of the request table. T tokens of a step, S outputs, R rows.
+
+    Attributes:
+        tiles: see ``AdapterPool.tiles``; None without adapters.
+    """
+
+    def __init__(self, max_rows: int, pool: AdapterPool | None = None) -> None:
+        self.tiles = None if pool is None else pool.tiles
+        self._pool = pool
+        self._slots = np.zeros(max_rows, dtype=np.int32)
+        self._num_used = 0
+
+    def open(self, row_index: int, slot: int) -> None:
+        """Set the adapter slot of a row, counted from 1; 0: the base model."""
+        if slot:
+            self._num_used += 1
+            self._slots[row_index] = slot
+
+    def close(self, row_index: int) -> None:
+        if self._num_used and self._slots[row_index]:
+            self._num_used -= 1
+            self._slots[row_index] = 0
+
+    def slots(self, row_indices: Ints) -> Slots | None:
+        """Return the slots [R] of these rows [R]; None: all rows use the base model."""
+        if not self._num_used:
+            return None
+        slots = self._slots[row_indices]
+        return slots if slots.any() else None
+
+    def of_step(self, row_indices: Ints, row_of_token: Ints, outputs: Ints | None) -> StepAdapters | None:
+        """Group the rows of a step by adapter. None: all rows use the base model.
+
+        row_indices: [R]. row_of_token: [T]. outputs: [S] indices of output tokens.
+        """
+        slots = self.slots(row_indices)
+        if slots is None or self._pool is None:
+            return None
+        token_slots = slots[row_of_token]
+        return self._pool.rows(token_slots, None if outputs is None else token_slots[outputs])

@@ -15,8 +15,8 @@ import torch
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.logits import mask
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
-from aioengine.runner.logits import apply_processors
-from aioengine.runner.logits.penalties import Penalties
+from aioengine.runner.logits import LogitsProcessor, apply_processors
+from aioengine.runner.logits.token_processors import Penalties
 from aioengine.runner.sampling.token_counts import TokenCounts
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.request_row import SampledRows
     from aioengine.runner.rows import RowTable
 

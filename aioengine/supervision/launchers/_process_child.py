@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from aioengine.file_descriptors import SpareDescriptors
     from aioengine.protocol.messages import Role
 
+KILL_WAIT_S = 1.0
+"""Maximum time from the kill of a process to its exit. Its device memory is free only after the exit."""
+
 _NUM_LOG_LINES = 20
 _MAX_LOG_BYTES = 8192  # of the end of a log
 _POLL_S = 0.05

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aioengine.kernels.adapter_slots import AdapterTiles, max_tiles
-from aioengine.runner.graphs.padded_inputs import PaddedAdapters
+from aioengine.runner.graphs.piece_graphs import PaddedAdapters
 from aioengine.runner.lora.grouping import FixedTiles, StepAdapters, TileRows, tile
 from tests.compute.interpreted import run_interpreted
 
