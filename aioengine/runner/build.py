@@ -20,14 +20,14 @@ from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
-from aioengine.layers.placement import WHOLE, Shard
+from aioengine.layers.layer import WHOLE, Shard
 from aioengine.layers.ranks import RankGroup
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.model_files.gguf_quantization import StoredTypes
 from aioengine.model_files.online_quantization import OnlineQuantization
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.vocabulary import sampled_vocab_size
-from aioengine.models._base import AdaptableModel, Model, ModelOptions
+from aioengine.models._base import Model, ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.quantization.gguf import gguf_formats
 from aioengine.quantization.online import online_formats
@@ -194,13 +194,11 @@ def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype
     """Allocate the adapter slots. None: LoRA is not enabled.
 
     Raises:
-        ValueError: the model does not support adapters, or memory is short.
+        ValueError: memory is short.
     """
     lora = settings.runner.lora
     if lora is None:
         return None
-    if not isinstance(model, AdaptableModel):
-        raise ValueError("enable_lora: this model does not support LoRA adapters; decoders do, such as llama")
     need = slots_bytes(model.linears(), lora, dtype)
     with memory.record("the LoRA adapter slots", advice=_LESS_ADAPTERS, need=need):
         return AdapterPool(
@@ -261,13 +259,11 @@ def _weights_bytes(settings: Settings, config: Mapping[str, object], options: Mo
 
 def _fallback(settings: Settings) -> TransformersFolder:
     """Return the model that transformers computes. Only then transformers is imported, which takes a second."""
-    model = settings.model
-    return models.fallback(
-        Path(model.path),
-        Task(model.task),
-        trust_remote_code=model.trust_remote_code,
-        has_weights=model.load_format != "dummy",
-    )
+    from aioengine.models._fallback import TransformersFolder
+
+    model, has_weights = settings.model, settings.model.load_format != "dummy"
+    task, trusts = Task(model.task), model.trust_remote_code
+    return TransformersFolder(Path(model.path), task, trust_remote_code=trusts, has_weights=has_weights)
 
 
 @dataclass(frozen=True, slots=True)

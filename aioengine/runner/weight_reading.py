@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.layers.placement import Slice, Target
+    from aioengine.layers.layer import Slice, Target
     from aioengine.model_files.checkpoint import Entry
     from aioengine.quantization._base import RowWriter
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from aioengine.kernels.adapter_slots import AdapterTiles, max_tiles, rows_of_tile
-from aioengine.layers.adapters import Grouping, Groups
+from aioengine.layers.adapters import Grouping, RowGroups
 
 if TYPE_CHECKING:
     from aioengine.runner.transfer import Upload
@@ -24,10 +24,10 @@ GroupRows = Callable[[Slots], Grouping]
 """Groups the rows of a step for the device."""
 
 
-def group_on_host(slots: Slots) -> Groups:
+def group_on_host(slots: Slots) -> RowGroups:
     """Return the rows of each adapter, for slots [T]."""
     used = np.unique(slots)
-    return Groups(tuple((slot, torch.from_numpy(np.flatnonzero(slots == slot))) for slot in used.tolist() if slot))
+    return RowGroups(tuple((slot, torch.from_numpy(np.flatnonzero(slots == slot))) for slot in used.tolist() if slot))
 
 
 def tile(slots: Slots, *, num_slots: int, size: int) -> tuple[npt.NDArray[np.int32], Slots]:

@@ -148,8 +148,8 @@ class Layout:
             self.shapes |= {
                 name: (size, linear.in_features) for name, size in zip(names, linear.sizes.values(), strict=True)
             }
-            if linear.stored.order is not None:
-                self._orders |= zip(names, linear.stored.order.cpu().split([*linear.sizes.values()]), strict=True)
+            if linear.stored_order is not None:
+                self._orders |= zip(names, linear.stored_order.cpu().split([*linear.sizes.values()]), strict=True)
             if not modules or any(part in modules for part in linear.sizes):
                 first = self.layers[-1].first_part + len(self.layers[-1].names) if self.layers else 0
                 self.layers.append(AdaptedLayer(linear, names, first))
