@@ -27,9 +27,8 @@ from aioengine.frontend.calls.observers import Observer, report_rows
 from aioengine.frontend.calls.overload import Overload, QueueLimits
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.controls import Controls
-from aioengine.frontend.intake.encoder import Encoder, TextSizes
+from aioengine.frontend.intake.encoder import Encoder, PoolEncoder, TextSizes
 from aioengine.frontend.intake.image_prompts import PromptImages
-from aioengine.frontend.intake.pool_encoder import PoolEncoder
 from aioengine.frontend.intake.request_checks import RequestChecks
 from aioengine.frontend.intake.requests import MAX_TIMEOUT_S, CallRequest
 from aioengine.frontend.loaded_adapters import LoadedAdapters

@@ -35,8 +35,7 @@ from aioengine.protocol.media import (
     encode_line,
 )
 from aioengine.protocol.messages import Role
-from aioengine.supervision.launchers._process_child import KILL_WAIT_S, ProcessChild
-from aioengine.supervision.spawning import start_child
+from aioengine.supervision.launchers._process_child import KILL_WAIT_S, ProcessChild, start_child
 from aioengine.supervision.tasks import WorkerThread, post
 
 if TYPE_CHECKING:
