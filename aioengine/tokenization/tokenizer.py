@@ -167,18 +167,7 @@ class Tokenizer:
             ValueError: a text contains a lone surrogate.
             RuntimeError: the tokenizers library failed or panicked; the tokenizer can still be used.
         """
-        plain: list[str] = []
-        for text in texts:
-            if not isinstance(cast("object", text), str):
-                raise TypeError(f"a text must be a str, not {type(text).__name__}: {checks.shown(text)}")
-            plain.append(str(text))  # the library does not accept subclasses everywhere
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(
-                    f"the text contains half of a surrogate pair, U+{ord(text[error.start]):04X}, at position "
-                    f"{error.start}, which is not a character; decode its bytes with errors='replace'"
-                ) from None
+        plain = [checks.text("a text", text) for text in texts]  # the library does not accept subclasses everywhere
         kinds = set(map(type, texts))
         if add_special_tokens and ChatText in kinds:
             if len(kinds) > 1:
