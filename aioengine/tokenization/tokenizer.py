@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from aioengine.api import checks
 from aioengine.model_files import folder_files
 from aioengine.protocol.messages import PairIds
+from aioengine.text.token_table import TokenTable, read_token_table
 from aioengine.tokenization.chat_template import (
     DEFAULT,
     WITH_TOOLS,
@@ -135,6 +136,18 @@ class Tokenizer:
         """The text of the template for chats with tools, or an empty text."""
         sources = self._chats.sources
         return sources.get(WITH_TOOLS) or sources.get(DEFAULT, "")
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of a token in a text, which may be a part of a character; None: they depend on other tokens.
+
+        An unknown id has no bytes.
+        """
+        text = None if self._token_table is None else self._token_table[token_id]
+        return text.encode() if isinstance(text, str) else text
+
+    @cached_property
+    def _token_table(self) -> TokenTable | None:
+        return read_token_table(self.decoding_facts(), skip_special_tokens=False)
 
     def decoding_facts(self) -> dict[str, Any]:
         """Return the parts of tokenizer.json for decoding: ``decoder``, ``added_tokens``, ``vocab`` of ``model``."""
