@@ -6,14 +6,8 @@ import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, NotRequired, Protocol, SupportsIndex, TypedDict, cast, overload
 
+from aioengine import errors
 from aioengine.api import checks
-from aioengine.errors import (
-    EngineError,
-    EngineOverloadedError,
-    RequestError,
-    RequestTooLargeError,
-    UnsupportedSchemaError,
-)
 from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES, Extra, draft_counts
 from aioengine.protocol.messages import End, FinishCode
 
@@ -370,18 +364,19 @@ def finish_reason(end: End, num_output: int, cause: RowError | None = None) -> F
 def error(end: End) -> RowError | None:
     """Return the error of a request; None if it has an answer, even an incomplete one."""
     if end.code is FinishCode.TOO_LARGE:
-        return RequestTooLargeError(end.message)
+        return errors.RequestTooLargeError(end.message)
     if end.code is FinishCode.UNSUPPORTED:
-        return UnsupportedSchemaError(end.message, pointer=end.stage, keyword=str(end.matched or ""))
+        return errors.UnsupportedSchemaError(end.message, pointer=end.stage, keyword=str(end.matched or ""))
     if end.code is FinishCode.FAILED:
-        return RequestError(end.stage, end.message)
+        return errors.RequestError(end.stage, end.message)
     if end.code is FinishCode.REFUSED:
         missed_ms = end.matched if isinstance(end.matched, int) else 1000
-        return EngineOverloadedError(f"the request would come too late: {end.message}", retry_after=missed_ms / 1000)
+        message = f"the request would come too late: {end.message}"
+        return errors.EngineOverloadedError(message, retry_after=missed_ms / 1000)
     return None
 
 
-RowError = EngineError | ValueError | TypeError
+RowError = errors.EngineError | ValueError | TypeError
 """The errors that one row of a call may end with instead of an answer."""
 
 
@@ -390,7 +385,7 @@ def named(error: RowError, prompt: int, num_prompts: int) -> RowError:
     message = str(error)
     if (
         num_prompts > 1
-        and isinstance(error, ValueError | TypeError | RequestError)
+        and isinstance(error, ValueError | TypeError | errors.RequestError)
         and re.search(rf"\w\[{prompt}\]| of prompt {prompt}\b", message) is None
     ):
         error.args = (f"prompt {prompt}: {message}",)

@@ -16,7 +16,7 @@ from msgspec.structs import fields, replace
 
 from aioengine.api import checks
 from aioengine.api.checks import number_from, whole_from
-from aioengine.api.foreign_names import ALIASES, IGNORED, MISSING_ARGUMENTS, our_way
+from aioengine.api.foreign_names import ALIASES, IGNORED, MISSING_ARGUMENTS, by_own_names, our_way
 from aioengine.api.parameter_table import ARGUMENTS_OF_CALLS
 from aioengine.api.params import is_sampling_parameter
 from aioengine.families._ranks import MAX_RANKS
@@ -24,15 +24,8 @@ from aioengine.logs import warn_caller
 from aioengine.model_files.adapter_folder import MAX_RANK
 from aioengine.model_files.online_quantization import GROUP_SIZES, METHODS
 from aioengine.model_files.quantized_formats import FORMATS
+from aioengine.settings import resolve
 from aioengine.settings.config import DEFAULT_GROUP_SIZE, MAX_REPLICAS, ROUTINGS, EngineConfig, GivenAdapter
-from aioengine.settings.resolve import (
-    CPU_LIMITS,
-    CPU_MEMORY_FRACTION,
-    DRAFT_TOKENS,
-    GPU_GRAPH_ROWS,
-    GPU_LIMITS,
-    GPU_MEMORY_FRACTION,
-)
 from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES
 
 
@@ -131,7 +124,7 @@ def _algorithm(name: str, value: object) -> str:
     word = checks.text(name, value).upper()
     if word in MISSING_ALGORITHMS:
         raise ValueError(
-            f"{name}={value!r}: {MISSING_ALGORITHMS[word]} are not available yet; {name}='NGRAM' needs no other model"
+            f"{name}={value!r}: {MISSING_ALGORITHMS[word]} are not available yet; NGRAM needs no other model"
         )
     if word != "NGRAM":
         raise checks.wrong_value(name, "'NGRAM' or None", value)
@@ -155,10 +148,8 @@ def _weights(name: str, value: object) -> dict[str, float]:
         if not all(tenant and weight.replace(".", "", 1).isdecimal() for tenant, _, weight in entries):
             raise checks.wrong_value(name, allowed, value)
         value = {tenant: float(weight) for tenant, _, weight in entries}
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type(name, allowed, value)
     weights: dict[str, float] = {}
-    for key, weight in cast("Mapping[object, object]", value).items():
+    for key, weight in checks.mapping(name, value, allowed=allowed).items():
         tenant = checks.text(f"{name} keys", key, max_bytes=checks.MAX_TENANT_BYTES)
         weights[tenant] = checks.number(f"{name}[{tenant!r}]", weight, 0, MAX_WEIGHT, above=True)
     return weights
@@ -178,9 +169,7 @@ def _classes(name: str, value: object) -> tuple[str, ...]:
         if not (class_name.isidentifier() and all(map(str.isidentifier, module.split(".")))):
             raise checks.wrong_value(f"{name} entries", 'names such as "package.module:Class"', entry)
         if module == "__main__":
-            raise ValueError(
-                f"{name} has {entry!r}: other processes cannot import __main__; put the class into a module"
-            )
+            raise ValueError(f"{name} has {entry!r}: other processes cannot import __main__; put it into a module")
     return tuple(entries)
 
 
@@ -341,7 +330,7 @@ _ROWS: Final = {
     "cuda_graph_max_bs": Argument(
         whole_from(1, 65536),
         "maximum rows of a CUDA graph",
-        f"max_running_requests, at most {GPU_GRAPH_ROWS}",
+        f"max_running_requests, at most {resolve.GPU_GRAPH_ROWS}",
         place="device.cuda_graph_max_rows",
     ),
     "logits_processors": Argument(
@@ -389,19 +378,19 @@ _ROWS: Final = {
     "mem_fraction_static": Argument(
         number_from(0, 1, above=True),
         "share of the memory for weights and KV pool",
-        f"{GPU_MEMORY_FRACTION} on a GPU, {CPU_MEMORY_FRACTION} on a CPU",
+        f"{resolve.GPU_MEMORY_FRACTION} on a GPU, {resolve.CPU_MEMORY_FRACTION} on a CPU",
     ),
     "disable_radix_cache": Argument(_negated, "no prefix cache", place="memory.prefix_cache"),
     "max_running_requests": Argument(
         whole_from(1, 65536),
         "maximum requests computed at once",
-        f"{GPU_LIMITS[1]} on a GPU, {CPU_LIMITS[1]} on a CPU",
+        f"{resolve.GPU_LIMITS[1]} on a GPU, {resolve.CPU_LIMITS[1]} on a CPU",
         place="scheduler.max_running",
     ),
     "chunked_prefill_size": Argument(
         _chunk_size,
         "maximum tokens per step; -1: prompts are never split",
-        f"{GPU_LIMITS[0]} on a GPU, {CPU_LIMITS[0]} on a CPU",
+        f"{resolve.GPU_LIMITS[0]} on a GPU, {resolve.CPU_LIMITS[0]} on a CPU",
         place="scheduler.chunk_tokens",
     ),
     "schedule_policy": Argument(
@@ -422,7 +411,7 @@ _ROWS: Final = {
     "speculative_num_draft_tokens": Argument(
         whole_from(2, MAX_DRAFT_TOKENS),
         "maximum tokens of a row per step",
-        str(DRAFT_TOKENS),
+        str(resolve.DRAFT_TOKENS),
         place="speculation.num_draft_tokens",
     ),
     "speculative_num_steps": Argument(
@@ -483,24 +472,12 @@ def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, obj
     Warns:
         UserWarning: once, with the names of all arguments that have no effect.
     """
-    own: dict[str, object] = {}
-    without_effect: list[str] = []
-    for key, value in arguments.items():
-        name = ALIASES.get(key, key)
-        if name in ARGUMENTS:
-            if name in own:
-                spellings = [key for key in arguments if ALIASES.get(key, key) == name]
-                raise ValueError(f"argument {name!r} is given twice, as {' and '.join(map(repr, spellings))}")
-            own[name] = value
-        elif key in MISSING_ARGUMENTS:
-            checks.off(key, value, *MISSING_ARGUMENTS[key])
-        elif key in IGNORED:
-            without_effect.append(key)
-        else:
+    own, others = by_own_names("argument", arguments, ALIASES, ARGUMENTS, MISSING_ARGUMENTS)
+    for key in others:
+        if key not in IGNORED:
             raise TypeError(f"unknown argument {key!r}{our_way(key) or _hint(key)}")
-    if without_effect:
-        names = ", ".join(sorted(without_effect))
-        warn_caller(f"these arguments have no effect in aioengine: {names}", stacklevel=3)
+    if others:
+        warn_caller(f"these arguments have no effect in aioengine: {', '.join(sorted(others))}", stacklevel=3)
     if model_path is not None:
         if own.get("model_path") is not None:
             raise ValueError(f"model_path is given twice: {model_path!r} and {own['model_path']!r}")

@@ -10,11 +10,8 @@ import difflib
 import math
 import operator
 import reprlib
-from collections.abc import Callable, Sized
-from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, SupportsIndex, TypeVar, cast, runtime_checkable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any, Protocol, SupportsFloat, SupportsIndex, TypeVar, cast, runtime_checkable
 
 Value = TypeVar("Value")
 Check = Callable[[str, object], object]
@@ -159,8 +156,11 @@ def switch(name: str, value: object) -> bool:
     return value
 
 
-def text(name: str, value: object, *, max_bytes: int | None = None) -> str:
-    """Check a string that UTF-8 can encode in at most ``max_bytes`` bytes. Subclasses become plain strings."""
+def text(name: str, value: object, *, max_bytes: int | None = None, if_empty: str = "") -> str:
+    """Check a string that UTF-8 can encode in at most ``max_bytes`` bytes. Subclasses become plain strings.
+
+    ``if_empty``: the advice in the error for an empty string; without it, the string may be empty.
+    """
     if not isinstance(value, str):
         raise wrong_type(name, "a string", value)
     value = value if type(value) is str else str.__str__(value)
@@ -172,7 +172,16 @@ def text(name: str, value: object, *, max_bytes: int | None = None) -> str:
         ) from None
     if max_bytes is not None and size > max_bytes:
         raise wrong_value(name, f"at most {max_bytes} bytes of UTF-8", value)
+    if if_empty and not value:
+        raise ValueError(f"{name} is empty; {if_empty}")
     return value
+
+
+def mapping(name: str, value: object, *, allowed: str) -> Mapping[object, object]:
+    """Check a dict or another mapping."""
+    if not isinstance(value, Mapping):
+        raise wrong_type(name, allowed, value)
+    return cast("Mapping[object, object]", value)
 
 
 def choice(name: str, value: object, choices: Mapping[str, Value]) -> Value:

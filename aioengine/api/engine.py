@@ -10,21 +10,21 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from aioengine.api import map_items, selfcheck, signatures
-from aioengine.api.answers import Answer
+from aioengine.api.answers import Answer, BatchOutput
 from aioengine.api.args import engine_config
 from aioengine.api.foreign_names import no_attribute
 from aioengine.api.stream import Generation, Stream
 from aioengine.frontend import callers, info
 from aioengine.frontend.callers import running_loop
-from aioengine.frontend.controls import ProfileOptions
+from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
 from aioengine.frontend.engine_run import EngineRun
 from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.beam_search import beam_search, search_options
-from aioengine.frontend.intake.pool_requests import encode_request, rerank_request
-from aioengine.frontend.intake.score import ScoreResult, score, score_request
-from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S
+from aioengine.frontend.intake.pool_requests import EncodeOptions, Pairs, PoolOptions, encode_request, rerank_request
+from aioengine.frontend.intake.score import ScoreOptions, ScoreResult, score, score_request
+from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S, AdapterResult
 from aioengine.frontend.sessions.sessions import SessionOpening
-from aioengine.frontend.startup import start_arguments
+from aioengine.frontend.startup import start_arguments, start_frontend
 from aioengine.supervision.tasks import runs_here
 
 if TYPE_CHECKING:
@@ -32,15 +32,12 @@ if TYPE_CHECKING:
     from pathlib import PurePath
     from typing import Self, Unpack
 
-    from aioengine.api.answers import BatchOutput
     from aioengine.api.signatures import EngineArguments
     from aioengine.errors import EngineError
     from aioengine.frontend.calls.observers import Observer
-    from aioengine.frontend.controls import Outcome, PauseMode
     from aioengine.frontend.engine_parts import Blueprint
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
-    from aioengine.frontend.intake.pool_requests import EncodeOptions, Pairs, PoolOptions
     from aioengine.frontend.intake.request_options import (
         BatchIds,
         BatchSampled,
@@ -53,8 +50,6 @@ if TYPE_CHECKING:
         TokenIds,
     )
     from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.frontend.intake.score import ScoreOptions
-    from aioengine.frontend.loaded_adapters import AdapterResult
     from aioengine.settings.config import EngineConfig
     from aioengine.tokenization.tokenizer import Tokenizer
 
@@ -368,7 +363,7 @@ class AsyncEngine(BaseEngine):
                 self._run = run = EngineRun()
                 self._is_closed = False
             run.announce_start()
-        await run.start(self._prepare, self._progress, self._observers)
+        await run.start(partial(start_frontend, self._prepare, self._progress, self._observers))
 
     def shutdown(self) -> Coroutine[object, None, None]:
         """End the processes within seconds. Waiting calls raise ``EngineClosedError``. May be called twice.
@@ -569,15 +564,13 @@ class AsyncEngine(BaseEngine):
         The state is "starting" until ``start()`` succeeds, and "closed" if it failed. If the engine died, the state
         stays "dead" or "stalled" until it is started again, also after a shutdown.
         """
-        frontend = None if self._run is None else self._run.frontend
-        has_failed = self._run is not None and self._run.has_failed
-        if self._run is None or frontend is None:
-            return {"state": "closed" if self._is_closed or has_failed else "starting", "processes": []}
-        health = info.health(frontend.state, frontend.parts.processes.processes())
+        run = self._run
+        if run is None or run.frontend is None:
+            has_ended = self._is_closed or (run is not None and run.has_failed)
+            return {"state": "closed" if has_ended else "starting", "processes": []}
         # The loop may have been closed before the shutdown. In a fork, the engine of the parent counts as closed.
-        if (self._is_closed or self._run.is_forked) and frontend.failure is None:
-            health["state"] = "closed"
-        return health
+        is_closed = (self._is_closed or run.is_forked) and run.frontend.failure is None
+        return info.health("closed" if is_closed else run.frontend.state, run.frontend.parts.processes.processes())
 
     def get_all_child_pids(self) -> list[int]:
         """Return the process ids of the engine's live processes."""

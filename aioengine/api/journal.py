@@ -80,11 +80,7 @@ def _plain(value: object) -> object:
 
 
 class Journal:
-    """The files of one job. Belongs to one thread at a time, except ``sync``.
-
-    Attributes:
-        num_done: number of rows in the file.
-    """
+    """The files of one job. Belongs to one thread at a time, except ``sync``."""
 
     def __init__(self, path: str | os.PathLike[str], parameters: Mapping[str, object]) -> None:
         """Create the files of a new job, or open the files of a job with the same ``parameters``.
@@ -94,7 +90,6 @@ class Journal:
             BlockingIOError: another process writes them. OSError: they cannot be written.
         """
         self.path = os.fspath(path)
-        self.num_done = 0
         self._num_bytes = 0  # of complete rows
         self._is_done = bytearray()
         self._rows_read: dict[int, bytes] = {}
@@ -110,7 +105,10 @@ class Journal:
         self._journal = os.open(self.path + SUFFIX, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._rows = -1
         try:
-            self._lock()
+            try:
+                fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError(f"another process is writing {self.path}; wait for its end") from None
             self._write_header(header, may_be_new=not has_rows)
             self._digests_at = len(header)
             self._rows = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -120,12 +118,6 @@ class Journal:
         except BaseException:
             self.close()
             raise
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(f"another process is writing {self.path}; wait for its end") from None
 
     def _write_header(self, header: bytes, *, may_be_new: bool) -> None:
         """Write the parameters to a new journal, or compare them."""
@@ -214,7 +206,6 @@ class Journal:
         if missing > 0:
             self._is_done += bytes(missing)
         self._is_done[index] = 1
-        self.num_done += 1
 
     # ------------------------------------------------------------ the disk
 

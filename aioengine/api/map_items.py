@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sized
+from collections.abc import AsyncIterable, Iterable, Mapping, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -25,18 +25,8 @@ if TYPE_CHECKING:
     from aioengine.frontend.intake.request_options import PlainRequestOptions, Sampled
 
 
-class GeneratingEngine(Protocol):
-    """An engine, for the calls of its items."""
-
-    @property
-    def async_generate(self) -> Callable[..., Any]: ...
-    @property
-    def async_chat(self) -> Callable[..., Any]: ...
-    def _frontend_here(self) -> Frontend: ...
-
-
 def map(
-    self: GeneratingEngine,
+    self: Any,
     prompts: Iterable[Item] | AsyncIterable[Item],
     sampling_params: Sampled | None = None,
     *,
@@ -69,16 +59,8 @@ def map(
     Iterating raises EngineError if the engine ends, ValueError if the checkpoint belongs to another job, OSError if it
     cannot be written, and all exceptions of ``prompts``.
     """
-    job = map_job(
-        ItemAnswers(self, sampling_params, cast("Mapping[str, object]", options)),
-        prompts,
-        is_ordered=ordered,
-        window=window,
-        checkpoint=checkpoint,
-        returns_exceptions=return_exceptions,
-        progress=progress,
-    )
-    return AsyncAnswerIterator(prompts, job)
+    answers = ItemAnswers(self, sampling_params, cast("Mapping[str, object]", options))
+    return AsyncAnswerIterator(prompts, answers.job(prompts, ordered, window, checkpoint, return_exceptions, progress))
 
 
 class ItemAnswers:
@@ -89,11 +71,9 @@ class ItemAnswers:
         default_window: twice the number of requests that can run, so that items wait in the scheduler when others end.
     """
 
-    def __init__(
-        self, engine: GeneratingEngine, sampling_params: Sampled | None, options: Mapping[str, object]
-    ) -> None:
+    def __init__(self, engine: Any, sampling_params: Sampled | None, options: Mapping[str, object]) -> None:
         """Raises TypeError or ValueError if an argument is wrong."""
-        frontend = engine._frontend_here()  # pyright: ignore[reportPrivateUsage]
+        frontend: Frontend = engine._frontend_here()
         if options.get("rid") is not None:
             raise ValueError("rid belongs to one item: give items as dicts with a rid")
         request = generate_request("-", sampling_params, None, stream=False, options=options)
@@ -146,40 +126,35 @@ class ItemAnswers:
         name = "prompt" if isinstance(item, str) else "input_ids"
         return {**self._options, name: item, "sampling_params": self._params}
 
+    def job(
+        self,
+        prompts: object,
+        is_ordered: object,
+        window: object,
+        checkpoint: str | os.PathLike[str] | None,
+        returns_exceptions: object,
+        progress: bool | None,
+    ) -> Job:
+        """Return the job of ``map``. Raises TypeError or ValueError if an argument is wrong."""
+        if isinstance(prompts, str | bytes | Mapping):
+            raise checks.wrong_type("prompts", "an iterable of prompts", cast("object", prompts))
+        parameters = self.parameters | {"return_exceptions": checks.switch("return_exceptions", returns_exceptions)}
+        bar = RowBar(len(prompts) if isinstance(prompts, Sized) else None, progress)
 
-def map_job(
-    answers: ItemAnswers,
-    prompts: object,
-    *,
-    is_ordered: bool,
-    window: int | None,
-    checkpoint: str | os.PathLike[str] | None,
-    returns_exceptions: bool,
-    progress: bool | None,
-) -> Job:
-    """Return the job of ``map``. Raises TypeError or ValueError if an argument is wrong."""
-    if isinstance(prompts, str | bytes | Mapping):
-        raise checks.wrong_type("prompts", "an iterable of prompts", cast("object", prompts))
-    checks.switch("ordered", is_ordered)
-    checks.switch("return_exceptions", returns_exceptions)
-    window = answers.default_window if window is None else checks.whole("window", window, 1)
-    bar = RowBar(len(prompts) if isinstance(prompts, Sized) else None, progress)
+        async def answer(index: int, item: Item) -> Row:
+            try:
+                row = await self.answer(item)
+            except ROW_ERRORS as error:
+                if not returns_exceptions:
+                    raise
+                return {"index": index, "error": failure(error)}
+            bar.add_tokens(row["meta_info"]["completion_tokens"])
+            return {"index": index, **row}
 
-    async def answer(index: int, item: Item) -> Row:
-        try:
-            row = await answers.answer(item)
-        except ROW_ERRORS as error:
-            if not returns_exceptions:
-                raise
-            return {"index": index, "error": failure(error)}
-        bar.add_tokens(row["meta_info"]["completion_tokens"])
-        return {"index": index, **row}
-
-    parameters = {**answers.parameters, "return_exceptions": returns_exceptions}
-    return Job(
-        answer,
-        bar,
-        window=window,
-        is_ordered=is_ordered,
-        open_journal=None if checkpoint is None else partial(Journal, checkpoint, parameters),
-    )
+        return Job(
+            answer,
+            bar,
+            window=self.default_window if window is None else checks.whole("window", window, 1),
+            is_ordered=checks.switch("ordered", is_ordered),
+            open_journal=None if checkpoint is None else partial(Journal, checkpoint, parameters),
+        )

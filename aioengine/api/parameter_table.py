@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar, cast
 from msgspec import UNSET, Meta, Struct, StructMeta, UnsetType, ValidationError, convert
 
 from aioengine.api import checks
-from aioengine.api.foreign_names import MISSING_PARAMETERS, our_way
+from aioengine.api.foreign_names import MISSING_PARAMETERS, by_own_names, our_way
 from aioengine.errors import UnknownParameterError
 
 MAX_STOPS: Final = 32
@@ -152,20 +152,10 @@ class Table:
             UnknownParameterError: a name does not exist.
             ValueError: two names of one parameter.
         """
-        values: dict[str, object] = {}
-        for key, value in given.items():
-            name = self.aliases.get(key, key)
-            if value is UNSET:  # in a copy
-                continue
-            if name in MISSING_PARAMETERS:
-                checks.off(name, value, *MISSING_PARAMETERS[name])
-                continue
-            if name not in self.rows:
-                raise self.unknown(key)
-            if name in values:
-                spellings = " and ".join(repr(key) for key in given if self.aliases.get(key, key) == name)
-                raise ValueError(f"sampling parameter {name!r} is given twice, as {spellings}")
-            values[name] = value
+        given = {key: value for key, value in given.items() if value is not UNSET}  # UNSET: in a copy
+        values, others = by_own_names("sampling parameter", given, self.aliases, self.rows, MISSING_PARAMETERS)
+        if others:
+            raise self.unknown(others[0])
         return values
 
     def unknown(self, key: object) -> UnknownParameterError:
@@ -243,9 +233,7 @@ def patterns(name: str, value: object) -> str | list[str]:
 
 def json_object(name: str, value: object) -> dict[str, object]:
     """Return a new dict, decoded from the JSON of the value."""
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type(name, "a dict of JSON values", value)
-    original = dict(cast("Mapping[object, object]", value))
+    original = dict(checks.mapping(name, value, allowed="a dict of JSON values"))
     if checks.json_size(original, MAX_JSON_CHARACTERS) > MAX_JSON_CHARACTERS:
         raise ValueError(f"{name} must have at most {MAX_JSON_CHARACTERS} characters of JSON, and it has more")
     try:
@@ -312,9 +300,7 @@ def token_ids_column(value: object) -> tuple[tuple[int, ...]]:
 
 def biases(name: str, value: object) -> dict[int, float]:
     """Return a new dict from token id to bias. Keys may be strings of digits, as in JSON."""
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type(name, "a dict of token id to number", value)
-    entries = cast("Mapping[object, object]", value)
+    entries = checks.mapping(name, value, allowed="a dict of token id to number")
     if len(entries) > MAX_BIASES:
         raise ValueError(f"{name} must have at most {MAX_BIASES} entries, got {len(entries)}")
     with suppress(ValidationError):

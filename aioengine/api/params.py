@@ -19,15 +19,7 @@ from msgspec.structs import astuple, force_setattr, replace
 from aioengine.api import checks
 from aioengine.api import parameter_table as table
 from aioengine.api.checks import whole_from
-from aioengine.api.parameter_table import (
-    DefaultFloat,
-    DefaultInt,
-    Parameter,
-    ParametersType,
-    number,
-    other_name,
-    parameter,
-)
+from aioengine.api.parameter_table import number, other_name, parameter
 from aioengine.errors import RequestTooLargeError
 from aioengine.protocol.messages import Limits, Sampling, TextRules
 
@@ -80,7 +72,7 @@ else:  # msgspec decodes these types; null is the default
 
 class SamplingParams(
     Struct,
-    metaclass=ParametersType,
+    metaclass=table.ParametersType,
     frozen=True,
     kw_only=True,
     dict=True,
@@ -97,7 +89,7 @@ class SamplingParams(
     """
 
     max_new_tokens: int | None = parameter(
-        DefaultInt(DEFAULT_MAX_NEW_TOKENS),
+        table.DefaultInt(DEFAULT_MAX_NEW_TOKENS),
         table.length,
         "maximum output tokens. Left out: 128, or fewer if the context is nearly full. None: to the end of the "
         "context. A number that does not fit raises `RequestTooLargeError`",
@@ -153,7 +145,7 @@ class SamplingParams(
         above=True,
     )
     top_k: Whole = parameter(
-        DefaultInt(-1),
+        table.DefaultInt(-1),
         table.top_k,
         "sample from this many of the most likely tokens; -1 or 0: all",
         wire="sampling",
@@ -272,7 +264,7 @@ class SamplingParams(
             row, value = parameters.rows[name], _field(self, name)
             is_left_out = value is UNSET or (value is None and not row.takes_none)
             # a default that was read from another object
-            is_copied = isinstance(value, DefaultInt | DefaultFloat) and value == row.default
+            is_copied = isinstance(value, table.DefaultInt | table.DefaultFloat) and value == row.default
             kept = row.default if is_left_out or is_copied else row.check(name, value)
             if kept == row.default and type(kept) is type(row.default):
                 kept = row.default  # the same object: encoders and repr leave it out
@@ -338,10 +330,10 @@ class SamplingParams(
     @property
     def is_length_explicit(self) -> bool:
         """Whether ``max_new_tokens`` was set to a number."""
-        return self.max_new_tokens is not None and not isinstance(self.max_new_tokens, DefaultInt)
+        return self.max_new_tokens is not None and not isinstance(self.max_new_tokens, table.DefaultInt)
 
 
-PARAMETERS: Final[Mapping[str, Parameter]] = SamplingParams.__table__.rows
+PARAMETERS: Final[Mapping[str, table.Parameter]] = SamplingParams.__table__.rows
 ALIASES: Final[Mapping[str, str]] = SamplingParams.__table__.aliases
 """Other names of parameters -> their own names."""
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import get_running_loop
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from aioengine.errors import WrongLoopError
 from aioengine.frontend.callers import running_loop
-from aioengine.frontend.calls.reader import NOT_A_STREAM, EndOfOutput, resolve
+from aioengine.frontend.calls.reader import NOT_A_STREAM, EndOfOutput, Reader, resolve
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-    from types import TracebackType
     from typing import NoReturn, Self
 
     from aioengine.api.answers import Chunk
-    from aioengine.frontend.calls.reader import Reader
 
 Result = TypeVar("Result", covariant=True)
 
@@ -80,7 +77,7 @@ class Generation(Coroutine[object, None, Result]):
         def __iter__(self) -> NoReturn:
             if self._reader.is_stream:
                 raise TypeError(
-                    "read this stream with `async for`; for a plain `for`, use Engine.generate(..., stream=True)"
+                    "read this stream with `async for`; for a plain `for`, use Engine.generate(stream=True)"
                 )
             raise TypeError(f"{_NOT_AWAITED}, then read it")
 
@@ -193,16 +190,10 @@ class Generation(Coroutine[object, None, Result]):
             self._forget_driver()
             raise
 
-    def throw(
-        self,
-        typ: type[BaseException] | BaseException,
-        val: BaseException | object = None,
-        tb: TracebackType | None = None,
-    ) -> object:
-        error = typ if isinstance(typ, BaseException) else val if isinstance(val, BaseException) else typ()
+    def throw(self, *error: Any) -> object:
         driver = self._driver()
         try:
-            return driver.throw(error if tb is None else error.with_traceback(tb))
+            return driver.throw(*error)
         except StopIteration:
             self._forget_driver()
             raise

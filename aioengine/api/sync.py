@@ -6,8 +6,8 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
-from functools import wraps
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from functools import partial, wraps
 from inspect import getdoc, signature
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -15,22 +15,19 @@ from aioengine.api import jobs, map_items
 from aioengine.api.engine import AsyncEngine, BaseEngine
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.frontend import callers, info
-from aioengine.frontend.calls.reader import EndOfOutput
-from aioengine.frontend.frontend import STOP_TIMEOUT_S
+from aioengine.frontend.calls.reader import EndOfOutput, Reader
+from aioengine.frontend.frontend import STOP_TIMEOUT_S, Frontend
 from aioengine.frontend.portal import Portal
 from aioengine.frontend.startup import start_frontend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
     from typing import NoReturn, Self, Unpack
 
     from aioengine.api.answers import Answer, BatchOutput, Chunk, Embedding, Ranking
     from aioengine.api.signatures import Chat, Encode, Generate, Method, Rerank, Score
     from aioengine.api.stream import Generation
     from aioengine.frontend.calls.observers import Observer
-    from aioengine.frontend.calls.reader import Reader
     from aioengine.frontend.engine_parts import Blueprint
-    from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health
     from aioengine.frontend.intake.request_options import PlainRequestOptions, Sampled
     from aioengine.frontend.intake.score import ScoreResult
@@ -169,7 +166,7 @@ class Engine(BaseEngine):
         self._portal = run.portal
         self._finalizer = weakref.finalize(self, run.end)  # before the start, so that an exception leaves no process
         try:
-            self._frontend = run.start(prepare, progress, self._observers)
+            self._frontend = run.start(partial(start_frontend, prepare, progress, self._observers))
         except BaseException:
             try:
                 self._finalizer()
@@ -248,15 +245,8 @@ class Engine(BaseEngine):
         """Answer any number of prompts, as ``AsyncEngine.map``. Items are read on the thread that reads the rows."""
         frontend = self._frontend_here()
         frontend.check_waiting(blocks=True)
-        job = map_items.map_job(
-            map_items.ItemAnswers(self, sampling_params, cast("Any", options)),
-            prompts,
-            is_ordered=ordered,
-            window=window,
-            checkpoint=checkpoint,
-            returns_exceptions=return_exceptions,
-            progress=progress,
-        )
+        answers = map_items.ItemAnswers(self, sampling_params, cast("Any", options))
+        job = answers.job(prompts, ordered, window, checkpoint, return_exceptions, progress)
         return jobs.AnswerIterator(prompts, job, self._portal.call, frontend.loop)
 
     # ------------------------------------------------------------ sessions
@@ -315,15 +305,13 @@ class _EngineLoop:
         self.frontend: Frontend | None = None
         self._pid = os.getpid()
 
-    def start(self, prepare: Callable[[], Blueprint], progress: bool | None, observers: list[Observer]) -> Frontend:
-        self.portal.start()
-        return self.portal.call(self._start(prepare, progress, observers))
+    def start(self, start: Callable[[], Coroutine[Any, Any, Frontend]]) -> Frontend:
+        async def start_here() -> Frontend:
+            self.frontend = await start()
+            return self.frontend
 
-    async def _start(
-        self, prepare: Callable[[], Blueprint], progress: bool | None, observers: list[Observer]
-    ) -> Frontend:
-        self.frontend = await start_frontend(prepare, progress, observers)
-        return self.frontend
+        self.portal.start()
+        return self.portal.call(start_here())
 
     def end(self) -> None:
         """Shut down, for ``shutdown``, at the end of the program and for collected engines. Does nothing in a fork."""

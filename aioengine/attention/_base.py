@@ -128,14 +128,10 @@ class AttentionShape:
 
     def part(self, layers: tuple[int, ...]) -> AttentionShape:
         """Return the shape of a model with only these layers."""
-        return replace(
-            self,
-            num_layers=len(layers),
-            windows=tuple(self.windows[layer] for layer in layers) if self.windows else (),
-            sinks=tuple(self.sinks[layer] for layer in layers) if self.sinks else (),
-            kv_scales=tuple(self.kv_scales[layer] for layer in layers) if self.kv_scales else (),
-            expansions=tuple(self.expansions[layer] for layer in layers) if self.expansions else (),
-        )
+        names = "windows", "sinks", "kv_scales", "expansions"
+        by_layer = {name: values for name in names if (values := getattr(self, name))}
+        parts = {name: tuple(values[layer] for layer in layers) for name, values in by_layer.items()}
+        return replace(self, num_layers=len(layers), **parts)
 
     @property
     def common_window(self) -> int | None:

@@ -23,7 +23,7 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from torch import Tensor
 
-from aioengine.attention._base import CascadeLimits, ForwardBatch, SharedPages
+from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch, SharedPages
 from aioengine.attention._gpu_rows import (
     AttentionLayers,
     FixedDecodeRows,
@@ -35,15 +35,12 @@ from aioengine.attention._gpu_rows import (
 )
 from aioengine.attention._shared_rows import find_shared
 from aioengine.attention.triton import TritonAttention
-from aioengine.kernels.triton.convert_kv import convert
-from aioengine.kernels.triton.merge import add_sinks, merge
+from aioengine.kernels.triton.pages import convert
+from aioengine.kernels.triton.scores import add_sinks, merge
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from aioengine.attention._base import Ints
 
-    from aioengine.attention._base import AttentionShape, DecodeBuffers
-
-    Ints = npt.NDArray[np.int32]
     Pool = tuple[Tensor, Tensor]
 
 WORKSPACE_BYTES = 512 << 20
@@ -182,15 +179,8 @@ class PrefillRows:
         heads = page_ids[:, None].astype(np.int64) * num_kv_heads + np.arange(num_kv_heads)  # [P, K] of the pool
         indices = heads[:, None, :] * page_size + np.arange(page_size)[:, None]
         self._shared = tokens, pinned(indices.reshape(-1)).to(layers.device, non_blocking=True)
-        self._prefix.plan(
-            starts_of(np.array([num_tokens], dtype=np.int32)),
-            starts_of(np.array([num_positions], dtype=np.int32)),
-            *layers.heads(),
-            causal=False,
-            **layers.plan_options,
-            max_token_per_sequence=num_tokens,
-            max_sequence_kv=num_positions,
-        )
+        query_lengths, kv_lengths = np.array([[num_tokens], [num_positions]], dtype=np.int32)
+        plan_packed(layers, self._prefix, query_lengths, kv_lengths, is_causal=False)
 
     def attend(self, q: Tensor, kv: Pool, layer: int, out: Tensor) -> None:
         """Attend: q and out [T, H, E] of these rows, keys and values [T, K, E], which are also in their slots."""
@@ -265,13 +255,15 @@ def plan_packed(
     wrapper: BatchPrefillWithRaggedKVCacheWrapper,
     query_lengths: Ints,
     kv_lengths: Ints,
+    *,
+    is_causal: bool = True,
 ) -> None:
     """Plan R rows with packed keys and values, for ``query_lengths`` [R] tokens and ``kv_lengths`` [R] positions."""
     wrapper.plan(
         starts_of(query_lengths),
         starts_of(kv_lengths),
         *layers.heads(),
-        causal=True,
+        causal=is_causal,
         **layers.plan_options,
         window_left=layers.window_left,
         max_token_per_sequence=int(query_lengths.max()),

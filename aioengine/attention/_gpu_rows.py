@@ -19,16 +19,13 @@ from aioengine.kernels.codes import FP8
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.attention import PagedRows
 from aioengine.kernels.triton.decode import DecodeRows, decode
-from aioengine.kernels.triton.heads import flatten_pages
+from aioengine.kernels.triton.pages import flatten_pages
 from aioengine.kernels.triton.scores import ScoreRules
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend, DecodeBuffers
-
-    Ints = npt.NDArray[np.int32]
+    from aioengine.attention._base import AttentionBackend, DecodeBuffers, Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Ints = npt.NDArray[np.int32]
+    from aioengine.attention._base import Ints
 
 ENOUGH_PROGRAMS = 512
 """Number of programs that keeps a GPU busy. A program computes a split for one kv head."""

@@ -33,12 +33,9 @@ from aioengine.kernels.triton.expanded_attention import ExpandedKV, ExpandedTile
 from aioengine.kernels.triton.latent_decode import Parts
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
-
-    Ints = npt.NDArray[np.int32]
+    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch, Ints
 
 TOKEN_PAIRS = 150
 POSITION_PAIRS = 80

@@ -19,14 +19,10 @@ from aioengine.attention._base import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
-    import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
+    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch, Ints
     from aioengine.kernels.kv_target import KVTarget, WriteKV
-
-    Ints = npt.NDArray[np.int32]
 
 
 Part = TypeVar("Part", bound=StepAttention)

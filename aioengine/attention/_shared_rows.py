@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Ints = npt.NDArray[np.int32]
+    from aioengine.attention._base import Ints
 
 MIN_ROWS = 4
 MIN_PAIRS = 1 << 20

@@ -5,8 +5,8 @@ FlashInfer's decode kernels have a higher cost per row (on an H200, 256 rows of 
 layer, with our kernel 148), and their plan costs more host time. All other rows use FlashInfer's prefill kernel.
 
 At the start ``_flashinfer_ready`` checks that FlashInfer has kernels for the model's dtype and sizes, and compiles
-them. Learned sinks are applied to their results (``kernels/triton/merge.py``). FlashInfer writes plans to pinned memory
-and copies them to the device. A plan must not be overwritten during the copy (``FlashInferLayers.copied``).
+them. Learned sinks are applied to their results (``kernels/triton/scores.py``). FlashInfer writes plans to pinned
+memory and copies them to the device. A plan must not be overwritten during the copy (``FlashInferLayers.copied``).
 ``_flashinfer`` also implements cascade attention: pages that many rows share are read once for all of them.
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
@@ -36,14 +36,11 @@ from aioengine.attention._gpu_rows import (
 )
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch
     from aioengine.kernels.kv_target import KVTarget
     from aioengine.kernels.triton.decode import DecodeRows
-
-    Ints = npt.NDArray[np.int32]
 
 
 class FlashInferAttention:

@@ -23,19 +23,17 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from aioengine.attention._cpu import BLOCK_TOKENS, CHUNK, MASKED, Paging, first_tokens
+from aioengine.attention._cpu import BLOCK_TOKENS, CHUNK, MASKED, DecodeUnits, Paging, WorkUnits, first_tokens
 from aioengine.kernels import linear
 from aioengine.kernels.stored_kv import from_stored, to_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
     from aioengine.attention._base import AttentionShape, ForwardBatch
-    from aioengine.attention._cpu import DecodeUnits, WorkUnits
     from aioengine.kernels.kv_target import WriteKV
 
 SMALL_SIZE = 512
@@ -219,8 +217,14 @@ def _to_weights(scores: Tensor, hidden: Tensor | None, *, needs_sums: bool) -> S
     return scores, largest.sub_(scores.amax(-1).log_())
 
 
-def _combine(outputs: Tensor, sums: Tensor) -> Tensor:
-    """Merge outputs of chunks [X, ..., E] by the logarithms of their sums of exponentials [X, ...] -> fp32 [..., E]."""
+def _combine(outputs: Tensor, sums: Tensor, sinks: Tensor | None) -> Tensor:
+    """Merge outputs of chunks [X, ..., E] by the logarithms of their sums of exponentials [X, ...] -> fp32 [..., E].
+
+    sinks: learned sinks, broadcast to the shape of sums[0]. They come first.
+    """
+    if sinks is not None:
+        sink_sums = torch.broadcast_to(sinks, sums.shape[1:]).unsqueeze(0)
+        outputs, sums = torch.cat((torch.zeros_like(outputs[:1]), outputs)), torch.cat((sink_sums, sums))
     weights = torch.exp(sums - sums.amax(0))
     weights = weights.div_(_sum_by_halves(weights.clone()))
     return _sum_by_halves(weights.unsqueeze(-1) * outputs)
@@ -242,12 +246,6 @@ def _by_slot(parts: dict[int, Sums]) -> Sums:
     missing = torch.zeros_like(outputs), torch.full_like(sums, MASKED)
     outputs, sums = zip(*(parts.get(slot, missing) for slot in range(max(parts) + 1)), strict=True)
     return torch.stack(outputs), torch.stack(sums)
-
-
-def _with_sinks(outputs: Tensor, sums: Tensor, sinks: Tensor) -> Sums:
-    """Prepend learned sinks to outputs [X, ..., E] and sums [X, ...]. sinks: broadcast to the shape of sums[0]."""
-    sink_sums = torch.broadcast_to(sinks, sums.shape[1:]).unsqueeze(0)
-    return torch.cat((torch.zeros_like(outputs[:1]), outputs)), torch.cat((sink_sums, sums))
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,12 +382,6 @@ class FusedAttention:
     def _padded_width(self, visible: int) -> int:
         return next(width for width in self._limits.widths if width >= visible and width % self.page_size == 0)
 
-    def _gather(self, layer: int, pages: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values, [chunks, K, C, E] each, where C is ``width``."""
-        gathered = self._pages[layer].index_select(0, pages).view(2, -1, self._num_kv_heads, width, self._stored_size)
-        keys, values = from_stored(gathered, self._dtype).unbind(0)
-        return keys, values
-
     def _attend_decode(self, decode: DecodeUnits, q: Tensor, layer: int) -> Tensor:
         """q [R, H, E] -> [R, H * E]."""
         queries = q.view(decode.num_rows, self._num_kv_heads, self._group, self._head_size)
@@ -403,11 +395,8 @@ class FusedAttention:
             outputs = [self._attend_units(queries, call, layer)[0] for call in self._calls]
             merged = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         else:
-            slots = self._decode_sums(decode, queries, layer)
-            if self._sinks:
-                sinks = functional.pad(self._grouped_sinks(layer), (0, self._padding))
-                slots = _with_sinks(*slots, sinks)
-            merged = _combine(*slots)
+            sinks = functional.pad(self._grouped_sinks(layer), (0, self._padding)) if self._sinks else None
+            merged = _combine(*self._decode_sums(decode, queries, layer), sinks)
         if self._padding:
             merged = merged[:, :, : self._group]
         return merged.to(q.dtype).reshape(decode.num_rows, -1)
@@ -485,7 +474,8 @@ class FusedAttention:
     def _attend_prefill(self, row: _PrefillRow, q: Tensor, layer: int, out: Tensor) -> None:
         """Attend for the tokens of a prefill row: q [T, H, E] of the step -> their rows of out [T, H * E]."""
         kv_heads, group, head_size = self._num_kv_heads, self._group, self._head_size
-        keys, values = self._gather(layer, row.pages, CHUNK)
+        gathered = self._pages[layer].index_select(0, row.pages).view(2, -1, kv_heads, CHUNK, self._stored_size)
+        keys, values = from_stored(gathered, self._dtype).unbind(0)  # [chunks, K, C, E]
         for block in row.blocks:
             size = block.stop - block.start
             queries = q[block.start : block.stop].view(size, kv_heads, group, head_size).permute(1, 2, 0, 3)
@@ -509,10 +499,8 @@ class FusedAttention:
             if len(parts) == 1 and not self._sinks:
                 [(merged, _)] = parts.values()
             else:
-                outputs, sums = _by_slot(parts)
-                if self._sinks:
-                    outputs, sums = _with_sinks(outputs, sums, self._grouped_sinks(layer).unsqueeze(-1))
-                merged = _combine(outputs, sums)
+                sinks = self._grouped_sinks(layer).unsqueeze(-1) if self._sinks else None
+                merged = _combine(*_by_slot(parts), sinks)
             target = out[block.start : block.stop].view(size, kv_heads, group, head_size)
             target.copy_(merged[:, :, :size].permute(2, 0, 1, 3))
 

@@ -34,7 +34,7 @@ def _round_up(number: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _StepRow:
     """A row of the step.
 
     Attributes:
@@ -99,7 +99,7 @@ class TorchAttention:
         self._num_kv_heads = shape.num_kv_heads
         self.page_size = kv_pool.shape[4]
         self._slots = torch.empty(0, dtype=torch.int64, device=kv_pool.device)
-        self._rows: list[_Row] = []
+        self._rows: list[_StepRow] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
         self._slots = batch.slot_mapping
@@ -110,7 +110,7 @@ class TorchAttention:
             # a block may extend beyond the row's pages: padding page 0 is used there, and masked
             pages = functional.pad(table[:num_pages], (0, max(0, num_pages - len(table))))
             pairs = pages * self._num_kv_heads + torch.arange(self._num_kv_heads, device=pages.device).unsqueeze(1)
-            self._rows.append(_Row(first_token, stop - count, stop, pairs))
+            self._rows.append(_StepRow(first_token, stop - count, stop, pairs))
             first_token += count
 
     def target(self, layer: int) -> WriteKV:

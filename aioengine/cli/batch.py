@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from aioengine.api import checks
 from aioengine.api.engine import AsyncEngine
-from aioengine.api.jobs import ROW_ERRORS, AsyncAnswerIterator, Job, failure
+from aioengine.api.jobs import ROW_ERRORS, AsyncAnswerIterator, Job, Row, failure
 from aioengine.api.journal import SUFFIX, Journal, encode_row
 from aioengine.api.map_items import ItemAnswers
 from aioengine.cli.openai_rows import OpenAIRows, has_error, is_openai_row
@@ -26,7 +26,6 @@ from aioengine.supervision.tasks import post, start_thread
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
-    from aioengine.api.jobs import Row
     from aioengine.settings.config import EngineConfig
 
 STANDARD: Final = "-"
@@ -41,14 +40,14 @@ class BatchFiles(Struct, frozen=True, kw_only=True):
 
     Attributes:
         window: maximum number of rows in flight; None: twice as many as the engine runs.
-        model_names: names of the model in rows in OpenAI's form; None: its hub id, or the name of its folder.
+        served_model_name: names of the model in rows in OpenAI's form; None: its hub id, or the name of its folder.
     """
 
     source: str
     target: str
     resume: bool = False
     window: int | None = None
-    model_names: list[str] | None = None
+    served_model_name: list[str] | None = None
 
     def check(self) -> None:
         """Raise ValueError for files that exist or cannot be resumed."""
@@ -89,7 +88,7 @@ async def run(
                 try:
                     item = _read_item(line)
                     if isinstance(item, dict) and is_openai_row(item):
-                        openai_rows = openai_rows or OpenAIRows(engine, files.model_names)
+                        openai_rows = openai_rows or OpenAIRows(engine, files.served_model_name)
                         row, num_tokens = await openai_rows.answer(index, item)
                         num_errors += has_error(row)
                         bar.add_tokens(num_tokens)

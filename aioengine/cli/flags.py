@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aioengine.api import checks, foreign_names
 from aioengine.api.args import ARGUMENTS, engine_config
@@ -98,10 +98,6 @@ class Arguments(argparse.Namespace):
     port: int = 8000
     api_key: list[str] | None = None
     served_model_name: list[str] | None = None
-    source: str = ""
-    target: str = ""
-    resume: bool = False
-    window: int | None = None
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     model_path: str | None
@@ -148,17 +144,11 @@ class Arguments(argparse.Namespace):
 
     def workload(self) -> Workload:
         """Return the requests of ``bench``."""
-        return Workload(**{name: cast("int", vars(self)[name]) for name in Workload.__struct_fields__})
+        return Workload(**{name: vars(self)[name] for name in Workload.__struct_fields__})
 
     def files(self) -> BatchFiles:
         """Return the files of ``batch``."""
-        return BatchFiles(
-            source=self.source,
-            target=self.target,
-            resume=self.resume,
-            window=self.window,
-            model_names=self.served_model_name,
-        )
+        return BatchFiles(**{name: vars(self)[name] for name in BatchFiles.__struct_fields__})
 
     def _existing(self, names: Iterable[str]) -> dict[str, object]:
         return {name: value for name in names if (value := vars(self).get(name)) is not None}
@@ -245,16 +235,10 @@ def _add_own_flags(parser: argparse.ArgumentParser, command: str) -> None:
         add("--json", action="store_true", help="print JSON")
         return
     if command == "batch":
-        add(
-            "source",
-            metavar="IN",
-            help="JSONL file of texts, token ids, or arguments of generate or chat; -: standard input",
-        )
-        add(
-            "target",
-            metavar="OUT",
-            help="JSONL file for the answers, in the order in which they end; -: standard output",
-        )
+        about = "JSONL file of texts, token ids, or arguments of generate or chat; -: standard input"
+        add("source", metavar="IN", help=about)
+        about = "JSONL file for the answers, in the order in which they end; -: standard output"
+        add("target", metavar="OUT", help=about)
         add("--resume", action="store_true", help="continue the job that wrote OUT and its journal OUT.journal")
         add("--window", type=int, metavar="N", help="rows in flight (default: twice --max-running-requests)")
         add("--lora-path", metavar="NAME", help="adapter of --lora-paths for rows without one (default: none)")

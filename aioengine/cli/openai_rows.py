@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from aioengine.api import checks
-from aioengine.api.jobs import failure
+from aioengine.api.jobs import Row, failure
 from aioengine.api.journal import openai_id
 from aioengine.errors import EngineClosedError, EngineError
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aioengine.api.engine import AsyncEngine
-    from aioengine.api.jobs import Row
 
 _OVERLOADED = 429
 _UNAVAILABLE = 503
@@ -37,9 +36,8 @@ class OpenAIRows:
 
             from aioengine.openai import openai_router
         except ModuleNotFoundError as error:
-            raise EngineError(
-                f"rows in OpenAI's form need the package {error.name}: pip install 'aioengine[server]'"
-            ) from error
+            missing = f"rows in OpenAI's form need the package {error.name}: pip install 'aioengine[server]'"
+            raise EngineError(missing) from error
         app = FastAPI()
         app.include_router(openai_router(engine, served_model_name=model_names))
         self._engine = engine

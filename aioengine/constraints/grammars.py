@@ -19,14 +19,13 @@ from weakref import WeakSet
 import numpy as np
 
 from aioengine.api import checks
-from aioengine.constraints.gbnf import lark_names, with_short_escapes
-from aioengine.constraints.lark import checked_lark
+from aioengine.constraints.lark import checked_lark, lark_names, with_short_escapes
 from aioengine.constraints.tag_grammar import TOKEN
 from aioengine.constraints.token_source import SPECIAL, TokenSource, token_bytes
 from aioengine.model_files.vocabulary import end_ids
 from aioengine.protocol.messages import Grammar
 from aioengine.settings.machine import num_threads
-from aioengine.text.token_table import TokenizerFile, read_token_table
+from aioengine.text.token_table import read_token_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -469,7 +468,7 @@ class Grammars:
         if eos_token_ids is None:
             eos_token_ids = end_ids(self._eos_token_ids, own.eos_token_id, self._vocab_size)
         self._wait_until_quiet()
-        facts = cast("TokenizerFile", own.decoding_facts())
+        facts = own.decoding_facts()
         table = read_token_table(facts, skip_special_tokens=False)
         if table is None:
             raise ValueError("the tokenizer of this model changes its text, so no grammar can follow it")

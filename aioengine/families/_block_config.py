@@ -26,17 +26,9 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
 
 FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Safetensors dtypes that are converted to the model's dtype -> bytes per element."""
-DTYPE_BYTES: Final = {
-    **FLOAT_BYTES,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-}
+DTYPE_BYTES: Final = {**FLOAT_BYTES, "I64": 8, "I32": 4, "I16": 2} | dict.fromkeys(
+    ("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1
+)
 """All safetensors dtypes that can be read -> bytes per element."""
 
 

@@ -14,6 +14,7 @@ from aioengine.families._block_config import (
     AttentionConfig,
     BlockConfig,
     DeltaNetConfig,
+    LinearShape,
     MambaConfig,
     MlpConfig,
     NormConfig,
@@ -148,6 +149,16 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         """The config of the layers with a recurrent state; None if there are none."""
         return self.delta_net or self.short_conv or self.mamba
 
+    def mixer_prefix(self, layer: int) -> str:
+        """Return the prefix of the tensor names of a layer's attention, or of the layer that replaces it."""
+        net = self.stateful
+        return net.prefix if net is not None and layer in net.layers else self.block.attention
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers with keys and values."""
+        return [layer for layer in range(self.num_layers) if not self.keeps_state(layer)]
+
     def layers_like(self, layer: int) -> list[int]:
         """Return the layers of the same kind: with a recurrent state, or with keys and values."""
         return [other for other in range(self.num_layers) if self.keeps_state(other) == self.keeps_state(layer)]
@@ -161,11 +172,13 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     @property
-    def head(self) -> dict[str, int]:
-        """Name and output size of the output head; empty if the model has no head of its own."""
+    def head(self) -> LinearShape | None:
+        """The output head; None if the model has no head of its own."""
         if self.task is Task.CLASSIFY:
-            return {"score": self.num_labels}
-        return {} if self.tied or self.task is Task.EMBED else {self.names.head: self.vocab_size}
+            return LinearShape("score", self.num_labels, self.hidden_size, False)
+        if self.tied or self.task is Task.EMBED:
+            return None
+        return LinearShape(self.names.head, self.vocab_size, self.hidden_size, self.head_bias)
 
 
 def as_embedder(raw: Mapping[str, object]) -> dict[str, object]:
@@ -252,7 +265,8 @@ class DecoderFamily(TextFamily, frozen=True, kw_only=True):
         default_partial: default of ``partial_rotary_factor``; None if the family always rotates whole heads.
         default_theta: default of ``rope_theta``.
         attention, mlp: without biases and activation, which come from ``hidden_act`` and the next attributes.
-        attention_bias, qkv_bias, output_bias, mlp_bias: the linear layers that have biases.
+        attention_bias, qkv_bias, output_bias, mlp_bias: the linear layers that have biases. ``mlp_bias`` None: as
+            ``attention_bias``.
         experts: without sizes, see ``ExpertsConfig.sized``.
         sliding_window, use_sliding_window: the sliding window in tokens, and whether layers have it.
         sliding_window_pattern: without ``layer_types``, every n-th layer has full attention; 0 for none.
@@ -270,7 +284,7 @@ class DecoderFamily(TextFamily, frozen=True, kw_only=True):
     attention_bias: ClassVar[bool | None] = False
     qkv_bias: ClassVar[bool] = False
     output_bias: ClassVar[bool] = False
-    mlp_bias: ClassVar[bool] = False
+    mlp_bias: ClassVar[bool | None] = False
     experts: ClassVar[ExpertsConfig | None] = None
     sliding_window: ClassVar[int | None] = None
     use_sliding_window: ClassVar[bool] = True
@@ -379,12 +393,13 @@ class DecoderFamily(TextFamily, frozen=True, kw_only=True):
         rope = self.rope
         rope.check_head(self.rope_size or self.head_size)
         qkv_bias, output_bias = self.attention_bias or self.qkv_bias, self.attention_bias or self.output_bias
+        mlp_bias = bool(self.attention_bias if self.mlp_bias is None else self.mlp_bias)
         return self.config(
             DecoderConfig,
             rope=rope,
             epsilon=self.rms_norm_eps,
             tied=self.tie_word_embeddings,
             attention=replace(self.attention, qkv_bias=qkv_bias, output_bias=output_bias),
-            mlp=replace(self.mlp, activation=ACTIVATIONS[self.hidden_act], has_bias=self.mlp_bias),
+            mlp=replace(self.mlp, activation=ACTIVATIONS[self.hidden_act], has_bias=mlp_bias),
             experts=self.sized_experts(),
         )

@@ -23,13 +23,8 @@ _NAMES: Final = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "head_dim": ("head_dim", "kv_channels"),
     "max_position_embeddings": (
-        "max_position_embeddings",
-        "n_positions",
-        "n_ctx",
-        "max_seq_len",
-        "max_sequence_length",
-        "max_context_length",
-        "seq_length",
+        *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"),
+        *("max_context_length", "seq_length"),
     ),
 }
 """The usual name of a size -> all of its names."""
@@ -130,12 +125,8 @@ def _check_numbers(raw: Mapping[str, object]) -> None:
             entries += cast("dict[str, object]", value).items()
         elif value == {_FLOAT: "NaN"}:
             not_implemented(name, value, "a number")
-        elif name.endswith(_EPSILONS) and value is not None and not _is_epsilon(value):
+        elif name.endswith(_EPSILONS) and value is not None and not (isinstance(value, int | float) and 0 < value <= 1):
             not_implemented(name, value, "more than 0, at most 1")
-
-
-def _is_epsilon(value: object) -> bool:
-    return isinstance(value, int | float) and 0 < value <= 1
 
 
 def linear_layers(shapes: Mapping[str, tuple[int, ...]], vocab_size: int) -> dict[str, tuple[int, int]]:

@@ -16,28 +16,17 @@ if typing.TYPE_CHECKING:
 
 ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
 
-MAX_SIZES: Final = {
+_COUNTS: Final = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"),
+    *("num_nextn_predict_layers", "num_mtp_layers", "num_shared_experts", "experts_per_token"),
+    *("head_dim", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+MAX_SIZES: Final[dict[str, int]] = {
     "max_position_embeddings": 2**31 - 1,
     "vocab_size": 2**27,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**24,
-    "num_hidden_layers": 2**14,
-    "num_attention_heads": 2**14,
-    "num_key_value_heads": 2**14,
-    "head_dim": 2**14,
-    "kv_lora_rank": 2**14,
-    "q_lora_rank": 2**20,
-    "qk_nope_head_dim": 2**14,
-    "qk_rope_head_dim": 2**14,
-    "v_head_dim": 2**14,
-    "num_experts": 2**14,
-    "num_local_experts": 2**14,
-    "experts_per_token": 2**14,
-    "moe_intermediate_size": 2**24,
-    "shared_expert_intermediate_size": 2**24,
-    "num_nextn_predict_layers": 2**14,
-    "num_mtp_layers": 2**14,
-    "num_shared_experts": 2**14,
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 2**24),
+    **dict.fromkeys(("hidden_size", "q_lora_rank"), 2**20),
+    **dict.fromkeys(_COUNTS, 2**14),
 }
 """Upper limits of sizes, far beyond all models. A larger value is a mistake that would exhaust time or memory."""
 

@@ -26,7 +26,7 @@ from aioengine.families._experts import CHOICE_BIAS, MXFP4_BLOCK
 from aioengine.families._vision import VisionConfig
 
 if TYPE_CHECKING:
-    from aioengine.families._block_config import DeltaNetConfig, LatentConfig
+    from aioengine.families._block_config import DeltaNetConfig, LatentConfig, MlpConfig
     from aioengine.families._config import TransformerConfig
     from aioengine.families._experts import ExpertsConfig
 
@@ -52,9 +52,8 @@ def checkpoint_tensors(config: TransformerConfig, linear_tensors: LinearTensors 
     if names.positions:
         num_positions = names.first_position + config.max_position_embeddings
         specs[f"{names.positions}.weight"] = TensorSpec((num_positions, size))
-    for name, outputs in config.head.items():
-        has_bias = config.head_bias and name == names.head
-        specs |= _linears([LinearShape(name, outputs, size, has_bias)], linear_tensors)
+    if config.head is not None:
+        specs |= _linears([config.head], linear_tensors)
     for layer in range(config.num_layers):
         specs |= block_tensors(config, layer, linear_tensors)
     return specs
@@ -96,51 +95,55 @@ def is_ignored(config: TransformerConfig, name: str) -> bool:
 
 def block_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
     """Return the linear layers of a block, which adapters may change. Layers of experts are not among them."""
-    linears = _attention_linears(config, layer)
+    block, mixer = config.names.block(layer), config.mixer_prefix(layer)
+    linears = [replace(linear, name=f"{block}{mixer}{linear.name}") for linear in mixer_linears(config, layer)]
     if config.experts_of(layer) is None:
-        mlp, outer, inner = config.mlp, config.hidden_size, config.intermediate_size
-        size = 2 * inner if mlp.is_gated and len(mlp.first) == 1 else inner
-        linears += [LinearShape(f"{config.block.mlp}{name}", size, outer, mlp.has_bias) for name in mlp.first]
-        linears += [LinearShape(f"{config.block.mlp}{mlp.second}", outer, inner, mlp.has_bias)]
-    return [replace(linear, name=f"{config.names.block(layer)}{linear.name}") for linear in linears]
+        mlp = mlp_linears(config.mlp, config.hidden_size, config.intermediate_size)
+        linears += [replace(linear, name=f"{block}{config.block.mlp}{linear.name}") for linear in mlp]
+    return linears
 
 
-def _attention_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
-    """Return the linear layers of a layer's attention or its replacement. Names are relative to the block."""
-    attention, prefix, size = config.attention, config.block.attention, config.hidden_size
+def mlp_linears(mlp: MlpConfig, outer: int, inner: int) -> list[LinearShape]:
+    """Return the linear layers of an MLP: those that read the input, and the output layer."""
+    size = 2 * inner if mlp.is_gated and len(mlp.first) == 1 else inner
+    first = [LinearShape(name, size, outer, mlp.has_bias) for name in mlp.first]
+    return [*first, LinearShape(mlp.second, outer, inner, mlp.has_bias)]
+
+
+def mixer_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
+    """Return the linear layers of a layer's attention, or of the layer that replaces it. The last one is the output."""
+    attention, size = config.attention, config.hidden_size
     if config.stateful is not None and config.keeps_state(layer):
-        return _stateful_linears(config.stateful, size)
+        return stateful_linears(config.stateful, size)
     if attention.latent is not None:
         return _latent_linears(config, attention.latent)
     inner, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     queries = 2 * inner if attention.has_output_gate else inner
     sizes = (queries, kv_size, kv_size) if len(attention.qkv) > 1 else (inner + 2 * kv_size,)
-    first = [
-        LinearShape(f"{prefix}{name}", outputs, size, attention.qkv_bias)
-        for name, outputs in zip(attention.qkv, sizes, strict=True)
-    ]
-    return [*first, LinearShape(f"{prefix}{attention.output}", size, inner, attention.output_bias)]
+    named = zip(attention.qkv, sizes, strict=True)
+    first = [LinearShape(name, outputs, size, attention.qkv_bias) for name, outputs in named]
+    return [*first, LinearShape(attention.output, size, inner, attention.output_bias)]
 
 
 def _latent_linears(config: DecoderConfig, latent: LatentConfig) -> list[LinearShape]:
-    attention, prefix, size = config.attention, config.block.attention, config.hidden_size
+    attention, size = config.attention, config.hidden_size
     queries = config.num_heads * (latent.plain_size + latent.rotated_size)
     if latent.query_rank is None:
-        first = [LinearShape(f"{prefix}q_proj", queries, size, attention.qkv_bias)]
+        first = [LinearShape("q_proj", queries, size, attention.qkv_bias)]
     else:
         first = [
-            LinearShape(f"{prefix}q_a_proj", latent.query_rank, size, attention.qkv_bias),
-            LinearShape(f"{prefix}q_b_proj", queries, latent.query_rank, False),
+            LinearShape("q_a_proj", latent.query_rank, size, attention.qkv_bias),
+            LinearShape("q_b_proj", queries, latent.query_rank, False),
         ]
     inner = config.num_heads * latent.value_size
     return [
         *first,
-        LinearShape(f"{prefix}kv_a_proj_with_mqa", latent.rank + latent.rotated_size, size, attention.qkv_bias),
-        LinearShape(f"{prefix}{attention.output}", size, inner, attention.output_bias),
+        LinearShape("kv_a_proj_with_mqa", latent.rank + latent.rotated_size, size, attention.qkv_bias),
+        LinearShape(attention.output, size, inner, attention.output_bias),
     ]
 
 
-def _stateful_linears(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size: int) -> list[LinearShape]:
+def stateful_linears(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size: int) -> list[LinearShape]:
     """Return the linear layers of a layer with a recurrent state. ``size``: the hidden size."""
     has_bias, inner = False, size
     if isinstance(net, ShortConvConfig):
@@ -149,8 +152,8 @@ def _stateful_linears(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size:
         inputs, has_bias, inner = {"in_proj": net.num_inputs}, net.has_bias, net.num_heads * net.value_size
     else:
         inputs, inner = net.inputs, net.num_value_heads * net.value_size
-    first = [LinearShape(f"{net.prefix}{name}", outputs, size, has_bias) for name, outputs in inputs.items()]
-    return [*first, LinearShape(f"{net.prefix}out_proj", size, inner, has_bias)]
+    first = [LinearShape(name, outputs, size, has_bias) for name, outputs in inputs.items()]
+    return [*first, LinearShape("out_proj", size, inner, has_bias)]
 
 
 def _attention(config: DecoderConfig, layer: int) -> TensorSpecs:
@@ -159,7 +162,7 @@ def _attention(config: DecoderConfig, layer: int) -> TensorSpecs:
     Names are relative to the block.
     """
     if config.stateful is not None and config.keeps_state(layer):
-        return _prefixed(config.stateful.prefix, _stateful(config.stateful, config.hidden_size))
+        return _prefixed(config.stateful.prefix, stateful_tensors(config.stateful, config.hidden_size))
     attention, specs = config.attention, TensorSpecs()
     if (latent := attention.latent) is not None:
         specs |= _norm("kv_a_layernorm", latent.rank, config.norm)
@@ -174,7 +177,7 @@ def _attention(config: DecoderConfig, layer: int) -> TensorSpecs:
     return _prefixed(config.block.attention, specs)
 
 
-def _stateful(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size: int) -> TensorSpecs:
+def stateful_tensors(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size: int) -> TensorSpecs:
     """Return the tensors of a layer with a recurrent state that are not linear. ``size``: the hidden size."""
     if isinstance(net, ShortConvConfig):
         name, num_channels, has_bias = "conv", size, net.has_bias

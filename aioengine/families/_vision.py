@@ -7,9 +7,11 @@ read the text model, and the facts that the rest of the engine needs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, ClassVar, Final, Literal, cast
 
 import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
 
 from aioengine import plugins
 from aioengine.families._config import DecoderConfig, DecoderFamily, Family, Task
@@ -131,3 +133,169 @@ class VisionFamily(Family, frozen=True, kw_only=True):
             limit = f"an id below the vocabulary of {config.vocab_size}"
             not_implemented("image_token_id", config.image_token_id, limit)
         return config
+
+
+class QwenFamily(VisionFamily, frozen=True, kw_only=True):
+    """The base class of Qwen's families with images.
+
+    Attributes:
+        rope: default of the fields of the three axes in ``rope_parameters``.
+        num_deepstack: default of ``VisionConfig.num_deepstack``.
+        renamed: names since transformers 4.52. Older files have our names.
+    """
+
+    rope: ClassVar[dict[str, object]] = {"mrope_section": [16, 24, 24]}
+    num_deepstack: ClassVar[int] = 0
+    text_family = "qwen2"
+    towers = ("visual.",)
+    renamed = (
+        ("model.language_model.", "model."),
+        ("model.visual.", "visual."),
+    )
+
+    image_token_id: ImageToken = 151_655
+
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> DecoderConfig:
+        """Read config.json. In older files the fields of the text model are not in ``text_config``."""
+        text = config.get("text_config")
+        if text is None:
+            text = {name: value for name, value in config.items() if name not in ("vision_config", "architectures")}
+            text["model_type"] = cls.text_types[0]
+        if not isinstance(text, dict):
+            not_implemented("text_config", text, "an object")
+        name = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
+        rope = text.get(name) or {}
+        if not isinstance(rope, dict):
+            not_implemented(name, rope, "an object")
+        rope = {**cls.rope, **rope}
+        for kind in ("type", "rope_type"):
+            if rope.get(kind) == "mrope":
+                rope[kind] = "default"
+        return super().read({**config, "text_config": {**text, name: rope}})
+
+    def decoder(self) -> DecoderConfig:
+        text, layers = self.text(), self.vision_config.deepstack_visual_indexes
+        rope, num_pairs = text.rope, text.head_size // 2
+        if rope.rope_type == "dynamic":
+            not_implemented("rope_parameters.rope_type", rope.rope_type, "default, linear, yarn or llama3")
+        section = list(rope.mrope_section)
+        if len(section) != 3 or min(section) < 0 or sum(section) != num_pairs:
+            limit = f"three numbers that add up to {num_pairs}"
+            not_implemented("rope_parameters.mrope_section", section, limit)
+        num_deepstack = self.num_deepstack if layers is None else len(layers)
+        return self.with_images(text, num_axes=3, num_deepstack=num_deepstack)
+
+
+class Qwen2VLFamily(QwenFamily, frozen=True, kw_only=True):
+    """Qwen2-VL: the text model is a Qwen2 with three-axis positions."""
+
+    text_types = ("qwen2_vl_text",)
+    tower_types = ("", "qwen2_vl", "qwen2_vl_vision")
+
+
+class Qwen25VLFamily(QwenFamily, frozen=True, kw_only=True):
+    """Qwen2.5-VL: the text model is a Qwen2 with three-axis positions."""
+
+    text_types = ("qwen2_5_vl_text",)
+    tower_types = ("", "qwen2_5_vl", "qwen2_5_vl_vision")
+
+
+class Qwen3VLFamily(QwenFamily, frozen=True, kw_only=True):
+    """Qwen3-VL, dense: the text model is a Qwen3 with three-axis positions, interleaved in each head."""
+
+    rope: ClassVar[dict[str, object]] = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    num_deepstack: ClassVar[int] = 3
+    text_family = "qwen3"
+    text_types = ("qwen3_vl_text",)
+    tower_types = ("", "qwen3_vl", "qwen3_vl_vision")
+
+
+class LlavaFamily(VisionFamily, frozen=True, kw_only=True):
+    """LLaVA.
+
+    Attributes:
+        renamed: names before transformers 4.52, since 4.52, and since 5.
+        default_placeholder_id: the placeholder token of files that do not name it.
+    """
+
+    text_types = ("llama", "mistral", "qwen2")
+    tower_types = ("clip_vision_model", "siglip_vision_model")
+    renamed = (
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+        ("model.vision_tower.vision_model.", "vision_tower."),
+        ("model.vision_tower.", "vision_tower."),
+        ("vision_tower.vision_model.", "vision_tower."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+    )
+    default_placeholder_id: ClassVar[int] = 32_000
+
+    image_token_index: ImageToken | None = None
+    vision_feature_select_strategy: Literal["default", "full"] = "default"
+    vision_feature_layer: int | list[int] = -2
+
+    @property
+    def placeholder_id(self) -> int:
+        token_id = self.image_token_index if self.image_token_id is None else self.image_token_id
+        return self.default_placeholder_id if token_id is None else token_id
+
+
+TOWER: Final = "siglip_vision_model"
+
+
+class Gemma3Family(LlavaFamily, frozen=True, kw_only=True):
+    """Gemma 3 with images: a SigLIP tower, average pooling to a fixed number of tokens, and the Gemma 3 text model."""
+
+    text_types = ("gemma3_text",)
+    tower_types = (TOWER,)
+    default_placeholder_id: ClassVar[int] = 262_144
+
+    mm_tokens_per_image: Annotated[int, Meta(ge=1)] = 256
+
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> DecoderConfig:
+        """Read config.json. ``tie_word_embeddings`` is a field of the whole model."""
+        text, tied = _part(config, "text_config"), config.get("tie_word_embeddings", True)
+        tower = {"model_type": TOWER, **_part(config, "vision_config")}
+        return super().read({**config, "text_config": {**text, "tie_word_embeddings": tied}, "vision_config": tower})
+
+    def decoder(self) -> DecoderConfig:
+        return self.with_images(self.text(), whole_image_tokens=self.mm_tokens_per_image)
+
+
+def _part(config: Mapping[str, object], name: str) -> Mapping[str, object]:
+    part = config.get(name) or {}
+    if not isinstance(part, dict):
+        not_implemented(name, part, "an object")
+    return cast("dict[str, object]", part)
+
+
+class Idefics3Family(VisionFamily, frozen=True, kw_only=True):
+    """Idefics3 and SmolVLM without video: a SigLIP tower, pixel shuffle, and a Llama."""
+
+    text_types = ("llama",)
+    text_defaults: ClassVar[dict[str, object]] = {"rms_norm_eps": 1e-5}
+    tower_types = ("", "idefics3", "idefics3_vision", "smolvlm", "smolvlm_vision")
+    towers = ("vision_model.", "connector.")
+    renamed = (
+        ("model.text_model.", "model."),
+        ("model.vision_model.", "vision_model."),
+        ("model.connector.", "connector."),
+    )
+
+    image_token_id: ImageToken = 128_257
+
+
+class Qwen35Family(VisionFamily, frozen=True, kw_only=True):
+    """Qwen3.5: the checkpoint has a vision tower, but only the text model is served."""
+
+    text_types = ("qwen3_5_text",)
+    tower_types = ("", "qwen3_5", "qwen3_5_vision")
+
+    def decoder(self) -> DecoderConfig:
+        decoder = self.text()
+        return replace(
+            decoder, renamed=(("model.language_model.", "model."),), ignored=(*decoder.ignored, "model.visual.")
+        )

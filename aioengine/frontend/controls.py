@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict
 
 from aioengine.api import checks
-from aioengine.errors import EngineStalledError, RequestError
-from aioengine.protocol.messages import MAX_PAYLOAD_BYTES, Control, Reply
+from aioengine.errors import EngineError, EngineStalledError, RequestError
+from aioengine.protocol.messages import Argument, Control, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from aioengine.errors import EngineError
-    from aioengine.protocol.messages import Argument
 
 CONTROL_TIMEOUT_S: Final = 60.0
 ACTIVITIES: Final = ("CPU", "GPU", "MEM")
@@ -66,39 +64,28 @@ class Controls:
         self._failure: EngineError | None = None
 
     async def ask(
-        self,
-        name: str,
-        arguments: dict[str, Argument] | None = None,
-        *,
-        payload: bytes = b"",
-        timeout_s: float = CONTROL_TIMEOUT_S,
+        self, name: str, arguments: dict[str, Argument] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> Reply:
-        """Send a control call and wait for its reply. ``payload``: bytes for the runner, up to ``MAX_PAYLOAD_BYTES``.
+        """Send a control call and wait for its reply.
 
         Raises:
-            ValueError: the payload is too large.
             RequestError: the runner failed, or a process died before the reply and is being replaced.
             EngineStalledError: there was no reply in time.
             EngineError: the engine died, or was shut down, before the reply.
         """
         if self._failure is not None:
             raise copy(self._failure)
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            raise ValueError(
-                f"the payload of {name!r} has {len(payload):,} bytes, the limit is {MAX_PAYLOAD_BYTES:,}; "
-                "write it to a file and give the file's path"
-            )
         self._num_asked += 1
         call_id = self._num_asked
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = answer
         try:
-            self._send([Control(call_id, name, arguments or {}, payload)])
+            self._send([Control(call_id, name, arguments or {})])
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
             raise EngineStalledError(
-                f"the scheduler did not answer {name!r} within {timeout_s:g} s; see health()"
+                f"the scheduler did not answer {name!r} in {timeout_s:g} s; see health()"
             ) from None
         finally:
             del self._waiting[call_id]

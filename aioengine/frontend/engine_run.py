@@ -8,18 +8,15 @@ import contextlib
 import os
 import weakref
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aioengine.frontend import callers
 from aioengine.frontend.callers import running_loop
-from aioengine.frontend.startup import start_frontend
 from aioengine.supervision.tasks import EngineTask, runs_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
-    from aioengine.frontend.calls.observers import Observer
-    from aioengine.frontend.engine_parts import Blueprint
     from aioengine.frontend.frontend import Frontend
 
 
@@ -70,7 +67,7 @@ class EngineRun:
             raise callers.wrong_loop()
         self._num_starters += 1
 
-    async def start(self, prepare: Callable[[], Blueprint], progress: bool | None, observers: list[Observer]) -> None:
+    async def start(self, start: Callable[[], Coroutine[Any, Any, Frontend]]) -> None:
         """Start the processes, unless they are started. One of several callers does it, and the others wait.
 
         They are killed at the end of the interpreter.
@@ -84,19 +81,17 @@ class EngineRun:
                 if self.is_shutting_down:
                     raise callers.closed()
                 if self.frontend is None:
-                    self.frontend = await self._run_start(prepare, progress, observers)
+                    self.frontend = await self._run_start(start)
                     _started_runs.add(self)
                 elif self.frontend.failure is not None:
                     raise copy(self.frontend.failure)
         finally:
             self._num_starters -= 1
 
-    async def _run_start(
-        self, prepare: Callable[[], Blueprint], progress: bool | None, observers: list[Observer]
-    ) -> Frontend:
-        """Run ``start_frontend`` in its own task, so that a shutdown can cancel it without cancelling the caller."""
+    async def _run_start(self, start: Callable[[], Coroutine[Any, Any, Frontend]]) -> Frontend:
+        """Start the frontend in its own task, so that a shutdown can cancel it without cancelling the caller."""
         self.has_failed = False
-        self._start_task = task = self.loop.create_task(start_frontend(prepare, progress, observers))
+        self._start_task = task = self.loop.create_task(start())
         try:
             frontend = await task
             if self.is_shutting_down:  # it succeeded although it was cancelled

@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
 from msgspec.structs import asdict
@@ -21,33 +20,28 @@ from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError, EngineStalledError
 from aioengine.frontend import info
 from aioengine.frontend.callers import closed, forked, interrupting, is_interrupted, this_caller
-from aioengine.frontend.calls.call import Call
+from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import Router, SlowReaders
-from aioengine.frontend.calls.observers import report_rows
+from aioengine.frontend.calls.observers import Observer, report_rows
 from aioengine.frontend.calls.overload import Overload, QueueLimits
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.controls import Controls
-from aioengine.frontend.intake.encoder import Encoder, TextSizes
+from aioengine.frontend.intake.encoder import Encoder, PoolEncoder, TextSizes
 from aioengine.frontend.intake.image_prompts import PromptImages
-from aioengine.frontend.intake.pool_encoder import PoolEncoder
 from aioengine.frontend.intake.request_checks import RequestChecks
-from aioengine.frontend.intake.requests import MAX_TIMEOUT_S
+from aioengine.frontend.intake.requests import MAX_TIMEOUT_S, CallRequest
 from aioengine.frontend.loaded_adapters import LoadedAdapters
 from aioengine.frontend.sessions.sessions import Sessions
 from aioengine.frontend.throughput import Throughput
-from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, FinishCode, Reply, Stats, TextChunks
+from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, FinishCode, Reply, Stats, TextChunks, ToFrontend
 from aioengine.supervision.tasks import post, runs_here
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
-    from aioengine.frontend.calls.call import CallRow
-    from aioengine.frontend.calls.observers import Observer
     from aioengine.frontend.engine_parts import EngineParts
-    from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.protocol.messages import ToFrontend
 
 STOP_TIMEOUT_S: Final = 5.0
 
@@ -83,29 +77,13 @@ class Frontend:
         self.overload = Overload(self.limits, lock, self.loop)
         self.controls = Controls(parts.processes.send, abort_all=lambda: self.calls.abort_opened(self.calls.num_opened))
         self.adapters = LoadedAdapters(parts.blueprint.adapters, self.controls, lock)
-        self.sessions = Sessions(
-            lock=lock,
-            limits=self.limits,
-            bos_token_id=None if parts.tokenizer is None else parts.tokenizer.bos_token_id,
-            task=settings.model.task,
-            images=parts.images,
-            abort=parts.processes.send,
-            unpin=lambda numbers: self.controls.send("close_sessions", {"sessions": list(map(str, numbers))}),
-        )
+        self.sessions = Sessions(parts, self.controls, lock, self.limits)
         self._pid = os.getpid()
         self._encoder = _encoder(parts)
         self._ended = asyncio.Event()
         self.images = None if parts.images is None else PromptImages(parts.images, self._encoder)
         self._checks = RequestChecks(parts, self._encoder, self.images)
-        self.calls = Calls(
-            self._checks,
-            lock=lock,
-            limits=self.limits,
-            sessions=self.sessions,
-            send=parts.processes.send,
-            rows_in_flight_if_no_step_since=partial(_rows_in_flight_if_no_step_since, self),
-            finished_ids=parts.processes.finished_ids,
-        )
+        self.calls = Calls(self._checks, lock, self.limits, self.sessions)
         self.router = Router(self.calls.rows, lock, self.calls.row_ended)
         self.attachments = self.calls.attachments
         self._slow_readers = SlowReaders(parts.blueprint.delivery, self.calls)
@@ -224,6 +202,7 @@ class Frontend:
                 self.router.deliver(message)
             elif isinstance(message, Stats):
                 self.last_stats = message
+                self.calls.step_ended_at = message.step_ended_at
                 self._throughput.record(message)
             elif isinstance(message, Reply):
                 self.controls.answer(message)
@@ -325,13 +304,6 @@ def _end_calls(frontend: Frontend, error: EngineError) -> None:
     frontend.attachments.clear(closed())  # no timer of a closed loop can forget them
     frontend.fail(error)
     frontend.calls.submitter.end_some(sys.maxsize)
-
-
-def _rows_in_flight_if_no_step_since(frontend: Frontend, since: float) -> Collection[int] | None:
-    """Return the uids in the scheduler's steps. None: a step has ended since that time."""
-    last = frontend.last_stats
-    has_stepped = last is not None and last.step_ended_at > since
-    return None if has_stepped else frontend.parts.processes.rows_in_flight()
 
 
 def _encoder(parts: EngineParts) -> Encoder:

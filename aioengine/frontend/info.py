@@ -62,19 +62,7 @@ class ModelInfo(TypedDict):
 
 def health(state: str, processes: Iterable[ProcessState]) -> Health:
     """Return the state of the engine and of its processes."""
-    return {
-        "state": state,
-        "processes": [
-            {
-                "role": process.role,
-                "pid": process.pid,
-                "alive": process.alive,
-                "last_heartbeat_s": process.last_heartbeat_s,
-                "last_step_s": process.last_step_s,
-            }
-            for process in processes
-        ],
-    }
+    return {"state": state, "processes": [cast("ProcessHealth", asdict(process)) for process in processes]}
 
 
 def child_pids(processes: Iterable[ProcessState], images: PromptImages | None) -> list[int]:

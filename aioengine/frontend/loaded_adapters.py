@@ -21,9 +21,9 @@ from msgspec.structs import asdict, replace
 
 from aioengine.api import answers, checks
 from aioengine.errors import EngineStartupError, RequestError, describe
-from aioengine.frontend.intake.row_options import PerPrompt, per_prompt
+from aioengine.frontend.intake.row_options import PerPrompt, Rows, per_prompt
 from aioengine.model_files import adapter_folder
-from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Reply
+from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Argument, Reply
 from aioengine.settings.config import GivenAdapter, LoraSettings
 from aioengine.supervision.ledger import CRASH_STAGE
 from aioengine.supervision.tasks import WorkerThread, post
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from aioengine.frontend.controls import Controls
-    from aioengine.frontend.intake.row_options import Rows
-    from aioengine.protocol.messages import Argument
 
 MAX_NAME_BYTES: Final = 4096
 LOAD_TIMEOUT_S: Final = 600.0
@@ -103,6 +101,7 @@ class Load:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(slots=True, eq=False)
 class AdapterChoice:
     """The adapters of a call: ``lora_path``, one for all prompts or one for each. None is the base model.
 
@@ -111,13 +110,10 @@ class AdapterChoice:
         loads: the loads that the call uses, by name.
     """
 
-    __slots__ = ("_missing", "loads", "names", "of_prompts")
-
-    def __init__(self, of_prompts: PerPrompt[str | None], names: set[str]) -> None:
-        self.of_prompts = of_prompts
-        self.names = names
-        self.loads: dict[str, Load] = {}
-        self._missing: Callable[[str], ValueError] = ValueError
+    of_prompts: PerPrompt[str | None]
+    names: set[str]
+    loads: dict[str, Load] = field(default_factory=dict)
+    _missing: Callable[[str], ValueError] = ValueError
 
     def use(self, loads: dict[str, Load], missing: Callable[[str], ValueError]) -> None:
         """Use adapters until ``leave``. ``loads``: by name. ``missing`` makes the error for any other name."""
@@ -159,9 +155,8 @@ def adapter_choice(options: Mapping[str, object], rows: Rows) -> AdapterChoice |
 def _name(value: object) -> str | None:
     if value is None:
         return None
-    if isinstance(value, str) and not value:
-        raise ValueError("lora_path is empty; give the name of an adapter, or None for the base model")
-    return checks.text("lora_path", value, max_bytes=MAX_NAME_BYTES)
+    advice = "give the name of an adapter, or None for the base model"
+    return checks.text("lora_path", value, max_bytes=MAX_NAME_BYTES, if_empty=advice)
 
 
 _HELD: ContextVar[AdapterChoice | None] = ContextVar("aioengine_held_adapter", default=None)
@@ -423,15 +418,12 @@ def _arguments(adapter: Adapter) -> dict[str, Argument]:
 
 
 def _checked_name(argument: str, value: object) -> str:
-    name = checks.text(argument, value, max_bytes=MAX_NAME_BYTES)
-    if not name:
-        raise ValueError(f"{argument} is empty; give the name by which requests name the adapter")
-    return name
+    advice = "give the name by which requests name the adapter"
+    return checks.text(argument, value, max_bytes=MAX_NAME_BYTES, if_empty=advice)
 
 
 def _folder(value: object) -> Path:
     """Return the absolute path: the scheduler process may have another working directory."""
-    given = checks.text("lora_path", str(value) if isinstance(value, PurePath) else value)
-    if not given:
-        raise ValueError("lora_path is empty; give the folder of the adapter")
+    path = str(value) if isinstance(value, PurePath) else value
+    given = checks.text("lora_path", path, if_empty="give the folder of the adapter")
     return Path(os.path.expanduser(given)).absolute()

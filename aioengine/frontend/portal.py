@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import uvloop
 
-from aioengine.errors import EngineClosedError, RequestError
+from aioengine.errors import EngineClosedError, EngineError, RequestError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 from aioengine.supervision.tasks import post, require_real_threads, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from aioengine.errors import EngineError
 
 Value = TypeVar("Value")
 

@@ -94,7 +94,15 @@ class ProgressBars:
         if bar is None:
             if _is_notebook(sys.stderr) and self._notebook_line is None:
                 self._notebook_line = NotebookLine()
-            bar = self._bars[progress.label] = _bar(progress, self._notebook_line)
+            bar = self._bars[progress.label] = _new_bar(
+                self._notebook_line,
+                desc=progress.label,
+                total=progress.total,
+                unit=progress.unit,
+                unit_scale=progress.unit == "B",
+                bar_format={"B": _BYTES_FORMAT, "": "{desc}"}.get(progress.unit),  # without a unit, only the label
+                leave=False,
+            )
         bar.total = progress.total
         bar.update(progress.done - bar.n)
         if progress.done >= progress.total:
@@ -152,19 +160,6 @@ class RowBar:
             with contextlib.suppress(OSError, ValueError):  # stderr is closed
                 self._bar.close()
             self._bar = None
-
-
-def _bar(progress: Progress, notebook_line: NotebookLine | None) -> tqdm[NoReturn]:
-    """Return a bar. It shows bytes in MB and MB/s; without a unit, only the label."""
-    return _new_bar(
-        notebook_line,
-        desc=progress.label,
-        total=progress.total,
-        unit=progress.unit,
-        unit_scale=progress.unit == "B",
-        bar_format={"B": _BYTES_FORMAT, "": "{desc}"}.get(progress.unit),
-        leave=False,
-    )
 
 
 def _new_bar(notebook_line: NotebookLine | None, **options: Any) -> tqdm[NoReturn]:

@@ -27,10 +27,10 @@ from aioengine.frontend.progress import ProgressBars, is_wanted
 from aioengine.logs import log, show_logs, warn_caller
 from aioengine.media.tokens._base import find_image_model
 from aioengine.model_files import model_folder
-from aioengine.model_files.adapter_folder import read_folder
+from aioengine.model_files.adapter_folder import AdapterFolder, read_folder
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.model_files.vocabulary import end_ids
-from aioengine.protocol.messages import Progress
+from aioengine.protocol.messages import Progress, ToFrontend
 from aioengine.protocol.orders import roles_of
 from aioengine.settings import machine
 from aioengine.settings.resolve import resolve
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     from aioengine.frontend.calls.observers import Observer
     from aioengine.media.intake.image_intake import ImageIntake
-    from aioengine.model_files.adapter_folder import AdapterFolder
-    from aioengine.protocol.messages import ToFrontend
     from aioengine.settings.config import EngineConfig, Settings, TextSettings
     from aioengine.tokenization.tokenizer import Tokenizer
 
@@ -157,9 +155,7 @@ def _chat_template(config: EngineConfig) -> str | None:
     if template is None:
         return None
     if not config.model.tokenizer:
-        raise ValueError(
-            "chat_template needs a tokenizer, and skip_tokenizer_init=True loads none: leave out one of them"
-        )
+        raise ValueError("chat_template needs a tokenizer, and skip_tokenizer_init=True loads none: leave out one")
     return checked_template(template)
 
 

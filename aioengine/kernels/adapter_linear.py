@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aioengine.kernels.activation import activate_and_mul
-from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT
+from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.adapter_slots import AdapterTiles, AdapterWeights
     from aioengine.kernels.linear import Matmul
 
 

@@ -31,7 +31,7 @@ def clean_pages(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor)
         page_ids: [Y] int32.
     """
     if launcher.serves(pool):
-        from aioengine.kernels.triton.clean_pages import clean
+        from aioengine.kernels.triton.pages import clean
 
         clean(pool, token_ids, rows, page_ids)
         return

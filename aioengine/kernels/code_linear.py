@@ -17,19 +17,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from aioengine.kernels import int8_linear, linear
 from aioengine.kernels.codes import FP8, MIDDLE, Codes, pack_nibbles
-from aioengine.kernels.linear import Product
+from aioengine.kernels.linear import Matmul, Product
 from aioengine.kernels.triton import launcher
 from aioengine.model_files.online_quantization import CPU_OUTPUTS, GROUP_SIZES
 from aioengine.model_files.quantization import FP8_BLOCK
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.linear import Matmul
     from aioengine.kernels.triton.code_linear import DeviceCodes
 
 BLOCK_OUTPUTS: Final = 256

@@ -13,18 +13,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from aioengine.kernels import code_linear, linear
 from aioengine.kernels.activation import activate_and_mul, sigmoid
 from aioengine.kernels.codes import Codes
-from aioengine.kernels.expert_types import ExpertWeights
+from aioengine.kernels.expert_types import ChosenExperts, ExpertWeights, GateFunction, SharedOutputs
 from aioengine.kernels.linear import Product
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
     from aioengine.kernels.triton.expert_codes import DeviceWeights
 
 

@@ -6,14 +6,12 @@ As in ``kernels/linear.py``, a row of the result does not depend on T: always on
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from aioengine.kernels import linear
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class HeadMatmul(Protocol):
@@ -34,10 +32,9 @@ def prepare(weight: Tensor, *, batch_invariant: bool = False) -> HeadMatmul:
     if weight.device.type == "cpu":
         return _head_by_head(weight)
     if batch_invariant:
-        from aioengine.kernels.triton import head_linear
+        from aioengine.kernels.triton import invariant_linear
 
-        invariant_matmul = head_linear.matmul
-        return lambda x, out: invariant_matmul(x, weight, out)
+        return lambda x, out: invariant_linear.head_matmul(x, weight, out)
     return lambda x, out: reference(x, weight, out)
 
 

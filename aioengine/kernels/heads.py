@@ -8,16 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from aioengine.kernels.kv_target import KVTarget
+from aioengine.kernels.kv_target import KVTarget, WriteKV
 from aioengine.kernels.norms import rms_norm
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.kv_target import WriteKV
-
     Tables = tuple[Tensor, Tensor]
     Norms = tuple[Tensor, Tensor, Tensor]
     Heads = tuple[Tensor, Tensor, Tensor]

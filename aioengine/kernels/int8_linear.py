@@ -15,16 +15,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from aioengine.kernels import linear
-from aioengine.kernels.linear import Product
+from aioengine.kernels.linear import Matmul, Product
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from aioengine.kernels.codes import Codes
-    from aioengine.kernels.linear import Matmul
 
 MAX_INT8: Final = 127
 PART_BITS: Final = 8

@@ -304,7 +304,7 @@ class DeviceMatmul:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight: contiguous [O, I]. bias: [O]."""
-        from aioengine.kernels.triton import skinny_linear, vector_linear
+        from aioengine.kernels.triton import skinny_linear
 
         self.weight = weight
         self.bias = bias
@@ -312,20 +312,17 @@ class DeviceMatmul:
         num_tiles = skinny_linear.num_tiles(weight.shape[0])
         self._num_done = torch.zeros(num_tiles, dtype=torch.int32, device=weight.device)
         self._by_library = _by_library(weight, bias)
-        self._vector_matmul = vector_linear.matmul
-        self._skinny_matmul = skinny_linear.matmul
-        self._shape_of_programs = skinny_linear.shape_of_programs
-        self._max_rows = skinny_linear.MAX_ROWS
+        self._kernels = skinny_linear
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
         num_rows = x.shape[0]
-        if num_rows <= self._max_rows and x.is_contiguous():
+        if num_rows <= self._kernels.MAX_ROWS and x.is_contiguous():
             if num_rows == 1:
-                return self._vector_matmul(x, self.weight, self.bias)
-            programs = self._shape_of_programs(*self.weight.shape, num_rows) if self._is_narrow else None
+                return self._kernels.vector_matmul(x, self.weight, self.bias)
+            programs = self._kernels.shape_of_programs(*self.weight.shape, num_rows) if self._is_narrow else None
             if programs is not None:
-                return self._skinny_matmul(x, self.weight, self.bias, programs=programs, num_done=self._num_done)
+                return self._kernels.matmul(x, self.weight, self.bias, programs=programs, num_done=self._num_done)
         return self._by_library(x)
 
 

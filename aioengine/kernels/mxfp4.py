@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from aioengine.kernels.codes import Codes, pack_nibbles
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))

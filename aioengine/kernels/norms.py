@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from aioengine.kernels.activation import silu
 from aioengine.kernels.triton import launcher
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:

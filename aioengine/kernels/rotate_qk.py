@@ -5,14 +5,10 @@ Like transformers, it rounds each product, and then their sum.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from aioengine.kernels.triton import launcher
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

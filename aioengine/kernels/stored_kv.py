@@ -10,15 +10,13 @@ E head size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
+from torch import Tensor
 
 from aioengine.kernels.codes import FP8, FP8_MAX
 from aioengine.settings.memory_model import INT8_SCALE_BYTES
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _LARGEST: Final = 127
 _MIN_SCALE: Final = 1e-30

@@ -7,14 +7,10 @@ N positions, V vocabulary, K most likely tokens, M requested tokens, W = 2 + 2 K
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from aioengine.kernels.triton import launcher
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SEGMENT = 128
 """Logits per segment. The search for the most likely tokens first compares the maxima of segments."""

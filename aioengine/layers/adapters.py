@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class RowGroups:
     """The rows of a step by adapter, for a CPU. ``groups``: (adapter slot from 1, row indices [X] int64) pairs."""
 
     groups: tuple[tuple[int, Tensor], ...]
 
 
-Grouping = Groups | AdapterTiles
+Grouping = RowGroups | AdapterTiles
 
 
 class AdapterRows(Protocol):
@@ -47,17 +47,6 @@ class AdapterRows(Protocol):
         ...
 
 
-class LayerAdapters(Protocol):
-    """The adapters of one linear layer."""
-
-    def add(self, matmul: Matmul, x: Tensor, rows: Grouping) -> Tensor:
-        """Return ``matmul(x)`` plus the adapter outputs: x [T, D] -> [T, O].
-
-        For a gated layer, return silu(gate) * up: [T, O / 2].
-        """
-        ...
-
-
 class PooledAdapters:
     """The adapters of a layer on a GPU, in slots of a pool."""
 
@@ -66,24 +55,12 @@ class PooledAdapters:
         self._is_gated = is_gated
 
     def add(self, matmul: Matmul, x: Tensor, rows: Grouping) -> Tensor:
-        """x [T, D] -> [T, O], or [T, O / 2]; see ``LayerAdapters``."""
+        """Return ``matmul(x)`` plus the adapter outputs: x [T, D] -> [T, O].
+
+        For a gated layer, return silu(gate) * up: [T, O / 2].
+        """
         assert isinstance(rows, AdapterTiles), "rows are grouped for a CPU"
         return adapter_linear.add(matmul, x.contiguous(), self._weights, rows, is_gated=self._is_gated)
-
-
-@dataclass(frozen=True, slots=True)
-class _Expansion:
-    """Matrix B of one fused part: [X, rank] -> [X, num_outputs].
-
-    Attributes:
-        first_rank, first_output: offsets of its inputs and outputs.
-    """
-
-    first_rank: int
-    rank: int
-    first_output: int
-    num_outputs: int
-    matmul: Matmul
 
 
 class LayerMatrices:
@@ -97,20 +74,18 @@ class LayerMatrices:
             parts: (first output, B [outputs, rank]) of each part that the adapter changes.
         """
         self._shrink = linear.prepare(linear.pack(a), None)
-        self._expansions: list[_Expansion] = []
-        first_rank = 0
+        # per fused part: rank, first output, number of outputs, and matmul with B: [X, rank] -> [X, outputs]
+        self._expansions: list[tuple[int, int, int, Matmul]] = []
         for first_output, b in parts:
             num_outputs, rank = b.shape
-            matmul = linear.prepare(linear.pack(b), None)
-            self._expansions.append(_Expansion(first_rank, rank, first_output, num_outputs, matmul))
-            first_rank += rank
+            self._expansions.append((rank, first_output, num_outputs, linear.prepare(linear.pack(b), None)))
 
     def add(self, y: Tensor, x: Tensor, rows: Tensor) -> None:
         """Add the adapter's output for the ``rows`` [X] of x [T, D] to y [T, O], in place."""
         inner = self._shrink(x.index_select(0, rows))
-        for part in self._expansions:
-            delta = part.matmul(inner.narrow(1, part.first_rank, part.rank).contiguous())
-            y.narrow(1, part.first_output, part.num_outputs).index_add_(0, rows, delta)
+        inputs = inner.split([rank for rank, *_ in self._expansions], dim=1)
+        for part, (_, first_output, num_outputs, matmul) in zip(inputs, self._expansions, strict=True):
+            y.narrow(1, first_output, num_outputs).index_add_(0, rows, matmul(part.contiguous()))
 
 
 class HostAdapters:
@@ -125,10 +100,14 @@ class HostAdapters:
         self._is_gated = is_gated
 
     def add(self, matmul: Matmul, x: Tensor, rows: Grouping) -> Tensor:
-        """x [T, D] -> [T, O], or [T, O / 2]; see ``LayerAdapters``."""
-        assert isinstance(rows, Groups), "rows are grouped for a GPU"
+        """x [T, D] -> [T, O], or [T, O / 2]; see ``PooledAdapters.add``."""
+        assert isinstance(rows, RowGroups), "rows are grouped for a GPU"
         y = matmul(x)
         for slot, chosen in rows.groups:
             if (matrices := self.slots[slot]) is not None:
                 matrices.add(y, x, chosen)
         return activate_and_mul(y, "silu") if self._is_gated else y
+
+
+LayerAdapters = PooledAdapters | HostAdapters
+"""The adapters of one linear layer."""

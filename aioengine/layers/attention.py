@@ -9,20 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from aioengine.families._tensors import mixer_linears
 from aioengine.kernels.activation import sigmoid_and_mul
 from aioengine.kernels.heads import rotate_heads
 from aioengine.layers.heads import HeadNorms, pair_order, qkv_order
-from aioengine.layers.linear import Linear, Stored
+from aioengine.layers.layer import Units
+from aioengine.layers.linear import Linear
 from aioengine.layers.mixer import Mixer
-from aioengine.layers.placement import Units
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape
-    from aioengine.families._block_config import AttentionConfig
+    from aioengine.families._config import DecoderConfig
+    from aioengine.layers.layer import Placement
     from aioengine.layers.mixer import BlockStep
-    from aioengine.layers.placement import Placement
 
 
 class SelfAttention(Mixer):
@@ -30,61 +31,36 @@ class SelfAttention(Mixer):
 
     Args:
         shape: of the heads of this rank.
-        num_heads, num_kv_heads: of all ranks.
         rope: index of the rotary embedding in ``BlockStep.tables``.
-        epsilon: of the norms of queries and keys.
-        rotary_size: number of leading entries of a head that are rotated.
-        is_transposed: the checkpoint stores weights as [inputs, outputs].
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        shape: AttentionShape,
-        placement: Placement,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        config: AttentionConfig,
-        rope: int,
-        epsilon: float,
-        rotary_size: int,
-        is_transposed: bool = False,
+        self, config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement, *, rope: int
     ) -> None:
+        attention, size, rotation = config.attention, config.head_size, config.rope_of(layer)
         self._rope = rope
-        self._num_heads, self._head_size = shape.num_heads, shape.head_size
-        self._gates_size = shape.num_heads * shape.head_size if config.has_output_gate else 0
-        whole = replace(shape, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        queries, keys = Units(num_heads, shape.head_size), Units(num_kv_heads, shape.head_size)
-        units = [*[queries] * (1 + config.has_output_gate), keys, keys]
-        q_size, kv_size = num_heads * shape.head_size, num_kv_heads * shape.head_size
-        gates_size = q_size if config.has_output_gate else 0
-        sizes = (gates_size + q_size, kv_size, kv_size) if len(config.qkv) > 1 else (q_size + 2 * kv_size,)
-        pairs = pair_order(shape.head_size, rotary_size, is_interleaved=config.is_interleaved)
-        order = qkv_order(whole, pairs, config)
-        parts = dict(zip(config.qkv, sizes, strict=True))
-        self._input = Linear(
-            hidden_size,
-            parts,
+        self._num_heads, self._head_size = shape.num_heads, size
+        self._gates_size = shape.num_heads * size if attention.has_output_gate else 0
+        whole = replace(shape, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+        queries, keys = Units(config.num_heads, size), Units(config.num_kv_heads, size)
+        rotary_size = size if rotation is None else rotation.rotary_size(size)
+        pairs = pair_order(size, rotary_size, is_interleaved=attention.is_interleaved)
+        *first, output = mixer_linears(config, layer)
+        self._input = Linear.of(
+            first,
             placement,
-            bias=config.qkv_bias,
             divided="outputs",
-            units=units,
-            stored=Stored(order, is_transposed),
+            units=[*[queries] * (1 + attention.has_output_gate), keys, keys],
+            order=qkv_order(whole, pairs, attention),
+            is_transposed=config.is_transposed,
         )
-        self._output = Linear(
-            q_size,
-            {config.output: hidden_size},
-            placement,
-            bias=config.output_bias,
-            divided="inputs",
-            units=[queries],
-            stored=Stored(is_transposed=is_transposed),
+        self._output = Linear.of(
+            [output], placement, divided="inputs", units=[queries], is_transposed=config.is_transposed
         )
-        self._clip = config.clip
+        self._clip = attention.clip
         self._head_norms: HeadNorms | None = None
-        if config.head_norm is not None:
-            self._head_norms = HeadNorms(config.head_norm, epsilon, whole, placement, pairs=pairs)
+        if attention.head_norm is not None:
+            self._head_norms = HeadNorms(attention.head_norm, config.epsilon, whole, placement, pairs=pairs)
         self._norms = None if self._head_norms is None else self._head_norms.fused
         self.parts = ("", self._input), ("", self._output), ("", self._head_norms)
 

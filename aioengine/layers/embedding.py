@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aioengine.kernels import code_linear, linear
-from aioengine.layers.layer import Layer
+from aioengine.layers.layer import Layer, Slice, Target, Units, rank_ranges
 from aioengine.layers.linear import unplaced_targets
-from aioengine.layers.placement import Slice, Target, Units, rank_ranges
 from aioengine.quantization._base import LinearSpec
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from aioengine.kernels.codes import Codes
     from aioengine.kernels.linear import Matmul
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
     from aioengine.quantization._base import CodesFormat, Tensors
 
 

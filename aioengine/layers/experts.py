@@ -18,11 +18,10 @@ from aioengine.kernels.codes import Codes
 from aioengine.kernels.expert_types import ExpertWeights, SharedOutputs
 from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
-from aioengine.layers.coded_experts import CodedExperts, JoinedExperts
-from aioengine.layers.layer import Layer
+from aioengine.layers.expert_tensors import CodedExperts, JoinedExperts
+from aioengine.layers.layer import Layer, Target, Units, rank_ranges
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import MLP
-from aioengine.layers.placement import Target, Units, rank_ranges
 from aioengine.quantization._base import CodesFormat
 from aioengine.quantization.plain import plain
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from aioengine.kernels.experts import Experts
     from aioengine.layers.adapters import Grouping
     from aioengine.layers.expert_tensors import ExpertTensors
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
 
 
 class ExpertRouter(Layer):
@@ -65,7 +64,7 @@ class SharedExpert(Layer):
     """The shared expert: an MLP for all tokens, with a factor per token if it has a gate."""
 
     def __init__(self, hidden_size: int, config: SharedConfig, placement: Placement) -> None:
-        self._mlp = MLP(hidden_size, config.inner_size, placement, config=MlpConfig())
+        self._mlp = MLP(hidden_size, config.inner_size, MlpConfig(), placement)
         unquantized = replace(placement, format_of=plain)
         self._gate = Linear(hidden_size, {config.gate: 1}, unquantized) if config.gate else None
         self.parts = (f"{config.name}.", self._mlp), ("", self._gate)
@@ -119,16 +118,11 @@ class SparseMLP(Layer):
         linear_format, *others = [placement.format_of(f"{prefix}{name}") for name in names]
         if any(other is not linear_format for other in others):
             raise ValueError(f"the experts {self._name} have several formats; what works: one for all of them")
-        if isinstance(linear_format, CodesFormat) and config.stored == "separate":
+        if isinstance(linear_format, CodesFormat) and config.stored in {"separate", "packed"}:
+            matrix, rows = (CodedExperts, inner) if config.stored == "separate" else (JoinedExperts, 2 * inner)
             self._coded = (
-                CodedExperts(linear_format, config.names[:2], size, inner, num_experts, placement),
-                CodedExperts(linear_format, config.names[2:], inner, size, num_experts, placement),
-            )
-        elif isinstance(linear_format, CodesFormat) and config.stored == "packed":
-            gate_up, down = config.names
-            self._coded = (
-                JoinedExperts(linear_format, gate_up, size, 2 * inner, num_experts, placement),
-                JoinedExperts(linear_format, down, inner, size, num_experts, placement),
+                matrix(linear_format, config.names[:-1], size, rows, num_experts, placement),
+                matrix(linear_format, config.names[-1:], inner, size, num_experts, placement),
             )
         else:
             self._tensors = expert_tensors.empty(config, size, placement)

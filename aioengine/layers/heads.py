@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from aioengine.layers.layer import Layer
+from aioengine.layers.layer import Layer, Target, Units, rank_ranges
 from aioengine.layers.norm import RMSNorm
-from aioengine.layers.placement import Target, Units, rank_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape
     from aioengine.families._block_config import AttentionConfig, HeadNorm
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
 
 
 def pair_order(head_size: int, rotary_size: int, *, is_interleaved: bool) -> list[int] | None:
@@ -62,46 +61,39 @@ def qkv_order(shape: AttentionShape, pairs: list[int] | None, config: AttentionC
     return torch.cat([gates, heads]).flatten()
 
 
-class HeadLayerNorm:
+class HeadLayerNorm(Layer):
     """LayerNorm of each head: [T, H, E] -> [T, H, E]. Computes in fp32 and rounds once."""
 
     def __init__(
         self,
-        num_weights: int,
+        config: HeadNorm,
+        num_heads: int,
         size: int,
         epsilon: float,
         placement: Placement,
         *,
-        bias: bool,
-        stored: tuple[int, ...],
         order: Tensor | None,
         kept: slice,
     ) -> None:
         """Allocate the weights.
 
         Args:
-            num_weights: 1, or the number of heads if each head has its own weight.
-            stored: shape of a tensor in the checkpoint.
             order: [E] int64, the checkpoint index of each entry; None if the orders are equal.
-            kept: the weights of the heads of this rank.
+            kept: the heads of this rank.
         """
-        self._epsilon, self._order = epsilon, order
-        self._stored, self._kept = stored, kept
-        shape = (num_weights, size)
-        self._loaded = {
-            name: torch.empty(shape, dtype=torch.float32, device=placement.device)
-            for name in ("weight", "bias")
-            if bias or name == "weight"
-        }
-        self._used = {name: torch.empty_like(tensor[kept]) for name, tensor in self._loaded.items()}
+        self._config, self._epsilon, self._order = config, epsilon, order
+        self._stored = config.shape(num_heads, size)
+        self._kept = slice(None) if config.extent == "head" else kept
+        shape = 1 if config.extent == "head" else num_heads, size
+        names = ("weight", "bias") if config.norm.has_bias else ("weight",)
+        self._loaded = {name: torch.empty(shape, dtype=torch.float32, device=placement.device) for name in names}
+        self._used = {name: torch.empty_like(tensor[self._kept]) for name, tensor in self._loaded.items()}
 
-    def targets(self, names: list[str]) -> dict[str, Target]:
-        """Map tensor names to targets. ``names``: one name, or one per head."""
-        targets: dict[str, Target] = {}
-        for name, tensor in self._loaded.items():
-            parts = tensor.view(len(names), *self._stored).unbind()
-            targets |= {f"{part}.{name}": Target(row) for part, row in zip(names, parts, strict=True)}
-        return targets
+    def own_weights(self) -> dict[str, Target]:
+        if self._config.extent == "list":
+            rows = [(name, head, row) for name, rows in self._loaded.items() for head, row in enumerate(rows)]
+            return {f"norms.{head}.{name}": Target(row) for name, head, row in rows}
+        return {name: Target(tensor.view(self._stored)) for name, tensor in self._loaded.items()}
 
     def finish_loading(self) -> None:
         for name, tensor in self._loaded.items():
@@ -114,37 +106,6 @@ class HeadLayerNorm:
         if "bias" in self._used:
             wide.add_(self._used["bias"])
         return wide.to(x.dtype)
-
-
-def _norm(
-    config: HeadNorm,
-    num_heads: int,
-    epsilon: float,
-    placement: Placement,
-    *,
-    size: int,
-    order: Tensor | None,
-    kept: slice,
-) -> RMSNorm | HeadLayerNorm:
-    """Return the norm of queries or keys. ``size``: E. ``order`` [E], ``kept``: see ``HeadLayerNorm``."""
-    norm = config.norm
-    if norm.kind == "layer":
-        num_weights = 1 if config.extent == "head" else num_heads
-        return HeadLayerNorm(
-            num_weights,
-            size,
-            epsilon,
-            placement,
-            bias=norm.has_bias,
-            stored=config.shape(num_heads, size),
-            order=order,
-            kept=slice(None) if config.extent == "head" else kept,
-        )
-    if config.extent == "all_heads":
-        if order is not None:
-            order = (torch.arange(num_heads, device=order.device).unsqueeze(1) * size + order).flatten()
-        size *= num_heads
-    return RMSNorm(size, epsilon, placement, scales_in_fp32=norm.scales_in_fp32, offset=norm.offset, order=order)
 
 
 class HeadNorms(Layer):
@@ -170,30 +131,27 @@ class HeadNorms(Layer):
             shape: of the heads of all ranks.
             pairs: order of the E entries, see ``pair_order``; [E].
         """
-        self._config = config
-        self._num_heads = shape.num_heads, shape.num_kv_heads
-        self._kept = [slice(*rank_ranges([Units(count)], placement.shard)[0]) for count in self._num_heads]
-        self._shard = placement.shard
+        self._config, self._shard, norm = config, placement.shard, config.norm
         order = None if pairs is None else torch.tensor(pairs, device=placement.device)
-        self._norms = [
-            _norm(config, num_heads, epsilon, placement, size=shape.head_size, order=order, kept=kept)
-            for num_heads, kept in zip(self._num_heads, self._kept, strict=True)
-        ]
+        self._kept: list[slice] = []
+        self._norms: list[RMSNorm | HeadLayerNorm] = []
+        for num_heads in (shape.num_heads, shape.num_kv_heads):
+            kept, size, own_order = slice(*rank_ranges([Units(num_heads)], placement.shard)[0]), shape.head_size, order
+            self._kept.append(kept)
+            if norm.kind == "layer":
+                self._norms.append(HeadLayerNorm(config, num_heads, size, epsilon, placement, order=order, kept=kept))
+                continue
+            if config.extent == "all_heads":
+                if order is not None:
+                    own_order = (torch.arange(num_heads, device=order.device).unsqueeze(1) * size + order).flatten()
+                size *= num_heads
+            options = {"scales_in_fp32": norm.scales_in_fp32, "offset": norm.offset, "order": own_order}
+            self._norms.append(RMSNorm(size, epsilon, placement, **options))
+        self.parts = [(f"{name}.", part) for name, part in zip(config.names, self._norms, strict=True)]
         self.fused: tuple[Tensor, Tensor, Tensor] | None = None
         query_norm, key_norm = self._norms
         if config.extent == "head" and isinstance(query_norm, RMSNorm) and isinstance(key_norm, RMSNorm):
             self.fused = query_norm.weight, key_norm.weight, query_norm.epsilon
-
-    def own_weights(self) -> dict[str, Target]:
-        targets: dict[str, Target] = {}
-        for name, norm, num_heads in zip(self._config.names, self._norms, self._num_heads, strict=True):
-            names = self._config.parts(name, num_heads)
-            targets |= norm.targets(names) if isinstance(norm, HeadLayerNorm) else norm.weights(f"{names[0]}.")
-        return targets
-
-    def finish_loading(self) -> None:
-        for norm in self._norms:
-            norm.finish_loading()
 
     def apply(self, heads: Tensor) -> None:
         """Normalize queries and keys in heads [T, H + 2 K, E], in place."""

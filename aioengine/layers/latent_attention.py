@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.families._tensors import mixer_linears
 from aioengine.kernels import head_linear
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.latent_heads import latent_heads, rotated_queries
 from aioengine.layers.heads import pair_order
-from aioengine.layers.linear import Linear, Stored
+from aioengine.layers.layer import Target
+from aioengine.layers.linear import Linear
 from aioengine.layers.mixer import Mixer
 from aioengine.layers.norm import RMSNorm
-from aioengine.layers.placement import Target
 from aioengine.quantization.stored import StoredFormat
 
 if TYPE_CHECKING:
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import AttentionShape, StepAttention
     from aioengine.families._block_config import AttentionConfig, LatentConfig
+    from aioengine.families._config import DecoderConfig
     from aioengine.kernels.head_linear import HeadMatmul
+    from aioengine.layers.layer import Placement
     from aioengine.layers.mixer import BlockStep
-    from aioengine.layers.placement import Placement
 
 EPSILON = 1e-6
 """Epsilon of the norms of latent vectors. The one in config.json applies to other norms only."""
@@ -42,43 +44,26 @@ class LatentAttention(Mixer):
     """[T, D] -> [T, D], or [S, D] for selected tokens. Writes latent vectors to the KV cache."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        shape: AttentionShape,
-        placement: Placement,
-        *,
-        config: AttentionConfig,
-        latent: LatentConfig,
-        rope: int,
-        expansion: Tensor | None = None,
+        self, config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement, *, rope: int
     ) -> None:
-        """Allocate the weights.
-
-        Args:
-            rope: index of the rotary embedding in ``BlockStep.tables``.
-            expansion: entry of ``shape.expansions``, [H, N + O, V]; None if it is empty.
-        """
+        """Allocate the weights. ``rope``: index of the rotary embedding in ``BlockStep.tables``."""
+        attention, latent = config.attention, config.attention.latent
+        assert latent is not None, "the model has no latent attention"
+        expansion = shape.expansions[layer] if shape.expansions else None
         self._rope = rope
         self._sizes = latent
         self._num_heads = num_heads = shape.num_heads
-        query_size = num_heads * (latent.plain_size + latent.rotated_size)
-        queries, latents = _orders(latent, num_heads, config, placement.device)
-        query = {"q_proj": query_size} if latent.query_rank is None else {"q_a_proj": latent.query_rank}
-        first = self._first_size = next(iter(query.values()))
-        first_order = queries if latent.query_rank is None else torch.arange(first, device=placement.device)
-        self._input = Linear(
-            hidden_size,
-            {**query, "kv_a_proj_with_mqa": shape.head_size},
-            placement,
-            bias=config.qkv_bias,
-            stored=Stored(torch.cat((first_order, first + latents)) if config.is_interleaved else None),
-        )
+        *query, kv, output = mixer_linears(config, layer)
+        queries, latents = _orders(latent, num_heads, attention, placement.device)
+        first = self._first_size = query[0].outputs
+        first_order = queries if len(query) == 1 else torch.arange(first, device=placement.device)
+        order = torch.cat((first_order, first + latents)) if attention.is_interleaved else None
+        self._input = Linear.of([query[0], kv], placement, order=order)
         self._query_norm: RMSNorm | None = None
         self._query: Linear | None = None
-        if latent.query_rank is not None:
-            self._query_norm = RMSNorm(latent.query_rank, EPSILON, placement)
-            stored = Stored(queries if config.is_interleaved else None)
-            self._query = Linear(latent.query_rank, {"q_b_proj": query_size}, placement, stored=stored)
+        if len(query) > 1:
+            self._query_norm = RMSNorm(first, EPSILON, placement)
+            self._query = Linear.of(query[1:], placement, order=queries if attention.is_interleaved else None)
         self._latent_norm = RMSNorm(latent.rank, EPSILON, placement)
         self._has_forms = expansion is not None
         sizes = num_heads, latent.plain_size + latent.value_size, latent.rank
@@ -87,8 +72,7 @@ class LatentAttention(Mixer):
         self._stored: Linear | None = None  # the matrix as the checkpoint stores it, if it is quantized
         self._to_latent: HeadMatmul | None = None
         self._from_latent: HeadMatmul | None = None
-        output = {config.output: hidden_size}
-        self._output = Linear(num_heads * latent.value_size, output, placement, bias=config.output_bias)
+        self._output = Linear.of([output], placement)
         self.parts = (
             ("", self._input),
             ("q_a_layernorm.", self._query_norm),
@@ -124,7 +108,7 @@ class LatentAttention(Mixer):
         tables, attention = step.tables[self._rope], step.attention
         q, latents = projected.tensor_split((self._first_size,), dim=1)
         if self._query is not None and self._query_norm is not None:
-            q = self._query(self._query_norm(q), None if step.adapters is None else step.adapters.tokens)
+            q = self._query(self._query_norm(q), step.rows(None))
         q = q.unflatten(1, (self._num_heads, -1))
         if self._has_forms:
             return (self._attended(q, latents, tables, attention, layer=layer),)

@@ -6,12 +6,11 @@ Shape letters: T tokens, D input size, O output size.
 from __future__ import annotations
 
 from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioengine.layers.layer import Layer
-from aioengine.layers.placement import Slice, Target, Units, rank_ranges
+from aioengine.layers.layer import Layer, Slice, Target, Units, rank_ranges
 from aioengine.quantization._base import CodesFormat, LinearSpec
 
 if TYPE_CHECKING:
@@ -19,26 +18,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from aioengine.families._block_config import LinearShape
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import Grouping, LayerAdapters
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
     from aioengine.quantization._base import Axis, LinearFormat, Prepared, Tensors
-
-
-class Stored(NamedTuple):
-    """How a checkpoint stores a layer.
-
-    Attributes:
-        order: [O] int64, the checkpoint index of each output, with the parts joined; None if the orders are equal. On
-            the CPU if the layer is divided among ranks.
-        is_transposed: the checkpoint stores weights that are not quantized as [D, outputs].
-    """
-
-    order: Tensor | None = None
-    is_transposed: bool = False
-
-
-AS_COMPUTED = Stored()
 
 
 class Linear(Layer):
@@ -52,12 +36,15 @@ class Linear(Layer):
             result of all outputs, and the results are summed over the ranks (``Shard.group``).
         units: the groups of units on the divided axis, such as query heads, key heads and value heads, in the order of
             the matmul. Each rank has its share of each group. By default, each part is a group of single entries.
-        stored: how the checkpoint stores the layer.
+        order: [O] int64, the checkpoint index of each output, with the parts joined; None if the orders are equal. On
+            the CPU if the layer is divided among ranks.
+        is_transposed: the checkpoint stores weights that are not quantized as [D, outputs].
 
     Attributes:
         in_features: D.
         sizes: the output size of each part.
-        is_gated, stored: see above.
+        is_gated: see above.
+        stored_order: ``order``.
         joined: layers that compute the parts, if these have different formats.
     """
 
@@ -71,12 +58,14 @@ class Linear(Layer):
         is_gated: bool = False,
         divided: Axis | None = None,
         units: Sequence[Units] | None = None,
-        stored: Stored = AS_COMPUTED,
+        order: Tensor | None = None,
+        is_transposed: bool = False,
     ) -> None:
+        """Allocate nothing yet, see ``weights``. ``order``: [O]."""
         self._shard = placement.shard
         self._divided: Axis | None = divided if placement.shard.size > 1 else None
         self._group = placement.shard.group if self._divided == "inputs" else None
-        self._order = stored.order
+        self.stored_order = self._order = order
         sizes = dict(parts)
         if self._divided == "outputs":
             self._ranges = self._output_ranges(parts, units or [Units(size) for size in parts.values()])
@@ -91,7 +80,7 @@ class Linear(Layer):
         self.in_features = in_features
         self.sizes = sizes
         self.is_gated = is_gated
-        self.stored = stored
+        self._stores_transposed = is_transposed
         self._placement = placement
         self._spec = LinearSpec(
             in_features,
@@ -111,6 +100,12 @@ class Linear(Layer):
         self._matmul: Matmul | None = None
         self.joined: list[Linear] = []
         self._adapters: LayerAdapters | None = None
+
+    @classmethod
+    def of(cls, linears: Sequence[LinearShape], placement: Placement, **options: Any) -> Linear:
+        """Return a layer that fuses ``linears``, which have the same input. ``options``: of the constructor."""
+        sizes = {linear.name: linear.outputs for linear in linears}
+        return cls(linears[0].inputs, sizes, placement, bias=linears[0].has_bias, **options)
 
     def weights(self, prefix: str = "") -> dict[str, Target]:
         """Map names to views of the fused tensors. The first call allocates them, in the format for the layer's name.
@@ -134,9 +129,9 @@ class Linear(Layer):
         """Compute this layer as several layers, each with consecutive parts of the same format."""
         for _, group in groupby(zip(formats, self.sizes.items(), strict=True), key=lambda part: id(part[0])):
             sizes = dict(size for _, size in group)
-            self.joined.append(
-                Linear(self.in_features, sizes, self._placement, bias=self._spec.has_bias, stored=self.stored)
-            )
+            bias, is_transposed = self._spec.has_bias, self._stores_transposed
+            layer = Linear(self.in_features, sizes, self._placement, bias=bias, is_transposed=is_transposed)
+            self.joined.append(layer)
         self.parts = [("", layer) for layer in self.joined]
 
     def own_weights(self) -> dict[str, Target]:
@@ -158,7 +153,7 @@ class Linear(Layer):
 
     def _is_transposed(self, name: str, tensor: Tensor) -> bool:
         """Return whether the checkpoint stores a tensor [...] as [D, outputs]. Quantized weights have other dtypes."""
-        return self.stored.is_transposed and name == "weight" and tensor.dtype == self._spec.dtype
+        return self._stores_transposed and name == "weight" and tensor.dtype == self._spec.dtype
 
     def _output_ranges(self, parts: Mapping[str, int], units: Sequence[Units]) -> dict[str, list[tuple[int, int]]]:
         """Return the ranges of each part in the checkpoint that this rank loads, and set the order of its outputs."""

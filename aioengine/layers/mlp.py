@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aioengine.families._tensors import mlp_linears
 from aioengine.kernels.activation import activate, activate_and_mul
-from aioengine.layers.layer import Layer
-from aioengine.layers.linear import Linear, Stored
-from aioengine.layers.placement import Units
+from aioengine.layers.layer import Layer, Units
+from aioengine.layers.linear import Linear
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._block_config import Activation, MlpConfig
     from aioengine.layers.adapters import Grouping
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
 
 
 class MLP(Layer):
@@ -29,32 +29,25 @@ class MLP(Layer):
     def __init__(
         self,
         hidden_size: int,
-        intermediate_size: int,
+        inner_size: int,
+        config: MlpConfig,
         placement: Placement,
         *,
-        config: MlpConfig,
         is_transposed: bool = False,
     ) -> None:
         self._activation: Activation = config.activation
         self._is_gated = config.is_gated
         self._has_fused_gate = config.is_gated and config.activation == "silu"
-        total = intermediate_size * (2 if config.is_gated else 1)
-        sizes = dict.fromkeys(config.first, total // len(config.first))
-        stored = Stored(is_transposed=is_transposed)
-        self._first = Linear(
-            hidden_size,
-            sizes,
+        *first, second = mlp_linears(config, hidden_size, inner_size)
+        self._first = Linear.of(
+            first,
             placement,
-            bias=config.has_bias,
             is_gated=self._has_fused_gate,
             divided="outputs",
-            units=[Units(intermediate_size)] * (total // intermediate_size),
-            stored=stored,
+            units=[Units(inner_size)] * (1 + config.is_gated),
+            is_transposed=is_transposed,
         )
-        second = {config.second: hidden_size}
-        self._second = Linear(
-            intermediate_size, second, placement, bias=config.has_bias, divided="inputs", stored=stored
-        )
+        self._second = Linear.of([second], placement, divided="inputs", is_transposed=is_transposed)
         self.parts = ("", self._first), ("", self._second)
 
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:

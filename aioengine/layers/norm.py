@@ -11,14 +11,13 @@ import torch
 from torch.nn import functional
 
 from aioengine.kernels.norms import add_layer_norm, add_rms_norm, norm_and_add, rms_norm
-from aioengine.layers.layer import Layer
-from aioengine.layers.placement import Target
+from aioengine.layers.layer import Layer, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._block_config import NormConfig
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
 
 
 class RMSNorm(Layer):

@@ -9,34 +9,17 @@ Shape letters: S tokens, W outputs of a rank.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._C import _distributed_c10d as c10d  # the objects behind torch.distributed, without its global state
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import Work
 
 _LOOPBACK: Final = "127.0.0.1"
 _NO_TIMEOUT: Final = timedelta(days=7)
 """The supervisor detects ranks that end or stall, and replaces all of them."""
-
-
-class _Backend(Protocol):
-    """The methods of torch's process groups that are used."""
-
-    def allreduce(self, x: Tensor) -> Work:
-        """Replace x [...] by the sum over the ranks."""
-        ...
-
-    def broadcast(self, x: Tensor, root: int) -> Work:
-        """Replace x [...] by the tensor of rank ``root``."""
-        ...
-
-    def _allgather_base(self, outputs: Tensor, x: Tensor) -> Work:
-        """Write x [S, ...] of all ranks to outputs [size * S, ...]."""
-        ...
 
 
 class RankGroup:
@@ -65,12 +48,11 @@ class RankGroup:
             options = gloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
             options._devices = [gloo.create_device(hostname=_LOOPBACK)]
             options._timeout = _NO_TIMEOUT
-            backend = gloo(store, rank, size, options)  # pyright: ignore[reportCallIssue]
+            self._backend: Any = gloo(store, rank, size, options)  # pyright: ignore[reportCallIssue]
         else:
             nccl_options = c10d.ProcessGroupNCCL.Options()
             nccl_options._timeout = _NO_TIMEOUT
-            backend = c10d.ProcessGroupNCCL(store, rank, size, nccl_options)
-        self._backend = cast("_Backend", backend)
+            self._backend = c10d.ProcessGroupNCCL(store, rank, size, nccl_options)
         self.smallest(0)  # the first operation connects the ranks
 
     def sum(self, x: Tensor) -> Tensor:

@@ -22,14 +22,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
-from aioengine.memory.radix import Node, RadixTree, Salt
-from aioengine.memory.snapshots import Boundary, RequestSnapshots
+from aioengine.memory.radix import Key, Node, RadixTree, Salt
+from aioengine.memory.snapshots import Boundary, RequestSnapshots, Snapshots
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from aioengine.memory.radix import Key
-    from aioengine.memory.snapshots import Snapshots
 
 
 NEVER = 1 << 62  # a position that no request reaches

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Final
 from msgspec import field
 
 from aioengine.memory.prefix_cache import NEVER, Allocation, Match, PrefixCache
-from aioengine.memory.radix import Node, RadixTree
+from aioengine.memory.radix import Key, Node, RadixTree, Salt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aioengine.memory.radix import Key, Salt
     from aioengine.settings.page_groups import PageGroups
 
 RELEASED: Final = -1

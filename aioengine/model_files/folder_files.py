@@ -218,6 +218,21 @@ def read_object(path: Path) -> Json:
     return read_json(path, dict[str, Any]) or {}
 
 
+class _TokenizerFile(msgspec.Struct):
+    model: msgspec.Raw
+
+
+def read_tokenizer(path: Path) -> bytes | None:
+    """Return the contents of a tokenizer.json; None if there is no such file.
+
+    Raises ValueError if it is too large, is not JSON, or has no model. The tokenizers library makes further checks.
+    """
+    content = read_bytes(path, MAX_TOKENIZER_BYTES)
+    if content is not None:
+        decode_json(path, content, _TokenizerFile)
+    return content
+
+
 # ---------------------------------------------------------------- tokens outside tokenizer.json
 
 

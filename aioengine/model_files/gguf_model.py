@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aioengine.api import checks
+from aioengine.families._fields import not_implemented
 from aioengine.model_files.gguf_header import GgufArray
 
 if TYPE_CHECKING:
@@ -53,12 +54,8 @@ _EXPECTED: Final[dict[str, tuple[object, ...]]] = {
 
 _READ: Final = (
     "vocab_size",  # equals the number of rows of the embedding
-    "attention.value_length",
-    "rope.dimension_count",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.original_context_length",
-    "rope.scaling.finetuned",
+    *("attention.value_length", "rope.dimension_count"),
+    *(f"rope.scaling.{key}" for key in ("type", "factor", "original_context_length", "finetuned")),
 )
 """Other keys that are used or checked below."""
 
@@ -198,8 +195,7 @@ def _check_known(architecture: str, own: Mapping[str, Scalar]) -> None:
             continue
         if value not in _EXPECTED.get(key, ()):
             allowed = ", ".join(map(str, _EXPECTED.get(key, ()))) or "files without it"
-            shown = checks.shown(f"{architecture}.{key}")
-            raise ValueError(f"{shown} {checks.shown(value)} is not implemented; what works: {allowed}")
+            not_implemented(checks.shown(f"{architecture}.{key}"), value, allowed)
 
 
 def _set_head_size(architecture: str, own: Mapping[str, Scalar], config: dict[str, object]) -> None:
@@ -212,10 +208,7 @@ def _set_head_size(architecture: str, own: Mapping[str, Scalar], config: dict[st
     config["head_dim"] = size
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, size) != size:
-            raise ValueError(
-                f"{architecture}.{key} {checks.shown(own[key])} is not implemented; what works: the size of a head, "
-                f"{checks.shown(size)}"
-            )
+            not_implemented(f"{architecture}.{key}", own[key], f"the size of a head, {checks.shown(size)}")
 
 
 def _rope(
@@ -233,9 +226,7 @@ def _rope(
     if kind == "none":
         return None
     if kind not in {"linear", "yarn"}:
-        raise ValueError(
-            f"{architecture}.rope.scaling.type {checks.shown(kind)} is not implemented; what works: none, linear, yarn"
-        )
+        not_implemented(f"{architecture}.rope.scaling.type", kind, "none, linear, yarn")
     scaling: dict[str, object] = {"rope_type": kind, "factor": own.get("rope.scaling.factor")}
     original = own.get("rope.scaling.original_context_length")
     if kind == "yarn" and original is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aioengine.api import checks
+from aioengine.families._fields import not_implemented
 from aioengine.model_files.gguf_header import GgufArray
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def tokenizer_of(header: Header) -> Json:
     metadata = header.metadata
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise ValueError(f"tokenizer.ggml.model {checks.shown(kind)} is not implemented; what works: gpt2, llama")
+        not_implemented("tokenizer.ggml.model", kind, "gpt2, llama")
     tokens = _texts(metadata, "tokenizer.ggml.tokens")
     is_bytes = kind == "gpt2"
     types = _numbers(metadata, "tokenizer.ggml.token_type", len(tokens))
@@ -109,9 +110,7 @@ def _byte_bpe(metadata: Metadata, tokens: list[str]) -> Json:
     """Return a BPE over bytes. Each byte is written as one character."""
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in _SPLITS:
-        raise ValueError(
-            f"tokenizer.ggml.pre {checks.shown(name)} is not implemented; what works: {', '.join(_SPLITS)}"
-        )
+        not_implemented("tokenizer.ggml.pre", name, ", ".join(_SPLITS))
     spelling = _byte_spelling()
     characters = set(spelling.values())
     vocab = {

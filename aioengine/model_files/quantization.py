@@ -127,19 +127,14 @@ class Scheme(Struct, frozen=True, kw_only=True):
                 if self.has_zeros:
                     tensors["weight_zero_point"] = PackedTensor("I32", per_word, group)
                 return tensors | {"weight_g_idx": PackedTensor("I32", 0, 1)} if self.has_order else tensors
-            case "awq":
-                return {
-                    "qweight": PackedTensor("I32", per_word, 1, True, per_word),
+            case "awq" | "gptq":
+                units = (per_word, 1) if self.layout == "awq" else (1, per_word)
+                tensors = {
+                    "qweight": PackedTensor("I32", *units, True, per_word),
                     "qzeros": PackedTensor("I32", per_word, group, True),
                     "scales": PackedTensor("", 1, group, True),
                 }
-            case "gptq":
-                return {
-                    "qweight": PackedTensor("I32", 1, per_word, True, per_word),
-                    "qzeros": PackedTensor("I32", per_word, group, True),
-                    "scales": PackedTensor("", 1, group, True),
-                    "g_idx": PackedTensor("I32", 0, 1),
-                }
+                return tensors | {"g_idx": PackedTensor("I32", 0, 1)} if self.layout == "gptq" else tensors
             case "bitsandbytes":
                 weight = PackedTensor("U8", 1, 2, per_element=2)
                 if not self.has_scale_codes:

@@ -1,7 +1,7 @@
 """Models by the ``model_type`` of config.json.
 
 The family of a model type reads config.json. The class follows from the result: ``DecoderModel`` or
-``EncoderModel``. A model that needs more has a file here, named after its model type.
+``EncoderModel``. A model that needs more has its own class here.
 """
 
 from __future__ import annotations
@@ -14,26 +14,21 @@ from aioengine.models._decoder import DecoderModel
 from aioengine.models._encoder import EncoderModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
 
-    from aioengine.families._config import DecoderConfig, Task
-    from aioengine.models._base import Model, ModelClass, ModelOptions
-    from aioengine.models._fallback import TransformersFolder
+    from aioengine.families._config import DecoderConfig
+    from aioengine.models._base import Model, ModelOptions
 
 ALIASES: Final = {
+    "gemma3": "_image_decoder:Gemma3",
+    "idefics3": "_image_decoder:Idefics3",
     "llava": "_image_decoder:ImageDecoder",
-    "qwen2_5_vl": "_qwen_decoder:QwenVision",
-    "qwen2_vl": "_qwen_decoder:QwenVision",
-    "qwen3_vl": "_qwen_decoder:QwenVision",
-    "smolvlm": "idefics3:Idefics3",
+    "qwen2_5_vl": "_qwen_tower:QwenVision",
+    "qwen2_vl": "_qwen_tower:QwenVision",
+    "qwen3_vl": "_qwen_tower:QwenVision",
+    "smolvlm": "_image_decoder:Idefics3",
 }
-"""Model type -> "file:class", for model types that share a file."""
-
-
-def names() -> list[str]:
-    """Return the implemented model types, with underscores for dashes."""
-    return sorted({*plugins.names("families"), *plugins.names("models")})
+"""Model type -> "file:class"."""
 
 
 def build(config: Mapping[str, object], options: ModelOptions) -> Model:
@@ -41,28 +36,11 @@ def build(config: Mapping[str, object], options: ModelOptions) -> Model:
 
     Raises ValueError if the model type, or a value of a field, is not implemented.
     """
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or (name := plugins.file_name(model_type)) not in names():
-        message = f"model_type {model_type!r} in config.json is not implemented; what works: {', '.join(names())}"
-        raise ValueError(message)
+    name = plugins.file_name(str(config.get("model_type")))
     if name in plugins.names("models"):
-        model_class: ModelClass = plugins.load("models", name)
+        model_class: Callable[[Mapping[str, object], ModelOptions], Model] = plugins.load("models", name)
         return model_class(config, options)
     model_config: DecoderConfig | EncoderConfig = plugins.load("families", name).read(config)
     if isinstance(model_config, EncoderConfig):
         return EncoderModel(model_config, options)
     return DecoderModel(model_config, options)
-
-
-def fallback(folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> TransformersFolder:
-    """Read config.json with transformers. Importing transformers takes a second.
-
-    Args:
-        trust_remote_code: allow code from the folder to run.
-        has_weights: the folder contains the weights.
-
-    Raises ValueError if transformers has no code for the model, or the code is in the folder and not trusted.
-    """
-    from aioengine.models._fallback import TransformersFolder
-
-    return TransformersFolder(folder, task, trust_remote_code=trust_remote_code, has_weights=has_weights)

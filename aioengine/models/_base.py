@@ -6,27 +6,26 @@ layers.
 
 from __future__ import annotations
 
+from abc import ABCMeta, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from aioengine.families._tensors import is_ignored
-from aioengine.layers.layer import Layer
-from aioengine.layers.placement import Placement
+from aioengine.layers.layer import Layer, Placement
+from aioengine.layers.linear import adaptable_linears
 from aioengine.quantization.plain import plain
 from aioengine.settings.memory_model import active_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import torch
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, StepAttention
-    from aioengine.families._config import Task, TransformerConfig
+    from aioengine.families._config import TransformerConfig
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.linear import Linear
-    from aioengine.layers.placement import Target
-    from aioengine.layers.states import StateShape, StepStates
+    from aioengine.layers.mixer import StateShape, StepStates
     from aioengine.quantization._base import LinearFormat
 
 
@@ -94,8 +93,12 @@ class ModelInputs:
     states: StepStates | None = None
 
 
-class Model(Protocol):
+class Model(Layer, metaclass=ABCMeta):
     """A decoder or encoder. After ``models.build``, load its weights and call ``finish_loading``.
+
+    All targets of ``weights()`` must be loaded before the first ``finish_loading``. After ``open_for_loading``, some or
+    all weights can be replaced. The model cannot run until ``finish_loading`` is called again. Existing entries of the
+    KV cache were computed with the old weights.
 
     Attributes:
         num_active: parameters that one token uses, including embeddings: only the selected experts.
@@ -106,61 +109,51 @@ class Model(Protocol):
             one ended.
     """
 
-    task: Task
     input_spec: InputSpec
     attention_shape: AttentionShape
-    dtype: torch.dtype
-    num_active: int
-    vocab_size: int
-    hidden_size: int
-    prefix: str
-    renamed: tuple[tuple[str, str], ...]
-    state_shape: StateShape | None
+    prefix: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
+    state_shape: StateShape | None = None
 
-    def weights(self) -> dict[str, Target]:
-        """Map tensor names in the checkpoint to targets, often views of fused tensors.
-
-        All targets must be loaded before the first ``finish_loading``.
-        """
-        ...
+    def __init__(self, config: TransformerConfig, options: ModelOptions) -> None:
+        self._config = config
+        self.task = config.task
+        self.dtype = options.dtype
+        self.num_active = active_parameters(config)
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.prefix = config.prefix
+        self.renamed = config.renamed
 
     def is_ignored(self, name: str) -> bool:
         """Return whether a checkpoint tensor that is not in ``weights()`` may be skipped: a buffer, or a tied head."""
-        ...
+        return is_ignored(self._config, name)
 
-    def finish_loading(self) -> None:
-        """Prepare the weights for the kernels. Afterwards ``weights()`` is invalid."""
-        ...
+    def linears(self) -> list[tuple[str, Linear]]:
+        """Return the linear layers that adapters may change, in order, each with the prefix of its tensor names."""
+        return adaptable_linears(self)
 
-    def open_for_loading(self) -> None:
-        """Make ``weights()`` valid again, with the current values, to replace some or all weights.
-
-        The model cannot run until ``finish_loading`` is called again. Existing entries of the KV cache
-        were computed with the old weights.
-        """
-        ...
-
+    @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids -> [T, D] embeddings."""
-        ...
 
+    @abstractmethod
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """Return hidden states after the last norm: [T, D], or [S, D] with ``inputs.outputs``.
 
         ``attention`` is prepared for the step.
         """
-        ...
 
+    @abstractmethod
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
         """Run one block of each kind on ``num_tokens`` tokens, to load the kernels for this size."""
-        ...
 
+    @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [S, D] -> logits [S, V] in the model's dtype.
 
         A classifier maps pooled hidden states to one score per class. A model without a head returns its input.
         """
-        ...
 
 
 @runtime_checkable
@@ -188,41 +181,4 @@ class VisionModel(Protocol):
 
     def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
         """Return arrays [...] with the shapes of the largest image of up to ``max_tokens`` tokens."""
-        ...
-
-
-@runtime_checkable
-class AdaptableModel(Protocol):
-    """A model that supports LoRA adapters: it passes ``ModelInputs.adapters`` to its linear layers."""
-
-    def linears(self) -> list[tuple[str, Linear]]:
-        """Return the linear layers that adapters may change, in order, each with the prefix of its tensor names."""
-        ...
-
-
-class TextModel(Layer):
-    """The attributes of ``Model`` that follow from the config."""
-
-    state_shape: StateShape | None = None
-
-    def __init__(self, config: TransformerConfig, options: ModelOptions) -> None:
-        self._config = config
-        self.task = config.task
-        self.dtype = options.dtype
-        self.num_active = active_parameters(config)
-        self.vocab_size = config.vocab_size
-        self.hidden_size = config.hidden_size
-        self.prefix = config.prefix
-        self.renamed = config.renamed
-
-    def is_ignored(self, name: str) -> bool:
-        """See ``Model``."""
-        return is_ignored(self._config, name)
-
-
-class ModelClass(Protocol):
-    """``PLUGIN`` of a file in ``aioengine.models``."""
-
-    def __call__(self, config: Mapping[str, object], options: ModelOptions) -> Model:
-        """Build the model of config.json. Raises ValueError for a value that is not implemented."""
         ...

@@ -14,26 +14,30 @@ from torch.nn import functional
 from aioengine.attention._base import AttentionShape
 from aioengine.families._config import Task
 from aioengine.families._tensors import block_linears, block_tensors
+from aioengine.layers.attention import SelfAttention
 from aioengine.layers.embedding import EmbeddingTable, token_embeddings
-from aioengine.layers.linear import Linear, adaptable_linears
-from aioengine.layers.mixer import BlockStep
+from aioengine.layers.experts import SparseMLP
+from aioengine.layers.latent_attention import LatentAttention
+from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_ranges
+from aioengine.layers.linear import Linear
+from aioengine.layers.mixer import BlockStep, StateShape, StateTensor
+from aioengine.layers.mlp import MLP
 from aioengine.layers.norm import add_to_stream, make_norm
-from aioengine.layers.placement import Placement, Slice, Target, Units, rank_ranges
+from aioengine.layers.recurrent import GatedDeltaNet, Mamba, ShortConv
 from aioengine.layers.rope import RotaryEmbedding
-from aioengine.layers.states import StateShape, StateTensor
-from aioengine.models._base import InputSpec, ModelInputs, TextModel
-from aioengine.models._decoder_block import Block
-from aioengine.settings.memory_model import state_specs
+from aioengine.models._base import InputSpec, Model, ModelInputs
+from aioengine.settings.memory_model import effective_windows, state_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import StepAttention
     from aioengine.families._config import DecoderConfig
-    from aioengine.families._rope_config import RopeConfig
     from aioengine.kernels.linear import Matmul
+    from aioengine.layers.adapters import Grouping
+    from aioengine.layers.layer import Shard
+    from aioengine.layers.mixer import Mixer
     from aioengine.layers.norm import Norm
-    from aioengine.layers.placement import Shard
     from aioengine.models._base import ModelOptions
 
 
@@ -41,14 +45,8 @@ _KV_SCALES: Final = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.o
 """Names of the scales of keys and values, in checkpoints of several libraries."""
 
 
-def effective_windows(windows: tuple[int | None, ...], max_positions: int) -> tuple[int | None, ...]:
-    """Drop windows that no request of ``max_positions`` tokens exceeds. Returns () if no window is left."""
-    effective = tuple(None if window is None or window >= max_positions else window for window in windows)
-    return effective if any(effective) else ()
-
-
-class DecoderModel(TextModel):
-    """Implements ``models._base.Model``."""
+class DecoderModel(Model):
+    """A decoder as described by its config."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
         super().__init__(config, options)
@@ -56,7 +54,7 @@ class DecoderModel(TextModel):
         self._shard = options.shard
         heads, kv_heads = self._heads = rank_heads(config, options.shard)
         self.attention_shape = AttentionShape(
-            num_layers=sum(not config.keeps_state(layer) for layer in range(config.num_layers)),
+            num_layers=len(config.attention_layers),
             num_heads=len(heads),
             num_kv_heads=len(kv_heads),
             head_size=config.head_size,
@@ -73,11 +71,14 @@ class DecoderModel(TextModel):
         )
         is_longer = options.max_positions > config.short_length
         short_length = config.short_length if is_longer else 0
-        self.state_shape = None if config.stateful is None else _state_shape(config, options.dtype)
+        if config.stateful is not None:
+            specs = state_specs(config)
+            tensors = (StateTensor(spec.shape, torch.float32 if spec.in_fp32 else options.dtype) for spec in specs)
+            self.state_shape = StateShape(len(config.stateful.layers), tuple(tensors))
         self.input_spec = InputSpec(short_length=short_length, states=self.state_shape is not None)
         head = config.head
         self._device = options.device
-        is_tied = not head and self.task is Task.GENERATE
+        is_tied = head is None and self.task is Task.GENERATE
         self._embedding = token_embeddings(config.vocab_size, config.hidden_size, options, is_head=is_tied)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=options.dtype).item()
         self._positions: EmbeddingTable | None = None
@@ -85,7 +86,17 @@ class DecoderModel(TextModel):
             num_positions = config.names.first_position + config.max_position_embeddings
             self._positions = EmbeddingTable(options.empty(num_positions, config.hidden_size), options)
         ropes = list(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers)))
-        self._ropes = [_rotary_embedding(rope, config, options, self.input_spec.short_length) for rope in ropes]
+        self._ropes = [
+            RotaryEmbedding(
+                rope,
+                config.rope_size or config.head_size,
+                max_position_embeddings=config.max_position_embeddings,
+                num_positions=options.max_positions,
+                short_length=short_length,
+                device=options.device,
+            )
+            for rope in ropes
+        ]
         self._blocks: list[Block] = []
         previous_norm: Norm | None = None
         for layer in range(config.num_layers):
@@ -96,12 +107,12 @@ class DecoderModel(TextModel):
         self._last_norm = previous_norm
         self._block_kinds = _first_of_each_kind(config, options)
         self._norm = make_norm(config.norm, config.hidden_size, config.epsilon, options)
-        has_bias = config.head_bias and config.names.head in head
         self._head: Linear | None = None
-        if head:
-            units = [Units(size, may_be_uneven=True) for size in head.values()]
+        if head is not None:
             divided = "outputs" if self.task is Task.GENERATE else None
-            self._head = Linear(config.hidden_size, head, options, bias=has_bias, divided=divided, units=units)
+            units = [Units(head.outputs, may_be_uneven=True)]
+            self._head = Linear.of([head], options, divided=divided, units=units)
+            self._head.is_adaptable = False
         self._logits: Matmul | None = self._head
         names = config.names
         self.parts = (
@@ -120,18 +131,12 @@ class DecoderModel(TextModel):
             f"{names.block(layer)}{attention}sinks": Target(sinks, source)
             for layer, sinks in enumerate(self.attention_shape.sinks)
         }
-        layers = [layer for layer in range(self._config.num_layers) if not self._config.keeps_state(layer)]
-        for layer, scales in zip(layers, self.attention_shape.kv_scales, strict=False):
+        for layer, scales in zip(self._config.attention_layers, self.attention_shape.kv_scales, strict=False):
             for scale, side in zip(scales.split(1), "kv", strict=True):
                 target = Target(scale, is_optional=True)
                 prefix = f"{names.block(layer)}{attention}"
                 targets |= {f"{prefix}{name.format(side, side)}": target for name in _KV_SCALES}
         return targets
-
-    def linears(self) -> list[tuple[str, Linear]]:
-        """Implement ``models._base.AdaptableModel``."""
-        blocks = [(self._config.names.block(layer), block) for layer, block in enumerate(self._blocks)]
-        return [entry for prefix, block in blocks for entry in adaptable_linears(block, prefix)]
 
     def finish_loading(self) -> None:
         super().finish_loading()
@@ -205,12 +210,6 @@ def rank_heads(config: DecoderConfig, shard: Shard) -> tuple[range, range]:
     return range(*heads), range(*kv_heads)
 
 
-def _state_shape(config: DecoderConfig, dtype: torch.dtype) -> StateShape:
-    tensors = (StateTensor(spec.shape, torch.float32 if spec.in_fp32 else dtype) for spec in state_specs(config))
-    num_layers = sum(config.keeps_state(layer) for layer in range(config.num_layers))
-    return StateShape(num_layers, tuple(tensors))
-
-
 def _first_of_each_kind(config: DecoderConfig, options: ModelOptions) -> list[int]:
     """Return the first layer of each kind of block, where kinds differ in tensor shapes or formats of linear layers."""
     kinds = [
@@ -232,17 +231,16 @@ def _expansions(config: DecoderConfig, placement: Placement) -> tuple[Tensor, ..
     return tuple(placement.empty(*sizes) for _ in range(config.num_layers))
 
 
+def _has_forms(placement: Placement) -> bool:
+    """Return whether latent attention has several forms, which is so in 16 bits on a GPU."""
+    return placement.device.type == "cuda" and placement.dtype.itemsize == 2 and not placement.batch_invariant
+
+
 def _kv_scales(config: DecoderConfig, options: ModelOptions) -> tuple[Tensor, ...]:
     """Return ``AttentionShape.kv_scales``, [2] per layer, with values of 1."""
     if not options.has_kv_scales or config.attention.latent is not None:
         return ()
-    num_layers = sum(not config.keeps_state(layer) for layer in range(config.num_layers))
-    return tuple(torch.ones(2, device=options.device) for _ in range(num_layers))
-
-
-def _has_forms(placement: Placement) -> bool:
-    """Return whether latent attention has several forms, which is so in 16 bits on a GPU."""
-    return placement.device.type == "cuda" and placement.dtype.itemsize == 2 and not placement.batch_invariant
+    return tuple(torch.ones(2, device=options.device) for _ in config.attention_layers)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
@@ -250,15 +248,105 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
     return x if scale == 1.0 else x.mul_(scale)
 
 
-def _rotary_embedding(
-    rope: RopeConfig | None, config: DecoderConfig, options: ModelOptions, short_length: int
-) -> RotaryEmbedding:
-    """Return the rotary embedding. ``rope``: None for no rotation. ``short_length``: see ``InputSpec``."""
-    return RotaryEmbedding(
-        rope,
-        config.rope_size or config.head_size,
-        max_position_embeddings=config.max_position_embeddings,
-        num_positions=options.max_positions,
-        short_length=short_length,
-        device=options.device,
-    )
+def make_attention(
+    config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement, *, rope: int
+) -> Mixer:
+    """Build the attention of a layer, or the layer that replaces it. Add new kinds of attention here.
+
+    ``rope``: index of the rotary embedding in ``BlockStep.tables``.
+    """
+    if config.attention.latent is not None:
+        return LatentAttention(config, layer, shape, placement, rope=rope)
+    if config.keeps_state(layer):
+        if config.short_conv is not None:
+            return ShortConv(config.hidden_size, config.short_conv, placement)
+        if config.mamba is not None:
+            return Mamba(config.hidden_size, config.mamba, placement)
+        assert config.delta_net is not None, "no layer keeps a state"
+        return GatedDeltaNet(config.hidden_size, config.delta_net, config.epsilon, placement)
+    return SelfAttention(config, layer, shape, placement, rope=rope)
+
+
+def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> MLP | SparseMLP:
+    """Build the MLP or the experts of a layer. Add replacements of the MLP here."""
+    size = config.hidden_size
+    if (experts := config.experts_of(layer)) is not None:
+        return SparseMLP(size, experts, placement)
+    return MLP(size, config.intermediate_size, config.mlp, placement, is_transposed=config.is_transposed)
+
+
+class Block(Layer):
+    """Attention and MLP, with norms of their inputs, their outputs, or both. See ``BlockConfig``.
+
+    Args:
+        rope: index of the rotary embedding in ``BlockStep.tables``.
+        previous_norm: ``output_norm`` of the previous block.
+
+    Attributes:
+        output_norm: the norm of the returned update; None if there is none. The next block applies it.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        shape: AttentionShape,
+        placement: Placement,
+        *,
+        rope: int,
+        previous_norm: Norm | None,
+    ) -> None:
+        self._config = block = config.block
+        self._layer = config.layers_like(layer).index(layer)
+        norms = {name: make_norm(config.norm, config.hidden_size, config.epsilon, placement) for name in block.norms}
+        self._attention_norm = norms.get(block.attention_norm)
+        self._attention = make_attention(config, layer, shape, placement, rope=rope)
+        self._attention_output_norm = norms.get(block.attention_output_norm)
+        self._mlp_norm = norms.get(block.mlp_norm)
+        self._mlp = make_mlp(config, layer, placement)
+        self.output_norm = norms.get(block.mlp_output_norm)
+        self._previous_norm = previous_norm
+        self.parts = (
+            (config.mixer_prefix(layer), self._attention),
+            (block.mlp, self._mlp),
+            *((f"{name}.", norm) for name, norm in norms.items()),
+        )
+
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, step: BlockStep, *, outputs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the block on x [T, D].
+
+        Args:
+            x: the residual stream, changed in place.
+            delta: [T, D], the pending update of the previous block, before its ``output_norm``; None in the first
+                block.
+            outputs: [S] int64, the tokens to compute after attention; None for all.
+
+        Returns:
+            The residual stream and the pending update: [T, D] or [S, D] each.
+        """
+        if delta is not None:
+            normed = add_to_stream(delta, x, self._previous_norm, self._attention_norm)
+        else:
+            normed = x if self._attention_norm is None else self._attention_norm(x)
+        attended = self._attention(normed, step, self._layer, outputs=outputs)
+        rows = step.rows(outputs)
+        if outputs is not None:
+            x = x.index_select(0, outputs)
+        if self._config.is_parallel:
+            return x, self._parallel(x, normed, attended, rows, outputs=outputs)
+        return x, self._mlp(add_to_stream(attended, x, self._attention_output_norm, self._mlp_norm), rows)
+
+    def _parallel(
+        self, x: Tensor, normed: Tensor, attended: Tensor, rows: Grouping | None, *, outputs: Tensor | None
+    ) -> Tensor:
+        """Return ``attended`` [S, D] plus the MLP's output [S, D] in a parallel block.
+
+        The MLP reads the norm of x [S, D], or without an ``mlp_norm`` the input of attention, normed [T, D].
+        """
+        if self._mlp_norm is not None:
+            normed = self._mlp_norm(x)
+        elif outputs is not None:
+            normed = normed.index_select(0, outputs)
+        return attended.add_(self._mlp(normed, rows))

@@ -18,14 +18,14 @@ from aioengine.layers.linear import Linear
 from aioengine.layers.mixer import BlockStep
 from aioengine.layers.norm import LayerNorm
 from aioengine.layers.rope import RotaryEmbedding
-from aioengine.models._base import InputSpec, ModelInputs, TextModel
+from aioengine.models._base import InputSpec, Model, ModelInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import StepAttention
     from aioengine.families._encoders import EncoderConfig, Gelu, HeadConfig
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
     from aioengine.models._base import ModelOptions
 
 
@@ -39,13 +39,8 @@ class EncoderBlock(Layer):
         self._is_local = bool(config.windows) and config.windows[layer] is not None
         self._gelu: Gelu = config.gelu
         self._is_pre_norm, self._is_gated = config.is_pre_norm, config.is_gated
-        sizes = {part.name: part.outputs for part in qkv}
-        self._qkv = Linear(qkv[0].inputs, sizes, placement, bias=qkv[0].has_bias)
-        others = (
-            Linear(part.inputs, {part.name: part.outputs}, placement, bias=part.has_bias)
-            for part in (output, first, second)
-        )
-        self._output, self._first, self._second = others
+        self._qkv = Linear.of(qkv, placement)
+        self._output, self._first, self._second = (Linear.of([part], placement) for part in (output, first, second))
         self._attention_norm, self._mlp_norm = norms = [
             LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias)
             if layer or name != config.first_without
@@ -107,8 +102,8 @@ class ClassifierHead(Layer):
         return self._scores(x if self._norm is None else self._norm(x))
 
 
-class EncoderModel(TextModel):
-    """Implements ``models._base.Model``."""
+class EncoderModel(Model):
+    """An encoder as described by its config."""
 
     def __init__(self, config: EncoderConfig, options: ModelOptions) -> None:
         super().__init__(config, options)

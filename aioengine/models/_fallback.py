@@ -30,11 +30,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from aioengine.api import checks
 from aioengine.families._config import Task
+from aioengine.layers.layer import Target
 from aioengine.layers.linear import adaptable_linears
-from aioengine.layers.placement import Target
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
-from aioengine.models._base import InputSpec, ModelInputs
+from aioengine.models._base import InputSpec, Model, ModelInputs
 from aioengine.models._fallback_attention import NUM_TRIED, PAGED, TRYING, PackedStep, StopError, refuse
 from aioengine.models._fallback_swaps import Swaps, recorded_calls
 from aioengine.models._fallback_weights import by_stored_name
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import StepAttention
     from aioengine.layers.linear import Linear
-    from aioengine.layers.states import StateShape
     from aioengine.models._base import ModelOptions
 
 logger = logging.getLogger(__name__)
@@ -73,10 +72,8 @@ _CLASSES = {
 }
 
 
-class TransformersModel:
-    """Implements ``models._base.Model``."""
-
-    state_shape: StateShape | None = None
+class TransformersModel(Model):
+    """A model in transformers' code."""
 
     def __init__(self, model: PreTrainedModel, task: Task, options: ModelOptions, folder: Path | None = None) -> None:
         """Wrap a model of ``build_module``.
@@ -90,8 +87,6 @@ class TransformersModel:
         self.input_spec = InputSpec()
         self.dtype = options.dtype
         self.num_active = sum(parameter.numel() for parameter in model.parameters())
-        self.prefix = ""
-        self.renamed: tuple[tuple[str, str], ...] = ()
         config = model.config
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
@@ -107,6 +102,7 @@ class TransformersModel:
         self._head: nn.Module = model
         self._tables: list[tuple[int, int]] = []
         self._swaps = self._swap(options)
+        self.parts = (("", self._swaps),)
         setattr(config, _IMPLEMENTATION, PAGED)
         self.attention_shape = layers.use_layers(self._step, config.num_hidden_layers)
         if task is Task.CLASSIFY and not isinstance(self._scores, nn.Linear):
@@ -136,23 +132,17 @@ class TransformersModel:
         positions = torch.arange(NUM_TRIED, device=self._device)[None]
         ids = positions.flip(1) + _FIRST_TRIED
         optional = {"position_ids": positions} if gives_positions else {}
-        tables = _PositionTables()
+        tables, kind = _PositionTables(), self._step.model_type
         self._step.layers = []
         try:
             with tables:
                 output = self._body(input_ids=ids, use_cache=False, **optional)
             if output.last_hidden_state.shape[:-1] != (1, NUM_TRIED):
-                refuse(
-                    self._step.model_type,
-                    f"of {NUM_TRIED} tokens it gives states {list(output.last_hidden_state.shape)}",
-                )
+                refuse(kind, f"of {NUM_TRIED} tokens it gives states {list(output.last_hidden_state.shape)}")
             for first, size in tables.tables:
                 if first + self._step.max_positions > size:
                     longest = size - first
-                    refuse(
-                        self._step.model_type,
-                        f"it has a table of {longest} positions; context_length={longest} works",
-                    )
+                    refuse(kind, f"it has a table of {longest} positions; context_length={longest} works")
             self._tables = tables.tables
             self._body_output.output_type = type(output)
             self._head = _with_body(self._model, self._body, self._body_output)
@@ -161,13 +151,12 @@ class TransformersModel:
         except ValueError:
             raise
         except Exception as error:
-            kind = self._step.model_type
             raise ValueError(
                 f"model_type {kind!r} cannot run with transformers' code here: it fails with packed tokens: "
                 f"{_described(error)}"
             ) from error
 
-    def weights(self) -> dict[str, Target]:
+    def weights(self, prefix: str = "") -> dict[str, Target]:
         saved = self._model.state_dict().keys()
         tensors = {
             **{name: parameter.data for name, parameter in self._model.named_parameters()},
@@ -177,7 +166,9 @@ class TransformersModel:
         stored = None
         if self._folder is not None:
             stored = [entry.name for entry in checkpoint.read_headers(self._folder, "")]
-        return {name: Target(tensor) for name, tensor in by_stored_name(self._model, tensors, stored).items()}
+        return {
+            f"{prefix}{name}": Target(tensor) for name, tensor in by_stored_name(self._model, tensors, stored).items()
+        }
 
     def is_ignored(self, name: str) -> bool:
         model = self._model
@@ -192,12 +183,11 @@ class TransformersModel:
         )
 
     def linears(self) -> list[tuple[str, Linear]]:
-        """Implement ``models._base.AdaptableModel``."""
         stem = f"{self._model.base_model_prefix}." if self._body is self._model else ""
         return adaptable_linears(self._swaps, stem)
 
     def finish_loading(self) -> None:
-        self._swaps.finish_loading()
+        super().finish_loading()
         self._check_independence()
 
     @torch.inference_mode()
@@ -214,9 +204,6 @@ class TransformersModel:
             if not (state - other).norm() > _MIXED * state.norm():
                 return
         refuse(self._step.model_type, "its tokens depend on each other outside attention, as with convolutions")
-
-    def open_for_loading(self) -> None:
-        self._swaps.open_for_loading()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids -> [T, D]."""
@@ -381,6 +368,14 @@ class TransformersFolder:
     """A model folder that runs with the code of transformers."""
 
     def __init__(self, folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> None:
+        """Read config.json with transformers.
+
+        Args:
+            trust_remote_code: allow code from the folder to run.
+            has_weights: the folder contains the weights.
+
+        Raises ValueError if transformers has no code for the model, or the code is in the folder and not trusted.
+        """
         self._task = task
         self._folder = folder
         self._trusts = trust_remote_code

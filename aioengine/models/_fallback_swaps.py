@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.layers.adapters import Grouping
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.layer import Placement
     from aioengine.models._fallback_attention import PackedStep
 
 _GATED: Final = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w3", "w2")

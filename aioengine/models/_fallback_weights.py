@@ -54,7 +54,8 @@ def by_stored_name(
         return plain
     ours = tensors.keys() & set(stored)  # saved with the names of the model
     for name in ours:
-        plain = {other: view for other, view in plain.items() if not _is_within(view, tensors[name])}
+        begin, end = tensors[name].data_ptr(), tensors[name].data_ptr() + tensors[name].nbytes
+        plain = {other: view for other, view in plain.items() if not begin <= view.data_ptr() < end}
         plain[name] = tensors[name]
     _refuse_copies([name for name in copied if name in plain])
     prefix = f"{model.base_model_prefix}."
@@ -84,8 +85,3 @@ def _refuse_copies(names: Collection[str]) -> None:
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder, save_original_format=False)"
         )
         raise ValueError(message)
-
-
-def _is_within(view: Tensor, tensor: Tensor) -> bool:
-    """Return whether ``view`` [...] lies in the memory of the contiguous ``tensor`` [...]."""
-    return 0 <= view.data_ptr() - tensor.data_ptr() < tensor.nbytes

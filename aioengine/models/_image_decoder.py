@@ -5,18 +5,19 @@ Shape letters: N image tokens, D hidden size, K DeepStack layers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from transformers import AutoConfig, AutoModel
 from transformers.initialization import no_init_weights
 
 from aioengine import plugins
-from aioengine.layers.placement import Target
+from aioengine.layers.layer import Target
 from aioengine.model_files.checkpoint import new_name
 from aioengine.models._base import InputSpec
 from aioengine.models._decoder import DecoderModel
-from aioengine.models._image_pixels import looked_up, resized
+from aioengine.protocol.media import RESIZE_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
     from aioengine.families._vision import VisionConfig
     from aioengine.models._base import ModelOptions
 
+
 _TEXT_PARTS = ("language_model", "text_model")
 
 
 class ImageDecoder(DecoderModel):
-    """Implements ``models._base.Model`` and ``models._base.VisionModel``."""
+    """Implements ``models._base.VisionModel``."""
 
     def __init__(self, raw: Mapping[str, object], options: ModelOptions) -> None:
         """Build the model. ``raw``: config.json."""
@@ -111,3 +113,67 @@ def _tower(raw: Mapping[str, object], options: ModelOptions) -> Any:
         if hasattr(model, name):
             delattr(model, name)
     return model.requires_grad_(False).eval()
+
+
+def looked_up(pixels: Tensor, table: Tensor) -> Tensor:
+    """Look up bytes [..., C, H, W] in the table [C, 256]: -> values [..., C, H, W]."""
+    channels = pixels.view(-1, len(table), pixels.shape[-2] * pixels.shape[-1])
+    return table.expand(len(channels), -1, -1).gather(2, channels.long()).view(pixels.shape)
+
+
+def resized(arrays: Mapping[str, Tensor], *, rows_first: bool) -> Tensor:
+    """Resize ``picture`` [h, w, 3] -> [3, H, W].
+
+    The passes are in ``row_starts`` [H], ``row_weights`` [H, K], ``column_starts`` [W] and ``column_weights`` [W, L].
+    """
+    pixels = arrays["picture"].permute(2, 0, 1)
+    for name, dim in (("row", 1), ("column", 2)) if rows_first else (("column", 2), ("row", 1)):
+        pixels = _summed(pixels, arrays[f"{name}_starts"], arrays[f"{name}_weights"], dim)
+    return pixels.contiguous()
+
+
+def _summed(pixels: Tensor, starts: Tensor, weights: Tensor, dim: int) -> Tensor:
+    """Run one pass along ``dim`` of [C, h, w]: sums of K neighbours from ``starts`` [N], with ``weights`` [N, K]."""
+    shape = [*pixels.shape[:dim], len(starts), *pixels.shape[dim + 1 :]]
+    total = starts.new_full(shape, 1 << (RESIZE_BITS - 1))  # for rounding
+    offsets = torch.arange(weights.shape[1], device=starts.device, dtype=starts.dtype)
+    indices = (starts + offsets.unsqueeze(1)).clamp_(max=pixels.shape[dim] - 1)
+    column = (-1, 1) if dim == 1 else (-1,)
+    for part, weight in zip(indices, weights.unbind(1), strict=True):
+        total += pixels.index_select(dim, part).int().mul_(weight.view(column))
+    return total.bitwise_right_shift_(RESIZE_BITS).clamp_(0, 255).byte()
+
+
+class Gemma3(ImageDecoder):
+    """Gemma 3. All images have one size."""
+
+    def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
+        super().__init__(config, options)
+        self.attention_shape = replace(self.attention_shape, has_bidirectional_images=True)
+
+    def encode_image(self, arrays: Mapping[str, Tensor]) -> Tensor:
+        """Return [N, D], see ``VisionModel``. ``num_crops`` is dropped: images are not cropped."""
+        return super().encode_image({name: array for name, array in arrays.items() if name != "num_crops"})
+
+
+MAX_TILES: Final = 64
+"""Tiles of the largest image, for the memory measurement. Known processors create up to 26."""
+
+
+class Idefics3(ImageDecoder):
+    """Idefics3. Each tile has the same number of tokens."""
+
+    def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
+        """Return pixels [1, tiles, 3, side, side] and their mask [1, tiles, side, side], see ``VisionModel``.
+
+        The values are ones, since transformers drops tiles of zeros.
+        """
+        config = self._tower.config
+        side = int(config.vision_config.image_size)
+        num_tokens = (side // int(config.vision_config.patch_size)) ** 2 // int(config.scale_factor) ** 2
+        num_tiles = min(max(max_tokens // max(num_tokens, 1), 1), MAX_TILES)
+        return {
+            "pixels": torch.zeros(1, num_tiles, 3, side, side, dtype=torch.uint8),
+            "table": torch.ones(3, 256),
+            "pixel_attention_mask": torch.ones(1, num_tiles, side, side, dtype=torch.int64),
+        }

@@ -9,8 +9,9 @@ of the text model, K DeepStack layers, C channels.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,13 +23,15 @@ from aioengine.attention.packed import PackedAttention
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.heads import rotate_heads
 from aioengine.kernels.norms import add_layer_norm, add_rms_norm, rms_norm
-from aioengine.models._image_decoder import to_device
+from aioengine.models._image_decoder import ImageDecoder, shapes_of, to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
     from torch import Tensor
+
+    from aioengine.models._base import ModelOptions
 
     Ints = npt.NDArray[np.int64]
     Floats = npt.NDArray[np.float32]
@@ -40,24 +43,6 @@ _ALIGNMENT = 64
 
 Grid = tuple[int, int, int]
 """(frames, height, width) in patches."""
-
-
-class TowerSizes(NamedTuple):
-    """Sizes of a tower.
-
-    Attributes:
-        window: side of an attention window in tokens; 0 if all layers attend to whole frames.
-        full_layers: layers that attend to whole frames in a tower with windows.
-        deepstack: layers with further features (DeepStack).
-    """
-
-    num_heads: int
-    head_size: int
-    merge: int
-    theta: float
-    window: int = 0
-    full_layers: tuple[int, ...] = ()
-    deepstack: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +100,17 @@ def _mlps(visual: Any) -> list[Callable[[Tensor], Tensor]]:
 class QwenTower:
     """Computes the features of one image at a time."""
 
-    def __init__(self, visual: Any, sizes: TowerSizes, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, visual: Any, *, dtype: torch.dtype, device: torch.device) -> None:
         """Wrap the vision tower of transformers, ``visual``."""
         self._visual = visual
-        self._sizes = sizes
+        config = visual.config
+        self._num_heads, self._merge = config.num_heads, config.spatial_merge_size
+        self._head_size = getattr(config, "embed_dim", config.hidden_size) // config.num_heads
+        self._theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)
+        # the side of an attention window in tokens; 0 if all layers attend to whole frames
+        self._window = getattr(config, "window_size", 0) // config.spatial_merge_size // config.patch_size
+        self._full_layers = tuple(getattr(config, "fullatt_block_indexes", ()))  # in a tower with windows
+        self._deepstack = tuple(getattr(config, "deepstack_visual_indexes", ()))
         self._dtype = dtype
         self._device = device
         self._epsilon = torch.tensor(_EPSILON, dtype=torch.float32, device=device)
@@ -127,25 +119,25 @@ class QwenTower:
 
     def __call__(self, patches: Tensor, grid: Grid) -> list[Tensor]:
         """Patches [N, values] on the device -> features [M, X], followed by K further features [M, X]."""
-        layout, sizes = self._layout(grid), self._sizes
+        layout = self._layout(grid)
         embed = self._visual.patch_embed.proj  # a convolution without overlap
         x = functional.linear(patches, embed.weight.flatten(1), embed.bias)
         if layout.corners is not None:
             indices, weights = layout.corners
             x = x + (self._visual.pos_embed(indices) * weights.unsqueeze(2)).sum(1).to(x.dtype)
         if layout.order is not None:
-            x = x.view(-1, sizes.merge**2, x.shape[-1])[layout.order].flatten(0, 1)
+            x = x.view(-1, self._merge**2, x.shape[-1])[layout.order].flatten(0, 1)
         further: list[Tensor] = []
         delta: Tensor | None = None
         for index, block in enumerate(self._visual.blocks):
-            attention = layout.windows if sizes.window and index not in sizes.full_layers else layout.frames
-            heads = block.attn.qkv(self._norm(block.norm1, x, delta)).view(len(x), -1, sizes.head_size)
-            q, k, v = rotate_heads(heads, sizes.num_heads, layout.tables)
+            attention = layout.windows if self._window and index not in self._full_layers else layout.frames
+            heads = block.attn.qkv(self._norm(block.norm1, x, delta)).view(len(x), -1, self._head_size)
+            q, k, v = rotate_heads(heads, self._num_heads, layout.tables)
             delta = block.attn.proj(attention.attend(q, k, v, 0))
             delta = self._mlps[index](self._norm(block.norm2, x, delta))
-            if index in sizes.deepstack:
+            if index in self._deepstack:
                 x, delta = x + delta, None
-                further.append(self._visual.deepstack_merger_list[sizes.deepstack.index(index)](x))
+                further.append(self._visual.deepstack_merger_list[self._deepstack.index(index)](x))
         merged = self._visual.merger(x if delta is None else x + delta)
         return [merged if layout.inverse is None else merged[layout.inverse], *further]
 
@@ -167,14 +159,14 @@ class QwenTower:
         return self._last[1]
 
     def _new_layout(self, grid: Grid) -> _Layout:
-        sizes, frames = self._sizes, grid[0]
-        rows, columns = patch_positions(grid, sizes.merge)
+        frames = grid[0]
+        rows, columns = patch_positions(grid, self._merge)
         num_patches = len(rows) // frames
         order: Ints | None = None
         window_lengths = [num_patches] * frames
-        if sizes.window:
-            order, lengths = windows_of(grid, merge=sizes.merge, side=sizes.window)
-            window_lengths = (lengths * sizes.merge**2).tolist()
+        if self._window:
+            order, lengths = windows_of(grid, merge=self._merge, side=self._window)
+            window_lengths = (lengths * self._merge**2).tolist()
         angles = self._angles(rows, columns)
         if order is not None:
             angles = angles.reshape(len(order), -1, angles.shape[-1])[order].reshape(angles.shape)
@@ -191,8 +183,8 @@ class QwenTower:
 
     def _angles(self, rows: Ints, columns: Ints) -> Floats:
         """rows and columns [N] of patches -> angles [N, 1, E / 2]: first half by row, second half by column."""
-        half = self._sizes.head_size // 2
-        frequencies = 1.0 / (self._sizes.theta ** (np.arange(0, half, 2, dtype=np.float32) / half))
+        half = self._head_size // 2
+        frequencies = 1.0 / (self._theta ** (np.arange(0, half, 2, dtype=np.float32) / half))
         angles = np.stack((rows, columns), -1).astype(np.float32)[..., None] * frequencies.astype(np.float32)
         return angles.reshape(len(rows), 1, half)
 
@@ -215,16 +207,17 @@ class QwenTower:
 
     def _attention(self, lengths: list[int]) -> PackedAttention:
         """Return attention within consecutive runs of patches of these lengths."""
-        sizes, device = self._sizes, self._device
         shape = AttentionShape(
             num_layers=1,
-            num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_heads,
-            head_size=sizes.head_size,
-            scale=sizes.head_size**-0.5,
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_heads,
+            head_size=self._head_size,
+            scale=self._head_size**-0.5,
             is_causal=False,
         )
-        unused_pool = torch.empty(kv_pool_shape(shape, num_pages=1, page_size=1), dtype=self._dtype, device=device)
+        unused_pool = torch.empty(
+            kv_pool_shape(shape, num_pages=1, page_size=1), dtype=self._dtype, device=self._device
+        )
         attention = PackedAttention(shape, unused_pool)
         empty = torch.empty(0, dtype=torch.int64)
         attention.prepare(ForwardBatch(slot_mapping=empty, page_table=empty, query_lengths=lengths, kv_lengths=lengths))
@@ -261,3 +254,61 @@ def windows_of(grid: Grid, *, merge: int, side: int) -> tuple[Ints, Ints]:
     per_row = -(-width // side)
     window = (frame * -(-height // side) + row // side) * per_row + column // side
     return np.argsort(window, kind="stable"), np.bincount(window)
+
+
+class QwenVision(ImageDecoder):
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+
+    def __init__(self, raw: Mapping[str, object], options: ModelOptions) -> None:
+        super().__init__(raw, options)
+        self._vision = self._tower.config.vision_config
+        visual = self._tower.visual
+        self._qwen_tower = QwenTower(visual, dtype=options.dtype, device=options.device)
+
+    @torch.inference_mode()
+    def encode_image(self, arrays: Mapping[str, Tensor]) -> Tensor:
+        """Return [M, (1 + K) * X], see ``VisionModel``."""
+        grids = arrays.get("image_grid_thw")
+        if grids is None or grids.shape != (1, 3):
+            message = f"expected pixel_values and image_grid_thw of one image, got {shapes_of(arrays)}"
+            raise ValueError(message)
+        frames, height, width = grid = tuple(grids[0].tolist())
+        vision, merge = self._vision, self._vision.spatial_merge_size
+        values = self._values(arrays)
+        pixels_shape = vision.in_channels, height * vision.patch_size, width * vision.patch_size
+        is_whole = min(grid) > 0 and not (height % merge or width % merge)
+        if is_whole and values.shape == pixels_shape:
+            values = cut(values, size=vision.patch_size, merge=merge, frames=vision.temporal_patch_size)
+        patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        if not is_whole or values.shape != (frames * height * width, patch_values):
+            message = f"pixel_values do not match image_grid_thw {grid}: {shapes_of(arrays)}"
+            raise ValueError(message)
+        return torch.cat(self._qwen_tower(values, (frames, height, width)), -1)
+
+    def _values(self, arrays: Mapping[str, Tensor]) -> Tensor:
+        """Return the image [C, height, width] or its patches [N, values]. Raises ValueError for other arrays."""
+        pixel_arrays = {name: array for name, array in arrays.items() if name != "image_grid_thw"}
+        try:
+            return self._inputs(pixel_arrays)["pixel_values"]
+        except (KeyError, IndexError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            message = f"invalid pixel_values of one image: {shapes_of(arrays)}: {error}"
+            raise ValueError(message) from error
+
+    def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
+        """Return a square image, to be resized from a picture [height, width, 3] with four times its pixels."""
+        vision = self._vision
+        side = max(math.isqrt(max_tokens), 1) * vision.spatial_merge_size
+        size = side * vision.patch_size
+        starts, weights = torch.zeros(size, dtype=torch.int32), torch.zeros(size, 8, dtype=torch.int32)
+        return {
+            "picture": torch.zeros(2 * size, 2 * size, 3, dtype=torch.uint8),
+            "row_starts": starts,
+            "row_weights": weights,
+            "column_starts": starts,
+            "column_weights": weights,
+            "rows_first": torch.tensor([False]),
+            "table": torch.zeros(vision.in_channels, 256),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import DecodeError
 from msgspec.json import decode
 
-from aioengine.errors import EngineError
 from aioengine.openai.bodies import Body, read_generate_fields
-from aioengine.openai.chat_calls import ChatCall, Part, PartReader, function_name, read_answer, tool_call_id
-from aioengine.openai.conversations import template_messages
+from aioengine.openai.chat_calls import chat_call, function_name, tool_call_id
 from aioengine.openai.http_call import event
 from aioengine.openai.replies import CallError, anthropic_error, check_completed, event_stream, json_response
-from aioengine.parsing import Content, Reasoning, ToolCallBegin
+from aioengine.parsing import Content, Reasoning
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator
 
     from starlette.responses import Response
 
     from aioengine.api.answers import FinishReason
     from aioengine.api.stream import Stream
-    from aioengine.openai.http_call import Call, Info
+    from aioengine.openai.chat_calls import AnswerReader, ChatCall, Part
+    from aioengine.openai.http_call import HttpCall, Info
+    from aioengine.openai.replies import Errors
     from aioengine.openai.served_model import ServedModel
 
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
@@ -41,35 +41,34 @@ class MessagesBody(Body, kw_only=True):
     timeout: float | None = None
 
 
-async def anthropic_messages(call: Call) -> Response:
+async def anthropic_messages(call: HttpCall) -> Response:
     """Answer a request to /v1/messages."""
     if call.body.get("max_tokens") is None:
         raise CallError("max_tokens is missing: the maximum number of output tokens")
-    chat, name = await _chat_call(call)
+    chat = await _chat_call(call)
+    start = chat.start(call.model)
     if call.body.get("stream"):
-        stream = await chat.stream(call.model)
-        return event_stream(_events(stream, _head(stream.rid, name), chat, call.model))
-    generation = chat.generation(call.model)
+        stream = await start(stream=True)
+        return event_stream(stream, _events(stream, chat, call.model), _failed)
+    generation = start()
     (answer,) = await call.answers(generation)
-    parts = read_answer(chat.parser(call.model), answer["text"])
-    info = answer["meta_info"]
-    blocks = [_block(part, call.model, generation.rid, is_whole=True) for part in parts]
-    end = {"content": blocks, **_stop(info["finish_reason"], parts), "usage": _usage(info)}
-    return json_response(_head(generation.rid, name) | end)
+    reader, info = chat.reader(call.model), answer["meta_info"]
+    blocks = [_block(part, call.model, generation.rid) for part in reader.read_all(answer["text"])]
+    end = {"content": blocks, **_stop(info["finish_reason"], reader), "usage": _usage(info)}
+    return json_response(_head(generation.rid, chat.name) | end)
 
 
-async def count_tokens(call: Call) -> Response:
+async def count_tokens(call: HttpCall) -> Response:
     """Answer a request to /v1/messages/count_tokens."""
-    chat, _ = await _chat_call(call)
+    chat = await _chat_call(call)
     chat.sampling = {"max_new_tokens": 0}
-    (answer,) = await call.answers(chat.generation(call.model))
+    (answer,) = await call.answers(chat.start(call.model)())
     return json_response({"input_tokens": answer["meta_info"]["prompt_tokens"]})
 
 
-async def _chat_call(call: Call) -> tuple[ChatCall, str]:
-    """Return the call of a body, and the name of its model."""
+async def _chat_call(call: HttpCall) -> ChatCall:
+    """Return the call of a body."""
     body, sampling = read_generate_fields(call.body, MessagesBody)
-    name, adapter = await call.model.find(body.model)
     messages = [] if body.system is None else [{"role": "system", "content": _texts("system", body.system)}]
     for place, message in enumerate(body.messages):
         messages += _messages(f"messages[{place}]", message)
@@ -80,17 +79,17 @@ async def _chat_call(call: Call) -> tuple[ChatCall, str]:
     kind = choice.get("type")
     if kind != "tool" and kind not in _TOOL_CHOICES:
         raise CallError(f"tool_choice.type is {kind!r}; there are {', '.join(_TOOL_CHOICES)} and tool")
-    chat = ChatCall(
-        messages=template_messages(messages),
-        sampling=sampling,
-        options=call.options(adapter, timeout=body.timeout),
+    return await chat_call(
+        call,
+        body,
+        messages,
+        sampling,
+        {"timeout": body.timeout},
         variables=variables,
         tools=body.tools and [_tool(tool) for tool in body.tools],
         tool_choice=function_name(choice) if kind == "tool" else _TOOL_CHOICES[kind],
         parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
     )
-    chat.prepare(call.model)
-    return chat, name
 
 
 # ---------------------------------------------------------------- from Anthropic's form to OpenAI's
@@ -169,30 +168,30 @@ def _usage(info: Info) -> dict[str, int]:
     }
 
 
-def _stop(reason: FinishReason, parts: list[Part]) -> dict[str, object]:
+def _stop(reason: FinishReason, reader: AnswerReader) -> dict[str, object]:
     check_completed(reason)
+    matched = None
     if reason != "stop":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if any(part.kind is ToolCallBegin for part in parts):
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if isinstance(reason["matched"], str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": reason["matched"]}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+        word = "max_tokens"
+    elif reader.has_calls:
+        word = "tool_use"
+    elif isinstance(reason["matched"], str):
+        word, matched = "stop_sequence", reason["matched"]
+    else:
+        word = "end_turn"
+    return {"stop_reason": word, "stop_sequence": matched}
 
 
-def _block(part: Part, model: ServedModel, rid: str, *, is_whole: bool) -> dict[str, Any]:
-    """Return a content block. At its beginning in a stream (``is_whole`` False) it is empty."""
-    text = part.text if is_whole else ""
+def _block(part: Part, model: ServedModel, rid: str) -> dict[str, Any]:
+    """Return the content block of a part. At the beginning of the part, it is empty."""
     if part.kind is Content:
-        return {"type": "text", "text": text}
+        return {"type": "text", "text": part.text}
     if part.kind is Reasoning:
-        return {"type": "thinking", "thinking": text, "signature": ""}
-    arguments: object = {}
-    if text:
-        try:
-            arguments = decode(text)
-        except DecodeError:  # cut by max_tokens
-            arguments = {}
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    try:
+        arguments: object = decode(part.text)
+    except (DecodeError, RecursionError):  # it begins, it was cut by max_tokens, or it is nested too deeply
+        arguments = {}
     return {"type": "tool_use", "id": tool_call_id(model, rid, 0, part.call), "name": part.name, "input": arguments}
 
 
@@ -208,35 +207,29 @@ def _event(kind: str, **fields: object) -> bytes:
     return event({"type": kind, **fields}, name=kind)
 
 
-async def _events(stream: Stream, head: dict[str, Any], chat: ChatCall, model: ServedModel) -> AsyncIterator[bytes]:
+def _failed(error: Errors) -> bytes:
+    return event(anthropic_error(error)[1], name="error")
+
+
+async def _events(stream: Stream, chat: ChatCall, model: ServedModel) -> AsyncGenerator[bytes]:
     """Yield the events of a stream: blocks begin, grow and end one after the other."""
-    reader, parser = PartReader(), chat.parser(model)
-    is_begun, num_begun = False, 0
-    async with stream:  # a disconnect closes this generator, which aborts the request
-        try:
-            async for chunk in stream:
-                info = chunk["meta_info"]
-                if not is_begun:
-                    is_begun = True
-                    usage = _usage(info) | {"output_tokens": 0}
-                    empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-                    yield _event("message_start", message=head | empty)
-                reason = info["finish_reason"]
-                for part, text in reader.read(parser.push(chunk["text"]) + (parser.flush() if reason else [])):
-                    index = next(index for index, entry in enumerate(reader.parts) if entry is part)
-                    if index == num_begun:
-                        if index:
-                            yield _event("content_block_stop", index=index - 1)
-                        block = _block(part, model, stream.rid, is_whole=False)
-                        yield _event("content_block_start", index=index, content_block=block)
-                        num_begun += 1
-                    if text:
-                        yield _event("content_block_delta", index=index, delta=_delta(part, text))
-                if reason is not None:
-                    stop = _stop(reason, reader.parts)
-                    if num_begun:
-                        yield _event("content_block_stop", index=num_begun - 1)
-                    yield _event("message_delta", delta=stop, usage=_usage(info))
-                    yield _event("message_stop")
-        except (EngineError, ValueError, TypeError) as error:  # the status was sent before the first chunk
-            yield event(anthropic_error(error)[1], name="error")
+    reader, is_begun = chat.reader(model), False
+    async for chunk in stream:
+        info = chunk["meta_info"]
+        if not is_begun:
+            is_begun = True
+            usage = _usage(info) | {"output_tokens": 0}
+            empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+            yield _event("message_start", message=_head(stream.rid, chat.name) | empty)
+        reason = info["finish_reason"]
+        for step, part, text in reader.read(chunk["text"], is_last=reason is not None):
+            if step == "begin":
+                block = _block(part, model, stream.rid)
+                yield _event("content_block_start", index=part.index, content_block=block)
+            elif step == "text":
+                yield _event("content_block_delta", index=part.index, delta=_delta(part, text))
+            else:
+                yield _event("content_block_stop", index=part.index)
+        if reason is not None:
+            yield _event("message_delta", delta=_stop(reason, reader), usage=_usage(info))
+            yield _event("message_stop")

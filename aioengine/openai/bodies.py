@@ -114,6 +114,12 @@ def read_generate_fields(body: Mapping[str, object], kind: type[Fields]) -> tupl
     return fields, {name: value for name, value in body.items() if name in others and value is not None}
 
 
+def prompt_arguments(prompt: str | list[Any]) -> dict[str, Any]:
+    """Return the argument of the engine for texts or token ids."""
+    is_text = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], str))
+    return {"prompt" if is_text else "input_ids": prompt}
+
+
 # ---------------------------------------------------------------- constraints
 
 _STRUCTURED: Final = {

@@ -1,29 +1,61 @@
-"""A conversation with tools, as the endpoints of all APIs ask it: its call, and the parser of its answers."""
+"""A conversation with tools, as the endpoints of all APIs ask it: its call, and the parts of its answers."""
 
 from __future__ import annotations
 
+from functools import partial
 from hashlib import blake2s
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from msgspec import Struct
 
+from aioengine.openai.conversations import template_messages
 from aioengine.openai.replies import CallError
 from aioengine.parsing import Content, Reasoning, ToolArguments, ToolCallBegin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from aioengine.api.stream import Generation, Stream
+    from aioengine.openai.bodies import Body
+    from aioengine.openai.http_call import HttpCall
     from aioengine.openai.served_model import ServedModel
-    from aioengine.parsing import Event, OutputParser
+    from aioengine.parsing import OutputParser
 
 _CONSTRAINTS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
+
+
+async def chat_call(
+    call: HttpCall,
+    body: Body,
+    messages: list[dict[str, Any]],
+    sampling: dict[str, Any],
+    options: Mapping[str, object],
+    **fields: Any,
+) -> ChatCall:
+    """Return the call of a body.
+
+    messages: in the form of /v1/chat/completions. sampling, options, fields: of ``ChatCall``.
+
+    Raises:
+        CallError: the model or the template does not exist, or the answer has two constraints.
+        ValueError: a message, a tool or the choice is wrong, or the template refuses the messages.
+    """
+    name, adapter = await call.model.find(body.model)
+    chat = ChatCall(
+        name=name,
+        messages=template_messages(messages),
+        sampling=sampling,
+        options=call.options(adapter, **options),
+        **fields,
+    )
+    chat.prepare(call.model)
+    return chat
 
 
 class ChatCall(Struct, kw_only=True):
     """A conversation, and how to answer it.
 
     Attributes:
+        name: of the model.
         messages: as chat templates read them (``template_messages``).
         sampling: the sampling parameters.
         options: other keyword arguments of ``async_chat``.
@@ -32,6 +64,7 @@ class ChatCall(Struct, kw_only=True):
         prompt: the formatted prompt, if a parser must know it.
     """
 
+    name: str
     messages: list[dict[str, Any]]
     sampling: dict[str, Any]
     options: dict[str, Any]
@@ -43,12 +76,7 @@ class ChatCall(Struct, kw_only=True):
     prompt: str = ""
 
     def prepare(self, model: ServedModel) -> None:
-        """Add the constraints of tool calls and reasoning to the sampling parameters.
-
-        Raises:
-            CallError: the template does not exist, or the answer has two constraints.
-            ValueError: a tool or the choice is wrong, or the template refuses the messages.
-        """
+        """Add the constraints of tool calls and reasoning to the sampling parameters. Raises as ``chat_call``."""
         tokenizer, output = model.engine.tokenizer, model.output_format
         if self.template is not None and self.template not in tokenizer.template_names:
             names = ", ".join(tokenizer.template_names) or "none"
@@ -81,27 +109,21 @@ class ChatCall(Struct, kw_only=True):
                 params["reasoning_end"] = end
         self.sampling = params | self.sampling
 
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            "messages": self.messages,
-            "sampling_params": self.sampling,
-            "chat_template": self.template,
-            "chat_template_kwargs": self.variables,
-            "tools": self.tools,
+    def start(self, model: ServedModel) -> Callable[..., Any]:
+        """Return the function that makes the call. With ``stream=True``, its result is a stream."""
+        return partial(
+            model.engine.async_chat,
+            messages=self.messages,
+            sampling_params=self.sampling,
+            chat_template=self.template,
+            chat_template_kwargs=self.variables,
+            tools=self.tools,
             **self.options,
-        }
+        )
 
-    def generation(self, model: ServedModel) -> Generation[Any]:
-        """Start the call."""
-        return model.engine.async_chat(**self._arguments())
-
-    def stream(self, model: ServedModel) -> Stream:
-        """Start the call as a stream."""
-        return model.engine.async_chat(**self._arguments(), stream=True)
-
-    def parser(self, model: ServedModel) -> OutputParser:
-        """Return the parser of one answer."""
-        return model.output_format.parser(tools=self.tools, prompt=self.prompt)
+    def reader(self, model: ServedModel) -> AnswerReader:
+        """Return the reader of one answer."""
+        return AnswerReader(model.output_format.parser(tools=self.tools, prompt=self.prompt))
 
 
 def _without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -125,55 +147,62 @@ class Part(Struct):
     """A part of an answer: a text, a piece of reasoning, or a tool call.
 
     Attributes:
-        text: the text, or the arguments of the call. call: the index of the call; -1: it is no call.
+        index: its place in the answer. text: the text, or the arguments of the call. call: the number of the call.
     """
 
     kind: type[Content | Reasoning | ToolCallBegin]
+    index: int
     text: str = ""
-    call: int = -1
+    call: int = 0
     name: str = ""
 
 
-class PartReader:
-    """Joins events to parts.
+class AnswerReader:
+    """Reads the parts of one answer, one after the other.
 
     Attributes:
-        parts: all parts; the last one may be open.
+        parts: all parts; the last one may grow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parser: OutputParser) -> None:
         self.parts: list[Part] = []
+        self._parser = parser
 
     @property
     def has_calls(self) -> bool:
         return any(part.kind is ToolCallBegin for part in self.parts)
 
-    def read(self, events: Iterable[Event]) -> list[tuple[Part, str]]:
-        """Add events. Return pieces of text and their parts; a new part may have an empty piece first."""
-        pieces: list[tuple[Part, str]] = []
-        for event in events:
+    def read(self, text: str, *, is_last: bool = True) -> Iterator[tuple[Literal["begin", "text", "end"], Part, str]]:
+        """Read text of the answer. Yield each part when it begins (still empty), gets a piece of text, and ends."""
+        for event in self._parser.push(text) + (self._parser.flush() if is_last else []):
+            new: Part | None = None
+            piece = ""
             match event:
-                case ToolCallBegin(index=index, name=name):
-                    self.parts.append(Part(ToolCallBegin, call=index, name=name))
-                    pieces.append((self.parts[-1], ""))
-                case ToolArguments(text=text):
-                    self.parts[-1].text += text
-                    pieces.append((self.parts[-1], text))
-                case Content(text=text) | Reasoning(text=text):
-                    if not self.parts or self.parts[-1].kind is not type(event):
-                        self.parts.append(Part(type(event)))
-                    self.parts[-1].text += text
-                    pieces.append((self.parts[-1], text))
-                case _:
+                case ToolCallBegin(index=call, name=name):
+                    new = Part(ToolCallBegin, len(self.parts), call=call, name=name)
+                case ToolArguments(text=piece):
                     pass
-        return pieces
+                case Content(text=piece) | Reasoning(text=piece):
+                    if not self.parts or self.parts[-1].kind is not type(event):
+                        new = Part(type(event), len(self.parts))
+                case _:  # the next part, or the end of the answer, ends a call
+                    continue
+            if new is not None:
+                if self.parts:
+                    yield "end", self.parts[-1], ""
+                self.parts.append(new)
+                yield "begin", new, ""
+            if piece:
+                self.parts[-1].text += piece
+                yield "text", self.parts[-1], piece
+        if is_last and self.parts:
+            yield "end", self.parts[-1], ""
 
-
-def read_answer(parser: OutputParser, text: str) -> list[Part]:
-    """Return the parts of a whole answer."""
-    reader = PartReader()
-    reader.read([*parser.push(text), *parser.flush()])
-    return reader.parts
+    def read_all(self, text: str) -> list[Part]:
+        """Read a whole answer, and return its parts."""
+        for _ in self.read(text):
+            pass
+        return self.parts
 
 
 def function_name(choice: Mapping[str, Any]) -> dict[str, Any]:

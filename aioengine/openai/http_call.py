@@ -23,7 +23,7 @@ TRACE_HEADERS: Final = ("traceparent", "tracestate", "baggage")
 """The headers that ``aioengine.tracing`` may read. Observers of the engine get no other header, and so no API key."""
 
 
-class Call(NamedTuple):
+class HttpCall(NamedTuple):
     """A request with its body, and the model that answers it."""
 
     model: ServedModel
@@ -36,14 +36,14 @@ class Call(NamedTuple):
         given = {"lora_path": adapter, "external_trace_header": trace or None, **options}
         return {name: value for name, value in given.items() if value is not None}
 
-    async def answers(self, generation: Generation[Any]) -> list[Answer]:
-        """Return the answers of a call. Its request is aborted if the client disconnects.
-
-        Raises:
-            EngineError: an answer was ended before it was complete.
-        """
+    async def rows(self, generation: Generation[Any]) -> list[Any]:
+        """Return the results of a call, one for each input. Its request is aborted if the client disconnects."""
         result = await until_disconnect(self.request, generation)
-        rows: list[Answer] = result if isinstance(result, list) else [result]
+        return result if isinstance(result, list) else [result]
+
+    async def answers(self, generation: Generation[Any]) -> list[Answer]:
+        """Return the answers of a call, as ``rows``. Raises EngineError if one was ended before it was complete."""
+        rows: list[Answer] = await self.rows(generation)
         for row in rows:
             check_completed(row["meta_info"]["finish_reason"])
         return rows
@@ -112,6 +112,6 @@ def usage(infos: Sequence[Info], num_samples: int = 1) -> dict[str, object]:
     }
 
 
-def finish_word(reason: FinishReason) -> str:
+def finish_word(reason: FinishReason | None) -> str | None:
     """Return OpenAI's word for the end of a complete answer. A deadline of the client limits the length, too."""
-    return "stop" if reason == "stop" else "length"
+    return None if reason is None else "stop" if reason == "stop" else "length"

@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, Response
 from aioengine.openai.replies import json_response
 
 if TYPE_CHECKING:
-    from aioengine.openai.http_call import Call
+    from aioengine.openai.http_call import HttpCall
 
 FILE: Final = Path(__file__).with_name("page.html")
 
@@ -28,6 +28,6 @@ async def page() -> Response:
     return HTMLResponse(FILE.read_bytes(), headers=_HEADERS)
 
 
-async def load(call: Call) -> Response:
+async def load(call: HttpCall) -> Response:
     """Answer a request to /load: the state and the counters of the engine, for the page."""
     return json_response({"state": call.model.readiness, **call.model.engine.stats()})

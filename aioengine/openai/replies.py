@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from aioengine.errors import EngineError, EngineOverloadedError
-from aioengine.http import headers_of, status_of
+from aioengine.http import status_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
     from aioengine.api.answers import FinishReason
+    from aioengine.api.stream import Stream
 
 encode = msgspec.json.Encoder().encode
 
@@ -55,9 +57,19 @@ def json_response(value: object, status_code: int = 200) -> Response:
     return Response(encode(value), status_code, media_type=JSON)
 
 
-def event_stream(events: AsyncIterator[bytes]) -> Response:
+def event_stream(stream: Stream, events: AsyncGenerator[bytes], failed: Callable[[Errors], bytes]) -> Response:
+    """Return a response with the events of a stream. failed: returns the last events if the stream raises an error."""
+
+    async def sent() -> AsyncIterator[bytes]:
+        async with stream, aclosing(events):  # a disconnect closes this generator, which aborts or detaches the request
+            try:
+                async for part in events:
+                    yield part
+            except (EngineError, ValueError, TypeError) as error:  # the status was sent before the first chunk
+                yield failed(error)
+
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the second is for nginx
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    return StreamingResponse(sent(), media_type="text/event-stream", headers=headers)
 
 
 def openai_error(error: Errors) -> tuple[int, Mapping[str, object]]:
@@ -73,13 +85,6 @@ def anthropic_error(error: Errors) -> tuple[int, Mapping[str, object]]:
     status = _ANTHROPIC_OVERLOADED if isinstance(error, EngineOverloadedError) else status_of(error)
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return status, {"type": "error", "error": {"type": kind, "message": str(error)}}
-
-
-def error_response(error: Errors, form: Callable[[Errors], tuple[int, Mapping[str, object]]]) -> Response:
-    status, body = form(error)
-    response = json_response(body, status)
-    response.headers.update(headers_of(error))
-    return response
 
 
 def check_completed(reason: FinishReason) -> None:

@@ -6,27 +6,32 @@ import time
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
-from aioengine.errors import EngineError
+from msgspec import Struct, field
+
 from aioengine.openai.bodies import Body, add_constraint, read_generate_fields
-from aioengine.openai.chat_calls import ChatCall, Part, PartReader, function_name, read_answer, tool_call_id
-from aioengine.openai.conversations import template_messages
+from aioengine.openai.chat_calls import AnswerReader, ChatCall, chat_call, function_name, tool_call_id
 from aioengine.openai.http_call import event
 from aioengine.openai.replies import CallError, check_completed, event_stream, json_response
-from aioengine.parsing import Content, Reasoning
+from aioengine.openai.served_model import ServedModel
+from aioengine.parsing import Content, Reasoning, ToolCallBegin
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncGenerator, Callable, Iterator
 
     from starlette.responses import Response
 
     from aioengine.api.answers import FinishReason
     from aioengine.api.stream import Stream
-    from aioengine.openai.http_call import Call, Info
-    from aioengine.openai.served_model import ServedModel
+    from aioengine.openai.chat_calls import Part
+    from aioengine.openai.http_call import HttpCall, Info
+    from aioengine.openai.replies import Errors
 
-_KINDS: Final[dict[type, str]] = {Content: "response.output_text", Reasoning: "response.reasoning_text"}
-_CALL: Final = "response.function_call_arguments"
-"""Beginnings of the names of events with pieces of text."""
+_KINDS: Final[dict[type, tuple[str, str]]] = {
+    Content: ("msg", "response.output_text"),
+    Reasoning: ("rs", "response.reasoning_text"),
+    ToolCallBegin: ("fc", "response.function_call_arguments"),
+}
+"""Kind of a part -> the beginnings of the ids of its items, and of the names of events with pieces of its text."""
 
 
 class ResponsesBody(Body, kw_only=True):
@@ -53,32 +58,39 @@ class ResponsesBody(Body, kw_only=True):
     include: list[str] | None = None
 
 
-async def responses(call: Call) -> Response:
+async def responses(call: HttpCall) -> Response:
     """Answer a request to /v1/responses."""
     body, sampling = read_generate_fields(call.body, ResponsesBody)
     stored = call.model.stored_responses
     items = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if body.previous_response_id is not None:
         items = [*stored.find(body.previous_response_id)[1], *items]
-    chat, name = await _chat_call(call, body, sampling, items)
-    answer = _Response(call.model, body, name, items, chat)
+    chat = await _chat_call(call, body, sampling, items)
+    start, reader = chat.start(call.model), chat.reader(call.model)
     if body.stream:
-        stream = await chat.stream(call.model)
-        return event_stream(_events(stream, answer))
-    generation = chat.generation(call.model)
+        stream = await start(stream=True)
+        answer = _Response(call.model, body, chat, items, reader, stream.rid)
+        write = _writer()
+
+        def failed(error: Errors) -> bytes:
+            failure = {"code": "server_error", "message": str(error)}
+            return write("response.failed", response=answer.written("failed", error=failure))
+
+        return event_stream(stream, _events(stream, answer, write), failed)
+    generation = start()
     (whole,) = await call.answers(generation)
-    answer.rid = generation.rid
-    answer.parts = read_answer(chat.parser(call.model), whole["text"])
+    reader.read_all(whole["text"])
     info = whole["meta_info"]
+    answer = _Response(call.model, body, chat, items, reader, generation.rid)
     return json_response(answer.finished(info["finish_reason"], info))
 
 
-async def show_response(call: Call) -> Response:
+async def show_response(call: HttpCall) -> Response:
     """Answer GET /v1/responses/ID."""
     return json_response(call.model.stored_responses.find(call.request.path_params["response_id"])[0])
 
 
-async def remove_response(call: Call) -> Response:
+async def remove_response(call: HttpCall) -> Response:
     """Answer DELETE /v1/responses/ID."""
     response_id = call.request.path_params["response_id"]
     call.model.stored_responses.remove(response_id)
@@ -86,10 +98,9 @@ async def remove_response(call: Call) -> Response:
 
 
 async def _chat_call(
-    call: Call, body: ResponsesBody, sampling: dict[str, Any], items: list[dict[str, Any]]
-) -> tuple[ChatCall, str]:
-    """Return the call of a body, and the name of its model. ``items``: the whole conversation."""
-    name, adapter = await call.model.find(body.model)
+    call: HttpCall, body: ResponsesBody, sampling: dict[str, Any], items: list[dict[str, Any]]
+) -> ChatCall:
+    """Return the call of a body. ``items``: the whole conversation."""
     add_constraint(sampling, (body.text or {}).get("format"))
     sampling["max_new_tokens"] = body.max_output_tokens
     messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
@@ -98,17 +109,17 @@ async def _chat_call(
     effort = (body.reasoning or {}).get("effort")
     variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     choice = body.tool_choice
-    chat = ChatCall(
-        messages=template_messages(messages),
-        sampling=sampling,
-        options=call.options(adapter, timeout=body.timeout),
+    return await chat_call(
+        call,
+        body,
+        messages,
+        sampling,
+        {"timeout": body.timeout},
         variables=variables | (body.chat_template_kwargs or {}),
         tools=body.tools and [_tool(tool) for tool in body.tools],
         tool_choice=choice if isinstance(choice, str) else function_name(choice),
         parallel_tool_calls=body.parallel_tool_calls,
     )
-    chat.prepare(call.model)
-    return chat, name
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -168,33 +179,25 @@ def _content(name: str, content: Any) -> Any:
 # ---------------------------------------------------------------- answers
 
 
-class _Response:
-    """A response that grows.
+class _Response(Struct):
+    """A response that grows. ``items``: the conversation before it. ``rid``: the id of its request."""
 
-    Attributes:
-        rid: the id of its request. parts: the parts of its answer.
-    """
-
-    def __init__(
-        self, model: ServedModel, body: ResponsesBody, name: str, items: list[dict[str, Any]], chat: ChatCall
-    ) -> None:
-        self.rid = ""
-        self.parts: list[Part] = []
-        self.model = model
-        self.chat = chat
-        self._body = body
-        self._name = name
-        self._items = items
-        self._created = int(time.time())
+    model: ServedModel
+    body: ResponsesBody
+    chat: ChatCall
+    items: list[dict[str, Any]]
+    reader: AnswerReader
+    rid: str
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def written(self, status: str, **fields: object) -> dict[str, Any]:
         """Return the JSON object of the response."""
-        body = self._body
+        body = self.body
         return {
             "id": f"resp_{self.rid}",
             "object": "response",
-            "created_at": self._created,
-            "model": self._name,
+            "created_at": self.created,
+            "model": self.chat.name,
             "status": status,
             "error": None,
             "incomplete_details": None,
@@ -217,36 +220,31 @@ class _Response:
         """Return the whole response, and store it. Raises EngineError if the server ended it early."""
         check_completed(reason)
         status = "completed" if reason == "stop" else "incomplete"
-        output = [self.item(index, status) for index in range(len(self.parts))]
+        output = [self.item(part, status) for part in self.reader.parts]
         details = None if reason == "stop" else {"reason": "max_output_tokens"}
         response = self.written(status, output=output, usage=_usage(info), incomplete_details=details)
-        if self._body.store:
-            self.model.stored_responses.add(response, [*self._items, *output])
+        if self.body.store:
+            self.model.stored_responses.add(response, [*self.items, *output])
         return response
 
-    def item(self, index: int, status: str) -> dict[str, Any]:
-        """Return an item of the output. While ``in_progress``, it is empty."""
-        part = self.parts[index]
-        text = "" if status == "in_progress" else part.text
-        item_id = f"{self.rid}_{index}"
-        if part.kind is Reasoning:
-            content = [{"type": "reasoning_text", "text": text}] if text else []
-            return {"type": "reasoning", "id": f"rs_{item_id}", "summary": [], "content": content, "status": status}
-        if part.kind is Content:
-            content = [self.content(part)] if text else []
-            return {
-                "type": "message",
-                "id": f"msg_{item_id}",
-                "role": "assistant",
-                "status": status,
-                "content": content,
-            }
-        call_id = tool_call_id(self.model, self.rid, 0, part.call)
-        call = {"call_id": call_id, "name": part.name, "arguments": text}
-        return {"type": "function_call", "id": f"fc_{item_id}", "status": status, **call}
+    def item_id(self, part: Part) -> str:
+        return f"{_KINDS[part.kind][0]}_{self.rid}_{part.index}"
 
-    def content(self, part: Part) -> dict[str, Any]:
-        return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+    def item(self, part: Part, status: str) -> dict[str, Any]:
+        """Return an item of the output. At the beginning of the part, it is empty."""
+        item = {"id": self.item_id(part), "status": status}
+        if part.kind is Reasoning:
+            content = [{"type": "reasoning_text", "text": part.text}] if part.text else []
+            return {"type": "reasoning", "summary": [], "content": content, **item}
+        if part.kind is Content:
+            content = [_content_part(part)] if part.text else []
+            return {"type": "message", "role": "assistant", "content": content, **item}
+        call_id = tool_call_id(self.model, self.rid, 0, part.call)
+        return {"type": "function_call", "call_id": call_id, "name": part.name, "arguments": part.text, **item}
+
+
+def _content_part(part: Part) -> dict[str, Any]:
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
 
 
 def _usage(info: Info) -> dict[str, Any]:
@@ -259,70 +257,47 @@ def _usage(info: Info) -> dict[str, Any]:
     }
 
 
-async def _events(stream: Stream, answer: _Response) -> AsyncIterator[bytes]:
-    """Yield the events of a stream: items begin, grow and end one after the other."""
-    answer.rid = stream.rid
-    reader, parser, numbers = PartReader(), answer.chat.parser(answer.model), count()
-    answer.parts = reader.parts
+def _writer() -> Callable[..., bytes]:
+    """Return a function that writes numbered events."""
+    numbers = count()
 
     def write(kind: str, **fields: object) -> bytes:
         return event({"type": kind, "sequence_number": next(numbers), **fields}, name=kind)
 
-    async with stream:  # a disconnect closes this generator, which aborts the request
-        try:
-            yield write("response.created", response=answer.written("in_progress"))
-            yield write("response.in_progress", response=answer.written("in_progress"))
-            num_begun = 0
-            async for chunk in stream:
-                reason = chunk["meta_info"]["finish_reason"]
-                for part, text in reader.read(parser.push(chunk["text"]) + (parser.flush() if reason else [])):
-                    index = next(index for index, entry in enumerate(reader.parts) if entry is part)
-                    if index == num_begun:
-                        if index:
-                            for kind, fields in _item_end(answer, index - 1):
-                                yield write(kind, **fields)
-                        for kind, fields in _item_begin(answer, index):
-                            yield write(kind, **fields)
-                        num_begun += 1
-                    if text:
-                        yield write(f"{_KINDS.get(part.kind, _CALL)}.delta", **_place(answer, index), delta=text)
-                if reason is not None:
-                    if num_begun:
-                        for kind, fields in _item_end(answer, num_begun - 1):
-                            yield write(kind, **fields)
-                    response = answer.finished(reason, chunk["meta_info"])
-                    yield write(f"response.{response['status']}", response=response)
-        except (EngineError, ValueError, TypeError) as error:  # the status was sent before the first chunk
-            failure = {"code": "server_error", "message": str(error)}
-            yield write("response.failed", response=answer.written("failed", error=failure))
+    return write
 
 
-def _place(answer: _Response, index: int) -> dict[str, object]:
-    """Return the fields of an event about an item."""
-    part = answer.parts[index]
-    place: dict[str, object] = {"item_id": answer.item(index, "in_progress")["id"], "output_index": index}
-    if part.kind in _KINDS:
+async def _events(stream: Stream, answer: _Response, write: Callable[..., bytes]) -> AsyncGenerator[bytes]:
+    """Yield the events of a stream: items begin, grow and end one after the other."""
+    yield write("response.created", response=answer.written("in_progress"))
+    yield write("response.in_progress", response=answer.written("in_progress"))
+    async for chunk in stream:
+        reason = chunk["meta_info"]["finish_reason"]
+        for step, part, text in answer.reader.read(chunk["text"], is_last=reason is not None):
+            for kind, fields in _events_of_item(answer, step, part, text):
+                yield write(kind, **fields)
+        if reason is not None:
+            response = answer.finished(reason, chunk["meta_info"])
+            yield write(f"response.{response['status']}", response=response)
+
+
+def _events_of_item(answer: _Response, step: str, part: Part, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the names and the fields of the events when an item begins, grows by ``text``, or ends."""
+    is_text, is_call = part.kind is Content, part.kind is ToolCallBegin
+    place: dict[str, Any] = {"item_id": answer.item_id(part), "output_index": part.index}
+    if not is_call:
         place["content_index"] = 0
-    if part.kind is Content:
-        place["logprobs"] = []
-    return place
-
-
-def _item_begin(answer: _Response, index: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "response.output_item.added", {"output_index": index, "item": answer.item(index, "in_progress")}
-    if answer.parts[index].kind is Content:
-        place = {key: value for key, value in _place(answer, index).items() if key != "logprobs"}
-        empty = answer.content(Part(Content))
-        yield "response.content_part.added", place | {"part": empty}
-
-
-def _item_end(answer: _Response, index: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    part, place = answer.parts[index], _place(answer, index)
-    if part.kind in _KINDS:
-        yield f"{_KINDS[part.kind]}.done", place | {"text": part.text}
+    logprobs: dict[str, Any] = {"logprobs": []} if is_text else {}
+    _, name = _KINDS[part.kind]
+    if step == "begin":
+        yield "response.output_item.added", {"output_index": part.index, "item": answer.item(part, "in_progress")}
+        if is_text:
+            yield "response.content_part.added", {**place, "part": _content_part(part)}
+    elif step == "text":
+        yield f"{name}.delta", {**place, **logprobs, "delta": text}
     else:
-        yield f"{_CALL}.done", place | {"arguments": part.text, "name": part.name}
-    if part.kind is Content:
-        place.pop("logprobs")
-        yield "response.content_part.done", place | {"part": answer.content(part)}
-    yield "response.output_item.done", {"output_index": index, "item": answer.item(index, "completed")}
+        done = {"arguments": part.text, "name": part.name} if is_call else {"text": part.text}
+        yield f"{name}.done", {**place, **logprobs, **done}
+        if is_text:
+            yield "response.content_part.done", {**place, "part": _content_part(part)}
+        yield "response.output_item.done", {"output_index": part.index, "item": answer.item(part, "completed")}

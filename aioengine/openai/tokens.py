@@ -12,7 +12,7 @@ from aioengine.openai.replies import CallError, json_response
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from aioengine.openai.http_call import Call
+    from aioengine.openai.http_call import HttpCall
 
 
 class TokenizeBody(Body, kw_only=True):
@@ -33,7 +33,7 @@ class DetokenizeBody(Body, kw_only=True):
     skip_special_tokens: bool = False
 
 
-async def tokenize(call: Call) -> Response:
+async def tokenize(call: HttpCall) -> Response:
     """Answer a request to /tokenize: the token ids."""
     body = read_fields(call.body, TokenizeBody)
     await call.model.find(body.model)
@@ -57,7 +57,7 @@ async def tokenize(call: Call) -> Response:
     return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": length})
 
 
-async def detokenize(call: Call) -> Response:
+async def detokenize(call: HttpCall) -> Response:
     """Answer a request to /detokenize: the text of token ids."""
     body = read_fields(call.body, DetokenizeBody)
     await call.model.find(body.model)

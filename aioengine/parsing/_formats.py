@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -97,14 +97,12 @@ class OutputFormat:
         tools: the tools of the prompt; without tools, all text of calls stays content. prompt: the formatted prompt or
         its end, which shows whether the answer begins with reasoning.
         """
-        stages: list[_TextStage] = []
+        readers: list[TextReader] = []
         if self._reasoning:
-            reader = TextReader()
-            stages.append(_TextStage(reader, self._reasoning.read(reader, is_open=self._reasoning.is_open(prompt))))
+            readers.append(TextReader(partial(self._reasoning.read, is_open=self._reasoning.is_open(prompt))))
         if self._calls and (tools or self._reads_always):
-            reader = TextReader()
-            stages.append(_TextStage(reader, self._calls.read(reader, tools_of(tools or ()))))
-        return OutputParser(stages)
+            readers.append(TextReader(partial(self._calls.read, tools=tools_of(tools or ()))))
+        return OutputParser(readers)
 
     def sampling_params(
         self,
@@ -138,27 +136,25 @@ class OutputFormat:
             chosen = [tool for tool in chosen if tool.name == name]
         if not chosen:
             raise ValueError(f"tool_choice={checks.shown(tool_choice)} names no tool of the request")
-        format_of = partial(
-            self._format, self._calls, is_required=tool_choice != "auto", is_parallel=parallel_tool_calls and not name
-        )
-        answer = format_of(chosen, prompt=prompt)
+        calls, is_required, is_parallel = self._calls, tool_choice != "auto", parallel_tool_calls and not name
+
+        def answer_of(tools: Sequence[Tool]) -> Format:
+            """Return the format of an answer, with the reasoning that it may begin with."""
+            answer = calls.format_of(tools, is_required=is_required, is_parallel=is_parallel)
+            reasoning = self._reasoning
+            if reasoning is None or prompt.rstrip().endswith((reasoning.begin, reasoning.end)):
+                return answer
+            return reasoning.format_of(answer)
+
+        answer = answer_of(chosen)
         error = _refusal(json.dumps(answer))
         if error is not None:
             if any(tool.is_strict for tool in chosen):
                 raise ValueError(f"the tools cannot be enforced together: {error}") from error
-            answer = format_of([tool._replace(schema=ANY_OBJECT) for tool in chosen], prompt=prompt)
+            answer = answer_of([tool._replace(schema=ANY_OBJECT) for tool in chosen])
         if self._reasoning and self._reasoning.is_open(prompt):
             params["reasoning_end"] = self._reasoning.end
         return {**params, "structural_tag": {"format": answer}}
-
-    def _format(
-        self, calls: ToolCallFormat, tools: Sequence[Tool], *, is_required: bool, is_parallel: bool, prompt: str
-    ) -> Format:
-        """Return the format of an answer, with the reasoning that it may begin with."""
-        answer = calls.format_of(tools, is_required=is_required, is_parallel=is_parallel)
-        if self._reasoning is None or prompt.rstrip().endswith((self._reasoning.begin, self._reasoning.end)):
-            return answer
-        return self._reasoning.format_of(answer)
 
 
 @lru_cache(maxsize=128)  # requests repeat their tools
@@ -185,19 +181,6 @@ def _name_of(choice: ToolChoice) -> str | None:
     )
 
 
-class _TextStage:
-    """A reader and the generator that reads from it."""
-
-    def __init__(self, reader: TextReader, steps: Generator[None, None, None]) -> None:
-        self._reader = reader
-        self._steps = steps
-
-    def read(self, text: str, *, is_over: bool) -> list[Event]:
-        self._reader.add(text, is_over=is_over)
-        next(self._steps, None)
-        return self._reader.take_events()
-
-
 class OutputParser:
     """Finds reasoning and tool calls in one answer.
 
@@ -208,8 +191,9 @@ class OutputParser:
     (``OutputFormat.sampling_params``) and the call is complete.
     """
 
-    def __init__(self, stages: Sequence[_TextStage]) -> None:
-        self._stages = stages
+    def __init__(self, readers: Sequence[TextReader]) -> None:
+        """readers: each one reads the content of the one before."""
+        self._readers = readers
 
     def push(self, text: str) -> list[Event]:
         """Add the next piece of text, and return the events that are certain now."""
@@ -220,10 +204,10 @@ class OutputParser:
         return self._read("", 0, is_over=True)
 
     def _read(self, text: str, place: int, *, is_over: bool) -> list[Event]:
-        if place == len(self._stages):
+        if place == len(self._readers):
             return [Content(text)] if text else []
         events: list[Event] = []
-        for event in self._stages[place].read(text, is_over=is_over):
+        for event in self._readers[place].read(text, is_over=is_over):
             events += self._read(event.text, place + 1, is_over=False) if isinstance(event, Content) else [event]
         if is_over:
             events += self._read("", place + 1, is_over=True)

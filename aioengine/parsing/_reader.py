@@ -42,20 +42,21 @@ _STRING: Final = regex.compile(r'(?:[^"\\]|\\.)*+', regex.DOTALL)
 class TextReader:
     """The text that is not read yet, and the events found so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[TextReader], Steps[None]]) -> None:
+        """read: makes the generator that reads the text."""
         self.is_over = False
         self._text = ""
         self._at = 0
         self._events: list[Event] = []
         self._num_calls = 0
+        self._steps = read(self)
 
-    def add(self, text: str, *, is_over: bool) -> None:
-        """Add the next piece of text. is_over: it is the last one."""
+    def read(self, text: str, *, is_over: bool) -> list[Event]:
+        """Read the next piece of text, and return the events that are certain now. is_over: it is the last piece."""
         self._text = self._text[self._at :] + text
         self._at = 0
         self.is_over = is_over
-
-    def take_events(self) -> list[Event]:
+        next(self._steps, None)
         events, self._events = self._events, []
         return events
 
@@ -112,6 +113,12 @@ class TextReader:
         """Remove whitespace."""
         while (yield from self.take(_SPACE)):
             pass
+
+    def end_tags(self, *patterns: Pattern) -> Steps[None]:
+        """Remove the tags after a call, each of which may be missing, and whitespace."""
+        for pattern in patterns:
+            yield from self.take(pattern)
+        yield from self.skip_spaces()
 
     def rest(self, emit: Emit) -> Steps[None]:
         """Give the text up to the end to ``emit``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias, cast
 
 from aioengine.api import checks
 from aioengine.constraints.json_schema import compile_schema
@@ -40,39 +40,38 @@ class Tool(NamedTuple):
     @property
     def quoted_name(self) -> str:
         """The name as JSON text."""
-        return json.dumps(self.name, ensure_ascii=False)
+        return quoted(self.name)
 
 
-class ToolCallFormat:
+class ToolCallFormat(Protocol):
     """How a family of models writes tool calls.
 
     Attributes:
         special_tokens: special tokens in the text of calls, which must stay in the output.
         answer_begin: if the format also marks reasoning: the text after which the answer itself begins. Such a format
             reads answers without tools, too.
-        trigger: the text at the beginning of each call. separator: the text between two calls.
     """
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
     answer_begin: ClassVar[str | None] = None
-    trigger: ClassVar[str]
-    separator: ClassVar[str] = ""
 
     def read(self, reader: TextReader, tools: Sequence[Tool]) -> Steps[None]:
         """Read an answer to the end of the text, and give out its content and its tool calls."""
-        raise NotImplementedError
-
-    def tag_of(self, tool: Tool) -> Format:
-        """Return the tag of a call of this tool."""
-        raise NotImplementedError
+        ...
 
     def format_of(self, tools: Sequence[Tool], *, is_required: bool, is_parallel: bool) -> Format:
         """Return the format of an answer that may call tools. is_required: it has calls only, and at least one."""
-        tags = [self.tag_of(tool) for tool in tools]
-        more = {"stop_after_first": not is_parallel, "tags": tags}
-        if is_required:
-            return {"type": "tags_with_separator", "separator": self.separator, "at_least_one": True, **more}
-        return {"type": "triggered_tags", "triggers": [self.trigger], **more}
+        ...
+
+
+def calls_format(tags: list[Format], trigger: str | None, *, is_parallel: bool, separator: str = "") -> Format:
+    """Return the format of calls, or of text with calls that begin with ``trigger``. separator: the text between two
+    calls.
+    """
+    more = {"stop_after_first": not is_parallel, "tags": tags}
+    if trigger is None:
+        return {"type": "tags_with_separator", "separator": separator, "at_least_one": True, **more}
+    return {"type": "triggered_tags", "triggers": [trigger], **more}
 
 
 def tag(begin: str, content: Format, end: str) -> Format:
@@ -111,6 +110,11 @@ def repeated(kind: str, content: Format) -> Format:
 
 
 TEXT: Final[Format] = {"type": "any_text"}
+
+
+def quoted(text: str) -> str:
+    """Return a text as JSON."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def json_tag(begin: str, schema: Json, end: str) -> Format:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import regex
 
 from aioengine.parsing._reader import SPACES
-from aioengine.parsing._tools import Format, Tool, ToolCallFormat, json_tag, tag
+from aioengine.parsing._tools import Format, Tool, ToolCallFormat, calls_format, json_tag, tag
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,32 +42,21 @@ class DeepseekV3Calls(ToolCallFormat):
                 reader.content(begin[0])
                 continue
             yield from reader.call(name[1] or name[2])
-            yield from reader.take(_END)
-            yield from reader.take(_ALL_END)
-            yield from reader.skip_spaces()
+            yield from reader.end_tags(_END, _ALL_END)
 
     def format_of(self, tools: Sequence[Tool], *, is_required: bool, is_parallel: bool) -> Format:
         """Return both forms, because the model knows which is its own. Its tokens are text, not special tokens."""
-        calls = [self.tag_of(tool) for tool in tools] + [_older_tag_of(tool) for tool in tools]
-        list_of_calls: Format = {
-            "type": "tags_with_separator",
-            "tags": calls,
-            "separator": "",
-            "at_least_one": True,
-            "stop_after_first": not is_parallel,
-        }
-        answer = tag("<｜tool▁calls▁begin｜>", list_of_calls, "<｜tool▁calls▁end｜>")
-        if is_required:
-            return answer
-        return {"type": "triggered_tags", "triggers": [answer["begin"]], "tags": [answer], "stop_after_first": True}
-
-    def tag_of(self, tool: Tool) -> Format:
-        return json_tag(f"<｜tool▁call▁begin｜>{tool.name}<｜tool▁sep｜>", tool.schema, "<｜tool▁call▁end｜>")
-
-
-def _older_tag_of(tool: Tool) -> Format:
-    begin = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{tool.name}\n```json\n"
-    return json_tag(begin, tool.schema, "\n```<｜tool▁call▁end｜>")
+        calls = [
+            json_tag(f"<｜tool▁call▁begin｜>{begin}", tool.schema, f"{end}<｜tool▁call▁end｜>")
+            for tool in tools
+            for begin, end in (
+                (f"{tool.name}<｜tool▁sep｜>", ""),
+                (f"function<｜tool▁sep｜>{tool.name}\n```json\n", "\n```"),
+            )
+        ]
+        begin = "<｜tool▁calls▁begin｜>"
+        answer = tag(begin, calls_format(calls, None, is_parallel=is_parallel), "<｜tool▁calls▁end｜>")
+        return answer if is_required else calls_format([answer], begin, is_parallel=False)
 
 
 PLUGIN = DeepseekV3Calls

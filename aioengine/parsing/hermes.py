@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import regex
 
 from aioengine.parsing._reader import SPACES
-from aioengine.parsing._tools import Format, Tool, ToolCallFormat, json_tag
+from aioengine.parsing._tools import Format, Tool, ToolCallFormat, calls_format, json_tag
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,20 +19,20 @@ _END: Final = regex.compile(f"{SPACES}</tool_call>")
 
 
 class HermesCalls(ToolCallFormat):
-    trigger = "<tool_call>"
-    separator = "\n"
-
     def read(self, reader: TextReader, tools: Sequence[Tool]) -> Steps[None]:
         while begin := (yield from reader.find(_BEGIN, reader.content)):
             text = yield from reader.json_call()
             if text is None:
-                yield from reader.take(_END)
-                yield from reader.skip_spaces()
+                yield from reader.end_tags(_END)
             else:
                 reader.content(begin[0] + text)
 
-    def tag_of(self, tool: Tool) -> Format:
-        return json_tag(f'<tool_call>\n{{"name": {tool.quoted_name}, "arguments": ', tool.schema, "}\n</tool_call>")
+    def format_of(self, tools: Sequence[Tool], *, is_required: bool, is_parallel: bool) -> Format:
+        tags = [
+            json_tag(f'<tool_call>\n{{"name": {tool.quoted_name}, "arguments": ', tool.schema, "}\n</tool_call>")
+            for tool in tools
+        ]
+        return calls_format(tags, None if is_required else "<tool_call>", is_parallel=is_parallel, separator="\n")
 
 
 PLUGIN = HermesCalls

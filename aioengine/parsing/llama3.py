@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import regex
 
 from aioengine.parsing._reader import SPACES
-from aioengine.parsing._tools import Format, Tool, ToolCallFormat, either, json_tag
+from aioengine.parsing._tools import Format, Tool, ToolCallFormat, calls_format, either, json_tag
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,6 @@ class Llama3Calls(ToolCallFormat):
     """An object at the beginning of an answer is a call only if its name, which comes first, is the name of a tool."""
 
     special_tokens = ("<|python_tag|>",)
-    separator = "; "
 
     def read(self, reader: TextReader, tools: Sequence[Tool]) -> Steps[None]:
         names = {tool.name for tool in tools}
@@ -52,11 +51,9 @@ class Llama3Calls(ToolCallFormat):
 
     def format_of(self, tools: Sequence[Tool], *, is_required: bool, is_parallel: bool) -> Format:
         """Return calls or, if none is required, a text that does not begin like one."""
-        calls = super().format_of(tools, is_required=True, is_parallel=is_parallel)
+        tags = [json_tag(f'{{"name": {tool.quoted_name}, "parameters": ', tool.schema, "}") for tool in tools]
+        calls = calls_format(tags, None, is_parallel=is_parallel, separator="; ")
         return calls if is_required else either(calls, {"type": "regex", "pattern": _NO_CALL})
-
-    def tag_of(self, tool: Tool) -> Format:
-        return json_tag(f'{{"name": {tool.quoted_name}, "parameters": ', tool.schema, "}")
 
 
 PLUGIN = Llama3Calls

@@ -12,6 +12,7 @@ from aioengine.parsing._tools import (
     Format,
     Tool,
     ToolCallFormat,
+    calls_format,
     const,
     either,
     json_schema,
@@ -53,9 +54,9 @@ class MistralCalls(ToolCallFormat):
         """Return both forms, because the model knows which is its own."""
         items = [json_tag(f'{{"name": {tool.quoted_name}, "arguments": ', tool.schema, "}") for tool in tools]
         call = either(*(sequence(const(tool.name), token("[ARGS]"), json_schema(tool.schema)) for tool in tools))
-        in_list: Format = {"type": "tags_with_separator", "tags": items, "separator": ", ", "at_least_one": True}
+        in_list = calls_format(items, None, is_parallel=is_parallel, separator=", ")
         calls = either(
-            sequence(either(const("["), const(" [")), {**in_list, "stop_after_first": not is_parallel}, const("]")),
+            sequence(either(const("["), const(" [")), in_list, const("]")),
             sequence(call, *([repeated("star", sequence(token("[TOOL_CALLS]"), call))] if is_parallel else [])),
         )
         answer = sequence(token("[TOOL_CALLS]"), calls)
@@ -67,8 +68,7 @@ def _read_list(reader: TextReader, before: str) -> Steps[None]:
     while (text := (yield from reader.json_call())) is None:
         comma = yield from reader.take(_COMMA)
         if comma is None:
-            yield from reader.take(_LIST_END)
-            yield from reader.skip_spaces()
+            yield from reader.end_tags(_LIST_END)
             return
         before = comma[0]
     reader.content(before + text)

@@ -17,9 +17,11 @@ from aioengine.parsing._tools import (
     Json,
     Tool,
     ToolCallFormat,
+    calls_format,
     const,
     either,
     json_tag,
+    quoted,
     repeated,
     sequence,
     tag,
@@ -35,6 +37,7 @@ _NEXT: Final = regex.compile(rf"{SPACES}(?:<parameter=([^<>\r\n]{{1,256}})>|</fu
 _LINE: Final = regex.compile(r"\n")
 _VALUE_END: Final = regex.compile(r"\n?</parameter>")
 _END: Final = regex.compile(f"{SPACES}</tool_call>")
+_CALL_END: Final = "</function>\n</tool_call>"
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 """Some chat templates write these values as Python does, and models repeat it."""
 _JSON_TYPES: Final[dict[type[object], str]] = {
@@ -48,9 +51,6 @@ _JSON_TYPES: Final[dict[type[object], str]] = {
 
 
 class Qwen3CoderCalls(ToolCallFormat):
-    trigger = "<tool_call>"
-    separator = "\n"
-
     def read(self, reader: TextReader, tools: Sequence[Tool]) -> Steps[None]:
         schemas = {tool.name: tool.properties for tool in tools}
         while begin := (yield from reader.find(_BEGIN, reader.content)):
@@ -61,25 +61,21 @@ class Qwen3CoderCalls(ToolCallFormat):
             reader.begin_call(begin[1])
             before = "{"
             while part is not None and part[1] is not None:
-                reader.arguments(f"{before}{_quoted(part[1])}: ")
+                reader.arguments(f"{before}{quoted(part[1])}: ")
                 before = ", "
                 yield from _read_value(reader, _types(schemas.get(begin[1], {}).get(part[1])))
                 part = yield from reader.take(_NEXT)
             if part is not None or not reader.is_over:
                 reader.arguments("{}" if before == "{" else "}")
             reader.end_call()
-            yield from reader.take(_END)
-            yield from reader.skip_spaces()
+            yield from reader.end_tags(_END)
 
-    def tag_of(self, tool: Tool) -> Format:
-        schema = tool.schema
-        names: Json = schema.get("properties") or {}
-        required = schema.get("required") or ()
-        if names or schema.get("additionalProperties") is False:
-            parts = [_argument(name, schema, is_required=name in required) for name in names]
-        else:
-            parts = [repeated("star", _ANY_ARGUMENT)]
-        return tag("<tool_call>\n", sequence(const(f"<function={tool.name}>\n"), *parts), "</function>\n</tool_call>")
+    def format_of(self, tools: Sequence[Tool], *, is_required: bool, is_parallel: bool) -> Format:
+        tags = [
+            tag("<tool_call>\n", sequence(const(f"<function={tool.name}>\n"), *_arguments(tool.schema)), _CALL_END)
+            for tool in tools
+        ]
+        return calls_format(tags, None if is_required else "<tool_call>", is_parallel=is_parallel, separator="\n")
 
 
 _STRING: Final[Format] = {"type": "any_text", "excludes": ["</parameter>"]}
@@ -88,6 +84,15 @@ _ANY_ARGUMENT: Final = tag(
     sequence({"type": "regex", "pattern": r"[^<>\r\n]{1,256}"}, const(">\n"), _STRING),
     "\n</parameter>\n",
 )
+
+
+def _arguments(schema: Json) -> list[Format]:
+    """Return the formats of the arguments of a tool."""
+    names: Json = schema.get("properties") or {}
+    required = schema.get("required") or ()
+    if names or schema.get("additionalProperties") is False:
+        return [_argument(name, schema, is_required=name in required) for name in names]
+    return [repeated("star", _ANY_ARGUMENT)]
 
 
 def _argument(name: str, schema: Json, *, is_required: bool) -> Format:
@@ -126,16 +131,12 @@ def _type_of(value: object) -> str:
     return _JSON_TYPES.get(type(value), "null")
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _read_value(reader: TextReader, types: set[str]) -> Steps[None]:
     """Read a value, and give it out as JSON. A string comes out piece by piece. types: the types in its schema."""
     yield from reader.take(_LINE)
     if types == {"string"}:
         reader.arguments('"')
-        end = yield from reader.find(_VALUE_END, lambda text: reader.arguments(_quoted(text)[1:-1]))
+        end = yield from reader.find(_VALUE_END, lambda text: reader.arguments(quoted(text)[1:-1]))
         reader.arguments('"' if end else "")
         return
     pieces: list[str] = []
@@ -148,12 +149,12 @@ def _json_of(text: str, types: set[str]) -> str:
     """Return a value as JSON text. A text is a string if it is no JSON of the allowed types."""
     word = _PYTHON_WORDS.get(text.strip(), text.strip())
     try:
-        value = json.loads(word)
+        value = json.loads(word, parse_constant=int)  # NaN and Infinity are no JSON: ValueError
     except (ValueError, RecursionError):
-        return _quoted(text)
+        return quoted(text)
     kind = _type_of(value)
     fits = not types or kind in types or "string" not in types or (kind == "integer" and "number" in types)
-    return word if fits else _quoted(text)
+    return word if fits else quoted(text)
 
 
 PLUGIN = Qwen3CoderCalls

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn
 
 from aioengine.child_process.child import Child, run_child
 from aioengine.child_process.host import limit_threads
@@ -28,11 +28,11 @@ from aioengine.protocol.messages import (
 )
 from aioengine.protocol.packed_logprobs import with_texts
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
-from aioengine.text.detokenizer import Decode, TextPipeline, make_detokenizer
-from aioengine.text.matching_queue import MatchingQueue, Token
+from aioengine.text.detokenizer import NO_TEXT, Decode, TextPipeline, make_detokenizer
+from aioengine.text.matching_queue import MatchingQueue, QueuedToken
 from aioengine.text.open_text import OpenText
 from aioengine.text.stop import StopMatcher
-from aioengine.text.token_table import TokenizerFile, TokenTable, read_token_table
+from aioengine.text.token_table import TokenTable, read_token_table
 from aioengine.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -58,14 +58,14 @@ class TextSource:
         if self._tokenizer is not None:
             self._source(self._tokenizer, skip_special_tokens=True)
 
-    def pipeline(self, rules: TextRules) -> TextPipeline | None:
-        """Return the pipeline of a new request. None: there is no tokenizer.
+    def pipeline(self, rules: TextRules) -> TextPipeline:
+        """Return the pipeline of a new request.
 
         Raises:
             ValueError: a stop pattern is invalid.
         """
         if self._tokenizer is None:
-            return None
+            return NO_TEXT
         source = self._source(self._tokenizer, skip_special_tokens=rules.skip_special_tokens)
         stops = None
         if rules.stop or rules.stop_regex:
@@ -90,8 +90,7 @@ class TextSource:
         """Return the token table, or ``decode`` of the tokenizer if its decoder needs more than a table."""
         source = self._sources.get(skip_special_tokens)
         if source is None:
-            facts = cast("TokenizerFile", tokenizer.decoding_facts())
-            table = read_token_table(facts, skip_special_tokens=skip_special_tokens)
+            table = read_token_table(tokenizer.decoding_facts(), skip_special_tokens=skip_special_tokens)
             source = table if table is not None else partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
             self._sources[skip_special_tokens] = source
         return source
@@ -175,7 +174,7 @@ class DetokenizerService:
             if request is None:
                 continue  # ended by a stop string before the scheduler received the abort
             if request.has_patterns:
-                self._match(request, Token(token_id, end), chunks, now)
+                self._match(request, QueuedToken(token_id, end), chunks, now)
                 continue
             try:
                 if request.push(token_id, end, chunks):
@@ -202,14 +201,14 @@ class DetokenizerService:
             elif request is not None:
                 chunks.tokens.extras.append(extra)
 
-    def _match(self, request: OpenText, token: Token, chunks: TextChunks, now: float) -> None:
+    def _match(self, request: OpenText, token: QueuedToken, chunks: TextChunks, now: float) -> None:
         """Match a token of a request with patterns, or queue the token."""
         if self._matching.delays(request):
             self._matching.add(request, token)
         else:
             self._match_now(request, token, chunks, now)
 
-    def _match_now(self, request: OpenText, token: Token, chunks: TextChunks, now: float) -> None:
+    def _match_now(self, request: OpenText, token: QueuedToken, chunks: TextChunks, now: float) -> None:
         used_s = request.matching_s
         try:
             if token.is_replayed:
@@ -248,7 +247,7 @@ class DetokenizerService:
             return
         for token_id in known_ids:
             if request.uid in self._open:  # a replayed token may end it with an error
-                self._match(request, Token(token_id, is_replayed=True), chunks, now)
+                self._match(request, QueuedToken(token_id, is_replayed=True), chunks, now)
 
     def _end(self, end: End, chunks: TextChunks, now: float) -> None:
         """Handle the end of a request from the scheduler: emit the rest of its text. The rest may contain a stop."""

@@ -8,17 +8,13 @@ import msgspec
 from msgspec.structs import replace
 
 from aioengine.errors import describe
-from aioengine.protocol.messages import RequestKind, Sampling
+from aioengine.protocol.messages import Control, Reply, RequestKind, Sampling
 from aioengine.protocol.rank_step import RankStep
-from aioengine.scheduler.plan import NewRow, StepPlan
-from aioengine.scheduler.runner import Ticket
+from aioengine.scheduler.plan import NewRow, StepPlan, StepResult
+from aioengine.scheduler.runner import DeviceAdapters, Runner, Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
-
-    from aioengine.protocol.messages import Control, Reply
-    from aioengine.scheduler.plan import StepResult
-    from aioengine.scheduler.runner import DeviceAdapters, Runner
 
 
 class RanksBrokenError(BaseException):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 from msgspec.structs import replace
 
-from aioengine.child_process.child import Child, run_child
+from aioengine.child_process.child import Child, encodable, run_child
 from aioengine.child_process.host import (
     keep_freed_memory,
     limit_kernel_cache,
@@ -27,7 +27,6 @@ from aioengine.child_process.host import (
     show_one_gpu,
     use_share_of_cores,
 )
-from aioengine.child_process.uplink import encodable
 from aioengine.constraints.grammars import Grammars
 from aioengine.errors import UnsupportedSchemaError, describe
 from aioengine.processes.leading_runner import LeadingRunner
@@ -35,7 +34,7 @@ from aioengine.protocol.messages import (
     DEFAULT_WEIGHT_VERSION,
     DETOKENIZER,
     LOAD_ADAPTER,
-    MAX_PAYLOAD_BYTES,
+    MAX_REPLY_BYTES,
     UNLOAD_ADAPTER,
     Abort,
     Control,
@@ -57,8 +56,7 @@ from aioengine.runner.profile import Profile
 from aioengine.runner.time_limit import install_timer_signal
 from aioengine.scheduler.adapter_loading import Adapters, Copies
 from aioengine.scheduler.core import SchedulerCore
-from aioengine.scheduler.gates import Gate
-from aioengine.scheduler.requests import UidInUseError
+from aioengine.scheduler.request import Gate, Request
 from aioengine.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -67,7 +65,6 @@ if TYPE_CHECKING:
     from aioengine.protocol.board import CrashBoard
     from aioengine.protocol.messages import Grammar
     from aioengine.protocol.rank_step import RankStep
-    from aioengine.scheduler.request import Request
     from aioengine.scheduler.runner import Runner, RunnerFactory
     from aioengine.settings.config import Settings
 
@@ -209,8 +206,6 @@ class SchedulerService:
             self._core.requests.submit(submit, now)
             if submit.sampling.grammar is not None:
                 self._compile(submit, submit.sampling.grammar)
-        except UidInUseError:  # the first request continues
-            logger.warning("request %d was submitted twice", submit.uid)
         except Exception as error:
             logger.warning("request %d failed when it was queued", submit.uid, exc_info=True)
             self._failed_submits.append(End(submit.uid, FinishCode.FAILED, stage="schedule", message=describe(error)))
@@ -302,7 +297,9 @@ class SchedulerService:
         if control.name in (LOAD_ADAPTER, UNLOAD_ADAPTER) and self.adapters is not None:
             self.adapters.control(control, lambda reply: self._answer(reply, now))
         elif control.name in self._controls:
-            self._answer(self._reply(control, self._scheduler_reply), now)
+            values = self._controls[control.name]
+            reply = self._reply(control, lambda _: Reply(control.call_id, *values(**control.arguments)))
+            self._answer(reply, now)
         elif (call := self._runner.controls.get(control.name)) is not None:
             self._core.call_between_steps(lambda: self._answer(self._reply(control, call, _CONTROL_STAGE), now))
         else:
@@ -317,17 +314,13 @@ class SchedulerService:
         reply.message = encodable(reply.message)
         self._replies.append(reply)
 
-    def _scheduler_reply(self, control: Control) -> Reply:
-        return Reply(control.call_id, *self._controls[control.name](**control.arguments))
-
     def _reply(self, control: Control, call: Callable[[Control], Reply], stage: str = "") -> Reply:
         """Return the reply of ``call``, or a failure if it raises. stage: of the failure."""
         self._report(Progress(control.name, 0, 1, ""))
         try:
             reply = call(control)
-            num_bytes = len(reply.data) + len(reply.payload)
-            if num_bytes > MAX_PAYLOAD_BYTES:  # sending it would fail and end this process
-                raise ValueError(f"its reply has {num_bytes:,} bytes, the limit is {MAX_PAYLOAD_BYTES:,}")
+            if len(reply.data) > MAX_REPLY_BYTES:  # sending it would fail and end this process
+                raise ValueError(f"its reply has {len(reply.data):,} bytes, the limit is {MAX_REPLY_BYTES:,}")
         except Exception as error:  # only the call fails
             logger.warning("the control call %r failed", control.name, exc_info=error)
             message = f"{control.name} failed: {type(error).__name__}: {error}"
@@ -395,7 +388,16 @@ def build_service(
     lora = settings.runner.lora
     if lora is not None and runner.adapters is None:
         raise ValueError("enable_lora: the runner of this engine applies no LoRA adapters")
-    scheduler = _scheduler(settings, runner.facts, 0 if runner.adapters is None else runner.adapters.num_slots)
+    pool = runner.facts
+    max_running = min(settings.scheduler.max_running, int(pool.get("max_running_requests", sys.maxsize)))
+    scheduler = Scheduler(
+        replace(settings.scheduler, max_running=max_running),
+        num_pages=int(pool["num_pages"]),
+        page_size=settings.memory.page_size,
+        num_adapter_slots=0 if runner.adapters is None else runner.adapters.num_slots,
+        num_snapshots=int(pool.get("num_snapshots", 0)),
+        windows=page_windows(pool),
+    )
     profile = Profile(report)
     depth = settings.scheduler.depth
     core = SchedulerCore(scheduler, runner, depth, clock=time.monotonic, trace=profile, board=board)
@@ -412,19 +414,6 @@ def build_service(
     if runner.adapters is not None and lora is not None:
         service.adapters = Adapters(runner.adapters, core.requests, Copies(lora.max_loaded, lora.max_bytes))
     return service
-
-
-def _scheduler(settings: Settings, facts: Mapping[str, str | int | float | bool], num_adapter_slots: int) -> Scheduler:
-    """Build the scheduler with the pages and snapshots of a runner. facts: facts of the runner."""
-    max_running = min(settings.scheduler.max_running, int(facts.get("max_running_requests", sys.maxsize)))
-    return Scheduler(
-        msgspec.structs.replace(settings.scheduler, max_running=max_running),
-        num_pages=int(facts["num_pages"]),
-        page_size=settings.memory.page_size,
-        num_adapter_slots=num_adapter_slots,
-        num_snapshots=int(facts.get("num_snapshots", 0)),
-        windows=page_windows(facts),
-    )
 
 
 def page_windows(facts: Mapping[str, str | int | float | bool]) -> tuple[int | None, ...]:

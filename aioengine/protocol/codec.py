@@ -94,7 +94,7 @@ class FrameEncoder:
 
 
 class FrameDecoder:
-    """Decodes frames. Frames of other epochs are dropped and counted in ``num_foreign``.
+    """Decodes frames. Frames of other epochs are dropped.
 
     Channels lose no frames and keep their order. So a frame with an unexpected number is a copy, or was sent on another
     channel. But if numbers are unexpected for ``MISSING_S`` (measured by ``clock``), a frame of the sender could not be
@@ -102,7 +102,6 @@ class FrameDecoder:
     """
 
     def __init__(self, epoch: int, clock: Callable[[], float]) -> None:
-        self.num_foreign = 0
         self._epoch = epoch
         self._decoder = msgspec.msgpack.Decoder(Frame, strict=True)
         self._next_numbers: dict[int, int] = {}
@@ -132,7 +131,6 @@ class FrameDecoder:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
             raise BadFrameError(str(error), view) from error
         if frame.epoch != self._epoch:
-            self.num_foreign += 1
             return []
         expected = self._next_numbers.get(frame.sender, 0)
         if frame.number != expected or (expected == 0 and len(self._next_numbers) == _MAX_SENDERS):

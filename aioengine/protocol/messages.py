@@ -309,8 +309,8 @@ UNLOAD_ADAPTER = "unload_adapter"
 """Names of control messages. Their arguments are the fields of an ``Adapter``."""
 
 Argument = str | int | float | bool | list[str] | None
-MAX_PAYLOAD_BYTES = 32 * 1024 * 1024
-"""Limit for the payload of one ``Control`` or ``Reply``, so that it fits into a frame and is sent quickly."""
+MAX_REPLY_BYTES = 32 * 1024 * 1024
+"""Limit for the data of one ``Reply``, so that it fits into a frame and is sent quickly."""
 
 MAX_PART_BYTES = 2 * 1024 * 1024
 """Limit for the extras of one ``StepOutput``, so that reading them does not block the event loop of the caller."""
@@ -321,14 +321,12 @@ class Control(Struct, tag="control", array_like=True, gc=False):
 
     ``name``: "flush_cache", "close_sessions", "pause", "continue", "server_info", "freeze_gc", "start_profile",
     "stop_profile", "load_adapter", "unload_adapter", or a name of ``Runner.controls``, which runs between two steps
-    when no step is in flight. ``arguments``: keyword arguments; paths of files are among them. ``payload``: bytes for
-    the call, up to ``MAX_PAYLOAD_BYTES``; larger data goes through a file.
+    when no step is in flight. ``arguments``: keyword arguments; large data goes through a file, whose path is one.
     """
 
     call_id: int
     name: str
     arguments: dict[str, Argument] = {}
-    payload: bytes = b""
 
 
 class NewEpoch(Struct, tag="new_epoch", array_like=True, gc=False):
@@ -531,7 +529,6 @@ class Reply(Struct, tag="reply", array_like=True, gc=False):
     message: str = ""
     data: str = ""
     stage: str = ""
-    payload: bytes = b""
 
 
 class Ready(Struct, tag="ready", array_like=True, gc=False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
@@ -129,22 +129,13 @@ class RowWriter(NamedTuple):
         )
 
 
-class CodesFormat(ABC):
-    """A ``LinearFormat`` that keeps weights as ``Codes``. It can also store a table of embeddings."""
+class CodesFormat(LinearFormat):
+    """A ``LinearFormat`` that keeps weights as ``Codes``. It can also store a table of embeddings.
+
+    ``split`` returns () for a tensor that is not in the checkpoint.
+    """
 
     reorders: bool = False
-
-    @abstractmethod
-    def empty(self, layer: LinearSpec) -> Tensors:
-        """See ``LinearFormat``."""
-
-    @abstractmethod
-    def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """Split ``tensor`` [...]; see ``LinearFormat``. Return () for a tensor that is not in the checkpoint."""
-
-    @abstractmethod
-    def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:
-        """See ``LinearFormat``."""
 
     def writers(self, layer: LinearSpec, tensors: Tensors) -> Mapping[str, Sequence[RowWriter]]:
         """Return the tensors that are quantized while they are loaded, with a writer for each fused layer."""

@@ -8,22 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aioengine.kernels import gguf_blocks
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.model_files.gguf_model import EMBEDDING
-from aioengine.model_files.gguf_quantization import KEPT
-from aioengine.quantization._base import RowWriter
+from aioengine.model_files.gguf_quantization import KEPT, StoredTypes
+from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, RowWriter, Tensors
 from aioengine.quantization.online import OnlineFormat
 from aioengine.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from aioengine.model_files.gguf_quantization import StoredTypes
-    from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, Tensors
 
 
 def codes_of(rows: Tensor, kind: str) -> Codes:

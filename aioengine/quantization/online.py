@@ -8,19 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor
 
 from aioengine.kernels.codes import FP8, FP8_MAX, MIDDLE, Codes, pack_nibbles
 from aioengine.kernels.int8_linear import MAX_INT8
-from aioengine.quantization._base import CodesFormat, RowWriter
+from aioengine.quantization._base import Axis, CodesFormat, LinearFormat, LinearSpec, RowWriter, Tensors
 from aioengine.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import Tensor
-
     from aioengine.model_files.online_quantization import Numbers, OnlineQuantization
-    from aioengine.quantization._base import Axis, LinearFormat, LinearSpec, Tensors
 
 PIECE_ELEMENTS: Final = 1 << 20
 """Elements that are quantized at a time, because they need several fp32 tensors."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aioengine.kernels import gated_linear, linear
-from aioengine.quantization._base import LinearSpec, Prepared, Tensors
+from aioengine.quantization._base import Axis, LinearSpec, Prepared, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from aioengine.quantization._base import Axis
 
 
 class PlainFormat:

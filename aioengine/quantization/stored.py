@@ -7,20 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import torch
+from torch import Tensor
 
 from aioengine.kernels import code_linear, int8_linear
 from aioengine.kernels.codes import FP8, Codes, pack, pack_nibbles, piece_of, unpack
-from aioengine.model_files.quantization import BLOCK_SCALES, MAX_TEXT, TEXTS, WORD
-from aioengine.quantization._base import CodesFormat
+from aioengine.model_files.quantization import BLOCK_SCALES, MAX_TEXT, TEXTS, WORD, Quantization, Scheme
+from aioengine.quantization._base import Axis, CodesFormat, LinearFormat, LinearSpec, Prepared, Tensors
 from aioengine.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from aioengine.model_files.quantization import Quantization, Scheme
-    from aioengine.quantization._base import Axis, LinearFormat, LinearSpec, Prepared, Tensors
 
 _DTYPES: Final = {
     "": torch.float32,

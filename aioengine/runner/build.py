@@ -15,19 +15,19 @@ from msgspec.structs import replace
 
 from aioengine import models, plugins
 from aioengine.attention import _image_attention, _mixed, fused
-from aioengine.attention._base import BackendUnavailableError
+from aioengine.attention._base import AttentionBackend, AttentionShape, BackendUnavailableError
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
-from aioengine.layers.placement import WHOLE, Shard
+from aioengine.layers.layer import WHOLE, Shard
 from aioengine.layers.ranks import RankGroup
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.model_files.gguf_quantization import StoredTypes
 from aioengine.model_files.online_quantization import OnlineQuantization
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.vocabulary import sampled_vocab_size
-from aioengine.models._base import AdaptableModel, ModelOptions
+from aioengine.models._base import Model, ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.quantization.gguf import gguf_formats
 from aioengine.quantization.online import online_formats
@@ -40,18 +40,16 @@ from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
 from aioengine.runner.warmup import warm_up_device
-from aioengine.settings.config import TRANSFORMERS
+from aioengine.settings.config import TRANSFORMERS, RunnerSettings, Settings
 from aioengine.settings.memory_model import PoolDemand, PoolFit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from types import ModuleType
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend, AttentionShape
-    from aioengine.models._base import Model
     from aioengine.models._fallback import TransformersFolder
-    from aioengine.settings.config import RunnerSettings, Settings
 
     Facts = dict[str, str | int | float | bool]
 
@@ -72,7 +70,11 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
         ValueError: the model, its weights, the device or the dtype cannot be used, or memory is short. The message says
             what works.
     """
-    device = _device(settings.runner.device)
+    device = torch.device(settings.runner.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device {settings.runner.device!r} is not available: torch finds no usable NVIDIA GPU; device='cpu' works"
+        )
     with compiled_in_threads(device):
         return _build(settings, device, report)
 
@@ -192,25 +194,16 @@ def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype
     """Allocate the adapter slots. None: LoRA is not enabled.
 
     Raises:
-        ValueError: the model does not support adapters, or memory is short.
+        ValueError: memory is short.
     """
     lora = settings.runner.lora
     if lora is None:
         return None
-    if not isinstance(model, AdaptableModel):
-        raise ValueError("enable_lora: this model does not support LoRA adapters; decoders do, such as llama")
     need = slots_bytes(model.linears(), lora, dtype)
     with memory.record("the LoRA adapter slots", advice=_LESS_ADAPTERS, need=need):
         return AdapterPool(
             model.linears(), lora, dtype=dtype, device=memory.device, batch_invariant=settings.runner.batch_invariant
         )
-
-
-def _device(name: str) -> torch.device:
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} is not available: torch finds no usable NVIDIA GPU; device='cpu' works")
-    return device
 
 
 def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str) -> None:
@@ -266,13 +259,11 @@ def _weights_bytes(settings: Settings, config: Mapping[str, object], options: Mo
 
 def _fallback(settings: Settings) -> TransformersFolder:
     """Return the model that transformers computes. Only then transformers is imported, which takes a second."""
-    model = settings.model
-    return models.fallback(
-        Path(model.path),
-        Task(model.task),
-        trust_remote_code=model.trust_remote_code,
-        has_weights=model.load_format != "dummy",
-    )
+    from aioengine.models._fallback import TransformersFolder
+
+    model, has_weights = settings.model, settings.model.load_format != "dummy"
+    task, trusts = Task(model.task), model.trust_remote_code
+    return TransformersFolder(Path(model.path), task, trust_remote_code=trusts, has_weights=has_weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +302,8 @@ def choose_attention(
     if name != "flashinfer":
         return AttentionChoice(name)
     try:
-        _make_flashinfer_ready(settings, shape, dtype, device, kv_dtype=kv_dtype, report=report)
+        kernels = _import_flashinfer()
+        kernels.make_ready(shape, dtype, device, kv_dtype=kv_dtype, timeout_s=settings.compile_timeout_s, report=report)
     except BackendUnavailableError as error:
         if not settings.fallback_backend:
             raise ValueError(f"attention_backend='flashinfer' does not work here: {error}") from error
@@ -320,26 +312,16 @@ def choose_attention(
     return AttentionChoice(name)
 
 
-def _make_flashinfer_ready(
-    settings: RunnerSettings,
-    shape: AttentionShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    kv_dtype: torch.dtype,
-    report: Callable[[Progress], None],
-) -> None:
-    """Import FlashInfer, compile its kernels and run them once.
+def _import_flashinfer() -> ModuleType:
+    """Import FlashInfer, and return the module that compiles its kernels and runs them once.
 
     Raises:
         BackendUnavailableError: this failed.
     """
     try:
-        kernels = importlib.import_module("aioengine.attention._flashinfer_ready")
+        return importlib.import_module("aioengine.attention._flashinfer_ready")
     except ModuleNotFoundError as error:
         message = f"the package {error.name!r} is not installed; pip install 'aioengine[cuda]' installs FlashInfer"
         raise BackendUnavailableError(message) from error
     except (ImportError, OSError, RuntimeError) as error:
         raise BackendUnavailableError(f"FlashInfer cannot be imported: {type(error).__name__}: {error}") from error
-    timeout_s = settings.compile_timeout_s
-    kernels.make_ready(shape, dtype, device, kv_dtype=kv_dtype, timeout_s=timeout_s, report=report)

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
     from aioengine.runner.logits.grammar import GrammarMask
-    from aioengine.runner.request_row import RequestRow, SampledRows
-    from aioengine.runner.row_constraint import GrammarSource
+    from aioengine.runner.request_row import GrammarSource, RequestRow, SampledRows
     from aioengine.runner.ticket import Ticket
     from aioengine.scheduler.plan import NewRow
 

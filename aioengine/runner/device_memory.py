@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from aioengine.api import checks
 from aioengine.kernels.triton.launcher import compile_only
-from aioengine.models._base import VisionModel
+from aioengine.models._base import Model, VisionModel
 from aioengine.runner.graphs.ladder import longest_graph
 from aioengine.runner.inputs import model_inputs
 from aioengine.settings.machine import free_host_memory
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import AttentionShape
     from aioengine.kernels.kv_target import WriteKV
-    from aioengine.models._base import Model
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.settings.config import SchedulerSettings, Settings
     from aioengine.settings.memory_model import PoolDemand, PoolFit

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES, Extra, block_extras
-from aioengine.runner.transfer import host_copy
+from aioengine.runner.transfer import Ints, Upload, host_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.request_row import RequestRow, SampledRows
-    from aioengine.runner.transfer import Ints, Upload
 
 
 class _StateRun(NamedTuple):

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import BidirectionalImage
-from aioengine.models._base import VisionModel
-from aioengine.runner.tensor_files import read_arrays
+from aioengine.models._base import Model, ModelInputs, VisionModel
+from aioengine.runner.weight_reading import read_arrays
 from aioengine.settings.memory_model import CPU_FEATURE_BYTES, GPU_FEATURE_BYTES
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.models._base import Model, ModelInputs
     from aioengine.protocol.messages import Media
     from aioengine.runner.transfer import Ints, Upload
     from aioengine.scheduler.plan import NewRow, Row

@@ -14,21 +14,19 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import ForwardBatch
-from aioengine.models._base import ModelInputs
+from aioengine.models._base import Model, ModelInputs
 from aioengine.runner.images import Span
-from aioengine.scheduler.plan import TOKENS
+from aioengine.scheduler.plan import TOKENS, NewRow, Row
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.layers.adapters import AdapterRows
-    from aioengine.models._base import Model
     from aioengine.runner.request_row import RequestRow
     from aioengine.runner.rows import RowTable
     from aioengine.runner.state_pool import StatePool
     from aioengine.runner.transfer import Ints
-    from aioengine.scheduler.plan import NewRow, Row
 
 
 @dataclass(frozen=True, slots=True)

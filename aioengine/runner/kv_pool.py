@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import kv_pool_shape
+from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.kernels.clean_pages import clean_layer, clean_pages
 from aioengine.kernels.stored_kv import scales_of
 from aioengine.settings.memory_model import INT8_SCALE_BYTES
@@ -19,7 +19,6 @@ from aioengine.settings.page_groups import PageGroups
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape
     from aioengine.runner.transfer import Upload
 
 

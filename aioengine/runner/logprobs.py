@@ -18,7 +18,7 @@ import numpy as np
 from aioengine.kernels.token_logprobs import measure
 from aioengine.protocol.columns import NO_TOKEN, Extra, block_extras
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS
-from aioengine.runner.transfer import host_copy
+from aioengine.runner.transfer import Ints, Upload, host_copy
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.runner.inputs import StepRows
-    from aioengine.runner.rank_sampler import RankSampler
     from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
     from aioengine.runner.sampling.device_sampler import DeviceSampler
-    from aioengine.runner.sampling.sampler import Sampler
-    from aioengine.runner.transfer import Ints, Upload
+    from aioengine.runner.sampling.sampler import RankSampler, Sampler
 
 
 CPU_ROWS = 32

@@ -11,30 +11,26 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from aioengine.attention._base import CapturableAttention
+from aioengine.attention._base import AttentionBackend, CapturableAttention
 from aioengine.protocol.columns import TokenColumns
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.constrained_rows import ConstrainedRows
 from aioengine.runner.custom_processors import CustomProcessors
-from aioengine.runner.failed_rows import FailedRows
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.images import images_of
-from aioengine.runner.inputs import InputBuilder
+from aioengine.runner.inputs import InputBuilder, StepRows
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
-from aioengine.runner.page_tables import PageTables
-from aioengine.runner.pooler import Pooler
-from aioengine.runner.rank_sampler import RankSampler
-from aioengine.runner.rows import RowTable
-from aioengine.runner.sampling.sampler import FAILED, Sampler
+from aioengine.runner.pooler import PooledRows, Pooler
+from aioengine.runner.rows import FailedRows, PageTables, RowTable
+from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_rows import DraftRows
-from aioengine.runner.speculation.step_drafts import StepDrafts
 from aioengine.runner.speculation.verification import Verification, row_groups
-from aioengine.runner.ticket import Ticket
+from aioengine.runner.ticket import StepDrafts, Ticket
 from aioengine.runner.timing import part
-from aioengine.runner.transfer import Readback
-from aioengine.scheduler.plan import StepResult
+from aioengine.runner.transfer import Ints, Readback
+from aioengine.scheduler.plan import Row, StepPlan, StepResult
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
@@ -42,22 +38,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend
     from aioengine.layers.ranks import RankGroup
     from aioengine.models._base import Model
     from aioengine.protocol.messages import Control, Reply
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
     from aioengine.runner.graphs.piece_graphs import PieceGraphs
-    from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.lora.pool import AdapterPool
-    from aioengine.runner.pooler import PooledRows
-    from aioengine.runner.request_row import RequestRow, SampledRows
-    from aioengine.runner.row_constraint import GrammarSource
+    from aioengine.runner.request_row import GrammarSource, RequestRow, SampledRows
     from aioengine.runner.sampling.device_sampler import DeviceSampler
     from aioengine.runner.state_pool import StatePool
-    from aioengine.runner.transfer import Ints
-    from aioengine.scheduler.plan import Row, StepPlan
     from aioengine.settings.config import Settings
 
     Facts = dict[str, str | int | float | bool]

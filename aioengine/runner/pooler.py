@@ -9,8 +9,8 @@ import torch
 
 from aioengine.families._config import Task
 from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, Extra
-from aioengine.runner.transfer import Readback
-from aioengine.scheduler.plan import VECTOR
+from aioengine.runner.transfer import Ints, Readback, Upload
+from aioengine.scheduler.plan import VECTOR, StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from aioengine.models._base import Model
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.request_row import RequestRow
-    from aioengine.runner.transfer import Ints, Upload
-    from aioengine.scheduler.plan import StepPlan
 
 
 MEAN = "mean"

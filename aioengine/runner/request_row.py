@@ -6,26 +6,22 @@ S rows that sample, D model size, R recent tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from aioengine.runner.row_constraint import Forced
-from aioengine.runner.token_lists import NO_LISTS
+from aioengine.runner.token_lists import NO_LISTS, TokenLists
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.protocol.messages import Sampling
+    from aioengine.protocol.messages import Grammar, Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
-    from aioengine.runner.row_constraint import OpenConstraint, RowConstraint
-    from aioengine.runner.token_lists import TokenLists
     from aioengine.runner.transfer import Ints
-
 
 _NONE = torch.zeros(0)
 
@@ -59,7 +55,7 @@ class RequestRow:
 
     Attributes:
         history: [at least its tokens] int64, for penalties on a CPU, else empty; -1 for a prompt given as embeddings.
-        token_ids: the tokens with which it was opened, for penalties on a GPU (``sampling.token_counts``); else empty.
+        token_ids: the tokens with which it was opened, for penalties on a GPU (``TokenCounts``); else empty.
         prompt_states: hidden states of the prompt computed so far; None: not needed (any more).
         second_text: index of the first token of the second text of a pair; 0: there is none.
         embeds: [num_prompt, D] of a prompt given as embeddings, until it is computed.
@@ -133,3 +129,72 @@ class SampledRows:
         """Return the rows ``chosen`` [X], at positions that are ``later`` [X] higher."""
         requests = [self.requests[i] for i in chosen.tolist()]
         return SampledRows(requests, self.row_indices[chosen], self.positions[chosen] + later, self.records[chosen])
+
+
+class RowConstraint(Protocol):
+    """The tokens that a grammar allows at one position of a request.
+
+    Attributes:
+        source: computes the mask.
+        is_complete: no further token is allowed.
+        error: why the grammar cannot be followed further; empty: no error.
+        next_token: the only allowed token; -1: the mask has the allowed tokens.
+    """
+
+    is_complete: bool
+    error: str
+    next_token: int
+
+    @property
+    def source(self) -> GrammarSource: ...
+
+
+@dataclass(slots=True)
+class Forced:
+    """The constraint of a token that an earlier result returned as a forced token."""
+
+    next_token: int
+    source: GrammarSource
+    is_complete: bool = False
+    error: str = ""
+
+
+class OpenConstraint(RowConstraint, Protocol):
+    """The position of a request in its grammar, and the tokens that are allowed there."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is complete or has an error."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """Follow the next token of the request."""
+        ...
+
+    def take_forced(self, at_least: int, at_most: int) -> list[int]:
+        """Return and follow the forced next tokens; empty if there are fewer than ``at_least``."""
+        ...
+
+
+class GrammarSource(Protocol):
+    """The grammars of an engine. num_words: int32 words of a mask, 32 tokens each."""
+
+    num_words: int
+
+    def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> OpenConstraint:
+        """Follow a grammar from its start through the tokens of a request: prompt, then output.
+
+        Raises:
+            ValueError: the grammar cannot be compiled, or does not allow the output.
+        """
+        ...
+
+    def fill(self, constraints: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
+        """Write the allowed next tokens as bits of masks [constraints, num_words]."""
+        ...
+
+    def begin(self, constraints: Sequence[Any], masks: npt.NDArray[np.int32]) -> Callable[[], None]:
+        """Start ``fill`` of masks [constraints, num_words] in the background. The returned function waits for it, and
+        must be called.
+        """
+        ...

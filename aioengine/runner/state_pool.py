@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
-from aioengine.layers.states import StepStates, token_blocks
+from aioengine.layers.mixer import StateShape, StepStates, token_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.layers.states import StateShape
     from aioengine.runner.transfer import Ints, Upload
 
 

@@ -14,27 +14,43 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 import torch
 
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.gguf_blocks import dequantized
-from aioengine.model_files import folder_files
-from aioengine.runner.tensor_files import DTYPES
+from aioengine.model_files import checkpoint, folder_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from typing import BinaryIO
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from aioengine.layers.placement import Slice, Target
+    from aioengine.layers.layer import Slice, Target
     from aioengine.model_files.checkpoint import Entry
     from aioengine.quantization._base import RowWriter
 
     Report = Callable[[int, int], None]
+
+
+DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""dtype name in safetensors files -> torch dtype."""
 
 PIECE_BYTES: Final = 8 << 20
 PIECE_ELEMENTS: Final = 2 << 20
@@ -73,11 +89,11 @@ class _FilePart:
     shape: tuple[int, ...]
     target: Tensor
     index: tuple[slice | Tensor, ...] = ()
+    head_size: int = 0
+    writer: RowWriter | None = None
     columns: tuple[tuple[int, int], ...] = ()
     row_bytes: int = 0
-    head_size: int = 0
     same_bytes: Tensor | None = None
-    writer: RowWriter | None = None
     first_row: int = 0
 
     def store(self, content: Tensor) -> Tensor:
@@ -162,77 +178,47 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
 
 
 def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
-    """Yield pieces of full rows and heads, or the tensor if it cannot be divided. An empty tensor has no pieces."""
+    """Yield pieces of full rows and heads, or the tensor if it cannot be divided. An empty tensor has no pieces.
+
+    Of a plain tensor, a rank reads only the bytes of its part. Then a row is an index of the first dimension.
+    """
     if not entry.num_bytes:
         return
     head_size = entry.shape[0] // entry.num_heads if entry.num_heads and entry.shape else 0
     is_vector = len(entry.shape) < 2  # its rows have one element, but a quantized block has many
-    rows, source, writer = None, target.source, target.writer
+    rows, source, writer, tensor = None, target.source, target.writer, target.tensor.detach()
     is_in_rows = source is None or (source.dim == 0 and not head_size)
     if writer is not None:
         is_in_rows &= not writer.is_whole
-    if is_in_rows and not (is_vector and entry.dtype not in DTYPES):
-        rows = _as_rows(target.tensor, 1 if is_vector else entry.shape[-1])
-    is_plain = entry.dtype in DTYPES and writer is None and not head_size
-    if source is not None and is_plain and not is_vector:
-        yield from _rank_pieces(entry, target.tensor.detach(), source)
-        return
-    if rows is None:
-        tensor = target.tensor.detach()
-        yield _FilePart(
-            entry, entry.begin, entry.num_bytes, entry.shape, tensor, target.index, head_size=head_size, writer=writer
-        )
-        return
+    is_float = entry.dtype in DTYPES
+    columns: tuple[tuple[int, int], ...] = ()
     unit_rows = math.prod(entry.shape[1:-1])  # of each index of the first dimension
-    ranges = ((0, len(rows)),) if source is None else [(a * unit_rows, b * unit_rows) for a, b in source.ranges]
-    row_bytes = entry.num_bytes // (len(rows) if source is None else source.total * unit_rows)
-    step = PIECE_BYTES // row_bytes
-    if entry.dtype not in DTYPES:
+    if source is not None and is_float and writer is None and not head_size and not is_vector:
+        rows, unit_rows, num_rows = tensor, 1, entry.shape[0]
+        if source.dim:
+            columns = _columns(entry, source)
+    else:
+        if is_in_rows and (is_float or not is_vector):
+            rows = _as_rows(tensor, 1 if is_vector else entry.shape[-1])
+        if rows is None:
+            num_bytes, shape = entry.num_bytes, entry.shape
+            yield _FilePart(entry, entry.begin, num_bytes, shape, tensor, target.index, head_size, writer)
+            return
+        num_rows = len(rows) if source is None else source.total * unit_rows
+    ranges = [(0, num_rows)]
+    if source is not None and not columns:
+        ranges = [(a * unit_rows, b * unit_rows) for a, b in source.ranges]
+    row_bytes = entry.num_bytes // num_rows
+    own_bytes = sum(size for _, size in columns) or row_bytes
+    step = PIECE_BYTES // own_bytes
+    if not is_float:
         step = min(step, PIECE_ELEMENTS // rows.shape[1])
     unit = head_size or 1
     step = max(step // unit, 1) * unit
     row = 0
     for first, stop in [(first, min(first + step, end)) for start, end in ranges for first in range(start, end, step)]:
         part = rows[row : row + stop - first]
-        begin, num_bytes = entry.begin + first * row_bytes, len(part) * row_bytes
         is_same = writer is None and not head_size and DTYPES.get(entry.dtype) == part.dtype and part.is_contiguous()
-        same = part.view(-1).view(torch.uint8) if is_same else None
-        shape = tuple(part.shape)
-        yield _FilePart(
-            entry,
-            begin,
-            num_bytes,
-            shape,
-            part,
-            head_size=head_size,
-            same_bytes=same,
-            writer=writer,
-            first_row=row,
-        )
-        row += len(part)
-
-
-def _rank_pieces(entry: Entry, tensor: Tensor, source: Slice) -> Iterator[_FilePart]:
-    """Yield pieces of some indices of the first dimension, with the bytes that a rank loads into tensor [...]."""
-    row_bytes = entry.num_bytes // entry.shape[0]
-    ranges: Sequence[tuple[int, int]] = ((0, entry.shape[0]),)
-    columns: tuple[tuple[int, int], ...] = ()
-    if source.dim == 0:
-        ranges = source.ranges
-    else:
-        num_runs = math.prod(entry.shape[1 : source.dim])
-        run_bytes = row_bytes // num_runs
-        size = run_bytes // source.total
-        columns = tuple(
-            (run * run_bytes + a * size, (b - a) * size) for run in range(num_runs) for a, b in source.ranges
-        )
-    own_bytes = sum(size for _, size in columns) or row_bytes
-    step = max(PIECE_BYTES // own_bytes, 1)
-    row = 0
-    for first, stop in [(first, min(first + step, end)) for start, end in ranges for first in range(start, end, step)]:
-        part = tensor[row : row + stop - first]
-        row += len(part)
-        is_same = DTYPES[entry.dtype] == part.dtype and part.is_contiguous()
         yield _FilePart(
             entry,
             entry.begin + first * row_bytes,
@@ -241,8 +227,20 @@ def _rank_pieces(entry: Entry, tensor: Tensor, source: Slice) -> Iterator[_FileP
             part,
             columns=columns,
             row_bytes=row_bytes,
+            head_size=head_size,
             same_bytes=part.view(-1).view(torch.uint8) if is_same else None,
+            writer=writer,
+            first_row=row,
         )
+        row += len(part)
+
+
+def _columns(entry: Entry, source: Slice) -> tuple[tuple[int, int], ...]:
+    """Return (offset, size) in bytes of the parts of each row that a rank reads."""
+    num_runs = math.prod(entry.shape[1 : source.dim])
+    run_bytes = entry.num_bytes // entry.shape[0] // num_runs
+    size = run_bytes // source.total
+    return tuple((run * run_bytes + a * size, (b - a) * size) for run in range(num_runs) for a, b in source.ranges)
 
 
 def _as_rows(tensor: Tensor, row_size: int) -> Tensor | None:
@@ -351,3 +349,32 @@ def _read(file: BinaryIO, piece: _FilePart, rest: memoryview, position: int) -> 
             message = f"{piece.entry.path} was changed while it was read: tensor {piece.entry.stored_name} is truncated"
             raise ValueError(message)
         rest, position = rest[size:], position + size
+
+
+def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Tensor:
+    """Read a tensor [*entry.shape] of an open file. Releases the GIL.
+
+    is_pinned: into pinned memory, which allows direct DMA to a GPU. For small files that are read while steps run:
+    mapping a file and copying it to pinned memory takes several times as long, because of page faults.
+
+    Raises:
+        ValueError: the dtype is not supported, or the file was changed.
+    """
+    if entry.dtype not in DTYPES:
+        raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; what works: {', '.join(DTYPES)}")
+    content = torch.empty(entry.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    file.seek(entry.begin)
+    if file.readinto(content.numpy()) != entry.num_bytes:  # type: ignore[attr-defined]
+        raise ValueError(f"{entry.path} was changed while it was read")
+    return content.view(DTYPES[entry.dtype]).view(entry.shape)
+
+
+def read_arrays(path: str, *, is_pinned: bool) -> dict[str, Tensor]:
+    """Read all tensors [...] of a file. Return name -> tensor.
+
+    Raises:
+        ValueError: the file cannot be read, or is not a safetensors file.
+    """
+    entries = checkpoint.entries_of_file(Path(path))
+    with folder_files.open_existing(Path(path)) as file:
+        return {entry.name: read_tensor(file, entry, is_pinned=is_pinned) for entry in entries}

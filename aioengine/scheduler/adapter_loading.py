@@ -18,17 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from aioengine.errors import describe
 from aioengine.model_files import adapter_folder
-from aioengine.protocol.messages import UNLOAD_ADAPTER, Adapter, FinishCode, Reply
-from aioengine.scheduler.requests import key_of
-from aioengine.scheduler.runner import AdapterCopy
+from aioengine.protocol.messages import UNLOAD_ADAPTER, Adapter, Control, FinishCode, Reply
+from aioengine.scheduler.requests import Requests, key_of
+from aioengine.scheduler.runner import AdapterCopy, DeviceAdapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from aioengine.memory.adapter_slots import Key
-    from aioengine.protocol.messages import Control
-    from aioengine.scheduler.requests import Requests
-    from aioengine.scheduler.runner import DeviceAdapters
 
 logger = logging.getLogger(__name__)
 

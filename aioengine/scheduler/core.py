@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Generic, Protocol
 
 from aioengine.errors import describe
-from aioengine.scheduler.runner import Ticket
+from aioengine.scheduler.runner import Runner, Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from aioengine.protocol.board import CrashBoard
     from aioengine.protocol.messages import StepOutput
     from aioengine.scheduler.plan import StepPlan
-    from aioengine.scheduler.runner import Runner
     from aioengine.scheduler.scheduler import Scheduler
 
 _NOTHING = nullcontext()

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from aioengine.memory.prefix_cache import Allocation
-from aioengine.protocol.messages import ALL_STATES, End, FinishCode, RequestKind
-from aioengine.scheduler.gates import Gate
-from aioengine.scheduler.image_keys import with_image_keys
+from aioengine.protocol.messages import ALL_STATES, End, FinishCode, Media, RequestKind, Submit
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aioengine.memory.radix import Node, Salt
-    from aioengine.protocol.messages import Submit
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.scheduler.drafting import Acceptance
 
@@ -35,6 +34,38 @@ class State(Enum):
     RUNNING = 1
     GATED = 2
     ENDED = 3
+
+
+class Gate(Enum):
+    """The reasons for which a request must wait. ``Request.gates`` is the set of closed gates.
+
+    While a gate is closed, no new step computes the request. When all gates are open, it continues. Aborts and
+    deadlines always work.
+
+        gate       closed when                                           pages of a running request
+        PREFIX     another request is computing the request's prefix     (it has none yet)
+        SUSPENDED  the reader does not read (``slow_reader="pause"``)    released
+        GRAMMAR    the grammar is being compiled                         kept
+        ADAPTER    the adapter is read, copied, or waits for a slot      (it has none yet)
+
+    PREFIX and ADAPTER belong to admission. PREFIX opens by itself when the other request has computed the pages or has
+    ended. ADAPTER is opened by ``Requests.requeue``. The other gates are closed and opened by ``Requests.close_gate``
+    and ``open_gate``.
+
+    A waiting request with a closed gate stays in the queue for PREFIX. For any other gate it leaves the queue, and
+    returns to its old position later. A running request keeps its pages and its rank, but has no rows. If it is
+    preempted, or if the gate is SUSPENDED, it loses its pages and waits outside the queue.
+    """
+
+    PREFIX = 0
+    SUSPENDED = 1
+    GRAMMAR = 2
+    ADAPTER = 3
+
+    @property
+    def keeps_pages(self) -> bool:
+        """Whether a running request keeps its pages while this gate is closed."""
+        return self is not Gate.SUSPENDED
 
 
 class Request:
@@ -211,3 +242,16 @@ def refusal_of(submit: Submit, *, context_length: int, pool_tokens: int) -> End 
         return None
     message = f"the prompt has {num_prompt} tokens, {limit} with the output; {advice}"
     return End(uid, FinishCode.TOO_LARGE, message=message)
+
+
+def with_image_keys(token_ids: list[int], media: Sequence[Media]) -> list[int]:
+    """Return the ids of a prompt for the prefix cache. Image positions have a negative id, the digest of the content.
+
+    All positions of an image have the same placeholder id, whatever the image shows. With the digest, only equal images
+    share pages. One id for all positions of an image is enough, because the digest also covers the number of positions.
+    """
+    ids = token_ids.copy()
+    for image in media:
+        key = -1 - int.from_bytes(image.content, "big")
+        ids[image.start : image.start + image.num_tokens] = [key] * image.num_tokens
+    return ids

@@ -29,9 +29,8 @@ from aioengine.protocol.messages import (
     Totals,
 )
 from aioengine.scheduler.admission import Pace, refusal_of_late
-from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.queue import Deadlines, Tenants
-from aioengine.scheduler.request import Request, State, refusal_of
+from aioengine.scheduler.request import Gate, Request, State, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -109,10 +108,6 @@ _order = attrgetter("order")
 _rank = attrgetter("rank")
 
 
-class UidInUseError(ValueError):
-    """A request with this uid has not ended."""
-
-
 class Requests:
     """The queue, the running requests, and their pages.
 
@@ -163,10 +158,10 @@ class Requests:
         """Queue a request. End it at once if it can never run, or if it has ``refuse_late`` and would be late.
 
         Raises:
-            UidInUseError: a request with this uid has not ended.
+            ValueError: a request with this uid has not ended.
         """
         if submit.uid in self._requests:
-            raise UidInUseError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
+            raise ValueError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
         refusal = refusal_of(submit, context_length=self._settings.context_length, pool_tokens=self._pool_tokens)
         if refusal is not None:
             self.events.end(refusal)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
     from concurrent.futures import Future
 
     from aioengine.protocol.messages import Adapter, Control, Progress, Reply

@@ -20,15 +20,13 @@ from aioengine.protocol.columns import POOLED_VECTOR, draft_extra
 from aioengine.protocol.messages import End, FinishCode, Stats, StepOutput
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS
 from aioengine.scheduler.drafting import DraftCosts
-from aioengine.scheduler.plan import DISTRIBUTION, TOKENS, VECTOR, StepPlan
+from aioengine.scheduler.plan import DISTRIBUTION, TOKENS, VECTOR, Row, StepPlan, StepResult
 from aioengine.scheduler.planner import Flight, Planner
-from aioengine.scheduler.request import end_of
+from aioengine.scheduler.request import Request, end_of
 from aioengine.scheduler.requests import Requests
 from aioengine.settings.page_groups import PageGroups
 
 if TYPE_CHECKING:
-    from aioengine.scheduler.plan import Row, StepResult
-    from aioengine.scheduler.request import Request
     from aioengine.settings.config import SchedulerSettings
 
 _OUTPUT_NAMES = {TOKENS: "token", VECTOR: "vector", DISTRIBUTION: "distribution"}

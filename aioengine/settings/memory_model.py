@@ -81,7 +81,7 @@ def weights_bytes(
     specs = checkpoint_tensors(config, linear_tensors)
     if table_tensors is not None and isinstance(config, DecoderConfig):
         table = LinearShape(config.names.embedding, config.vocab_size, config.hidden_size, False)
-        is_head = config.task is Task.GENERATE and not config.head
+        is_head = config.task is Task.GENERATE and config.head is None
         specs |= {f"{table.name}.{name}": spec for name, spec in table_tensors(table, is_head).items()}
     num_bytes = sum(spec.num_bytes(itemsize) for spec in specs.values())
     if isinstance(config, VisionConfig):
@@ -153,17 +153,22 @@ class KVCache(Struct, frozen=True, kw_only=True):
         return (len(groups[0]) * self.layer_elements, windows) if windows else (self.elements_per_token, (None,))
 
 
+def effective_windows(windows: tuple[int | None, ...], context_length: int) -> tuple[int | None, ...]:
+    """Drop windows that no request of ``context_length`` tokens exceeds. Returns () if no window is left."""
+    effective = tuple(None if window is None or window >= context_length else window for window in windows)
+    return effective if any(effective) else ()
+
+
 def kv_cache(config: TransformerConfig, context_length: int) -> KVCache:
     """Return the KV cache of requests of up to ``context_length`` tokens. A model that is not causal has none."""
     decoder = config if isinstance(config, DecoderConfig) else None
     num_states = sum(map(decoder.keeps_state, range(config.num_layers))) if decoder is not None else 0
     sides = 1 if decoder is not None and decoder.attention.latent is not None else 2  # a latent vector; or k and v
-    windows = tuple(None if window is None or window >= context_length else window for window in config.windows)
     return KVCache(
         num_layers=config.num_layers - num_states if config.is_causal else 0,
         layer_elements=sides * config.num_kv_heads * config.head_size,
         head_size=config.head_size,
-        windows=windows if config.is_causal and any(windows) else (),
+        windows=effective_windows(config.windows, context_length) if config.is_causal else (),
     )
 
 

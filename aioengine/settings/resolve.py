@@ -94,6 +94,7 @@ def resolve(
     model_settings = _model_settings(config, model, dtype)
     if model_settings.quantization:
         quantized_formats.check("quantization", model_settings.quantization, device_name)
+    ranks = _rank_settings(config, model)
     if is_on_gpu:
         _check_gpus(config.device, config.supervision.num_replicas, device.num_gpus)
     graph_rows = 0
@@ -123,7 +124,7 @@ def resolve(
             logprobs_mode=config.logprobs_mode,
             logits_processors=config.device.logits_processors,
             lora=_lora_settings(config.lora, model, adapters),
-            ranks=_rank_settings(config, model),
+            ranks=ranks,
             num_replicas=config.supervision.num_replicas,
             base_gpu_id=config.device.base_gpu_id,
         ),

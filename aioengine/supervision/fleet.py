@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from aioengine.logs import warn
-from aioengine.protocol.messages import Control, Reply, Stats, Submit, TextChunks, Totals
+from aioengine.protocol.messages import Control, Reply, Stats, Submit, TextChunks, ToFrontend, ToScheduler, Totals
 from aioengine.supervision.routing import Routes
 from aioengine.supervision.supervisor import Events, Supervisor, describe_loss
 from aioengine.supervision.tasks import EngineTask
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from aioengine.errors import EngineError
-    from aioengine.protocol.messages import ToFrontend, ToScheduler
     from aioengine.supervision.incarnation import ProcessState
 
 logger = logging.getLogger(__name__)

@@ -11,12 +11,11 @@ import msgspec
 
 from aioengine.errors import EngineStartupError, describe_exit
 from aioengine.protocol.codec import fingerprint
-from aioengine.protocol.messages import Failed, Progress, Ready
+from aioengine.protocol.messages import Failed, Progress, Ready, Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aioengine.protocol.messages import Role
     from aioengine.supervision.launchers._base import RunningChild
 
 # A child that fails reports the reason just before it exits. The report may arrive after the exit is noticed.

@@ -38,7 +38,7 @@ from aioengine.protocol.messages import (
     TextChunks,
 )
 from aioengine.supervision.handshake import Handshake
-from aioengine.supervision.launchers._base import KILL_WAIT_S
+from aioengine.supervision.launchers._process_child import KILL_WAIT_S
 from aioengine.supervision.tasks import EngineTask, post, runs_here
 from aioengine.transport.base import BacklogFullError
 

@@ -24,7 +24,7 @@ from aioengine.errors import EngineError
 from aioengine.logs import log, warn
 from aioengine.protocol.messages import SCHEDULER, Progress, Reply, Stats, TextChunks, ToFrontend, Totals
 from aioengine.protocol.orders import ROLES
-from aioengine.supervision.incarnation import Incarnation, Loss
+from aioengine.supervision.incarnation import Incarnation, Loss, ProcessState
 from aioengine.supervision.ledger import CrashCause, Ledger
 from aioengine.supervision.tasks import EngineTask
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.messages import Role, ToScheduler
     from aioengine.settings.config import Settings, SupervisionConfig
-    from aioengine.supervision.incarnation import ProcessState
     from aioengine.supervision.launchers._base import Launcher
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,7 @@
 """FakeRunner: a runner without a model. The next token is a hash of all previous tokens, read from simulated pages.
 
 Each row writes its token ids to the slots of its positions, and the sampled token depends on all slots of the request.
-So a mistake in positions, pages, chunks, prefix hits, preemption or overlap changes the output. ``reference_output``
-computes the correct output without pages and steps.
+So a mistake in positions, pages, chunks, prefix hits, preemption or overlap changes the output.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Self
 
-    from aioengine.protocol.messages import Adapter, Control, Limits, Progress, Sampling
+    from aioengine.protocol.messages import Adapter, Control, Progress, Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.scheduler.plan import Row, StepPlan
     from aioengine.settings.config import Settings
@@ -63,8 +62,7 @@ class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     request (the sampled token and forced tokens). accepts: digits, used cyclically: the n-th digit is the maximum
     number of drafts that the n-th row with drafts of a request accepts. gives_extras: each token has an extra,
     ``extra_of``.
-    step_time_s, token_time_s: time of the device for a step, and for each token of it. adapter_s: time to read an
-    adapter.
+    step_time_s: time of the device for a step. adapter_s: time to read an adapter.
     """
 
     vocab_size: int = 256
@@ -75,7 +73,6 @@ class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     accepts: str = "0"
     gives_extras: bool = False
     step_time_s: float = 0.0
-    token_time_s: float = 0.0
     adapter_s: float = 0.0
 
     def candidates(self) -> list[int]:
@@ -121,29 +118,9 @@ def _mix(number: int) -> int:
     return number ^ (number >> 31)
 
 
-def reference_output(
-    prompt_token_ids: list[int], sampling: Sampling, limits: Limits, model: FakeModel, *, adapter: int = 0
-) -> list[int]:
-    """Return the complete output of a request, by definition. adapter: its number; 0: none."""
-    next_token = NextToken(model)
-    token_ids = list(prompt_token_ids)
-    while len(token_ids) < len(prompt_token_ids) + limits.max_new_tokens:
-        checksum = zlib.crc32(array("q", [token_id + (adapter << 32) for token_id in token_ids]))
-        token_ids.append(next_token(checksum, len(token_ids), len(prompt_token_ids), sampling))
-        num_before = len(token_ids) - len(prompt_token_ids) - 1
-        if token_ids[-1] in limits.stop_token_ids and num_before >= limits.min_new_tokens:
-            break
-    return token_ids[len(prompt_token_ids) :]
-
-
 def fake_vector(number: int) -> bytes:
     """Return ``HIDDEN_SIZE`` floats from -1 to 1 that depend on the number."""
     return pack(f"<{HIDDEN_SIZE}f", *((_mix(number + (i << 32)) >> 40) / (1 << 23) - 1 for i in range(HIDDEN_SIZE)))
-
-
-def reference_vector(prompt_token_ids: list[int]) -> bytes:
-    """Return the vector of a pooled request, which depends on the checksum of its prompt."""
-    return fake_vector(zlib.crc32(array("q", prompt_token_ids)))
 
 
 def fake_states(uid: int, sampling: Sampling, position: int, num_prompt: int) -> list[Extra]:
@@ -256,7 +233,7 @@ class FakeRunner:
         num_adapter_slots: int = 0,
     ) -> None:
         self._model = model
-        self._faults = faults
+        self._faults = faults or Faults()
         self._page_size = page_size
         self._num_pages = num_pages
         self._next_token = NextToken(model)
@@ -276,10 +253,9 @@ class FakeRunner:
         """Build a runner from ``settings``. ``options`` has fields of ``FakeModel`` and ``Faults``."""
         options: dict[str, object] = {"vocab_size": settings.model.vocab_size, **settings.runner.options}
         for_faults = {name: options.pop(name) for name in Faults.__struct_fields__ if name in options}
-        faults = msgspec.convert(for_faults, Faults) if for_faults else None
+        faults = msgspec.convert(for_faults, Faults)
         model = msgspec.convert(options, FakeModel)
-        if faults is not None:
-            faults.on_start()
+        faults.on_start()
         return cls(
             model,
             num_pages=settings.memory.num_pages or DEFAULT_NUM_PAGES,
@@ -306,8 +282,7 @@ class FakeRunner:
     def launch(self, plan: StepPlan) -> FakeTicket:
         """Compute the step and record when the device would finish it. Raises RuntimeError for a wrong plan."""
         self._step += 1
-        if self._faults is not None:
-            self._faults.on_launch(self._step)
+        self._faults.on_launch(self._step)
         for uid in plan.closed:
             self._rows.pop(uid, None)
         for opened in plan.new_rows:
@@ -320,12 +295,11 @@ class FakeRunner:
         for row in plan.rows:
             self._compute(row, result)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
-        if self._faults is not None and self._faults.fail_row_at == self._step and with_outputs:
+        if self._faults.fail_row_at == self._step and with_outputs:
             result.failed[with_outputs[0]] = f"as asked for by fail_row_at={self._step}"
         rejected = [(self._rows[uid], count) for uid, count in result.num_rejected.items()]
-        cost_s = self._model.step_time_s + self._model.token_time_s * plan.num_tokens
-        if cost_s:
-            self._busy_until = max(self._busy_until, time.monotonic()) + cost_s
+        if self._model.step_time_s:
+            self._busy_until = max(self._busy_until, time.monotonic()) + self._model.step_time_s
         self._num_in_flight += 1
         return FakeTicket(self._step, result, self._busy_until, rejected)
 
@@ -336,8 +310,7 @@ class FakeRunner:
             held.num_rejected -= count
         if ticket.done_at > 0:  # its steps take time
             time.sleep(max(0.0, ticket.done_at - time.monotonic()))
-        if self._faults is not None:
-            self._faults.on_collect(ticket.step)
+        self._faults.on_collect(ticket.step)
         return ticket.result
 
     @property
@@ -348,11 +321,10 @@ class FakeRunner:
         self._rows.clear()
 
     def _echo(self, message: Control) -> Reply:
-        """Return the arguments and the payload, the number of launched steps, and how many of them are in flight."""
-        if self._faults is not None:
-            self._faults.on_control(message.name)
+        """Return the arguments, the number of launched steps, and how many of them are in flight."""
+        self._faults.on_control(message.name)
         data = {"arguments": message.arguments, "num_steps": self._step, "num_in_flight": self._num_in_flight}
-        return Reply(message.call_id, True, data=msgspec.json.encode(data).decode(), payload=message.payload)
+        return Reply(message.call_id, True, data=msgspec.json.encode(data).decode())
 
     def _compute(self, row: Row, result: StepResult) -> None:
         """Write the tokens of a row to its slots, and add its results to ``result``."""
@@ -436,8 +408,7 @@ class FakeRunner:
         """Write tokens of a request to the slots of its positions from ``start`` on."""
         size = self._page_size
         for position, token_id in enumerate(token_ids, start):
-            if self._faults is not None:
-                self._faults.on_token(token_id)
+            self._faults.on_token(token_id)
             slot = held.pages[position // size] * size + position % size
             self._slots[slot] = token_id + (held.adapter << 32)
 

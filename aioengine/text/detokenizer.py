@@ -20,7 +20,7 @@ from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from aioengine.text.token_table import TokenTable
+from aioengine.text.token_table import DecoderRule, TokenTable
 
 if TYPE_CHECKING:
     from aioengine.text.stop import StopMatcher
@@ -221,12 +221,12 @@ def _decode_utf8(data: bytes) -> tuple[str, bytes]:
 
 
 class TextPipeline:
-    """Decodes the output ids of one request up to a stop.
+    """Decodes the output ids of one request up to a stop. With stops, push ids one by one to find the id that completes
+    one.
 
-    The text of an id may be returned by a later ``push``, or by ``flush``.
+    The text of an id may be returned by a later ``push``, or by ``flush``. After a stop, all text is dropped.
 
     Attributes:
-        matched: the stop string or pattern that ended the text, else None.
         search: the search for stop patterns; None if the request has none.
     """
 
@@ -234,37 +234,22 @@ class TextPipeline:
         self._detokenizer = detokenizer
         self._stops = stops
         self.search = None if stops is None else stops.search
-        self.matched: str | None = None
 
-    def push(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
-        """Add ids. Return the new text, the number of these ids that belong to the output, and the stop or None.
+    @property
+    def matched(self) -> str | None:
+        """The stop string or pattern that ended the text, else None."""
+        return None if self._stops is None else self._stops.matched
 
-        The id that completes a stop is the last id of the output.
-
-        Raises:
-            RequestError: a stop pattern took too long.
-        """
-        stops = self._stops
-        if stops is None:
-            return self._detokenizer.push(token_ids), len(token_ids), None
-        if self.matched is not None:
-            return "", 0, self.matched
-        text = ""
-        num_consumed = 0
-        for token_id in token_ids:  # one by one, to find the id that completes a stop
-            text += stops.push(self._detokenizer.push((token_id,)))
-            num_consumed += 1
-            if stops.matched is not None:
-                self.matched = stops.matched
-                break
-        return text, num_consumed, self.matched
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add ids, and return the new text. Raises RequestError if a stop pattern took too long."""
+        text = self._detokenizer.push(token_ids)
+        return text if self._stops is None else self._stops.push(text)
 
     def flush(self) -> str:
         """Return the rest of the text, after the last id. The rest may contain a stop, which sets ``matched``."""
-        if self._stops is None:
-            return self._detokenizer.flush()
-        if self.matched is not None:
-            return ""
-        text = self._stops.push(self._detokenizer.flush())
-        self.matched = self._stops.matched
-        return text + self._stops.flush()
+        text = self._detokenizer.flush()
+        return text if self._stops is None else self._stops.push(text) + self._stops.flush()
+
+
+NO_TEXT = TextPipeline(TableDetokenizer(TokenTable({}, DecoderRule())))
+"""The pipeline of requests without a tokenizer: no id has text."""

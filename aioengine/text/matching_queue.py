@@ -29,7 +29,7 @@ LONG_S: Final = 0.001
 """After a longer match, ``take`` chooses the request again."""
 
 
-class Token(NamedTuple):
+class QueuedToken(NamedTuple):
     """An id of a request.
 
     Attributes:
@@ -51,7 +51,7 @@ class MatchingQueue:
     """
 
     def __init__(self) -> None:
-        self.waiting: dict[int, tuple[OpenText, deque[Token | End]]] = {}
+        self.waiting: dict[int, tuple[OpenText, deque[QueuedToken | End]]] = {}
         self.used_s = 0.0
         self._next_uid: int | None = None  # the request of the next entry, until one of its entries takes long
         self._rests_until = 0.0
@@ -71,7 +71,7 @@ class MatchingQueue:
         """Whether a token of this request has to wait."""
         return request.uid in self.waiting or self.is_exhausted or request.is_slow
 
-    def add(self, request: OpenText, entry: Token | End) -> None:
+    def add(self, request: OpenText, entry: QueuedToken | End) -> None:
         """Queue a token or the end of a request after its other tokens."""
         _, entries = self.waiting.setdefault(request.uid, (request, deque()))
         entries.append(entry)
@@ -83,7 +83,7 @@ class MatchingQueue:
         _, entries = self.waiting.pop(uid)
         return isinstance(entries[-1], End)
 
-    def take(self) -> tuple[OpenText, Token | End]:
+    def take(self) -> tuple[OpenText, QueuedToken | End]:
         """Remove and return the next entry of the request whose patterns take the least time.
 
         The same request is used again, until it has no entry or a match takes longer than ``LONG_S``.

@@ -9,53 +9,20 @@ used.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from string import hexdigits
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
 TokenText = str | bytes
 """``bytes`` if the bytes of the token alone are not valid UTF-8, else ``str``."""
 
 
-class AddedToken(TypedDict):
-    """An entry of ``added_tokens``. Its flags for stripping and normalizing matter only for encoding."""
-
-    id: int
-    content: str
-    special: bool
-
-
-class TokenizerModel(TypedDict):
-    """The ``model`` section: ids by token, or (Unigram) a list of token and score whose index is the id."""
-
-    vocab: dict[str, int] | list[tuple[str, float]]
-
-
-class Decoder(TypedDict, total=False):
-    """The ``decoder`` section; which keys are present depends on ``type``."""
-
-    type: str
-    decoders: Sequence[Decoder]
-    pattern: dict[str, str]
-    content: str
-    start: int
-    stop: int
-    replacement: str
-    prepend_scheme: str
-    add_prefix_space: bool
-    prefix: str
-    cleanup: bool
-
-
-class TokenizerFile(TypedDict):
-    """The parts of a parsed ``tokenizer.json`` that decoding needs."""
-
-    added_tokens: Sequence[AddedToken]
-    decoder: Decoder | None
-    model: TokenizerModel
+Json = Mapping[str, Any]
+"""An object of ``tokenizer.json``."""
 
 
 class TokenTable(dict[int, TokenText]):
@@ -89,7 +56,7 @@ class TokenTable(dict[int, TokenText]):
         return None if token is None else self._rule.text_of(token, is_first=True)
 
 
-def read_token_table(tokenizer: TokenizerFile, *, skip_special_tokens: bool = True) -> TokenTable | None:
+def read_token_table(tokenizer: Json, *, skip_special_tokens: bool = True) -> TokenTable | None:
     """Return the table for a parsed ``tokenizer.json``, or None if its decoder needs more than a table.
 
     As when ``tokenizers`` decodes, no spaces are added between special tokens.
@@ -97,10 +64,10 @@ def read_token_table(tokenizer: TokenizerFile, *, skip_special_tokens: bool = Tr
     rule = read_decoder(tokenizer["decoder"])
     if rule is None:
         return None
-    vocab = tokenizer["model"]["vocab"]
+    vocab: dict[str, int] | list[tuple[str, float]] = tokenizer["model"]["vocab"]
     if isinstance(vocab, dict):
         tokens = {token_id: token for token, token_id in vocab.items()}
-    else:
+    else:  # Unigram: the index of a token is its id
         tokens = dict(enumerate(entry[0] for entry in vocab))
     added = tokenizer["added_tokens"]
     tokens.update((token["id"], token["content"]) for token in added)
@@ -140,7 +107,7 @@ class DecoderRule:
         return self.finish(token)
 
 
-def read_decoder(decoder: Decoder | None) -> DecoderRule | None:
+def read_decoder(decoder: Json | None) -> DecoderRule | None:
     """Return the rule of a decoder section, or None if it cannot be written as a rule.
 
     Stages before ``Fuse``, ``ByteLevel`` or ``ByteFallback`` work on single tokens. After ``ByteFallback``, only
@@ -148,7 +115,7 @@ def read_decoder(decoder: Decoder | None) -> DecoderRule | None:
     """
     rule = DecoderRule()
     if decoder is None:
-        rule.stages.append(Stage(first=str, later=_with_space_before))
+        rule.stages.append(Stage(first=str, later=" ".__add__))
         return rule
     is_fused = has_bytes = False
     for part in _flat(decoder):
@@ -174,13 +141,13 @@ def read_decoder(decoder: Decoder | None) -> DecoderRule | None:
     return rule
 
 
-def _flat(decoder: Decoder) -> list[Decoder]:
+def _flat(decoder: Json) -> list[Json]:
     if decoder.get("type") != "Sequence":
         return [decoder]
     return [leaf for part in decoder.get("decoders", ()) for leaf in _flat(part)]
 
 
-def _read_replace(part: Decoder) -> Stage | None:
+def _read_replace(part: Json) -> Stage | None:
     text, content = part.get("pattern", {}).get("String"), part.get("content", "")
     if not text:
         return None
@@ -191,7 +158,7 @@ def _read_replace(part: Decoder) -> Stage | None:
     return Stage(replace, replace)
 
 
-def _read_strip(part: Decoder) -> Stage:
+def _read_strip(part: Json) -> Stage:
     content, start, stop = part.get("content", " "), part.get("start", 0), part.get("stop", 0)
 
     def strip(token: str) -> str:
@@ -202,7 +169,7 @@ def _read_strip(part: Decoder) -> Stage:
     return Stage(strip, strip)
 
 
-def _read_metaspace(part: Decoder) -> Stage:
+def _read_metaspace(part: Json) -> Stage:
     mark = part.get("replacement", "\u2581")
     scheme = part.get("prepend_scheme") or ("always" if part.get("add_prefix_space", True) else "never")
 
@@ -231,7 +198,7 @@ CLEANUP = (
 """Replacements that the WordPiece decoder of ``tokenizers`` makes in each token, in this order."""
 
 
-def _read_wordpiece(part: Decoder) -> Stage:
+def _read_wordpiece(part: Json) -> Stage:
     prefix, cleanup = part.get("prefix", "##"), part.get("cleanup", True)
 
     def first(token: str) -> str:
@@ -246,17 +213,13 @@ def _read_wordpiece(part: Decoder) -> Stage:
     return Stage(first, later)
 
 
-_STAGES: dict[str, Callable[[Decoder], Stage | None]] = {
+_STAGES: dict[str, Callable[[Json], Stage | None]] = {
     "Replace": _read_replace,
     "Strip": _read_strip,
     "Metaspace": _read_metaspace,
     "WordPiece": _read_wordpiece,
 }
 """Reads the decoders that work on single tokens."""
-
-
-def _with_space_before(token: str) -> str:
-    return f" {token}"
 
 
 # ---------------------------------------------------------------- tokens that stand for bytes

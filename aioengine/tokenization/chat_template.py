@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
@@ -16,11 +16,8 @@ import msgspec
 
 from aioengine.api import checks
 from aioengine.model_files import folder_files
-from aioengine.tokenization.tokenizer_limits import read_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from aioengine.tokenization.template_language import Template
 
 Json: TypeAlias = dict[str, object]
@@ -33,8 +30,6 @@ Source: TypeAlias = str | os.PathLike[str]
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 MAX_TEMPLATE_BYTES: Final = 128 * 1024
 MAX_NAME_BYTES: Final = 256
-MAX_VALUES: Final = 200_000
-"""Maximum values in the messages, in the tools, and in each variable. A value in two places counts twice."""
 MAX_COMPILED: Final = 32
 """Maximum number of compiled templates in the cache. Calls may bring their own."""
 
@@ -217,7 +212,7 @@ def check_files(folder: Path) -> None:
     The tokenizers library makes more checks when it reads the file, while the processes start.
     """
     if not folder_files.is_gguf(folder):
-        read_tokenizer(folder / folder_files.TOKENIZER)
+        folder_files.read_tokenizer(folder / folder_files.TOKENIZER)
     folder_files.added_texts(folder)
     read_chat_templates(folder)
 
@@ -236,9 +231,7 @@ def template_variables(keywords: Mapping[str, object]) -> dict[str, object]:
     more = variables.pop(VARIABLES, None)
     if more is None:
         return variables
-    if not isinstance(more, Mapping):
-        raise checks.wrong_type(VARIABLES, "a dict of variables for the chat template", more)
-    for key, value in cast("Mapping[object, object]", more).items():
+    for key, value in checks.mapping(VARIABLES, more, allowed="a dict of variables for the chat template").items():
         name = checks.text(f"{VARIABLES} keys", key, max_bytes=MAX_NAME_BYTES)
         if name in _NOT_VARIABLES:
             raise ValueError(f"{VARIABLES} has {name!r}, which is not a variable of a chat template")
@@ -296,27 +289,15 @@ def _plain(name: str, value: object) -> object:
 
     Raises:
         TypeError: it contains other objects.
-        ValueError: it is nested too deeply, or has too many values.
+        ValueError: it is nested too deeply.
     """
+
+    def as_dict(part: object) -> object:
+        if isinstance(part, Mapping):
+            return dict(cast("Message", part))
+        raise checks.wrong_type(name, "made of dicts, lists, text, numbers, True, False and None", part)
+
     try:
-        return _copied(name, value, count(1))
-    except RecursionError:
+        return json.loads(json.dumps(value, default=as_dict))
+    except (ValueError, RecursionError):
         raise ValueError(f"{name} is nested too deeply, or contains itself") from None
-
-
-def _copied(name: str, value: object, numbers: Iterator[int]) -> object:
-    if next(numbers) > MAX_VALUES:
-        raise ValueError(f"{name} has more than {MAX_VALUES} values")
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, str):  # for members of an enumeration, str(value) would be the name
-        return str.__str__(value)
-    if isinstance(value, int | float):
-        return int(value) if isinstance(value, int) else float(value)
-    if isinstance(value, Mapping):
-        entries = cast("Mapping[object, object]", value).items()
-        return {cast("str", _copied(name, key, numbers)): _copied(name, entry, numbers) for key, entry in entries}
-    if isinstance(value, list | tuple):
-        copies = [_copied(name, entry, numbers) for entry in cast("Sequence[object]", value)]
-        return tuple(copies) if isinstance(value, tuple) else copies
-    raise checks.wrong_type(name, "made of dicts, lists, text, numbers, True, False and None", value)

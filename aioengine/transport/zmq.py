@@ -22,12 +22,11 @@ import zmq
 from aioengine.file_descriptors import SpareDescriptors
 from aioengine.logs import log
 from aioengine.protocol.codec import MAX_FRAME_BYTES, BadFrameError, FrameDecoder, FrameEncoder, FrameTooLargeError
-from aioengine.transport.addresses import hide
+from aioengine.transport.addresses import Listener, hide
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
     from aioengine.protocol.messages import Message
-    from aioengine.transport.addresses import Listener
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ZmqError = zmq.ZMQError

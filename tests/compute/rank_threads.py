@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from aioengine import models
-from aioengine.layers.placement import Shard
+from aioengine.layers.layer import Shard
 from aioengine.layers.ranks import RankGroup
 from aioengine.model_files.quantization import read_config
 from aioengine.processes.runner_process import RankService

@@ -13,7 +13,7 @@ from aioengine.attention.fused import FusedAttention, serves
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.state_types import StateRows
-from aioengine.layers.states import StepStates
+from aioengine.layers.mixer import StepStates
 from aioengine.models._base import Model, ModelInputs, ModelOptions
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.state_pool import StatePool

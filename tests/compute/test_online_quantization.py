@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import GraniteMoeConfig, PreTrainedConfig, Qwen2MoeConfig, YoutuConfig
 
 from aioengine import models, plugins
-from aioengine.layers.linear import Linear, Stored
-from aioengine.layers.placement import WHOLE, Placement, Shard
+from aioengine.layers.layer import WHOLE, Placement, Shard
+from aioengine.layers.linear import Linear
 from aioengine.model_files.checkpoint import read_headers
 from aioengine.model_files.online_quantization import Method, OnlineQuantization
 from aioengine.models._base import Model, ModelOptions
@@ -251,7 +251,8 @@ def test_ranks_quantize_their_shares(axis: Axis, is_transposed: bool, method: Me
             placement(method, shard=Shard(rank, 2), group_size=32),
             bias=True,
             divided=axis,
-            stored=Stored(order, is_transposed),
+            order=order,
+            is_transposed=is_transposed,
         )
         read_all(read_headers(tmp_path, ""), layer.weights(), lambda done, total: None)
         layer.finish_loading()

@@ -16,9 +16,8 @@ from aioengine.families._experts import ExpertsConfig
 from aioengine.families._tensors import expert_tensors
 from aioengine.kernels.triton import launcher
 from aioengine.layers.experts import SparseMLP
-from aioengine.layers.layer import Layer
+from aioengine.layers.layer import Layer, Placement, Target
 from aioengine.layers.linear import Linear
-from aioengine.layers.placement import Placement, Target
 from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.model_files.gguf_quantization import KEPT, StoredTypes
 from aioengine.model_files.online_quantization import Method, OnlineQuantization

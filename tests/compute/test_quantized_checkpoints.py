@@ -18,12 +18,13 @@ from aioengine.families._block_config import LinearShape
 from aioengine.families._config import Task
 from aioengine.kernels import code_linear
 from aioengine.kernels.codes import Codes
+from aioengine.layers.layer import Placement
 from aioengine.layers.linear import Linear
-from aioengine.layers.placement import Placement
 from aioengine.model_files.checkpoint import check_folder
 from aioengine.model_files.quantization import TEXTS, read_quantization, split_config
 from aioengine.model_files.quantized_formats import FORMATS, WIDENED
 from aioengine.models._base import Model, ModelOptions
+from aioengine.models._fallback import TransformersFolder
 from aioengine.quantization._base import LinearSpec
 from aioengine.quantization.plain import plain as plain_format
 from aioengine.quantization.stored import formats
@@ -247,7 +248,7 @@ def test_transformers_code_reads_quantized_linear_layers(name: str, changes: dic
     for stored, format_of in ((plain, plain_format), (quantized, formats(quantization))):
         save_file(stored, tmp_path / "model.safetensors")
         options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, format_of=format_of)
-        folder = models.fallback(tmp_path, Task.GENERATE, trust_remote_code=False, has_weights=True)
+        folder = TransformersFolder(tmp_path, Task.GENERATE, trust_remote_code=False, has_weights=True)
         model = folder.load(options)
         weights.load(model, tmp_path, load_format="auto", seed=0, report=lambda done, total: None)
         results.append(Stepper(model).run(PROMPT, [4, 2]))

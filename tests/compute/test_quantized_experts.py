@@ -18,9 +18,9 @@ from aioengine import models, plugins
 from aioengine.api.args import engine_config
 from aioengine.families._experts import ExpertsConfig
 from aioengine.kernels.codes import Codes
-from aioengine.layers.coded_experts import CodedExperts
+from aioengine.layers.expert_tensors import CodedExperts
 from aioengine.layers.experts import SparseMLP
-from aioengine.layers.placement import Placement
+from aioengine.layers.layer import Placement
 from aioengine.model_files.checkpoint import check_folder
 from aioengine.model_files.model_folder import find_facts
 from aioengine.model_files.quantization import TEXTS, split_config

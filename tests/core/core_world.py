@@ -18,12 +18,13 @@ from aioengine.protocol.messages import (
     TextRules,
 )
 from aioengine.scheduler.core import SchedulerCore
-from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.plan import TOKENS
+from aioengine.scheduler.request import Gate
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.page_groups import PageGroups
-from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket, reference_output, reference_vector
+from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket
 from tests.core.windowed_runner import WindowedFakeRunner
+from tests.kit.fake_reference import reference_output, reference_vector
 from tests.kit.settings import small_settings
 
 if TYPE_CHECKING:

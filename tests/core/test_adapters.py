@@ -17,11 +17,12 @@ from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, C
 from aioengine.scheduler import adapter_loading
 from aioengine.scheduler.adapter_loading import Adapters, Copies
 from aioengine.scheduler.core import SchedulerCore
-from aioengine.scheduler.gates import Gate
+from aioengine.scheduler.request import Gate
 from aioengine.scheduler.scheduler import Scheduler
-from aioengine.testing.fake_runner import FakeAdapter, FakeRunner, read_fake_adapter, reference_output
+from aioengine.testing.fake_runner import FakeAdapter, FakeRunner, read_fake_adapter
 from tests.core.core_world import NO_EOS, WatchedRunner, World, random_requests, settings_of, submit_of
 from tests.kit.fake_adapters import write_adapter
+from tests.kit.fake_reference import reference_output
 
 if TYPE_CHECKING:
     from aioengine.protocol.messages import StepOutput, Submit

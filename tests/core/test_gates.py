@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.protocol.messages import FinishCode, Limits, Submit
-from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.planner import MAX_LATER
+from aioengine.scheduler.request import Gate
 from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import FinishCode, Limits, RequestKind, Sampling, Submit
-from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan, StepResult
+from aioengine.scheduler.request import Gate
 from aioengine.testing.fake_runner import FakeRunner
 from aioengine.testing.faults import Faults
 from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of

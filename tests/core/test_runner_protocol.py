@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -67,8 +68,8 @@ def test_runner_that_fans_out_to_ranks_gives_the_same_tokens() -> None:
     world.submit(submit_of(1, list(range(20))), submit_of(2, [1, 2, 3], temperature=1.0))
     world.run()
     world.check_all_over()
-    reply = runner.controls[ECHO](Control(3, ECHO, payload=b"ab"))
-    assert (reply.call_id, reply.payload) == (3, b"ab")
+    reply = runner.controls[ECHO](Control(3, ECHO, {"rank": 8}))
+    assert (reply.call_id, json.loads(reply.data)["arguments"]) == (3, {"rank": 8})
 
 
 def test_steps_are_on_the_board_from_launch_to_collection() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from aioengine.protocol.messages import FinishCode, Limits
 from aioengine.scheduler.core import SchedulerCore
-from aioengine.scheduler.gates import Gate
+from aioengine.scheduler.request import Gate
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 from aioengine.testing.faults import Faults

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from aioengine.protocol.messages import FinishCode, Limits
-from aioengine.scheduler.gates import Gate
+from aioengine.scheduler.request import Gate
 from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])

@@ -12,9 +12,10 @@ from msgspec.structs import replace
 from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns
 from aioengine.protocol.messages import FinishCode, Limits
 from aioengine.scheduler.plan import Row, StepResult
-from aioengine.testing.fake_runner import FakeModel, FakeTicket, extra_of, reference_vector
+from aioengine.testing.fake_runner import FakeModel, FakeTicket, extra_of
 from tests.core.core_world import World, random_requests, settings_of, submit_of
 from tests.core.test_pooling import pooled
+from tests.kit.fake_reference import reference_vector
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 

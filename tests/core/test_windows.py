@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.protocol.messages import FinishCode, Limits, RequestKind
-from aioengine.scheduler.gates import Gate
+from aioengine.scheduler.request import Gate
 from aioengine.settings.page_groups import PageGroups
 from aioengine.testing.fake_runner import FakeModel
 from aioengine.testing.faults import Faults

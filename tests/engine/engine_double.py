@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from aioengine.api.engine import AsyncEngine
 from aioengine.frontend.engine_parts import Blueprint
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Abort, Control, End, FinishCode, Reply, Stats, Submit, TextChunks
 from aioengine.settings.config import QueueConfig
+from aioengine.supervision.incarnation import ProcessState
 from aioengine.supervision.supervisor import Events
 from tests.kit.settings import small_settings
 
@@ -67,16 +68,6 @@ class CodePoints:
         if messages[0]["role"] == "nobody":
             raise ValueError("unknown role")
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
-
-
-class State(NamedTuple):
-    """What ``processes()`` returns."""
-
-    role: str
-    pid: int
-    alive: bool
-    last_heartbeat_s: float | None = None
-    last_step_s: float | None = None
 
 
 class Request:
@@ -197,8 +188,9 @@ class Double:
     def finished_ids(self, uid: int) -> list[int] | None:
         return None
 
-    def processes(self) -> list[State]:
-        return [State("scheduler", 11, not self.is_stopped), State("detokenizer", 12, not self.is_stopped)]
+    def processes(self) -> list[ProcessState]:
+        roles = enumerate(("scheduler", "detokenizer"), 11)
+        return [ProcessState(role, pid, not self.is_stopped, None, None) for pid, role in roles]
 
 
 class World:

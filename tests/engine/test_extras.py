@@ -13,8 +13,9 @@ from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, Extra
 from aioengine.protocol.messages import FinishCode, Limits, RequestKind, Sampling, Submit, TextChunks, TextRules
 from aioengine.settings.config import Settings
 from aioengine.testing.fake_engine import FakeSetup
-from aioengine.testing.fake_runner import extra_of, reference_vector
+from aioengine.testing.fake_runner import extra_of
 from aioengine.testing.faults import Faults
+from tests.kit.fake_reference import reference_vector
 from tests.processes.engine_kit import Frontend
 
 PARAMS = {"max_new_tokens": 40, "temperature": 1.0, "seed": 5, "stop": "qzqz"}

@@ -16,7 +16,7 @@ import pytest
 
 from aioengine import AsyncEngine, Engine
 from aioengine.families._tensors import checkpoint_tensors
-from aioengine.families.mistral import MistralFamily
+from aioengine.families.llama import MistralFamily
 from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.kit.source import ROOT
 from tests.kit.waiting import wait_until

@@ -9,12 +9,12 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MixtralConfig, NemotronConfig, Qwen3Config
 
-from aioengine import models
 from aioengine.families._config import Task
 from aioengine.kernels import rotate_qk
 from aioengine.kernels.heads import write_heads
 from aioengine.kernels.kv_target import KVTarget
-from aioengine.models._base import ModelOptions
+from aioengine.models._base import Model, ModelOptions
+from aioengine.models._fallback import TransformersFolder
 from aioengine.protocol.messages import Adapter
 from aioengine.runner import weights
 from aioengine.runner.build import build
@@ -67,9 +67,9 @@ def save(config: PreTrainedConfig, folder: Path) -> Any:
     return model
 
 
-def load(folder: Path, dtype: torch.dtype) -> models.Model:
+def load(folder: Path, dtype: torch.dtype) -> Model:
     options = ModelOptions(dtype=dtype, device=CUDA, max_positions=64)
-    model = models.fallback(folder, Task.GENERATE, trust_remote_code=False, has_weights=True).load(options)
+    model = TransformersFolder(folder, Task.GENERATE, trust_remote_code=False, has_weights=True).load(options)
     weights.load(model, folder, load_format="safetensors", seed=0, report=lambda *_: None)
     return model
 

@@ -12,7 +12,7 @@ from aioengine.kernels.causal_conv import causal_conv
 from aioengine.kernels.gated_delta import gated_delta
 from aioengine.kernels.norms import gated_rms_norm
 from aioengine.kernels.state_types import DeltaGates, StateRows
-from aioengine.layers.states import token_blocks
+from aioengine.layers.mixer import token_blocks
 from tests.compute.models.test_hybrids import WITH_EXPERTS, make_config, make_granite, make_lfm2, make_settings
 from tests.compute.runner_world import World
 from tests.gpu.test_kernels import in_torch

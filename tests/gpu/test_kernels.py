@@ -248,7 +248,7 @@ def test_sampling() -> None:
 @pytest.mark.parametrize("num_tokens", [96, 2048, 151_936, 151_937])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_masks_of_grammars(num_tokens: int, dtype: torch.dtype) -> None:
-    from aioengine.kernels.triton.grammar_mask import mask
+    from aioengine.kernels.triton.logits import mask
 
     words = torch.randint(-(2**31), 2**31, (3, -(-num_tokens // 32)), device="cuda", dtype=torch.int64).int()
     logits = random(6, num_tokens + 5, dtype=dtype)[:, :num_tokens]

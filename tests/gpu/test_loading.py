@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
-from aioengine.layers.placement import Slice, Target
+from aioengine.layers.layer import Slice, Target
 from aioengine.model_files.checkpoint import read_headers
 from aioengine.runner import weight_reading
 from tests.kit.gguf_files import stored, write_gguf

@@ -26,9 +26,10 @@ import zmq
 
 from aioengine.child_process.host import limit_threads
 from aioengine.protocol.messages import FinishCode, Limits, Sampling
-from aioengine.testing.fake_runner import FakeModel, reference_output
+from aioengine.testing.fake_runner import FakeModel
 from aioengine.transport.addresses import PrivateDirectory
 from aioengine.transport.zmq import ZmqSender
+from tests.kit.fake_reference import reference_output
 from tests.kit.source import ROOT
 from tests.processes.engine_kit import Frontend, fake_settings
 

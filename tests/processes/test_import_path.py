@@ -14,7 +14,7 @@ import pytest
 
 from aioengine.child_process.bootstrap import merged
 from aioengine.errors import EngineStartupError
-from aioengine.supervision.spawning import import_path
+from aioengine.supervision.launchers._process_child import import_path
 from tests.kit.source import ROOT
 from tests.processes.engine_kit import Frontend, fake_settings
 

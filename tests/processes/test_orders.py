@@ -10,7 +10,7 @@ import pytest
 
 from aioengine.errors import RequestError
 from aioengine.frontend.controls import Controls
-from aioengine.protocol.messages import MAX_PAYLOAD_BYTES, Reply
+from aioengine.protocol.messages import MAX_REPLY_BYTES, Reply
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import ECHO, FakeRunner
 from aioengine.testing.faults import Faults
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from aioengine.api.engine import AsyncEngine
 
-BYTES = bytes(range(256)) * 1000
 FILES = ["/models/one.safetensors", "/models/two.safetensors"]
 
 
@@ -42,9 +41,8 @@ async def test_orders_are_answered_while_requests_run_with_equal_output(has_answ
             asking = asyncio.create_task(ask_all(engine, stream=True))
             while not asking.done():
                 num_before = engine.stats()["output_tokens"]
-                reply = await controls_of(engine).ask(ECHO, {"files": list(FILES), "rank": 8}, payload=BYTES)
+                reply = await controls_of(engine).ask(ECHO, {"files": list(FILES), "rank": 8})
                 facts = json.loads(reply.data)
-                assert reply.payload == BYTES
                 assert facts["arguments"] == {"files": FILES, "rank": 8}
                 assert facts["num_in_flight"] == 0
                 steps.add(facts["num_steps"])
@@ -78,14 +76,6 @@ async def test_order_that_raises_fails_alone() -> None:
         assert engine.stats()["num_restarts"] == 0
 
 
-async def test_payload_that_is_too_large_is_refused_before_it_is_sent() -> None:
-    sent: list[str] = []
-    controls = Controls(lambda messages: sent.extend(message.name for message in messages), abort_all=sent.clear)
-    with pytest.raises(ValueError, match=r"the payload of 'echo' has 33,554,433 bytes.* write it to a file"):
-        await controls.ask(ECHO, payload=bytes(MAX_PAYLOAD_BYTES + 1))
-    assert sent == []
-
-
 def test_unknown_order_is_refused_with_the_known_names() -> None:
     reply = Loop().call("load_adaptor")
     assert (reply.success, reply.stage) == (False, "")
@@ -99,7 +89,7 @@ def test_failed_order_is_a_reply_with_stage_and_message(monkeypatch: pytest.Monk
     assert (reply.success, reply.stage) == (False, "control")
     assert reply.message == "echo failed: InjectedFault: order 'echo', as asked for by raise_order"
     answers = [
-        (lambda: Reply(0, True, payload=bytes(MAX_PAYLOAD_BYTES + 1)), "ValueError: its reply has 33,554,433 bytes"),
+        (lambda: Reply(0, True, data="0" * (MAX_REPLY_BYTES + 1)), "ValueError: its reply has 33,554,433 bytes"),
         (lambda: None, "AttributeError"),
         (lambda: Reply(0, False, "no file /a\udc80"), "no file /a\\udc80"),
     ]

@@ -38,10 +38,11 @@ from aioengine.protocol.orders import ROLES
 from aioengine.supervision import handshake
 from aioengine.supervision.handshake import Handshake
 from aioengine.supervision.launchers._process_child import ProcessChild
-from aioengine.testing.fake_runner import FakeModel, FakeRunner, build, reference_output
+from aioengine.testing.fake_runner import FakeModel, FakeRunner, build
 from aioengine.transport.base import BacklogFullError
 from aioengine.transport.local import LocalSender
 from aioengine.transport.zmq import ZmqError
+from tests.kit.fake_reference import reference_output
 from tests.kit.waiting import until
 from tests.processes.engine_kit import Frontend, fake_settings
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aioengine.child_process import uplink as module
-from aioengine.child_process.uplink import ForwardedLogs, Uplink, forward_logs
+from aioengine.child_process import child as module
+from aioengine.child_process.child import ForwardedLogs, Uplink, forward_logs
 from aioengine.protocol.messages import LogRecord, Message, Progress
 from aioengine.transport.base import BacklogFullError
 

@@ -30,13 +30,14 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, cast
 
 from msgspec import Struct
 
 from aioengine.api import answers
-from aioengine.api.answers import ChunkInfo, ExtraDecoder, RowError
+from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, RowError, Timings
 from aioengine.protocol.columns import DRAFTS, HIDDEN_STATES, Extra
 from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End, FinishCode, FirstToken
 
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from aioengine.api.answers import Answer, Chunk, MetaInfo, Timings
     from aioengine.frontend.intake.requests import CallRequest
 
 MAX_UNJOINED_TEXTS = 64
@@ -207,10 +207,10 @@ class CallRow(Struct, eq=False):
 
     def take(self) -> Chunk:
         """Return all unread output as one chunk. Remove the row from ``Call.ready`` first."""
-        if isinstance(self.unread, int):
-            token_ids = self.token_ids = [self.unread]
-        else:
-            token_ids = self.join()
+        token_ids = self.token_ids = [self.unread] if isinstance(self.unread, int) else self.unread
+        if self.more_texts:
+            self.text += "".join(self.more_texts)
+            self.more_texts = []
         text, text_offset, token_offset = self.text, self.text_offset, self.token_offset
         info = self.info.copy()
         num_tokens = info["completion_tokens"] = token_offset + len(token_ids)
@@ -232,25 +232,17 @@ class CallRow(Struct, eq=False):
         self.text_offset = text_offset + len(text)
         self.token_offset = num_tokens
         self.is_queued = False
-        if self.end is not None:
+        if self.end is not None and self.call.is_stream:
             self.call.num_held -= 1
             self.free_logprobs()
         return chunk
 
     def answer(self) -> Answer:
-        """Return the whole output of a row that has ended."""
-        token_ids = self.join()
-        info = self.final_info(cast("End", self.end))
-        answer: Answer = {  # type: ignore[typeddict-item]
-            "text": self.text,
-            "output_ids": token_ids,
-            "meta_info": cast("MetaInfo", info),
-        }
-        if self.shows_prompt:
-            answer["prompt_token_ids"] = self.prompt_token_ids
-        if self.extras or self.decoders:
-            self._add_extras(answer)
-        return answer
+        """Return the whole output of a row that has ended: one chunk without offsets."""
+        answer = cast("dict[str, object]", self.take())
+        for key in ("text_offset", "token_offset", "index"):
+            answer.pop(key, None)
+        return cast("Answer", answer)
 
     def final_info(self, end: End) -> ChunkInfo:
         """Return the ``meta_info`` of the row with this end."""
@@ -259,25 +251,14 @@ class CallRow(Struct, eq=False):
         self._add_end(info, end)
         return info
 
-    def join(self) -> list[int]:
-        """Join the unread texts in ``text``. Return the list of unread ids, and set ``token_ids`` to it."""
-        if self.more_texts:
-            self.text += "".join(self.more_texts)
-            self.more_texts = []
-        self.token_ids = self.unread if isinstance(self.unread, list) else [self.unread]
-        return self.token_ids
-
-    def _add_extras(self, output: Answer | Chunk) -> None:
+    def _add_extras(self, output: Chunk) -> None:
         """Add logprobs, hidden states and other extras of the tokens of ``output``."""
         info, token_offset = output["meta_info"], self.token_offset
         end = token_offset + len(self.token_ids)
         for decoder in self.decoders:
             cast("dict[str, object]", info).update(decoder.lists(token_offset, end, keeps=self.keeps))
         extras = [extra for extra in self.extras.values() if extra.index < end]
-        if len(extras) == len(self.extras):
-            self.extras.clear()
-        for extra in extras if self.extras else ():
-            del self.extras[extra.index, extra.kind]
+        self.extras = {key: extra for key, extra in self.extras.items() if extra.index >= end}
         if self.hidden_states == LAST_STATES:
             states = [extra for extra in extras if extra.kind == HIDDEN_STATES]
             extras = [extra for extra in extras if extra.kind != HIDDEN_STATES]
@@ -362,6 +343,7 @@ class Ending(NamedTuple):
     error: RowError | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One call of the user from its reservation to its end: its request, its part of the limits, and its rows.
 
@@ -395,52 +377,42 @@ class Call:
         weight_version: version of the weights when the call began, for rows without a token.
     """
 
-    __slots__ = (
-        "aborted", "called_at", "compiling", "counter", "deadlines", "ending", "error", "has_reader", "ids",
-        "is_accepted", "is_left", "is_over", "is_reserved", "is_start_pending", "is_stream", "kept_row", "live",
-        "notify_on", "num_bytes", "num_held", "num_logprob_bytes", "num_open", "num_rows_of", "num_started",
-        "num_tokens", "number", "on_row_end", "ready", "request", "results", "returns_exceptions", "rid", "timer",
-        "waiter", "wakers", "weight_version",
-    )  # fmt: skip
-
-    request: CallRequest
-    rid: str
-    is_stream: bool
-    returns_exceptions: bool
-    deadlines: dict[str, float]
-
-    def __init__(self, called_at: float, weight_version: str = DEFAULT_WEIGHT_VERSION) -> None:
-        self.called_at = called_at
-        self.number = 0
-        self.ids: list[str] = []
-        self.timer: asyncio.TimerHandle | None = None
-        self.is_reserved = False
-        self.num_bytes = 0
-        self.num_tokens = 0
-        self.num_rows_of: dict[int, int] = {}
-        self.num_started = 0
-        self.aborted: set[int] = set()
-        self.ending: Ending | None = None
-        self.is_start_pending = False
-        self.is_accepted = False
-        self.compiling: set[int] = set()
-        self.live: dict[int, CallRow] = {}
-        self.num_open = 0
-        self.num_held = 0
-        self.results: list[Answer | BaseException | None] = []
-        self.error: BaseException | None = None
-        self.is_left = False
-        self.is_over = False
-        self.num_logprob_bytes = 0
-        self.counter: LogprobCounter | None = None
-        self.ready: deque[CallRow] = deque()
-        self.has_reader = True
-        self.waiter: asyncio.Future[Chunk | None] | None = None
-        self.wakers: list[Callable[[], object]] = []
-        self.notify_on = NotifyOn.NOTHING
-        self.kept_row: CallRow | None = None
-        self.on_row_end: Callable[[CallRow, End, BaseException | None], None] | None = None
-        self.weight_version = weight_version
+    called_at: float
+    weight_version: str = DEFAULT_WEIGHT_VERSION
+    request: CallRequest = field(init=False)
+    rid: str = ""
+    is_stream: bool = False
+    returns_exceptions: bool = False
+    deadlines: dict[str, float] = field(default_factory=dict)
+    number: int = 0
+    ids: list[str] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+    is_reserved: bool = False
+    num_bytes: int = 0
+    num_tokens: int = 0
+    num_rows_of: dict[int, int] = field(default_factory=dict)
+    num_started: int = 0
+    aborted: set[int] = field(default_factory=set)
+    ending: Ending | None = None
+    is_start_pending: bool = False
+    is_accepted: bool = False
+    compiling: set[int] = field(default_factory=set)
+    live: dict[int, CallRow] = field(default_factory=dict)
+    num_open: int = 0
+    num_held: int = 0
+    results: list[Answer | BaseException | None] = field(default_factory=list)
+    error: BaseException | None = None
+    is_left: bool = False
+    is_over: bool = False
+    num_logprob_bytes: int = 0
+    counter: LogprobCounter | None = None
+    ready: deque[CallRow] = field(default_factory=deque)
+    has_reader: bool = True
+    waiter: asyncio.Future[Chunk | None] | None = None
+    wakers: list[Callable[[], object]] = field(default_factory=list)
+    notify_on: NotifyOn = NotifyOn.NOTHING
+    kept_row: CallRow | None = None
+    on_row_end: Callable[[CallRow, End, BaseException | None], None] | None = None
 
     def begin(self, request: CallRequest) -> None:
         """Set the checked request of the call."""
@@ -452,9 +424,7 @@ class Call:
         self.is_over = self.num_open == 0
         if not self.is_stream:
             self.results = [None] * request.num_rows
-        self.deadlines = {}
-        for name, seconds in request.timeouts.items():
-            self.deadlines[name] = self.called_at + seconds
+        self.deadlines = {name: self.called_at + seconds for name, seconds in request.timeouts.items()}
 
     @property
     def is_attachable(self) -> bool:

@@ -12,9 +12,9 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from aioengine.frontend.calls.call import Ending, NotifyOn
+from aioengine.frontend.calls.call import Call, CallRow, Ending, NotifyOn, ReadPosition
 from aioengine.frontend.calls.call_ids import CallIds
-from aioengine.frontend.calls.finished import recorded_request
+from aioengine.frontend.calls.finished import RecordedRequest, recorded_request
 from aioengine.frontend.intake.submitter import Submitter
 from aioengine.frontend.sessions.attachments import Attachments
 from aioengine.protocol.messages import Abort, End, FinishCode, Resume, Suspend
@@ -23,15 +23,12 @@ from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Sequence
 
     from aioengine.errors import EngineError
-    from aioengine.frontend.calls.call import Call, CallRow, ReadPosition
-    from aioengine.frontend.calls.finished import RecordedRequest
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.intake.request_checks import RequestChecks
     from aioengine.frontend.sessions.sessions import Sessions
-    from aioengine.protocol.messages import Submit
 
 BACKSTOP_S: Final = 0.5
 """How long the scheduler has to end a request at its deadline before the frontend does it."""
@@ -46,43 +43,28 @@ class Calls:
     Attributes:
         opened: the open calls, in order. num_opened: number of calls that were ever opened.
         rows: submitted rows without an end, by uid.
+        step_ended_at: when the last known step of the scheduler ended.
         idle: set when a call ended and none is open.
         finished: the last finished requests, for ``selfcheck``.
     """
 
-    def __init__(
-        self,
-        checks: RequestChecks,
-        *,
-        lock: threading.RLock,
-        limits: QueueLimits,
-        sessions: Sessions,
-        send: Callable[[list[Submit] | list[Abort] | list[Suspend] | list[Resume]], None],
-        rows_in_flight_if_no_step_since: Callable[[float], Collection[int] | None],
-        finished_ids: Callable[[int], list[int] | None],
-    ) -> None:
-        """``rows_in_flight_if_no_step_since``: the uids in the scheduler's steps; None: a step has ended since then.
-
-        finished_ids: returns the output ids of a uid that has just finished; None: it was aborted or failed.
-        """
+    def __init__(self, checks: RequestChecks, lock: threading.RLock, limits: QueueLimits, sessions: Sessions) -> None:
         self.opened: dict[Call, None] = {}
         self.num_opened = 0
+        self.step_ended_at = 0.0
         self.rows: dict[int, CallRow] = {}
         self.ids = CallIds()
         self.idle = asyncio.Event()
         self.finished: deque[RecordedRequest] = deque(maxlen=NUM_FINISHED)
         self.attachments = Attachments(self.ids, lock=lock, close_if_over=self.close_if_over)
-        self.submitter = Submitter(
-            checks, self.ids, self.rows, lock, limits, sessions, submit=send, close_if_over=self.close_if_over
-        )
+        self.submitter = Submitter(checks, self.ids, self.rows, lock, limits, sessions, self.close_if_over)
         self._loop = asyncio.get_running_loop()
         self._lock = lock
         self._limits = limits
         self._sessions = sessions
         self._images = checks.images
-        self._send = send
-        self._rows_in_flight_if_no_step_since = rows_in_flight_if_no_step_since
-        self._finished_ids = finished_ids
+        self._processes = checks.parts.processes
+        self._send = self._processes.send
 
     def open(self, call: Call) -> None:
         """Register a call whose request is checked. From any thread, under the lock.
@@ -103,8 +85,7 @@ class Calls:
         """Submit the first rows of a call."""
         if call not in self.opened:
             return  # another thread ended it before it was started
-        if call.deadlines:
-            self._set_timer(call, min(call.deadlines.values()))
+        self._set_timer(call, call.called_at)
         if call.request.num_known < call.request.num_prompts:
             self.submitter.check_rest(call)
         self.submitter.submit_next(call)
@@ -140,7 +121,7 @@ class Calls:
         call = row.call
         if call not in self.opened:
             return
-        if (finished := recorded_request(row, self._finished_ids(row.uid))) is not None:
+        if (finished := recorded_request(row, self._processes.finished_ids(row.uid))) is not None:
             self.finished.append(finished)
         if call.is_over:
             self.close_if_over(call)
@@ -222,7 +203,6 @@ class Calls:
             call.wake()
         self._free(unread)
         if call.is_attachable:
-            self.attachments.left(call)
             self.on_read(call)  # it continues, even if it was suspended
         elif call in self.opened:
             self.close_if_over(call)
@@ -285,8 +265,11 @@ class Calls:
 
     # ------------------------------------------------------------ time
 
-    def _set_timer(self, call: Call, when: float) -> None:
-        call.timer = self._loop.call_later(max(0.0, when - time.monotonic()), self._expire, call)
+    def _set_timer(self, call: Call, since: float) -> None:
+        """Set the timer for the first deadline, or end of the time after a deadline, after ``since``."""
+        times = [when for deadline in call.deadlines.values() for when in (deadline, deadline + BACKSTOP_S)]
+        if later := [when for when in times if when > since]:
+            call.timer = self._loop.call_later(max(0.0, min(later) - time.monotonic()), self._expire, call)
 
     def _expire(self, call: Call) -> None:
         """End the rows that were not started in time. The scheduler ends the others, or they are given up."""
@@ -299,10 +282,7 @@ class Calls:
                 self.give_up(call, FinishCode.DEADLINE, name)
         self.close_if_over(call)
         if call in self.opened:
-            times = [when for deadline in call.deadlines.values() for when in (deadline, deadline + BACKSTOP_S)]
-            later = [when for when in times if when > now]
-            if later:
-                self._set_timer(call, min(later))
+            self._set_timer(call, now)
 
     def give_up(self, call: Call, code: FinishCode, which: str | None = None) -> None:
         """End rows here, with their output so far, because the scheduler did not end them (at deadline ``which``)."""
@@ -312,8 +292,9 @@ class Calls:
             if which == "queue" and rows:
                 # The scheduler checks deadlines between steps. A row certainly waits if no step has ended since the
                 # call, and the steps that run now do not compute it.
-                computed = self._rows_in_flight_if_no_step_since(call.called_at)
-                rows = [] if computed is None else [row for row in rows if row.uid not in computed]
+                has_stepped = self.step_ended_at > call.called_at
+                computed = () if has_stepped else self._processes.rows_in_flight()
+                rows = [] if has_stepped else [row for row in rows if row.uid not in computed]
             for row in rows:
                 call.end_row(row, End(row.uid, code, which, ended_at=now), now)
                 self._free_row(row, now)

@@ -12,14 +12,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import describe
-from aioengine.frontend.calls.call import NotifyOn
+from aioengine.frontend.calls.call import Call, CallRow, NotifyOn, ReadPosition
 from aioengine.protocol.messages import End, FinishCode, TextChunks
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
-    from aioengine.frontend.calls.call import Call, CallRow, ReadPosition
     from aioengine.frontend.calls.calls import Calls
     from aioengine.settings.config import DeliveryConfig
 

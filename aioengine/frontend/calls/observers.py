@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from aioengine.api.params import SamplingParams
@@ -12,7 +12,6 @@ from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Mapping
 
     from aioengine.api.answers import MetaInfo
     from aioengine.frontend.calls.call import Call, CallRow

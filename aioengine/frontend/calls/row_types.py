@@ -6,20 +6,18 @@ import math
 from bisect import bisect_left
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from msgspec import field
+from msgspec import Struct, field
 
 from aioengine.api import answers
 from aioengine.errors import RequestError
 from aioengine.frontend.calls.call import CallRow, drop_old_hidden_states
-from aioengine.protocol.columns import DRAFTS, POOLED_VECTOR
-from aioengine.protocol.messages import LAST_STATES
+from aioengine.protocol.columns import DRAFTS, POOLED_VECTOR, Extra
+from aioengine.protocol.messages import LAST_STATES, End
 
 if TYPE_CHECKING:
     from aioengine.api.answers import Answer, Chunk, Embedding, Ranking, RowError
     from aioengine.frontend.intake.pooling import Pooled
     from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.protocol.columns import Extra
-    from aioengine.protocol.messages import End
 
 MIN_LENGTH = 1e-12
 """Normalization divides by the length of a vector, but at least by this."""
@@ -76,17 +74,14 @@ class PooledRow(CallRow):
         return next((extra.data for (_, kind), extra in self.extras.items() if kind == POOLED_VECTOR), None)
 
 
-class Log:
+class Log(Struct):
     """All text, ids and extras of one row, in the pieces in which they came."""
 
-    __slots__ = ("_text_ends", "_texts", "_token_ends", "extras", "token_ids")
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.extras: dict[tuple[int, str], Extra] = {}
-        self._texts: list[str] = []
-        self._text_ends: list[int] = []
-        self._token_ends: list[int] = []
+    token_ids: list[int] = []
+    extras: dict[tuple[int, str], Extra] = {}
+    _texts: list[str] = []
+    _text_ends: list[int] = []
+    _token_ends: list[int] = []
 
     @property
     def num_characters(self) -> int:

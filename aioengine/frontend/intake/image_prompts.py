@@ -15,7 +15,7 @@ from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, MediaIds
 from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt
 from aioengine.media.intake.sources import NOT_TRUNCATED, ImageSource, check_number
-from aioengine.media.placeholders import check_count, image_ids, placed
+from aioengine.media.placeholders import ImageIds, check_count, image_ids, placed
 from aioengine.protocol.messages import Media
 from aioengine.settings.machine import num_threads
 from aioengine.supervision.tasks import WorkerThread
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from aioengine.frontend.calls.call import Call
     from aioengine.frontend.intake.encoder import Encoded, Encoder
     from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.media.placeholders import ImageIds
     from aioengine.media.tokens._base import ImageModel, ImageShape
 
 MAX_AHEAD: Final = 16

@@ -375,9 +375,7 @@ def _message(name: str, value: object, images: list[ImageSource | None]) -> dict
 
     Its images are added to ``images``.
     """
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type(name, "a dict with role and content", value)
-    message = _with_plain_keys(value)
+    message = _with_plain_keys(checks.mapping(name, value, allowed="a dict with role and content"))
     if message.get("role") is None:
         raise ValueError(f"{name} has no role, got {checks.shown(message)}")
     role = message["role"] = checks.text(f"the role of {name}", message["role"])
@@ -398,9 +396,7 @@ def _message(name: str, value: object, images: list[ImageSource | None]) -> dict
 
 def _part(name: str, value: object, images: list[ImageSource | None]) -> dict[str, object]:
     """Return a part of a message: text, or an image. The template sees only that there is an image."""
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type(name, 'a dict such as {"type": "text", "text": "..."}', value)
-    part = _with_plain_keys(value)
+    part = _with_plain_keys(checks.mapping(name, value, allowed='a dict such as {"type": "text", "text": "..."}'))
     kind = checks.plain(part.get("type"))
     if kind in ("image", "image_url"):
         images.append(part_source(name, part | {"type": kind}))
@@ -453,10 +449,9 @@ def _source(value: object) -> str | os.PathLike[str] | None:
 
 
 def _tools(value: object) -> list[dict[str, object]]:
-    tools: list[dict[str, object]] = []
     entries = checks.items("tools", value, MAX_TOOLS, allowed="a list of dicts in JSON schema form")
-    for place, tool in enumerate(entries):
-        if not isinstance(tool, Mapping):
-            raise checks.wrong_type(f"tools[{place}]", "a dict in JSON schema form", tool)
-        tools.append(dict(cast("Mapping[str, object]", tool)))
-    return tools
+    tools = [
+        dict(checks.mapping(f"tools[{place}]", tool, allowed="a dict in JSON schema form"))
+        for place, tool in enumerate(entries)
+    ]
+    return cast("list[dict[str, object]]", tools)

@@ -32,25 +32,30 @@ ImageData = str | bytes | bytearray | memoryview | os.PathLike[str] | Picture
 """One image; ``Picture`` is ``PIL.Image.Image``."""
 
 
-class PlainRequestOptions(TypedDict, total=False):
-    """``RequestOptions`` without ``return_exceptions``, which changes the type of the result."""
+class CommonOptions(TypedDict, total=False):
+    """The options of all calls. ``RequestOptions`` describes them."""
 
     rid: str | Sequence[str] | None
     priority: int | None
     tenant: str | None
     timeout: float | None
     queue_timeout: float | None
-    first_token_timeout: float | None
     refuse_late: bool
-    resume_ttl: float | None
     external_trace_header: Mapping[str, str] | None
+    cache_salt: str | Sequence[str | None] | None
+    lora_path: str | Sequence[str | None] | None
+
+
+class PlainRequestOptions(CommonOptions, total=False):
+    """``RequestOptions`` without ``return_exceptions``, which changes the type of the result."""
+
+    first_token_timeout: float | None
+    resume_ttl: float | None
     return_prompt_token_ids: bool
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
     image_data: ImageData | Sequence[ImageData | Sequence[ImageData] | None] | None
-    cache_salt: str | Sequence[str | None] | None
     return_hidden_states: bool | Literal["last"] | Sequence[bool | Literal["last"] | None] | None
-    lora_path: str | Sequence[str | None] | None
     custom_logit_processor: str | Sequence[str | None] | None
     session_params: Mapping[str, object] | Sequence[Mapping[str, object] | None] | None
     return_logprob: bool | Sequence[bool | None] | None

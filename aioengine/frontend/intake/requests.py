@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 from msgspec import Struct
 
 from aioengine.api import checks
-from aioengine.api.answers import HiddenStateDecoder, named
+from aioengine.api.answers import ExtraDecoder, HiddenStateDecoder, named
 from aioengine.api.args import ARGUMENTS
 from aioengine.api.foreign_names import ALIASES, MISSING_OPTIONS, our_way
 from aioengine.api.params import SamplingParams, is_sampling_parameter, num_token_ids
@@ -34,7 +34,7 @@ from aioengine.frontend.intake.prompts import (
     template_options,
     text_prompt,
 )
-from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, RequestOptions
+from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, Sampled
 from aioengine.frontend.intake.row_options import (
     MAX_TOKEN_IDS,
     PROMPTS_IN_PIECE,
@@ -48,13 +48,8 @@ from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # 
 from aioengine.frontend.sessions.session_params import SessionParams, session_params
 from aioengine.media.intake.sources import NOT_TRUNCATED, GivenImages, given_images
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, Sampling, TextRules
-from aioengine.protocol.packed_logprobs import LogprobDecoder
+from aioengine.protocol.packed_logprobs import LogprobDecoder, LogprobRules
 from aioengine.settings.config import MAX_REPLICAS
-
-if TYPE_CHECKING:
-    from aioengine.api.answers import ExtraDecoder
-    from aioengine.frontend.intake.request_options import Sampled
-    from aioengine.protocol.packed_logprobs import LogprobRules
 
 MAX_TIMEOUT_S: Final = 1e9
 MAX_RID_BYTES: Final = 512
@@ -69,6 +64,10 @@ PATTERN_WEIGHT: Final = 4096
 
 _TIMEOUTS: Final = (("total", "timeout"), ("queue", "queue_timeout"), ("first_token", "first_token_timeout"))
 """Words of a finish reason, and the options that they belong to."""
+
+
+PromptCheck = Callable[[str, object, CheckBudget], Prompt]
+"""Takes the name and the value of a prompt, and what the call may check now. Returns the prompt."""
 
 
 class MessageParts(NamedTuple):
@@ -108,7 +107,7 @@ class CallRequest(Struct):
 
     name: str
     values: Sequence[object]
-    check_prompt: Callable[[str, object, CheckBudget], Prompt]
+    check_prompt: PromptCheck
     is_batch: bool
     pooled: Pooled | None = None
     num_prompts: int = 0
@@ -286,25 +285,25 @@ def generate_request(
         if prompt is not None or input_ids is not None:
             raise ValueError("input_embeds is given beside a prompt; give one of them")
         request = _embeds_request(embeds, options, rules)
-    elif isinstance(prompt, str) and input_ids is None:
-        request = CallRequest("prompt", [prompt], partial(text_prompt, rules=rules), is_batch=False)
     else:
-        check_one_prompt(prompt, input_ids)
-        if prompt is not None:
-            texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
-            request = CallRequest("prompt", texts, partial(text_prompt, rules=rules), is_batch=True)
-        else:
-            check_prompt = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
-            request = rows_request("input_ids", input_ids, check_prompt, options, allowed=IDS_OR_ROWS)
+        check_ids = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
+        request = prompt_request(prompt, input_ids, partial(text_prompt, rules=rules), check_ids, options)
     return complete(request, sampling_params, stream=stream, options=options)
 
 
-def check_one_prompt(prompt: object, input_ids: object) -> None:
-    """Raise ValueError unless one of the two is given."""
-    if prompt is not None and input_ids is not None:
-        raise ValueError("prompt and input_ids are both given; give one of them")
-    if prompt is None and input_ids is None:
-        raise ValueError("prompt and input_ids are both missing; give one of them")
+def prompt_request(
+    prompt: object, input_ids: object, check_text: PromptCheck, check_ids: PromptCheck, options: Mapping[str, object]
+) -> CallRequest:
+    """Return the request for one prompt or a list of prompts. Raises TypeError or ValueError unless one is given."""
+    if (prompt is None) == (input_ids is None):
+        problem = "missing" if prompt is None else "given"
+        raise ValueError(f"prompt and input_ids are both {problem}; give one of them")
+    if prompt is None:
+        return rows_request("input_ids", input_ids, check_ids, options, allowed=IDS_OR_ROWS)
+    if isinstance(prompt, str):
+        return CallRequest("prompt", [prompt], check_text, is_batch=False)
+    texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
+    return CallRequest("prompt", texts, check_text, is_batch=True)
 
 
 def chat_request(
@@ -333,12 +332,7 @@ def _embeds_request(value: object, options: Mapping[str, object], rules: EncodeR
 
 
 def rows_request(
-    name: str,
-    value: object,
-    check_prompt: Callable[[str, object, CheckBudget], Prompt],
-    options: Mapping[str, object],
-    *,
-    allowed: str,
+    name: str, value: object, check_prompt: PromptCheck, options: Mapping[str, object], *, allowed: str
 ) -> CallRequest:
     """Return a request with the rows of a list, or with the list itself as one row.
 
@@ -439,9 +433,7 @@ def _set_options(request: CallRequest, options: Mapping[str, object]) -> None:
     request.lists = [option for option in per_row if option is not None and option.is_list]
 
 
-def check_names(
-    options: Mapping[str, object], others: tuple[str, ...], known: Mapping[str, object] = RequestOptions.__annotations__
-) -> None:
+def check_names(options: Mapping[str, object], others: tuple[str, ...], known: Mapping[str, object]) -> None:
     """Refuse unknown options, and options of missing features unless every value switches the feature off.
 
     ``others``: other arguments of the call, for the message.
@@ -471,10 +463,7 @@ def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
 
 
 def _rid(value: object) -> str:
-    rid = checks.text("rid", value, max_bytes=MAX_RID_BYTES)
-    if not rid:
-        raise ValueError("rid is empty; leave it out for a random id")
-    return rid
+    return checks.text("rid", value, max_bytes=MAX_RID_BYTES, if_empty="leave it out for a random id")
 
 
 def _salt(value: object) -> str:
@@ -495,21 +484,14 @@ def _hidden_states(value: object) -> str:
 
 def _headers(value: object) -> dict[str, str]:
     """Return the headers of a mapping, with names in lower case."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type("external_trace_header", "a dict of HTTP headers", value)
-    headers = cast("Mapping[object, object]", value)
-    return {
-        checks.text("external_trace_header", name).lower(): checks.text(f"external_trace_header[{name!r}]", header)
-        for name, header in headers.items()
-    }
+    name = "external_trace_header"
+    headers = {} if value is None else checks.mapping(name, value, allowed="a dict of HTTP headers")
+    return {checks.text(name, key).lower(): checks.text(f"{name}[{key!r}]", header) for key, header in headers.items()}
 
 
 def _processor(value: object) -> str:
-    if value == "":
-        raise ValueError("custom_logit_processor is empty; give the name of one, or leave it out for none")
-    return "" if value is None else checks.text("custom_logit_processor", value)
+    advice = "give the name of one, or leave it out for none"
+    return "" if value is None else checks.text("custom_logit_processor", value, if_empty=advice)
 
 
 def _timeout(name: str, options: Mapping[str, object]) -> float | None:

@@ -16,11 +16,20 @@ from msgspec.structs import replace
 
 from aioengine.api.params import SamplingParams, drawn_seed
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
-from aioengine.frontend.calls.call import NotifyOn
+from aioengine.frontend.calls.call import Call, CallRow, Ending, NotifyOn
 from aioengine.frontend.calls.row_types import row_type
-from aioengine.frontend.intake.encoder import EncodeJob
+from aioengine.frontend.intake.encoder import Encoded, EncodeJob
 from aioengine.frontend.intake.image_prompts import check_no_images
-from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, IdsPrompt, MediaIds, TextPrompt
+from aioengine.frontend.intake.prompts import (
+    ChatIds,
+    ChatPrompt,
+    EmbedsIds,
+    IdsPrompt,
+    MediaIds,
+    Prompt,
+    PromptError,
+    TextPrompt,
+)
 from aioengine.frontend.intake.row_options import check_lengths
 from aioengine.protocol.messages import SEED_MASK, End, FinishCode, Limits, PairIds, RequestKind, Submit
 from aioengine.supervision.tasks import post
@@ -32,12 +41,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from aioengine.api.answers import RowError
-    from aioengine.frontend.calls.call import Call, CallRow, Ending
     from aioengine.frontend.calls.call_ids import CallIds
     from aioengine.frontend.calls.overload import QueueLimits
-    from aioengine.frontend.intake.encoder import Encoded
     from aioengine.frontend.intake.pooling import Pooled
-    from aioengine.frontend.intake.prompts import Prompt, PromptError
     from aioengine.frontend.intake.request_checks import RequestChecks
     from aioengine.frontend.sessions.sessions import Sessions
 
@@ -74,8 +80,6 @@ class Submitter:
         lock: threading.RLock,
         limits: QueueLimits,
         sessions: Sessions,
-        *,
-        submit: Callable[[list[Submit]], None],
         close_if_over: Callable[[Call], None],
     ) -> None:
         """``rows``: ``Calls.rows``. ``close_if_over`` closes a call that is over."""
@@ -89,7 +93,7 @@ class Submitter:
         self._sessions = sessions
         self._ids = ids
         self._rows = rows
-        self._submit = submit
+        self._submit = checks.parts.processes.send
         self._close_if_over = close_if_over
         self._loop = asyncio.get_running_loop()
         self._has_numpy = False
@@ -296,9 +300,7 @@ class Submitter:
                 encoded = _fitting(encoded, request.pooled, self._model.context_length, self.checks.check_ids)
             session = None if request.sessions is None else request.sessions.of(prompt)
             if session is not None and isinstance(encoded, list):
-                check = partial(self.checks.output_limit, params)
-                rid = call.row_rid(position)
-                encoded = self._sessions.begin(session, encoded, check=check, call=call, position=position, rid=rid)
+                encoded = self._sessions.begin(session, encoded, call, partial(self.checks.output_limit, params))
         except (ValueError, EngineOverloadedError) as error:
             encoded = error
         if params.sampling_seed is not None:
@@ -379,10 +381,7 @@ class Submitter:
         self._num_uids += 1
         self._limits.add_row(call, prompt, num_prompt)
         self._rows[row.uid] = row
-        sampling = replace(message_parts.sampling, seed=row.seed)
-        if request.processors is not None or row.hidden_states:
-            processor = "" if request.processors is None else request.processors.of(prompt)
-            sampling = replace(sampling, custom_processor=processor, hidden_states=row.hidden_states)
+        processor = "" if request.processors is None else request.processors.of(prompt)
         salt, embeds = "" if request.salts is None else request.salts.of(prompt), b""
         context = ids[-NUM_CONTEXT_TOKENS:]
         if isinstance(ids, EmbedsIds):
@@ -390,7 +389,9 @@ class Submitter:
         return Submit(
             uid=row.uid,
             prompt_token_ids=list(ids) if embeds else ids,
-            sampling=sampling,
+            sampling=replace(
+                message_parts.sampling, seed=row.seed, custom_processor=processor, hidden_states=row.hidden_states
+            ),
             limits=Limits(
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=min(params.min_new_tokens, max_new_tokens),
@@ -509,6 +510,4 @@ def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Calla
         except ValueError as error:
             return error
         return cut
-    return RequestTooLargeError(
-        f"input_ids has {len(encoded)} tokens, and {max_tokens} fit; with truncate=True the end is cut"
-    )
+    return RequestTooLargeError(f"input_ids has {len(encoded)} tokens, {max_tokens} fit; truncate=True cuts the end")

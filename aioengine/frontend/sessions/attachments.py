@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from aioengine.api import checks
 from aioengine.frontend.calls.call import Call, CallRow, NotifyOn
-from aioengine.frontend.calls.reader import Reader
+from aioengine.frontend.calls.reader import Reader, ReaderActions
 from aioengine.frontend.calls.row_types import Log, LoggedRow
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from aioengine.errors import EngineClosedError
     from aioengine.frontend.calls.call_ids import CallIds
-    from aioengine.frontend.calls.reader import ReaderActions
 
 MAX_KEPT_TOKENS: Final = 1 << 20
 """Tokens of ended requests that are kept. If there are more, the requests that ended first are forgotten."""
@@ -109,7 +108,7 @@ class Attachments:
                 if self._closed is not None:
                     raise copy(self._closed)
                 raise ValueError(
-                    f"no request {checks.shown(rid)} can be attached to: it had no resume_ttl, or its time is over"
+                    f"no request {checks.shown(rid)} can be attached to: no resume_ttl, or its time is over"
                 )
             call, row, ready = attachment.call, attachment.row, deque[CallRow]()
             (Log() if row is None else row.log).token_index(offset)  # raises ValueError
@@ -122,18 +121,11 @@ class Attachments:
         actions.on_read(call)  # on the loop: continues a suspended call
         return reader
 
-    def left(self, call: Call) -> None:
-        """The reader of a call has left. Forget the call later, unless another reader has attached meanwhile."""
-        with self._lock:
-            attachment = self._by_call.get(call)
-            if attachment is not None and not call.has_reader:
-                self._forget_later(attachment)
-
     def on_read(self, call: Call) -> None:
-        """A reader has read. Forget an ended call some time after its end was read."""
+        """A reader has read or left. Forget the call some time after its end was read or its last reader left."""
         with self._lock:
             attachment = self._by_call.get(call)
-            if attachment is not None and attachment.is_read_to_end:
+            if attachment is not None and (attachment.is_read_to_end or not call.has_reader):
                 self._forget_later(attachment)
 
     def ended(self, call: Call) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
 from aioengine.api import checks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MAX_ID_BYTES: Final = 512
 
@@ -35,9 +37,7 @@ def session_params(value: object) -> SessionParams | None:
     """
     if value is None:
         return None
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type("session_params", "a dict with the id of a session", value)
-    given = cast("Mapping[object, object]", value)
+    given = checks.mapping("session_params", value, allowed="a dict with the id of a session")
     known = SessionParams.__struct_fields__
     for name in given:
         if name not in known:

@@ -21,7 +21,7 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -32,20 +32,19 @@ from aioengine.errors import EngineClosedError, EngineOverloadedError
 from aioengine.frontend.calls.row_types import KeptRow
 from aioengine.frontend.intake.prompts import MediaIds
 from aioengine.frontend.intake.requests import MAX_TIMEOUT_S
-from aioengine.frontend.sessions.session_params import MAX_ID_BYTES
+from aioengine.frontend.sessions.session_params import MAX_ID_BYTES, SessionParams
 from aioengine.logs import log
 from aioengine.protocol.messages import Abort, FinishCode, Media
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Generator
     from typing import NoReturn
 
     from aioengine.frontend.calls.call import Call, CallRow
     from aioengine.frontend.calls.overload import QueueLimits
-    from aioengine.frontend.sessions.session_params import SessionParams
-    from aioengine.media.intake.image_intake import ImageIntake
+    from aioengine.frontend.controls import Controls
+    from aioengine.frontend.engine_parts import EngineParts
 
 logger = logging.getLogger(__name__)
 
@@ -246,29 +245,16 @@ class SessionOpening(Coroutine[Any, Any, str]):
 class Sessions:
     """The open sessions and the running turns. Under the engine's lock; ``begin`` and ``end`` on its loop."""
 
-    def __init__(
-        self,
-        *,
-        lock: threading.RLock,
-        limits: QueueLimits,
-        bos_token_id: int | None,
-        task: str,
-        images: ImageIntake | None,
-        abort: Callable[[list[Abort]], None],
-        unpin: Callable[[list[int]], None],
-    ) -> None:
-        """``task``: the task of the model; only "generate" has sessions. ``images``: keeps the files of images.
-
-        ``unpin`` unpins the pages of the sessions with these numbers. ``unpin`` and ``abort`` are called on the loop.
-        """
+    def __init__(self, parts: EngineParts, controls: Controls, lock: threading.RLock, limits: QueueLimits) -> None:
+        bos_token_id = None if parts.tokenizer is None else parts.tokenizer.bos_token_id
         self._lock = lock
         self._loop = asyncio.get_running_loop()
         self._limits = limits
         self._bos = [] if bos_token_id is None else [bos_token_id]
-        self._task = task
-        self._images = images
-        self._abort = abort
-        self._unpin = unpin
+        self._task = parts.settings.model.task
+        self._images = parts.images
+        self._abort = parts.processes.send
+        self._controls = controls
         self._by_id: dict[str, Session] = {}
         self._running: dict[Call, dict[int, Turn]] = {}
         self._num_opened = 0
@@ -304,7 +290,7 @@ class Sessions:
                 raise ValueError(f"session {checks.shown(name)} is open already; choose another session_id")
             if len(self._by_id) >= MAX_SESSIONS:
                 raise EngineOverloadedError(
-                    f"{MAX_SESSIONS} sessions are open; close some of them, or open them with a timeout"
+                    f"{MAX_SESSIONS} sessions are open; close some, or open them with a timeout"
                 )
             self._num_opened += 1
             session = Session(name, self._num_opened, is_streaming=is_streaming, timeout_s=timeout_s)
@@ -338,16 +324,7 @@ class Sessions:
 
     # ------------------------------------------------------------ turns, on the loop
 
-    def begin(
-        self,
-        params: SessionParams,
-        ids: list[int],
-        *,
-        check: Callable[[int], object],
-        call: Call,
-        position: int,
-        rid: str,
-    ) -> list[int]:
+    def begin(self, params: SessionParams, ids: list[int], call: Call, check: Callable[[int], object]) -> list[int]:
         """Begin a turn with new ``ids`` for the next row of ``call``; return its whole prompt.
 
         Raises:
@@ -380,7 +357,8 @@ class Sessions:
         if params.replace:
             self._replace(parent)
         num_prompt = num_kept + len(ids)
-        turn = Turn(session, rid, parent, parent, num_kept, num_prompt, media=media)
+        position = call.num_started
+        turn = Turn(session, call.row_rid(position), parent, parent, num_kept, num_prompt, media=media)
         while turn.source is not None and num_kept <= turn.source.num_kept:  # skip turns whose own ids are cut
             turn.source = turn.source.source
         turn.ids.extend(ids)
@@ -468,7 +446,7 @@ class Sessions:
         uids = [turn.row.uid for turn in replaced if turn.row is not None and not turn.is_over]
         if uids:
             self._abort([Abort(uids)])
-        self._unpin([parent.session.number])  # before the new turn is submitted
+        self._unpin([parent.session])  # before the new turn is submitted
 
     def _drop(self, turn: Turn) -> None:
         """Drop a turn: no other turn can continue it any more. It has no children, or they are dropped too."""
@@ -501,6 +479,9 @@ class Sessions:
         if session.is_used:
             self._unpin_later(session)
 
+    def _unpin(self, sessions: list[Session]) -> None:
+        self._controls.send("close_sessions", {"sessions": [str(session.number) for session in sessions]})
+
     def _unpin_later(self, session: Session) -> None:
         """Unpin the pages of a closed session if no turn runs. One message unpins many sessions."""
         if not session.num_open:
@@ -511,7 +492,7 @@ class Sessions:
     def _unpin_now(self) -> None:
         with self._lock:
             unpinned, self._unpinned = self._unpinned, []
-        self._unpin([session.number for session in unpinned])
+        self._unpin(unpinned)
         if self._images is not None:
             for session in unpinned:
                 self._images.let_go(session.images)
@@ -535,7 +516,4 @@ class Sessions:
 
 
 def _checked_id(value: object) -> str:
-    name = checks.text("session_id", value, max_bytes=MAX_ID_BYTES)
-    if not name:
-        raise ValueError("session_id is empty; leave it out for a random id")
-    return name
+    return checks.text("session_id", value, max_bytes=MAX_ID_BYTES, if_empty="leave it out for a random id")

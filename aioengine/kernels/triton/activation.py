@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2, options
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @triton.jit
@@ -40,13 +36,7 @@ def _gelu_tanh_of(wide: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _gated_kernel(
-    x: tl.tensor,
-    out: tl.tensor,
-    size: tl.tensor,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+def _gated_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size

@@ -10,23 +10,18 @@ the layer's weight also multiplies A. T rows in N tiles of R rows.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from aioengine.kernels.adapter_slots import FEW_ROWS_OF_TILE, RANKS, TABLE_COLUMNS, UNIT
-from aioengine.kernels.linear import DeviceMatmul
+from aioengine.kernels.adapter_slots import FEW_ROWS_OF_TILE, RANKS, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights
+from aioengine.kernels.linear import DeviceMatmul, Matmul
 from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.vector_linear import matmul_kernel, products, shape_of_programs
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.adapter_slots import AdapterTiles, AdapterWeights
-    from aioengine.kernels.linear import Matmul
+from aioengine.kernels.triton.skinny_linear import products, shape_of_vector_programs, vector_kernel
 
 _UNIT = tl.constexpr(UNIT)
 _RANKS = tl.constexpr(RANKS)
@@ -118,25 +113,29 @@ def _shrink_kernel(
 
 
 @triton.jit
-def _first_lines(
-    pool: tl.tensor, place: tl.tensor, entry: tl.tensor, num_ranks: tl.tensor, outputs: tl.tensor, size: tl.tensor,
-    BLOCK_RANKS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Return the address of B of a part, and its first columns for these outputs, [BLOCK_RANKS, outputs]."""
+def _b_of(
+    pool: tl.tensor, table: tl.tensor, place: tl.tensor, part: tl.tensor, slot: tl.tensor, outputs: tl.tensor,
+    size: tl.tensor, BLOCK_RANKS: tl.constexpr, WORDS: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Return the rank and the address of B of a part, and its first columns for these outputs, [ranks, outputs]."""
+    entry, num_ranks = _entry(table, place, part, slot, WORDS)
     matrix = pool + (place + tl.load(entry + 2)) * _UNIT
     ranks = tl.arange(0, BLOCK_RANKS)
     inside = (ranks < num_ranks)[:, None] & (outputs < size)[None, :]
-    return matrix, tl.load(matrix + outputs[None, :] * num_ranks + ranks[:, None], mask=inside, other=0.0)
+    return num_ranks, matrix, tl.load(matrix + outputs[None, :] * num_ranks + ranks[:, None], mask=inside, other=0.0)
 
 
 @triton.jit
 def _product(
-    partials: tl.tensor, matrix: tl.tensor, first: tl.tensor, num_ranks: tl.tensor, outputs: tl.tensor,
-    size: tl.tensor, stride: tl.tensor, ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr, OUTPUTS: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    partials: tl.tensor, b: tl.tuple, outputs: tl.tensor, size: tl.tensor, stride: tl.tensor,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return B (A x) [ROWS, OUTPUTS] of one part. partials: address of its first rank and the first row of the tile."""
-    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    """Return B (A x) [ROWS, outputs] of one part. partials: address of its first rank and the first row of the tile. b:
+    see ``_b_of``.
+    """
+    num_ranks, matrix, first = b
+    BLOCK_RANKS: tl.constexpr = first.shape[0]
+    total = tl.zeros((ROWS, first.shape[1]), tl.float32)
     splits = tl.arange(0, SPLIT_BLOCK)[:, None, None]
     rows = tl.arange(0, ROWS)[None, :, None]
     for start in tl.range(0, num_ranks, BLOCK_RANKS, num_stages=1):
@@ -171,39 +170,28 @@ def _expand_kernel(
     outputs = block * OUTPUTS + tl.arange(0, OUTPUTS)
     slot = tl.load(slots + tile)
     place = tl.maximum(slot - 1, 0).to(tl.int64) * slot_size
-    entry, num_ranks = _entry(table, place, first_part + part, slot, WORDS)
-    matrix, first = _first_lines(pool, place, entry, num_ranks, outputs, size, BLOCK_RANKS)
+    b = _b_of(pool, table, place, first_part + part, slot, outputs, size, BLOCK_RANKS, WORDS)
     rows = tl.load(order + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     inside = (rows >= 0) & (outputs < size)[None, :]
     values = y + rows * SIZE + first_output + outputs[None, :]
     sums = partials + tile.to(tl.int64) * (ROWS * WIDTH)
     stride = num_tiles.to(tl.int64) * (ROWS * WIDTH)
     if IS_GATED:
-        up_entry, num_up_ranks = _entry(table, place, first_part + 1, slot, WORDS)
-        up_matrix, up_first = _first_lines(pool, place, up_entry, num_up_ranks, outputs, size, BLOCK_RANKS)
+        up_b = _b_of(pool, table, place, first_part + 1, slot, outputs, size, BLOCK_RANKS, WORDS)
     start_next_and_wait()
     if IS_GATED:
         if slot >= 0:
             gate = tl.load(values, mask=inside, other=0.0)
             up = tl.load(values + SIZE_0, mask=inside, other=0.0)
-            more = _product(
-                sums, matrix, first, num_ranks, outputs, size, stride,
-                ROWS, BLOCK_RANKS, OUTPUTS, SPLITS, SPLIT_BLOCK, WIDTH,
-            )  # fmt: skip
+            more = _product(sums, b, outputs, size, stride, ROWS, SPLITS, SPLIT_BLOCK, WIDTH)
             wide = (gate.to(tl.float32) + more).to(gate.dtype).to(tl.float32)
-            more = _product(
-                sums + MAX_RANK, up_matrix, up_first, num_up_ranks, outputs, size, stride,
-                ROWS, BLOCK_RANKS, OUTPUTS, SPLITS, SPLIT_BLOCK, WIDTH,
-            )  # fmt: skip
+            more = _product(sums + MAX_RANK, up_b, outputs, size, stride, ROWS, SPLITS, SPLIT_BLOCK, WIDTH)
             up = (up.to(tl.float32) + more).to(gate.dtype)
             active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
             tl.store(out + rows * SIZE_0 + outputs[None, :], active * up, mask=inside)
-    elif num_ranks > 0:
+    elif b[0] > 0:
         before = tl.load(values, mask=inside, other=0.0)
-        more = _product(
-            sums + part * MAX_RANK, matrix, first, num_ranks, outputs, size, stride,
-            ROWS, BLOCK_RANKS, OUTPUTS, SPLITS, SPLIT_BLOCK, WIDTH,
-        )  # fmt: skip
+        more = _product(sums + part * MAX_RANK, b, outputs, size, stride, ROWS, SPLITS, SPLIT_BLOCK, WIDTH)
         tl.store(values, (before.to(tl.float32) + more).to(before.dtype), mask=inside)
 
 
@@ -216,7 +204,7 @@ def _vector_kernel(
 ) -> None:  # fmt: skip
     number = tl.program_id(0)
     if number < num_programs:
-        matmul_kernel(x, weight, bias, y, num_outputs, SIZE, ROWS, BLOCK)
+        vector_kernel(x, weight, bias, y, num_outputs, SIZE, ROWS, BLOCK)
     else:
         first_rank = (number - num_programs) * ROWS
         part = first_rank // MAX_RANK
@@ -296,7 +284,7 @@ def _multiply_with_a(matmul: DeviceMatmul, x: Tensor, call: _Call) -> tuple[Tens
     """Return ``matmul`` [1, O] of x [1, I], and A x [1, 1, R, width]. Only the first row of A x is set."""
     weights, weight, bias = call.weights, matmul.weight, matmul.bias
     num_outputs, size = weight.shape
-    rows, block, num_warps = shape_of_programs(num_outputs, size)
+    rows, block, num_warps = shape_of_vector_programs(num_outputs, size)
     y, partials = x.new_empty((1, num_outputs)), call.partials(1)
     num_programs = -(-num_outputs // rows)
     arguments = (

@@ -150,13 +150,14 @@ class _Sizes(NamedTuple):
 
 @triton.jit
 def _attend_split(
-    queries: tl.tensor, rotated: tl.tensor, keys: tl.tensor, values: tl.tensor, page_ids: tl.tensor, start: tl.tensor,
-    stop: tl.tensor, last: tl.tensor, first_seen: tl.tensor, scale: tl.tensor,
+    inputs: tl.tuple, page_ids: tl.tensor, start: tl.tensor, stop: tl.tensor, last: tl.tensor, first_seen: tl.tensor,
     SIZES: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """Return the state of each query row after positions start to stop (see ``nothing_attended``). A query row attends
-    to positions up to ``last``. first_seen: the first position that any query row attends to.
+    to positions up to ``last``. inputs: see ``_tile_inputs``. first_seen: the first position that any query row attends
+    to.
     """
+    queries, rotated, keys, values, scale = inputs
     columns = tl.arange(0, queries.shape[1])[None, :]
     highest, total, sums = nothing_attended(queries.shape[0], queries.shape[1])
     if SIZES.window:
@@ -190,17 +191,25 @@ def _attend_split(
 
 
 @triton.jit
-def _load_queries(
-    q: tl.tensor, tokens: tl.tensor, heads: tl.tensor, is_member: tl.tensor, SIZES: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Load the first ``value_size`` elements of the queries, and the rest if there is one."""
+def _tile_inputs(
+    q: tl.tensor, keys: tl.tensor, values: tl.tensor, tokens: tl.tensor, heads: tl.tensor, is_member: tl.tensor,
+    scales: tl.tensor, scale: tl.tensor,
+    SIZES: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Return the first ``value_size`` elements of the queries, the rest if there is one, the addresses of the tile's
+    keys and values, and the factor of dot products.
+    """
     pointers = q + (tokens * SIZES.token_stride + heads * SIZES.key_size)[:, None]
     queries = load_part(pointers, is_member, SIZES.value_size, SIZES.columns)
+    rest = queries
     if SIZES.more:
         rest = load_part(pointers + SIZES.value_size, is_member, SIZES.key_size - SIZES.value_size, SIZES.more)
-    else:
-        rest = queries
-    return queries, rest
+    if scales is not None:
+        scale *= tl.load(scales)
+    if keys.dtype.element_ty.is_fp8():
+        queries, scale = fp16_queries(queries, scale)
+    offset = tl.program_id(1) * SIZES.tile_stride
+    return queries, rest, keys + offset, values + offset, scale
 
 
 @triton.jit
@@ -211,13 +220,9 @@ def _is_member(is_token: tl.tensor, heads: tl.tensor, SIZES: tl.constexpr) -> tl
 
 @triton.jit
 def tokens_of(
-    tiles: tl.tensor,
-    index: tl.tensor,
-    query_starts: tl.tensor,
-    page_starts: tl.tensor,
-    last_lengths: tl.tensor,
+    tiles: tl.tensor, index: tl.tensor, query_starts: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor,
     PAGE_SIZE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Return the start of a tile in its row; the first token, number of tokens, first page and length of the row."""
     row = tl.load(tiles + 2 * index)
     tile_start = tl.load(tiles + 2 * index + 1)
@@ -243,27 +248,21 @@ def _attend_kernel(
     heads = tl.program_id(1) * SIZES.group + members % SIZES.group
     is_member = _is_member((members < TOKENS * SIZES.group) & (token < count), heads, SIZES)
     tokens = (first_token + token).to(tl.int64)
-    queries, rotated = _load_queries(q, tokens, heads, is_member, SIZES)
+    inputs = _tile_inputs(q, keys, values, tokens, heads, is_member, scales, scale, SIZES)
     last = length - count + tl.minimum(token, count - 1)
     stop = length - count + tl.minimum(tile_start + TOKENS, count)
     first_seen = tl.maximum(length - count + tile_start - SIZES.window + 1, 0)
-    keys += tl.program_id(1) * SIZES.tile_stride
-    values += tl.program_id(1) * SIZES.tile_stride
     page_ids += first_page
-    if scales is not None:
-        scale *= tl.load(scales)
-    if keys.dtype.element_ty.is_fp8():
-        queries, scale = fp16_queries(queries, scale)
     if IN_SPLITS:
         state = nothing_attended(SIZES.rows, SIZES.columns)
         index = first_split(first_seen) if SIZES.window else tl.full((), 0, tl.int32)
         while split_start(index) < stop:
             start, end = split_start(index), tl.minimum(split_start(index + 1), stop)
-            split = _attend_split(queries, rotated, keys, values, page_ids, start, end, last, first_seen, scale, SIZES)
+            split = _attend_split(inputs, page_ids, start, end, last, first_seen, SIZES)
             state = merged(state, split)
             index += 1
     else:
-        state = _attend_split(queries, rotated, keys, values, page_ids, 0, stop, last, first_seen, scale, SIZES)
+        state = _attend_split(inputs, page_ids, 0, stop, last, first_seen, SIZES)
     targets = tokens * SIZES.num_heads + heads
     store_attended(out, targets, is_member, state, sinks, heads, scales, SIZES.value_size)
 
@@ -283,22 +282,16 @@ def _splits_kernel(
     members = tl.arange(0, SIZES.rows)
     heads = tl.program_id(1) * SIZES.group + members
     is_member = _is_member(members < SIZES.group, heads, SIZES)
-    queries, rotated = _load_queries(q, row, heads, is_member, SIZES)
+    inputs = _tile_inputs(q, keys, values, row, heads, is_member, scales, scale, SIZES)
     last = tl.zeros_like(members) + (length - 1)
     first_seen = tl.maximum(length - SIZES.window, 0)
-    keys += tl.program_id(1) * SIZES.tile_stride
-    values += tl.program_id(1) * SIZES.tile_stride
     page_ids += first_page
-    if scales is not None:
-        scale *= tl.load(scales)
-    if keys.dtype.element_ty.is_fp8():
-        queries, scale = fp16_queries(queries, scale)
     index = tl.program_id(2)
     if SIZES.window:
         index += first_split(first_seen)
     while split_start(index) < length:
         start, end = split_start(index), tl.minimum(split_start(index + 1), length)
-        state = _attend_split(queries, rotated, keys, values, page_ids, start, end, last, first_seen, scale, SIZES)
+        state = _attend_split(inputs, page_ids, start, end, last, first_seen, SIZES)
         targets = (row * max_splits + index) * SIZES.num_heads + heads
         store_split(split_sums, split_marks, targets, state, is_member, SIZES.value_size)
         index += num_programs

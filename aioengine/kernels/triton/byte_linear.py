@@ -17,6 +17,7 @@ import triton.language as tl
 from aioengine.kernels.codes import FP8, FP8_MAX
 from aioengine.kernels.triton.dependent import start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.skinny_linear import with_other_splits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,16 +124,7 @@ def _matmul_kernel(
         total += products  # in fp32: the instruction for fp8 adds with fewer bits
     is_last = True
     if SPLITS > 1:
-        own = partials + tile.to(tl.int64) * (SPLITS * OUTPUTS * COLUMNS) + tl.arange(0, COLUMNS)[None, :]
-        own += tl.arange(0, OUTPUTS)[:, None] * COLUMNS
-        tl.store(own + split * (OUTPUTS * COLUMNS), total)
-        tl.debug_barrier()  # all threads must have stored before one increments the counter
-        is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if is_last:
-            total = tl.load(own, cache_modifier=".cg")  # bypass L1: other multiprocessors wrote it
-            for other in tl.static_range(1, SPLITS):
-                total += tl.load(own + other * (OUTPUTS * COLUMNS), cache_modifier=".cg")
-            tl.store(num_done + tile, 0)
+        total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
     if is_last:
         if LOW > 0:
             high, low = tl.split(tl.reshape(total, (OUTPUTS, COLUMNS // 2, 2)))

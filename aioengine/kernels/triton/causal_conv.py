@@ -5,19 +5,13 @@ T packed tokens, C channels, W filter width, N slots, R rows, B blocks of tokens
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from aioengine.kernels.state_types import BLOCK_TOKENS
+from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.state_types import StateRows
 
 CHANNELS = tl.constexpr(256)
 """Channels per program, and in ``_block_kernel``."""
@@ -44,14 +38,9 @@ def span_of(ends: tl.tensor, row: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def _past_inputs(
-    state: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    row: tl.tensor,
-    channels: tl.tensor,
-    num_channels: tl.tensor,
+    state: tl.tensor, slots: tl.tensor, starts: tl.tensor, row: tl.tensor, channels: tl.tensor, num_channels: tl.tensor,
     WIDTH: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Return pointers to the oldest inputs in a row's state, and the channels that have them: none at position 0."""
     slot = tl.load(slots + row).to(tl.int64)
     has_past = channels < tl.where(tl.load(starts + row) > 0, num_channels, 0)

@@ -1,26 +1,24 @@
 """Matmul with a weight of 4 or 8 bits per number (``Codes``) on a GPU: x [T, I], bias [O] -> [T, O]. G groups.
 
-For few rows, the time is limited by reading the weight, as in ``skinny_linear`` and ``vector_linear``. Numbers are
-converted in registers to operands of tensor cores. For many rows it is faster to ``dequantize`` the weight first. Fp8
-weights have kernels of their own (``fp8_linear``).
+For few rows, the time is limited by reading the weight, as in ``skinny_linear``. Numbers are converted in registers to
+operands of tensor cores. For many rows it is faster to ``dequantize`` the weight first. 8-bit weights have further
+kernels (``byte_linear``).
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.codes import MIDDLE, PIECES, Codes, piece_of
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.vector_linear import products
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from aioengine.kernels.triton.skinny_linear import products, with_other_splits
 
 MAX_ROWS = 256
 LEAST_ROWS = 16
@@ -39,16 +37,6 @@ _EXACT = 1e-3
 _MAX_ZERO = 64
 """Codes minus such zeros are exact in bf16."""
 Programs = tuple[int, int, int, int, int, int]
-
-
-@triton.jit
-def _expanded(pointers: tl.tensor, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """Load the values of groups [outputs, GROUPS] -> [outputs, GROUPS * WIDTH]; one group is only broadcast."""
-    values = tl.load(pointers)
-    if GROUPS > 1:
-        wide = tl.broadcast_to(tl.expand_dims(values, 2), (values.shape[0], GROUPS, WIDTH))
-        values = tl.reshape(wide, (values.shape[0], GROUPS * WIDTH))
-    return values
 
 
 @triton.jit
@@ -73,40 +61,59 @@ def numbers_of(codes: tl.tensor, table: tl.tensor, scales: tl.tensor) -> tl.tens
 
 
 @triton.jit
-def _scaled(
-    words: tl.tensor, shift: tl.tensor, table: tl.tensor, scales: tl.tensor, offsets: tl.tensor, group: tl.tensor
-) -> tl.tensor:
-    """Return the weights of the codes at bit ``shift`` of words [outputs, N]. scales: pointers [outputs, 1]."""
-    result = numbers_of(words >> shift & 15, table, scales) * tl.load(scales)
-    if offsets is not None:
-        result += tl.load(offsets + group)
-    return result
+def load_for(numbers: tl.tensor, values: tl.tensor, places: tl.tensor, inside: tl.tensor | None) -> tl.tensor:
+    """Load the scales, zeros or offsets of numbers from ``places``: one for each number, or for each group of numbers.
+
+    numbers: [outputs, groups * N] or [outputs, groups, N], if places are [outputs, groups]; one group is only broadcast
+    """
+    loaded = as_scales(tl.load(values + places) if inside is None else tl.load(values + places, mask=inside, other=0))
+    if len(numbers.shape) == 3:
+        loaded = tl.expand_dims(loaded, 2)
+    elif len(places.shape) == 2:
+        COUNT: tl.constexpr = places.shape[1]
+        if COUNT > 1 and numbers.shape[1] > COUNT:
+            WIDTH: tl.constexpr = numbers.shape[1] // COUNT
+            wide = tl.broadcast_to(tl.expand_dims(loaded, 2), (numbers.shape[0], COUNT, WIDTH))
+            loaded = tl.reshape(wide, numbers.shape)
+    return loaded
 
 
 @triton.jit
-def _minus_zeros(
-    words: tl.tensor, zero_0: tl.tensor, zero_1: tl.tensor, zero_2: tl.tensor, zero_3: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def scaled(
+    numbers: tl.tensor, scales: tl.tensor, zeros: tl.tensor, offsets: tl.tensor, places: tl.tensor, inside: tl.tensor,
+    ZERO: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return the weights of numbers. places: see ``load_for``. inside: mask of the places; None: all. ZERO: see
+    ``DeviceCodes``.
+    """
+    if zeros is not None:
+        numbers -= load_for(numbers, zeros, places, inside)
+    elif ZERO > 0:
+        numbers -= ZERO
+    numbers *= load_for(numbers, scales, places, inside)
+    if offsets is not None:
+        numbers += load_for(numbers, offsets, places, inside)
+    return numbers
+
+
+@triton.jit
+def _minus_zeros(words: tl.tensor, zeros: tl.tuple) -> tl.tuple:
     """Split words [outputs, N] int16 into four codes, and subtract zeros [outputs, 1].
 
     In 16 bits, a code becomes the last bits of 128 or 1024, which is subtracted with the zero. All results are exact.
     """
-    if DEPENDENT and zero_0.dtype == tl.bfloat16:
+    narrow = zeros[0].dtype
+    if DEPENDENT and narrow != tl.float32:
+        ASM: tl.constexpr = _ASM_BF16 if narrow == tl.bfloat16 else _ASM_FP16
+        ONE: tl.constexpr = 128 if narrow == tl.bfloat16 else 1024
         return tl.inline_asm_elementwise(
-            _ASM_BF16, "=r,=r,=r,=r,r,r,r,r,r", [words, zero_0 + 128, zero_1 + 128, zero_2 + 128, zero_3 + 128],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            ASM, "=r,=r,=r,=r,r,r,r,r,r", [words, zeros[0] + ONE, zeros[1] + ONE, zeros[2] + ONE, zeros[3] + ONE],
+            dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
         )  # fmt: skip
-    if DEPENDENT and zero_0.dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            _ASM_FP16, "=r,=r,=r,=r,r,r,r,r,r", [words, zero_0 + 1024, zero_1 + 1024, zero_2 + 1024, zero_3 + 1024],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    return (
-        (words & 15).to(zero_0.dtype) - zero_0,
-        (words >> 4 & 15).to(zero_0.dtype) - zero_1,
-        (words >> 8 & 15).to(zero_0.dtype) - zero_2,
-        (words >> 12 & 15).to(zero_0.dtype) - zero_3,
-    )
+    codes = ()
+    for index in tl.static_range(4):
+        codes += ((words >> 4 * index & 15).to(narrow) - zeros[index],)
+    return codes
 
 
 def _asm(kind: str, one: str) -> str:
@@ -155,72 +162,44 @@ def _matmul_kernel(
             if GROUP % BLOCK == 0 and offsets is None:
                 total += tl.dot(numbers.to(x.dtype.element_ty), vectors) * tl.load(scales + group)
             else:
-                GROUPS: tl.constexpr = (BLOCK + GROUP - 1) // GROUP
-                groups = group + tl.arange(0, GROUPS)[None, :] * num_outputs
-                numbers *= _expanded(scales + groups, GROUPS, GROUP)
-                if offsets is not None:
-                    numbers += _expanded(offsets + groups, GROUPS, GROUP)
+                groups = group + tl.arange(0, (BLOCK + GROUP - 1) // GROUP)[None, :] * num_outputs
+                numbers = scaled(numbers, scales, None, offsets, groups, None, -1)
                 total = tl.dot(numbers.to(x.dtype.element_ty), vectors, total)
         else:
             tl.static_assert(BLOCK == PIECE)
-            words = tl.load(weight + lines + start // 4 + tl.arange(0, PIECE // 4)[None, :])
-            columns = x + rows * SIZE + start + tl.arange(0, PIECE // 4)[:, None]
-            second, third = PIECE // 4 // GROUP * num_outputs, PIECE // 2 // GROUP * num_outputs
-            fourth = PIECE * 3 // 4 // GROUP * num_outputs
-            first_vectors = tl.load(columns, mask=is_row, other=0.0)
-            second_vectors = tl.load(columns + PIECE // 4, mask=is_row, other=0.0)
-            third_vectors = tl.load(columns + PIECE // 2, mask=is_row, other=0.0)
-            fourth_vectors = tl.load(columns + PIECE * 3 // 4, mask=is_row, other=0.0)
+            PART: tl.constexpr = PIECE // 4
+            words = tl.load(weight + lines + start // 4 + tl.arange(0, PART)[None, :])
+            columns = x + rows * SIZE + start + tl.arange(0, PART)[:, None]
+            groups, vectors = (), ()
+            for index in tl.static_range(4):
+                groups += (group + index * PART // GROUP * num_outputs,)
+                vectors += (tl.load(columns + index * PART, mask=is_row, other=0.0),)
             if zeros is not None or ZERO >= 0:
                 if zeros is None:
                     zero = tl.full((OUTPUTS, 1), ZERO, x.dtype.element_ty)
                 else:
                     zero = tl.load(zeros + group).to(x.dtype.element_ty)
-                zero_1, zero_2, zero_3 = zero, zero, zero
-                if zeros is not None and GROUP < PIECE:
-                    zero_1 = tl.load(zeros + group + second).to(x.dtype.element_ty)
-                    zero_2 = tl.load(zeros + group + third).to(x.dtype.element_ty)
-                    zero_3 = tl.load(zeros + group + fourth).to(x.dtype.element_ty)
-                codes_0, codes_1, codes_2, codes_3 = _minus_zeros(words, zero, zero_1, zero_2, zero_3)
-                products = tl.dot(codes_0, first_vectors)
-                if GROUP < PIECE // 2:
-                    total += products * tl.load(scales + group)
-                    products = tl.dot(codes_1, second_vectors)
-                    total += products * tl.load(scales + group + second)
-                    products = tl.dot(codes_2, third_vectors)
-                    total += products * tl.load(scales + group + third)
-                    products = tl.dot(codes_3, fourth_vectors)
-                    total += products * tl.load(scales + group + fourth)
-                else:
-                    products = tl.dot(codes_1, second_vectors, products)
-                    if GROUP < PIECE:
-                        total += products * tl.load(scales + group)
-                        products = tl.dot(codes_2, third_vectors)
+                own_zeros = (zero,)
+                for index in tl.static_range(1, 4):
+                    if zeros is not None and GROUP < PIECE:
+                        zero = tl.load(zeros + groups[index]).to(x.dtype.element_ty)
+                    own_zeros += (zero,)
+                codes = _minus_zeros(words, own_zeros)
+                for index in tl.static_range(4):
+                    if index * PART % GROUP == 0:
+                        products = tl.dot(codes[index], vectors[index])
                     else:
-                        products = tl.dot(codes_2, third_vectors, products)
-                    products = tl.dot(codes_3, fourth_vectors, products)
-                    total += products * tl.load(scales + group + third)
+                        products = tl.dot(codes[index], vectors[index], products)
+                    if index == 3 or (index + 1) * PART % GROUP == 0:
+                        total += products * tl.load(scales + groups[index])
             else:
-                part = _scaled(words, 0, table, scales + group, offsets, group)
-                total = tl.dot(part.to(x.dtype.element_ty), first_vectors, total)
-                part = _scaled(words, 4, table, scales + group + second, offsets, group + second)
-                total = tl.dot(part.to(x.dtype.element_ty), second_vectors, total)
-                part = _scaled(words, 8, table, scales + group + third, offsets, group + third)
-                total = tl.dot(part.to(x.dtype.element_ty), third_vectors, total)
-                part = _scaled(words, 12, table, scales + group + fourth, offsets, group + fourth)
-                total = tl.dot(part.to(x.dtype.element_ty), fourth_vectors, total)
+                for index in tl.static_range(4):
+                    part = numbers_of(words >> 4 * index & 15, table, scales)
+                    part = scaled(part, scales, None, offsets, groups[index], None, -1)
+                    total = tl.dot(part.to(x.dtype.element_ty), vectors[index], total)
     is_last = True
     if SPLITS > 1:
-        own = partials + tile.to(tl.int64) * (SPLITS * OUTPUTS * ROWS) + tl.arange(0, OUTPUTS)[:, None] * ROWS
-        own += tl.arange(0, ROWS)[None, :]
-        tl.store(own + split * (OUTPUTS * ROWS), total)
-        tl.debug_barrier()  # all threads must have stored before one increments the counter
-        is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if is_last:
-            total = tl.load(own, cache_modifier=".cg")  # bypass L1: other multiprocessors wrote it
-            for other in tl.static_range(1, SPLITS):
-                total += tl.load(own + other * (OUTPUTS * ROWS), cache_modifier=".cg")
-            tl.store(num_done + tile, 0)
+        total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
     if is_last:
         if bias is not None:
             total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
@@ -275,10 +254,8 @@ def _scaled_sums(
     inputs = tl.sum(tl.reshape(vectors, (1, COUNT, WIDTH)), 2)
     if zeros is not None:
         sums -= (tl.load(zeros + group) + 128) * inputs
-    elif ZERO >= 0:
-        sums -= (ZERO + 128) * inputs
     else:
-        sums -= 128 * inputs
+        sums -= (tl.maximum(ZERO, 0) + 128) * inputs
     sums *= tl.load(scales + group)
     if offsets is not None:
         sums += tl.load(offsets + group) * inputs
@@ -301,25 +278,21 @@ def _code_vector_kernel(
     wait_and_start_next()
     total = tl.zeros((OUTPUTS, COUNT), tl.float32)
     for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=2):
-        code_0, code_1, code_2, code_3 = _plus_128(tl.load(lines + start // 4, eviction_policy="evict_first"))
-        vector_0 = tl.load(x + start + columns).to(tl.float32)[None, :]
-        vector_1 = tl.load(x + start + columns + PART).to(tl.float32)[None, :]
-        vector_2 = tl.load(x + start + columns + 2 * PART).to(tl.float32)[None, :]
-        vector_3 = tl.load(x + start + columns + 3 * PART).to(tl.float32)[None, :]
+        codes = _plus_128(tl.load(lines + start // 4, eviction_policy="evict_first"))
+        vectors = ()
+        for index in tl.static_range(4):
+            vectors += (tl.load(x + start + columns + index * PART).to(tl.float32)[None, :],)
         first = start + tl.arange(0, COUNT)[None, :] * PIECE
-        group = known + first // GROUP * num_outputs
         if GROUP >= PIECE:
-            products = code_0 * vector_0 + code_1 * vector_1 + code_2 * vector_2 + code_3 * vector_3
-            vectors = vector_0 + vector_1 + vector_2 + vector_3
-            total += _scaled_sums(products, vectors, group, scales, offsets, zeros, ZERO, COUNT)
+            group = known + first // GROUP * num_outputs
+            products = codes[0] * vectors[0] + codes[1] * vectors[1] + codes[2] * vectors[2] + codes[3] * vectors[3]
+            inputs = vectors[0] + vectors[1] + vectors[2] + vectors[3]
+            total += _scaled_sums(products, inputs, group, scales, offsets, zeros, ZERO, COUNT)
         else:
-            total += _scaled_sums(code_0 * vector_0, vector_0, group, scales, offsets, zeros, ZERO, COUNT)
-            group = known + (first + PART) // GROUP * num_outputs
-            total += _scaled_sums(code_1 * vector_1, vector_1, group, scales, offsets, zeros, ZERO, COUNT)
-            group = known + (first + 2 * PART) // GROUP * num_outputs
-            total += _scaled_sums(code_2 * vector_2, vector_2, group, scales, offsets, zeros, ZERO, COUNT)
-            group = known + (first + 3 * PART) // GROUP * num_outputs
-            total += _scaled_sums(code_3 * vector_3, vector_3, group, scales, offsets, zeros, ZERO, COUNT)
+            for index in tl.static_range(4):
+                group = known + (first + index * PART) // GROUP * num_outputs
+                products = codes[index] * vectors[index]
+                total += _scaled_sums(products, vectors[index], group, scales, offsets, zeros, ZERO, COUNT)
     result = tl.sum(total, 1)
     if bias is not None:
         result += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
@@ -334,15 +307,10 @@ def serves_vector(codes: DeviceCodes) -> bool:
     return codes.table is None if codes.bits == 4 else codes.scales.shape[0] == 1 and codes.offsets is None
 
 
-def vector_matmul(
-    x: Tensor, codes: DeviceCodes, bias: Tensor | None, programs: tuple[int, int, int] | None = None
-) -> Tensor:
-    """x [1, I], codes [O, I] that ``serves_vector`` accepts, bias [O] -> [1, O].
-
-    programs: outputs per program, inputs per block, warps.
-    """
+def vector_matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None) -> Tensor:
+    """x [1, I], codes [O, I] that ``serves_vector`` accepts, bias [O] -> [1, O]."""
     num_outputs, size = codes.shape
-    outputs, block, num_warps = programs or _vector_programs(num_outputs, size, codes.bits)
+    outputs, block, num_warps = _vector_programs(num_outputs, size, codes.bits)
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     grid = -(-num_outputs // outputs), 1, 1
     if codes.bits == 8:
@@ -394,18 +362,11 @@ def num_tiles(num_outputs: int, num_rows: int = MAX_ROWS) -> int:
     return -(-num_outputs // OUTPUTS) * -(-num_rows // ROWS)
 
 
-def matmul(
-    x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor, programs: Programs | None = None
-) -> Tensor:
-    """x [T, I], codes [O, I], bias [O] -> [T, O].
-
-    Args:
-        num_done: [num_tiles] int32 zeros, which are zeros again after.
-        programs: see ``shape_of_programs``.
-    """
+def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor) -> Tensor:
+    """x [T, I], codes [O, I], bias [O] -> [T, O]. num_done: [num_tiles] int32 zeros, which are zeros again after."""
     num_outputs, size = codes.shape
     num_rows = x.shape[0]
-    programs = programs or shape_of_programs(num_outputs, size, codes.bits, num_rows)
+    programs = shape_of_programs(num_outputs, size, codes.bits, num_rows)
     outputs, block, splits, stages, num_warps, rows = programs
     grid = -(-num_outputs // outputs), splits, -(-num_rows // rows)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
@@ -491,14 +452,7 @@ def _dequantize_kernel(
         word = columns // PIECE * (PIECE // 4) + columns % (PIECE // 4)
         packed = tl.load(weight + output * (SIZE // 4) + word, mask=inside, other=0).to(tl.int32)
         codes = packed >> (columns % PIECE // (PIECE // 4) * 4) & 15
-    values = numbers_of(codes, table, scales)
-    if zeros is not None:
-        values -= tl.load(zeros + group, mask=inside, other=0.0)
-    elif ZERO > 0:
-        values -= ZERO
-    values *= as_scales(tl.load(scales + group, mask=inside, other=0))
-    if offsets is not None:
-        values += tl.load(offsets + group, mask=inside, other=0.0)
+    values = scaled(numbers_of(codes, table, scales), scales, zeros, offsets, group, inside, ZERO)
     tl.store(out + output * SIZE + columns, values.to(out.dtype.element_ty), mask=inside)
 
 

@@ -10,17 +10,18 @@ R rows, H query heads, K kv heads, G query heads of a kv head, E head size, N pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
+    ScoreRules,
     capped,
     fp16_queries,
     nothing_attended,
@@ -29,11 +30,6 @@ from aioengine.kernels.triton.scores import (
     with_sinks,
     with_split,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.triton.scores import ScoreRules
 
 LEAST_ROWS = 16
 """Rows of the smallest tensor core matmul. Fewer query heads per kv head are padded."""

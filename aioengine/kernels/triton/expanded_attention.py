@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from aioengine.kernels.triton.attention import AttentionTile, load_part, tokens_of
+from aioengine.kernels.triton.attention import AttentionTile, PagedRows, load_part, tokens_of
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
 from aioengine.kernels.triton.scores import MASKED, nothing_attended
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.triton.attention import PagedRows
-
 
 LARGE = AttentionTile(128, 64, 8, 3)
 """On an H200, a prompt of 4096 tokens with 16 heads takes 185 us: 47 % of the tensor cores' peak."""

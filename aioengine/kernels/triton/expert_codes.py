@@ -5,26 +5,22 @@ Codes are converted in registers. A line is a row of this matrix: an output of a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.codes import Codes, piece_of
-from aioengine.kernels.expert_types import ExpertWeights
-from aioengine.kernels.triton.code_linear import DeviceCodes, as_scales, dequantize, device_codes, numbers_of
+from aioengine.kernels.expert_types import ExpertWeights, GateFunction
+from aioengine.kernels.triton.code_linear import DeviceCodes, dequantize, device_codes, load_for, numbers_of, scaled
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.expert_types import GateFunction
-
 LINES, WORDS = 4, 256
 """Lines of a program that dequantizes 4-bit codes, and words of 4 codes of each line."""
-RUN = tl.constexpr(16)
+RUN = 16
 """8-bit columns that a thread loads at once. Groups must have a multiple of this number."""
 
 
@@ -32,12 +28,14 @@ class CodeLayout(NamedTuple):
     """The layout of ``DeviceCodes``.
 
     Attributes:
-        part: with 4 bits, a word of 16 bits has four columns at this distance; 0: 8 bits.
+        per_word: columns of a word: 4, with 4 bits, or 1.
+        width: adjacent words that a thread loads at once. With 4 bits, the columns of a word are at this distance.
         group: inputs that share a scale.
         zero: see ``DeviceCodes``.
     """
 
-    part: int
+    per_word: int
+    width: int
     group: int
     num_groups: int
     zero: int
@@ -71,166 +69,111 @@ _ASM = tl.constexpr(_asm(has_scales=False))
 
 
 @triton.jit
-def _four_numbers(
-    words: tl.tensor, table: tl.tensor, scales: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return ``numbers_of`` the four codes of words."""
-    if DEPENDENT and scales.dtype.element_ty == tl.uint8:
-        code_0, code_1, code_2, code_3 = tl.inline_asm_elementwise(
+def _numbers(words: tl.tensor, table: tl.tensor, scales: tl.tensor, PER_WORD: tl.constexpr) -> tl.tuple:
+    """Return ``numbers_of`` each code of words."""
+    numbers = ()
+    if PER_WORD == 1:
+        numbers += (numbers_of(words, table, scales),)
+    elif DEPENDENT and scales.dtype.element_ty == tl.uint8:
+        codes = tl.inline_asm_elementwise(
             _ASM, "=r,=r,=r,=r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
-        code_0, code_1, code_2, code_3 = (
-            code_0.to(tl.float32),
-            code_1.to(tl.float32),
-            code_2.to(tl.float32),
-            code_3.to(tl.float32),
-        )
+        for index in tl.static_range(4):
+            numbers += (codes[index].to(tl.float32),)
     else:
-        code_0, code_1 = numbers_of(words & 15, table, scales), numbers_of(words >> 4 & 15, table, scales)
-        code_2, code_3 = numbers_of(words >> 8 & 15, table, scales), numbers_of(words >> 12 & 15, table, scales)
-    return code_0, code_1, code_2, code_3
+        for index in tl.static_range(4):
+            numbers += (numbers_of(words >> 4 * index & 15, table, scales),)
+    return numbers
 
 
 @triton.jit
-def _of_groups(
-    values: tl.tensor, lines: tl.tensor, num_lines: tl.tensor, first: tl.tensor, COUNT: tl.constexpr,
-    STEP: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return the scales, zeros or offsets of lines [outputs] for COUNT runs of WIDTH columns, STEP apart.
-
-    The shape is [outputs, COUNT * WIDTH], or [outputs, 1] if COUNT is 1.
-    """
-    groups = tl.minimum((first + tl.arange(0, COUNT) * STEP) // STORED.group, STORED.num_groups - 1)
-    loaded = as_scales(tl.load(values + lines[:, None] + groups[None, :].to(tl.int64) * num_lines))
-    if COUNT > 1:
-        wide = tl.broadcast_to(tl.expand_dims(loaded, 2), (loaded.shape[0], COUNT, WIDTH))
-        loaded = tl.reshape(wide, (loaded.shape[0], COUNT * WIDTH))
-    return loaded
-
-
-@triton.jit
-def _weights(
-    codes: tl.tensor, table: tl.tensor, scales: tl.tensor, zeros: tl.tensor, offsets: tl.tensor, lines: tl.tensor,
-    num_lines: tl.tensor, first: tl.tensor, COUNT: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+def _places(
+    lines: tl.tensor, num_lines: tl.tensor, first: tl.tensor, COUNT: tl.constexpr, STEP: tl.constexpr,
     STORED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the weights of codes in fp32; see ``_of_groups``."""
-    result = numbers_of(codes, table, scales)
-    if zeros is not None:
-        result -= _of_groups(zeros, lines, num_lines, first, COUNT, STEP, WIDTH, STORED)
-    elif STORED.zero > 0:
-        result -= STORED.zero
-    result *= _of_groups(scales, lines, num_lines, first, COUNT, STEP, WIDTH, STORED)
-    if offsets is not None:
-        result += _of_groups(offsets, lines, num_lines, first, COUNT, STEP, WIDTH, STORED)
-    return result
+    """Return the places of the scales of lines [outputs] for COUNT runs of columns, STEP apart: [outputs, COUNT]."""
+    groups = tl.minimum((first + tl.arange(0, COUNT) * STEP) // STORED.group, STORED.num_groups - 1)
+    return lines[:, None] + groups[None, :].to(tl.int64) * num_lines
 
 
 @triton.jit
 def _mxfp4_weights(
     words: tl.tensor, scales: tl.tensor, lines: tl.tensor, num_lines: tl.tensor, start: tl.tensor, COUNT: tl.constexpr,
     STORED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+) -> tl.tuple:  # fmt: skip
     """Convert words [outputs, N] int16 to the weights of their four codes, in bf16."""
-    PART: tl.constexpr = STORED.part
-    scale_0 = _of_groups(scales, lines, num_lines, start, COUNT, 4 * PART, PART, STORED).to(tl.bfloat16)
-    scale_1, scale_2 = scale_0, scale_0
-    if STORED.group % (2 * PART):
-        first = start + PART
-        scale_1 = _of_groups(scales, lines, num_lines, first, COUNT, 4 * PART, PART, STORED).to(tl.bfloat16)
-    if STORED.group % (4 * PART):
-        first = start + 2 * PART
-        scale_2 = _of_groups(scales, lines, num_lines, first, COUNT, 4 * PART, PART, STORED).to(tl.bfloat16)
-    scale_3 = scale_2
-    if STORED.group % (2 * PART):
-        first = start + 3 * PART
-        scale_3 = _of_groups(scales, lines, num_lines, first, COUNT, 4 * PART, PART, STORED).to(tl.bfloat16)
+    WIDTH: tl.constexpr = STORED.width
+    factors = ()
+    for index in tl.static_range(4):
+        if index == 0 or STORED.group % (2 * WIDTH * (index & -index)):  # else the group is the previous one
+            places = _places(lines, num_lines, start + index * WIDTH, COUNT, 4 * WIDTH, STORED)
+            factor = load_for(words, scales, places, None).to(tl.bfloat16)
+        factors += (factor,)
     return tl.inline_asm_elementwise(
-        _ASM_SCALED, "=r,=r,=r,=r,r,r,r,r,r", [words, scale_0, scale_1, scale_2, scale_3],
+        _ASM_SCALED, "=r,=r,=r,=r,r,r,r,r,r", [words, factors[0], factors[1], factors[2], factors[3]],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @triton.jit
 def add_products(
-    total: tl.tensor, weight: tl.tensor, scales: tl.tensor, zeros: tl.tensor, offsets: tl.tensor, table: tl.tensor,
-    lines: tl.tensor, num_lines: tl.tensor, start: tl.tensor, x_0: tl.tensor, x_1: tl.tensor, x_2: tl.tensor,
-    x_3: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr, IS_WHOLE: tl.constexpr,
+    total: tl.tensor, codes: tl.tuple, lines: tl.tensor, start: tl.tensor, inputs: tl.tuple,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Add the products of weight lines [outputs] with BLOCK inputs from ``start`` on to total [outputs, rows].
 
-    x_0: the inputs [BLOCK, rows]. With 4 bits, x_0 to x_3 are the inputs [BLOCK / 4, rows] of each code of the words.
+    codes: weight, scales, zeros, offsets, table and number of lines. inputs: [BLOCK / per_word, rows] for each column
+    of the words.
     """
-    PART: tl.constexpr = 0 if STORED is None else STORED.part
-    PER_WORD: tl.constexpr = 4 if PART > 0 else 1
+    weight, scales, zeros, offsets, table, num_lines = codes
+    PER_WORD: tl.constexpr = 1 if STORED is None else STORED.per_word
     columns = tl.arange(0, BLOCK // PER_WORD)
     inside = start // PER_WORD + columns < SIZE // PER_WORD
     pointers = weight + lines[:, None] * (SIZE // PER_WORD) + (start // PER_WORD + columns)[None, :]
-    part = loaded(pointers, inside[None, :], IS_WHOLE)
+    words = loaded(pointers, inside[None, :], IS_WHOLE)
     if STORED is None:
-        total = tl.dot(part, x_0, total, input_precision="ieee")
-    elif PART == 0:
-        COUNT: tl.constexpr = BLOCK // STORED.group if STORED.num_groups > 1 and STORED.group < BLOCK else 1
-        WIDTH: tl.constexpr = BLOCK // COUNT
-        part = _weights(
-            part, table, scales, zeros, offsets, lines, num_lines, start, COUNT, WIDTH, WIDTH, STORED
-        ).to(x_0.dtype)  # fmt: skip
-        total = tl.dot(part, x_0, total, input_precision="ieee")
+        total = tl.dot(words, inputs[0], total, input_precision="ieee")
     else:
-        COUNT: tl.constexpr = BLOCK // (4 * PART)
-        IS_MXFP4: tl.constexpr = scales.dtype.element_ty == tl.uint8 and x_0.dtype == tl.bfloat16
-        if IS_MXFP4 and DEPENDENT:
-            weight_0, weight_1, weight_2, weight_3 = _mxfp4_weights(
-                part, scales, lines, num_lines, start, COUNT, STORED
-            )
-            total = tl.dot(weight_0, x_0, total, input_precision="ieee")
-            total = tl.dot(weight_1, x_1, total, input_precision="ieee")
-            total = tl.dot(weight_2, x_2, total, input_precision="ieee")
-            total = tl.dot(weight_3, x_3, total, input_precision="ieee")
-        else:
-            for index in tl.static_range(4):
-                vectors = x_0 if index == 0 else x_1 if index == 1 else x_2 if index == 2 else x_3
-                codes = _weights(
-                    part >> 4 * index & 15, table, scales, zeros, offsets, lines, num_lines, start + index * PART,
-                    COUNT, 4 * PART, PART, STORED,
-                )  # fmt: skip
-                total = tl.dot(codes.to(vectors.dtype), vectors, total, input_precision="ieee")
+        IS_MXFP4: tl.constexpr = DEPENDENT and scales.dtype.element_ty == tl.uint8 and inputs[0].dtype == tl.bfloat16
+        RUNS: tl.constexpr = BLOCK // (4 * STORED.width) if PER_WORD == 4 else BLOCK // STORED.group
+        COUNT: tl.constexpr = RUNS if PER_WORD == 4 or (STORED.num_groups > 1 and RUNS > 1) else 1
+        if IS_MXFP4:
+            weights = _mxfp4_weights(words, scales, lines, num_lines, start, COUNT, STORED)
+        for index in tl.static_range(PER_WORD):
+            if IS_MXFP4:
+                part = weights[index]
+            else:
+                numbers = numbers_of(words >> 4 * index & 15 if PER_WORD == 4 else words, table, scales)
+                places = _places(lines, num_lines, start + index * STORED.width, COUNT, BLOCK // COUNT, STORED)
+                part = scaled(numbers, scales, zeros, offsets, places, None, STORED.zero).to(inputs[0].dtype)
+            total = tl.dot(part, inputs[index], total, input_precision="ieee")
     return total
-
-
-@triton.jit
-def _vector_part(
-    vector: tl.tensor, is_output: tl.tensor, start: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    STORED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Load inputs from ``start`` on for each output, in fp32, in the shape of the weights in ``vector_products``."""
-    if STORED is None:
-        columns = start + tl.arange(0, BLOCK)[None, :] + tl.zeros((is_output.shape[0], 1), tl.int32)
-        mask = is_output[:, None] & (columns < SIZE)
-    else:
-        WIDTH: tl.constexpr = STORED.part if STORED.part > 0 else RUN
-        STEP: tl.constexpr = 4 * WIDTH if STORED.part > 0 else WIDTH
-        columns = start + tl.arange(0, BLOCK // STEP)[:, None] * STEP + tl.arange(0, WIDTH)[None, :]
-        columns = tl.expand_dims(columns, 0) + tl.zeros((is_output.shape[0], 1, 1), tl.int32)
-        mask = columns < SIZE
-    return tl.load(vector + columns, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def vector_parts(
     vector: tl.tensor, is_output: tl.tensor, start: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     STORED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Load the inputs of each code of words; the same inputs four times if weights have no words of 4 codes."""
-    x_0 = _vector_part(vector, is_output, start, SIZE, BLOCK, STORED)
-    x_1, x_2, x_3 = x_0, x_0, x_0
-    PART: tl.constexpr = 0 if STORED is None else STORED.part
-    if PART > 0:
-        x_1 = _vector_part(vector + PART, is_output, start, SIZE - PART, BLOCK, STORED)
-        x_2 = _vector_part(vector + 2 * PART, is_output, start, SIZE - 2 * PART, BLOCK, STORED)
-        x_3 = _vector_part(vector + 3 * PART, is_output, start, SIZE - 3 * PART, BLOCK, STORED)
-    return x_0, x_1, x_2, x_3
+) -> tl.tuple:  # fmt: skip
+    """Load inputs from ``start`` on in fp32 for each column of words, in the shape of the weights in
+    ``vector_products``, and repeated for each output.
+    """
+    parts = ()
+    if STORED is None:
+        columns = start + tl.arange(0, BLOCK)[None, :] + tl.zeros((is_output.shape[0], 1), tl.int32)
+        mask = is_output[:, None] & (columns < SIZE)
+        parts += (tl.load(vector + columns, mask=mask, other=0.0).to(tl.float32),)
+    else:
+        WIDTH: tl.constexpr = STORED.width
+        PER_WORD: tl.constexpr = STORED.per_word
+        STEP: tl.constexpr = PER_WORD * WIDTH
+        columns = start + tl.arange(0, BLOCK // STEP)[:, None] * STEP + tl.arange(0, WIDTH)[None, :]
+        columns = tl.expand_dims(columns, 0) + tl.zeros((is_output.shape[0], 1, 1), tl.int32)
+        for index in tl.static_range(PER_WORD):
+            own = tl.load(vector + index * WIDTH + columns, mask=columns < SIZE - index * WIDTH, other=0.0)
+            parts += (own.to(tl.float32),)
+    return parts
 
 
 @triton.jit
@@ -238,11 +181,9 @@ def vector_zeros(OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexp
     """Return zeros in the shape of the results of ``vector_products``."""
     if STORED is None:
         zeros = tl.zeros((OUTPUTS, BLOCK), tl.float32)
-    elif STORED.part > 0:
-        PART: tl.constexpr = STORED.part
-        zeros = tl.zeros((OUTPUTS, BLOCK // (4 * PART), PART), tl.float32)
     else:
-        zeros = tl.zeros((OUTPUTS, BLOCK // RUN, RUN), tl.float32)
+        WIDTH: tl.constexpr = STORED.width
+        zeros = tl.zeros((OUTPUTS, BLOCK // (STORED.per_word * WIDTH), WIDTH), tl.float32)
     return zeros
 
 
@@ -256,48 +197,34 @@ def line_sums(products: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def vector_products(
-    weight: tl.tensor, scales: tl.tensor, zeros: tl.tensor, offsets: tl.tensor, table: tl.tensor,
-    lines: tl.tensor, num_lines: tl.tensor, is_output: tl.tensor, start: tl.tensor, x_0: tl.tensor, x_1: tl.tensor,
-    x_2: tl.tensor, x_3: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr,
+    codes: tl.tuple, lines: tl.tensor, is_output: tl.tensor, start: tl.tensor, inputs: tl.tuple,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return products of weight lines [outputs] with inputs. The sums over the dimensions but the first are results.
 
-    The shape is [outputs, BLOCK], or with codes [outputs, runs, columns of a run], see ``_of_groups``.
+    The shape is [outputs, BLOCK], or with codes [outputs, runs, words of a run]. codes: as in ``add_products``.
     """
+    weight, scales, zeros, offsets, table, num_lines = codes
     if STORED is None:
         columns = start + tl.arange(0, BLOCK)[None, :]
         mask = is_output[:, None] & (columns < SIZE)
         pointers = weight + lines[:, None] * SIZE + columns
-        result = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * x_0
+        result = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * inputs[0]
     else:
-        PER_WORD: tl.constexpr = 4 if STORED.part > 0 else 1
-        WIDTH: tl.constexpr = STORED.part if STORED.part > 0 else RUN
-        runs = tl.arange(0, BLOCK // (PER_WORD * WIDTH))
-        places = tl.expand_dims(start // PER_WORD + runs[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], 0)
+        PER_WORD: tl.constexpr = STORED.per_word
+        WIDTH: tl.constexpr = STORED.width
+        COUNT: tl.constexpr = BLOCK // (PER_WORD * WIDTH)
+        runs = tl.arange(0, COUNT)[:, None] * WIDTH
+        places = tl.expand_dims(start // PER_WORD + runs + tl.arange(0, WIDTH)[None, :], 0)
         mask = is_output[:, None, None] & (places < SIZE // PER_WORD)
         pointers = weight + lines[:, None, None] * (SIZE // PER_WORD) + places
         words = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
         lines = tl.where(is_output, lines, 0)
         result = tl.zeros(words.shape, tl.float32)
-        if PER_WORD == 4:
-            code_0, code_1, code_2, code_3 = _four_numbers(words, table, scales)
-        else:
-            code_0 = numbers_of(words, table, scales)
-            code_1, code_2, code_3 = code_0, code_0, code_0
+        numbers = _numbers(words, table, scales, PER_WORD)
         for index in tl.static_range(PER_WORD):
-            x = x_0 if index == 0 else x_1 if index == 1 else x_2 if index == 2 else x_3
-            numbers = code_0 if index == 0 else code_1 if index == 1 else code_2 if index == 2 else code_3
-            groups = (start + runs * (PER_WORD * WIDTH) + index * WIDTH) // STORED.group
-            groups = tl.minimum(groups, STORED.num_groups - 1)
-            places = lines[:, None] + groups[None, :].to(tl.int64) * num_lines
-            if zeros is not None:
-                numbers -= tl.expand_dims(tl.load(zeros + places), 2)
-            elif STORED.zero > 0:
-                numbers -= STORED.zero
-            weights = numbers * tl.expand_dims(as_scales(tl.load(scales + places)), 2)
-            if offsets is not None:
-                weights += tl.expand_dims(tl.load(offsets + places), 2)
-            result += weights * x
+            own = _places(lines, num_lines, start + index * WIDTH, COUNT, PER_WORD * WIDTH, STORED)
+            result += scaled(numbers[index], scales, zeros, offsets, own, None, STORED.zero) * inputs[index]
     return result
 
 
@@ -307,24 +234,17 @@ def _dequantize_words_kernel(
     num_lines: tl.tensor, SIZE: tl.constexpr, STORED: tl.constexpr, LINES: tl.constexpr, WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
     start_next_and_wait()
-    PART: tl.constexpr = STORED.part
+    WIDTH: tl.constexpr = STORED.width
     lines = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
     places = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
     inside = (lines < num_lines) & (places < SIZE // 4)
     words = tl.load(weight + lines * (SIZE // 4) + places, mask=inside, other=0)
-    columns = places // PART * (4 * PART) + places % PART
-    code_0, code_1, code_2, code_3 = _four_numbers(words, table, scales)
+    columns = places // WIDTH * (4 * WIDTH) + places % WIDTH
+    numbers = _numbers(words, table, scales, 4)
     for index in tl.static_range(4):
-        values = code_0 if index == 0 else code_1 if index == 1 else code_2 if index == 2 else code_3
-        group = lines + ((columns + index * PART) // STORED.group).to(tl.int64) * num_lines
-        if zeros is not None:
-            values -= tl.load(zeros + group, mask=inside, other=0.0)
-        elif STORED.zero > 0:
-            values -= STORED.zero
-        values *= as_scales(tl.load(scales + group, mask=inside, other=0))
-        if offsets is not None:
-            values += tl.load(offsets + group, mask=inside, other=0.0)
-        tl.store(out + lines * SIZE + columns + index * PART, values.to(out.dtype.element_ty), mask=inside)
+        group = lines + ((columns + index * WIDTH) // STORED.group).to(tl.int64) * num_lines
+        values = scaled(numbers[index], scales, zeros, offsets, group, inside, STORED.zero)
+        tl.store(out + lines * SIZE + columns + index * WIDTH, values.to(out.dtype.element_ty), mask=inside)
 
 
 _dequantize_words = KernelLauncher(_dequantize_words_kernel)
@@ -358,7 +278,7 @@ def device_weights(weights: ExpertWeights) -> DeviceWeights:
     """Prepare the weights for the kernels. Raises ValueError if they do not support the size of the groups."""
     matrices = [device_codes(part) if isinstance(part, Codes) else part for part in (weights.gate_up, weights.down)]
     for codes in (part for part in matrices if isinstance(part, DeviceCodes)):
-        unit = RUN.value if codes.bits == 8 else piece_of(codes.shape[1]) // 4
+        unit = RUN if codes.bits == 8 else piece_of(codes.shape[1]) // 4
         if codes.scales.shape[0] > 1 and (codes.group % unit or (codes.group % 128 and 128 % codes.group)):
             raise ValueError(f"experts with groups of {codes.group} inputs are not implemented; 32, 64 and 128 work")
     return DeviceWeights(*matrices, *weights[2:], weights.num_experts)
@@ -390,7 +310,8 @@ def stored_weight(weight: Tensor | DeviceCodes) -> KernelWeight:
     if not isinstance(weight, DeviceCodes):
         return KernelWeight((weight, None, None, None, None, 0), None, (weight.shape, *alignments(weight)))
     num_lines, size = weight.shape
-    how = CodeLayout(0 if weight.bits == 8 else piece_of(size) // 4, weight.group, weight.scales.shape[0], weight.zero)
+    words = (1, RUN) if weight.bits == 8 else (4, piece_of(size) // 4)
+    how = CodeLayout(*words, weight.group, weight.scales.shape[0], weight.zero)
     tensors = weight.numbers, weight.scales, weight.offsets, weight.zeros, weight.table
     key = how, weight.shape, *(None if own is None else own.dtype for own in tensors), *alignments(weight.numbers)
     return KernelWeight((*tensors, num_lines), how, key)

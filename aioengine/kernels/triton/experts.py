@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.code_linear import DeviceCodes
 from aioengine.kernels.triton.dependent import wait_and_start_next
 from aioengine.kernels.triton.expert_codes import (
+    DeviceWeights,
     add_products,
     line_sums,
     loaded,
@@ -30,14 +32,10 @@ from aioengine.kernels.triton.expert_codes import (
     widened,
 )
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
-from aioengine.kernels.triton.routing import align
+from aioengine.kernels.triton.routing import Tiling, align
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
-    from aioengine.kernels.triton.expert_codes import DeviceWeights
-    from aioengine.kernels.triton.routing import Tiling
 
 
 class ExpertTile(NamedTuple):
@@ -70,7 +68,9 @@ def _tiled_kernel(
     BLOCK: tl.constexpr, STAGES: tl.constexpr, GATE: tl.constexpr, STORED: tl.constexpr,
 ) -> None:  # fmt: skip
     IS_GATED: tl.constexpr = GATE is not None
-    PART: tl.constexpr = 0 if STORED is None else STORED.part
+    PER_WORD: tl.constexpr = 1 if STORED is None else STORED.per_word
+    WIDTH: tl.constexpr = 1 if STORED is None else STORED.width
+    codes = (weight, scales, zeros, offsets, table, num_lines)
     num_blocks = tl.cdiv(NUM_OUTPUTS, OUTPUTS)  # a constant, so that the compiler knows that stores are aligned
     tile = tl.program_id(0) // num_blocks
     outputs = tl.program_id(0) % num_blocks * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -84,30 +84,20 @@ def _tiled_kernel(
         vectors = (pairs // TOP_K if IS_GATED else rows).to(tl.int64) * SIZE
         lines = expert.to(tl.int64) * ((2 if IS_GATED else 1) * NUM_OUTPUTS)
         lines += tl.where(outputs < NUM_OUTPUTS, outputs, 0)
-        columns = tl.arange(0, BLOCK)
-        if PART > 0:
-            columns = tl.arange(0, BLOCK // 4)
-            columns = columns // PART * (4 * PART) + columns % PART
+        columns = tl.arange(0, BLOCK // PER_WORD)
+        if PER_WORD > 1:
+            columns = columns // WIDTH * (PER_WORD * WIDTH) + columns % WIDTH
         x_pointers = x + vectors[None, :] + columns[:, None]
         total, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
         IS_WHOLE: tl.constexpr = SIZE % BLOCK == 0
         for start in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
             inside = (start + columns < SIZE)[:, None]
-            x_0 = loaded(x_pointers + start, inside, IS_WHOLE)
-            x_1, x_2, x_3 = x_0, x_0, x_0
-            if PART > 0:
-                x_1 = loaded(x_pointers + start + PART, inside, IS_WHOLE)
-                x_2 = loaded(x_pointers + start + 2 * PART, inside, IS_WHOLE)
-                x_3 = loaded(x_pointers + start + 3 * PART, inside, IS_WHOLE)
-            total = add_products(
-                total, weight, scales, zeros, offsets, table, lines, num_lines, start, x_0, x_1, x_2, x_3, SIZE, BLOCK,
-                STORED, IS_WHOLE,
-            )  # fmt: skip
+            inputs = ()
+            for index in tl.static_range(PER_WORD):
+                inputs += (loaded(x_pointers + start + index * WIDTH, inside, IS_WHOLE),)
+            total = add_products(total, codes, lines, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
             if IS_GATED:
-                up = add_products(
-                    up, weight, scales, zeros, offsets, table, lines + NUM_OUTPUTS, num_lines, start, x_0, x_1, x_2,
-                    x_3, SIZE, BLOCK, STORED, IS_WHOLE,
-                )  # fmt: skip
+                up = add_products(up, codes, lines + NUM_OUTPUTS, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
         if bias is not None:
             total += tl.load(bias + lines).to(tl.float32)[:, None]
             if IS_GATED:
@@ -129,6 +119,7 @@ def _vector_gated_kernel(
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     GATE: tl.constexpr, STORED: tl.constexpr,
 ) -> None:  # fmt: skip
+    codes = (weight, scales, zeros, offsets, table, num_lines)
     pair = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
@@ -138,15 +129,9 @@ def _vector_gated_kernel(
     lines = expert * (2 * num_outputs) + outputs
     gate, up = vector_zeros(OUTPUTS, BLOCK, STORED), vector_zeros(OUTPUTS, BLOCK, STORED)
     for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=UNROLL):
-        x_0, x_1, x_2, x_3 = vector_parts(vector, is_output, start, SIZE, BLOCK, STORED)
-        gate += vector_products(
-            weight, scales, zeros, offsets, table, lines, num_lines, is_output, start, x_0, x_1, x_2, x_3, SIZE, BLOCK,
-            STORED,
-        )  # fmt: skip
-        up += vector_products(
-            weight, scales, zeros, offsets, table, lines + num_outputs, num_lines, is_output, start, x_0, x_1, x_2,
-            x_3, SIZE, BLOCK, STORED,
-        )  # fmt: skip
+        inputs = vector_parts(vector, is_output, start, SIZE, BLOCK, STORED)
+        gate += vector_products(codes, lines, is_output, start, inputs, SIZE, BLOCK, STORED)
+        up += vector_products(codes, lines + num_outputs, is_output, start, inputs, SIZE, BLOCK, STORED)
     gate_sum, up_sum = line_sums(gate), line_sums(up)
     if bias is not None:
         gate_sum += tl.load(bias + lines, mask=is_output, other=0.0).to(tl.float32)
@@ -176,6 +161,7 @@ def _vector_down_kernel(
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     STORED: tl.constexpr,
 ) -> None:  # fmt: skip
+    codes = (weight, scales, zeros, offsets, table, num_lines)
     token = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
@@ -192,13 +178,10 @@ def _vector_down_kernel(
     products = vector_zeros(OUTPUTS, BLOCK, STORED)
     for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=UNROLL):
         for index in tl.static_range(TOP_K):
-            x_0, x_1, x_2, x_3 = vector_parts(vectors + index * SIZE, is_output, start, SIZE, BLOCK, STORED)
+            inputs = vector_parts(vectors + index * SIZE, is_output, start, SIZE, BLOCK, STORED)
             if STORED is None:
-                x_0 *= factors[index]
-            part = vector_products(
-                weight, scales, zeros, offsets, table, lines[index], num_lines, is_output, start, x_0, x_1, x_2, x_3,
-                SIZE, BLOCK, STORED,
-            )  # fmt: skip
+                inputs = (inputs[0] * factors[index],)
+            part = vector_products(codes, lines[index], is_output, start, inputs, SIZE, BLOCK, STORED)
             products += part if STORED is None else part * factors[index]
     total += line_sums(products)
     places = token.to(tl.int64) * num_outputs + outputs
@@ -325,7 +308,9 @@ def _multiply_tiles(
     out = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
     max_tiles = tiling.tiles.shape[1]
     tensors = x, *stored.arguments, bias, out, tiling.order, tiling.tiles, tiling.num_tiles
-    block = tile.block if stored.how is None else max(tile.block, 4 * stored.how.part)  # whole pieces
+    block = (
+        tile.block if stored.how is None else max(tile.block, stored.how.per_word * stored.how.width)
+    )  # whole pieces
     sizes = num_outputs, size, top_k, tile.rows, tile.outputs, block, tile.stages
     arguments = (*tensors, max_tiles, *sizes, gate, stored.how)
     key = x.dtype, *stored.key, tile, top_k, gate, bias is None, *alignments(x)
@@ -368,13 +353,11 @@ def programs_for(size: int, num_matrices: int, block: int) -> Programs:
     return Programs(4, block, -(-num_blocks // num_rounds), 4)
 
 
-def multiply_vectors(
-    x: Tensor, chosen: ChosenExperts, weights: DeviceWeights, programs: Programs | None = None
-) -> Tensor:
+def multiply_vectors(x: Tensor, chosen: ChosenExperts, weights: DeviceWeights) -> Tensor:
     """x [T, D] -> activated [P, I], in the order of pairs."""
     stored, bias = stored_weight(weights.gate_up), weights.gate_up_bias
     num_outputs, size, (num_tokens, top_k) = weights.down.shape[-1], x.shape[1], chosen.experts.shape
-    programs = programs or (programs_for(size, 2, 512) if stored.how is None else VECTOR_CODES)
+    programs = programs_for(size, 2, 512) if stored.how is None else VECTOR_CODES
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens * top_k, num_outputs))
     sizes = num_outputs, size, top_k, outputs, block, unroll
@@ -385,17 +368,12 @@ def multiply_vectors(
 
 
 def multiply_vectors_down(
-    x: Tensor,
-    chosen: ChosenExperts,
-    weights: DeviceWeights,
-    shared: SharedOutputs | None,
-    *,
-    programs: Programs | None = None,
+    x: Tensor, chosen: ChosenExperts, weights: DeviceWeights, shared: SharedOutputs | None
 ) -> Tensor:
     """x [P, I] -> [T, D], plus the outputs of shared experts."""
     stored, bias = stored_weight(weights.down), weights.down_bias
     num_outputs, size, (num_tokens, top_k) = weights.gate_up.shape[-1], x.shape[1], chosen.experts.shape
-    programs = programs or (programs_for(size, top_k, 256) if stored.how is None else VECTOR_CODES)
+    programs = programs_for(size, top_k, 256) if stored.how is None else VECTOR_CODES
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens, num_outputs))
     sizes = num_outputs, size, top_k, outputs, block, unroll

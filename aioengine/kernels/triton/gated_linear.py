@@ -8,18 +8,15 @@ the rows of the tensor core instruction. The rows of x are padded to a power of 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, compile_only, options
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LARGE_OUTPUTS = 8192
 Programs = tuple[int, int, int, int, int, int]
@@ -41,14 +38,9 @@ MAX_ROWS = 128
 
 @triton.jit
 def _store(
-    gate: tl.tensor,
-    up: tl.tensor,
-    out: tl.tensor,
-    outputs: tl.tensor,
-    rows: tl.tensor,
-    num_outputs: tl.tensor,
+    gate: tl.tensor, up: tl.tensor, out: tl.tensor, outputs: tl.tensor, rows: tl.tensor, num_outputs: tl.tensor,
     num_rows: tl.tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Activate and store. Rounds like a separate matmul and activation."""
     narrow = out.dtype.element_ty
     wide = gate.to(narrow).to(tl.float32)

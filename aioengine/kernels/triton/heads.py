@@ -176,19 +176,6 @@ def _rotate_qk_kernel(
     tl.store(out_key + HALF, turned_high, mask=is_key)
 
 
-@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["page_table"])
-def _pages_kernel(
-    page_table: tl.tensor, row_stride: tl.tensor, starts: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    start = tl.load(starts + row)
-    count = tl.load(starts + row + 1) - start
-    for first in range(0, count, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        inside = columns < count
-        tl.store(out + start + columns, tl.load(page_table + row * row_stride + columns, mask=inside), mask=inside)
-
-
 _rotate = KernelLauncher(_rotate_kernel)
 _write = KernelLauncher(_write_kernel)
 _rotate_qk = KernelLauncher(_rotate_qk_kernel)
@@ -253,9 +240,3 @@ def _forms(tensors: tuple[Tensor, ...], strides: list[int]) -> tuple[object, ...
     """Return the properties of tensors [...] and strides for which Triton compiles separate specializations."""
     wide = tuple(stride > (1 << 31) - 1 for stride in strides)
     return (*alignments(*tensors), *((stride % 16 == 0, stride == 1) for stride in strides), wide)
-
-
-def flatten_pages(page_table: Tensor, starts: Tensor, out: Tensor) -> None:
-    """Copy row r of the page table [R, P] to ``out[starts[r] : starts[r + 1]]``, for all r, without synchronization."""
-    num_rows = page_table.shape[0]
-    _pages_kernel[(num_rows,)](page_table, page_table.stride(0), starts, out, BLOCK=128, num_warps=1)

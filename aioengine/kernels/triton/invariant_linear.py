@@ -1,21 +1,17 @@
-"""Batch-invariant matmul on a GPU: x [T, I], weight [O, I], bias [O] -> [T, O].
+"""Batch-invariant matmuls on a GPU: x [T, I], weight [O, I], bias [O] -> [T, O], or with a weight for each head.
 
 Each element is summed over the inputs from first to last, by tensor core instructions of the same depth. So every tile
-size gives the same bits, and the fastest one can be chosen.
+size gives the same bits, and the fastest one can be chosen. H heads.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Tile = tuple[int, int, int, int, int]
 """(rows, outputs, inputs per block, stages, warps)."""
@@ -93,3 +89,51 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = N
     grid = _num_tiles(num_rows, num_outputs, tile), 1, 1
     _matmul(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
     return out
+
+
+NARROW = 64, 64, 64, 4
+"""(rows, outputs, inputs per block, warps) for 16-bit dtypes."""
+WIDE = 32, 32, 32, 4
+"""For fp32, which is multiplied without tensor cores."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _heads_kernel(
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, num_rows: tl.tensor,
+    NUM_OUTPUTS: tl.constexpr, SIZE: tl.constexpr, X_ROW: tl.constexpr, X_HEAD: tl.constexpr, WEIGHT_HEAD: tl.constexpr,
+    WEIGHT_INPUT: tl.constexpr, WEIGHT_OUTPUT: tl.constexpr, OUT_ROW: tl.constexpr, OUT_HEAD: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    head = tl.program_id(2).to(tl.int64)
+    inputs = tl.arange(0, BLOCK)
+    is_row, is_output = rows < num_rows, outputs < NUM_OUTPUTS
+    x_pointers = x + head * X_HEAD + (rows.to(tl.int64) * X_ROW)[:, None] + inputs[None, :]
+    weight_pointers = (
+        weight + head * WEIGHT_HEAD + (inputs * WEIGHT_INPUT)[:, None] + (outputs * WEIGHT_OUTPUT)[None, :]
+    )
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        inside = start + inputs < SIZE
+        vectors = tl.load(x_pointers + start, mask=is_row[:, None] & inside[None, :], other=0.0)
+        mask = inside[:, None] & is_output[None, :]
+        part = tl.load(weight_pointers + start * WEIGHT_INPUT, mask=mask, other=0.0)
+        total = tl.dot(vectors, part, total, input_precision="ieee")
+    targets = out + head * OUT_HEAD + (rows.to(tl.int64) * OUT_ROW)[:, None] + outputs[None, :]
+    tl.store(targets, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+_heads = KernelLauncher(_heads_kernel)
+
+
+def head_matmul(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Multiply x [T, H, I] by weight [H, I, O] into out [T, H, O]. The last dimension of x and out is contiguous."""
+    num_rows = x.shape[0]
+    num_heads, size, num_outputs = weight.shape
+    rows, outputs, block, num_warps = WIDE if x.dtype == torch.float32 else NARROW
+    sizes = num_outputs, size, *x.stride()[:2], *weight.stride(), *out.stride()[:2], rows, outputs, block
+    tensors = x, weight, out
+    key = x.dtype, sizes, *alignments(*tensors)
+    grid = -(-num_rows // rows), -(-num_outputs // outputs), num_heads
+    _heads(grid, key, (*tensors, num_rows, *sizes), {"num_warps": num_warps})

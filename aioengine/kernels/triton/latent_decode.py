@@ -16,18 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from aioengine.kernels.triton.attention import AttentionTile, load_part, pages_of
+from aioengine.kernels.triton.attention import AttentionTile, PagedRows, load_part, pages_of
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
 from aioengine.kernels.triton.scores import MASKED, nothing_attended, softmax_step, store_attended, store_split
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.triton.attention import PagedRows
-
     Queries = tuple[Tensor, Tensor]
-
 
 NARROW = AttentionTile(16, 32, 4, 3)
 """On an H200, 16 heads over 1024 positions take 8 us with one row, 21 us with 32 and 94 us with 256."""

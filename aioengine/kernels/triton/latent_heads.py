@@ -27,12 +27,7 @@ HEADS = tl.constexpr(16)  # query heads per program
 
 @triton.jit
 def _store_key(
-    target: tl.tensor,
-    latent: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    VALUE_SIZE: tl.constexpr,
-    HALF: tl.constexpr,
+    target: tl.tensor, latent: tl.tensor, low: tl.tensor, high: tl.tensor, VALUE_SIZE: tl.constexpr, HALF: tl.constexpr
 ) -> None:
     """Store the normalized latent vector and both halves of the rotated part."""
     values = tl.arange(0, latent.shape[0])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @triton.jit

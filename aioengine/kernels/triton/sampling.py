@@ -14,17 +14,13 @@ S rows, X truncated rows, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 BLOCK = tl.constexpr(2048)
 LOOP_BLOCK = tl.constexpr(8192)
@@ -151,28 +147,19 @@ def _pick_kernel(
 
 
 @triton.jit
-def _weights(
-    x_pointer: tl.tensor, columns: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor
-) -> tl.tensor:
-    """Return the weights of these tokens."""
-    loaded = tl.load(x_pointer + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
-    return tl.exp((loaded - top) * scale)
+def _weights(row: tl.tuple, columns: tl.tensor, num_tokens: tl.constexpr) -> tl.tensor:
+    """Return the weights of these tokens. row: address of its logits, the largest one, and 1 / temperature."""
+    loaded = tl.load(row[0] + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
+    return tl.exp((loaded - row[1]) * row[2])
 
 
 @triton.jit
-def _above(
-    x_pointer: tl.tensor,
-    num_tokens: tl.constexpr,
-    top: tl.tensor,
-    scale: tl.tensor,
-    threshold: tl.tensor,
-    COUNTS: tl.constexpr,
-) -> tl.tensor:
+def _above(row: tl.tuple, num_tokens: tl.constexpr, threshold: tl.tensor, COUNTS: tl.constexpr) -> tl.tensor:
     """Return the count or the mass (float64) of the tokens whose weight is above ``threshold``."""
     total = tl.zeros((), tl.float64)
     for start in range(0, num_tokens, LOOP_BLOCK):
         columns = start + tl.arange(0, LOOP_BLOCK)
-        weight = _weights(x_pointer, columns, num_tokens, top, scale)
+        weight = _weights(row, columns, num_tokens)
         is_above = (weight.to(tl.int32, bitcast=True) > threshold) & (columns < num_tokens)
         if COUNTS:
             total += tl.sum(is_above.to(tl.int32), 0).to(tl.float64)
@@ -182,21 +169,14 @@ def _above(
 
 
 @triton.jit
-def _find_threshold(
-    x_pointer: tl.tensor,
-    num_tokens: tl.constexpr,
-    top: tl.tensor,
-    scale: tl.tensor,
-    limit: tl.tensor,
-    COUNTS: tl.constexpr,
-) -> tl.tensor:
+def _find_threshold(row: tl.tuple, num_tokens: tl.constexpr, limit: tl.tensor, COUNTS: tl.constexpr) -> tl.tensor:
     """Return the smallest threshold above which the count or mass of the tokens is less than ``limit``."""
     low = tl.full((), -1, tl.int32)
     high = tl.full((), 0x3F800000, tl.int32)
-    high = tl.where(_above(x_pointer, num_tokens, top, scale, low, COUNTS) < limit, low, high)
+    high = tl.where(_above(row, num_tokens, low, COUNTS) < limit, low, high)
     for _ in range(31):
         middle = (low + high) // 2
-        is_less = _above(x_pointer, num_tokens, top, scale, middle, COUNTS) < limit
+        is_less = _above(row, num_tokens, middle, COUNTS) < limit
         high = tl.where(is_less, middle, high)
         low = tl.where(is_less, low, middle)
     return high
@@ -218,8 +198,8 @@ def _truncated_kernel(
     largest = tl.load(maxima + row * num_blocks + blocks, mask=blocks < num_blocks, other=-float("inf"))
     top = tl.max(largest, 0)
     is_bad = (tl.max((largest != largest).to(tl.int32), 0) > 0) | (top == float("inf")) | (top == -float("inf"))
-    x_pointer = logits + row.to(tl.int64) * row_stride
     scale = tl.load(fields + 3 * field_stride + row).to(tl.float32, bitcast=True)
+    own = (logits + row.to(tl.int64) * row_stride, top, scale)
     top_k = tl.load(top_ks + index).to(tl.float64)
     top_p = tl.load(top_ps + index).to(tl.float64)
     min_p = tl.load(min_ps + index)
@@ -227,17 +207,17 @@ def _truncated_kernel(
         threshold = tl.full((), -1, tl.int32)
         num_ties = tl.full((), 1 << 30, tl.int32)
         if top_k < num_tokens:
-            threshold = _find_threshold(x_pointer, num_tokens, top, scale, top_k, True)
-            num_ties = (top_k - _above(x_pointer, num_tokens, top, scale, threshold, True)).to(tl.int32)
+            threshold = _find_threshold(own, num_tokens, top_k, True)
+            num_ties = (top_k - _above(own, num_tokens, threshold, True)).to(tl.int32)
         if top_p < 1.0:
-            mass = _above(x_pointer, num_tokens, top, scale, threshold, False)
+            mass = _above(own, num_tokens, threshold, False)
             if threshold >= 0:
                 mass += num_ties.to(tl.float64) * threshold.to(tl.float32, bitcast=True).to(tl.float64)
             limit = top_p * mass
-            nucleus = _find_threshold(x_pointer, num_tokens, top, scale, limit, False)
+            nucleus = _find_threshold(own, num_tokens, limit, False)
             if nucleus >= threshold:
                 value = nucleus.to(tl.float32, bitcast=True).to(tl.float64)
-                missing = limit - _above(x_pointer, num_tokens, top, scale, nucleus, False)
+                missing = limit - _above(own, num_tokens, nucleus, False)
                 fitting = tl.ceil(missing / tl.maximum(value, 1e-300)).to(tl.int32)
                 fitting = tl.maximum(fitting, 1)
                 num_ties = tl.where(nucleus == threshold, tl.minimum(num_ties, fitting), fitting)
@@ -246,9 +226,7 @@ def _truncated_kernel(
         if (min_p > 0.0) & (least > threshold):
             threshold = least - 1
             num_ties = tl.full((), 0, tl.int32)
-        _draw_kept(
-            x_pointer, num_tokens, top, scale, threshold, num_ties, _uniform(fields, field_stride, row), out + row
-        )
+        _draw_kept(own, num_tokens, threshold, num_ties, _uniform(fields, field_stride, row), out + row)
 
 
 @triton.jit
@@ -266,8 +244,8 @@ def _kept(
 
 @triton.jit
 def _draw_kept(
-    x_pointer: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor, threshold: tl.tensor,
-    num_ties: tl.tensor, uniform: tl.tensor, out: tl.tensor,
+    row: tl.tuple, num_tokens: tl.constexpr, threshold: tl.tensor, num_ties: tl.tensor, uniform: tl.tensor,
+    out: tl.tensor,
 ) -> None:  # fmt: skip
     """Store the first token at which the cumulative mass of kept tokens exceeds ``uniform`` times their total mass.
 
@@ -277,7 +255,7 @@ def _draw_kept(
     num_seen = tl.zeros((), tl.int32)
     for start in range(0, num_tokens, LOOP_BLOCK):
         columns = start + tl.arange(0, LOOP_BLOCK)
-        weight = _weights(x_pointer, columns, num_tokens, top, scale)
+        weight = _weights(row, columns, num_tokens)
         weight, num_seen = _kept(weight, columns < num_tokens, threshold, num_ties, num_seen)
         whole += tl.sum(weight.to(tl.float64), 0)
     target = uniform * whole
@@ -287,7 +265,7 @@ def _draw_kept(
     last = tl.zeros((), tl.int32)
     for start in range(0, num_tokens, LOOP_BLOCK):
         columns = start + tl.arange(0, LOOP_BLOCK)
-        weight = _weights(x_pointer, columns, num_tokens, top, scale)
+        weight = _weights(row, columns, num_tokens)
         weight, num_seen = _kept(weight, columns < num_tokens, threshold, num_ties, num_seen)
         wide = weight.to(tl.float64)
         above = (tl.cumsum(wide, 0) + mass > target) & (weight > 0.0)

@@ -1,6 +1,6 @@
 """The softmax of attention, block after block, and its options: sliding windows, soft caps, learned sinks.
 
-Scores are scaled by log2(e), so that weights are powers of 2. G query rows, H query heads, E head size.
+Scores are scaled by log2(e), so that weights are powers of 2. G query rows, H query heads, E head size, T tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 import triton.language as tl
 
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1.0e30)
@@ -117,13 +120,9 @@ def merged(state: tl.tuple, split: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def store_split(
-    split_sums: tl.tensor,
-    split_marks: tl.tensor,
-    targets: tl.tensor,
-    state: tl.tuple,
-    is_head: tl.tensor,
+    split_sums: tl.tensor, split_marks: tl.tensor, targets: tl.tensor, state: tl.tuple, is_head: tl.tensor,
     VALUE_SIZE: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Store the state of a split of a row. targets: [G] indices of (row, split, head)."""
     highest, total, sums = state
     columns = tl.arange(0, sums.shape[1])[None, :]
@@ -135,14 +134,9 @@ def store_split(
 
 @triton.jit
 def with_split(
-    state: tl.tuple,
-    split_sums: tl.tensor,
-    split_marks: tl.tensor,
-    sources: tl.tensor,
-    is_head: tl.tensor,
-    VALUE_SIZE: tl.constexpr,
-    CACHE: tl.constexpr,
-) -> tl.tuple:
+    state: tl.tuple, split_sums: tl.tensor, split_marks: tl.tensor, sources: tl.tensor, is_head: tl.tensor,
+    VALUE_SIZE: tl.constexpr, CACHE: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
     """Merge the stored split of each head into the state of the previous splits. sources: [G], see ``store_split``.
     CACHE: cache modifier of the loads.
     """
@@ -166,15 +160,9 @@ def with_sinks(state: tl.tuple, sinks: tl.tensor, heads: tl.tensor, is_head: tl.
 
 @triton.jit
 def store_attended(
-    out: tl.tensor,
-    targets: tl.tensor,
-    is_head: tl.tensor,
-    state: tl.tuple,
-    sinks: tl.tensor,
-    heads: tl.tensor,
-    scales: tl.tensor,
-    VALUE_SIZE: tl.constexpr,
-) -> None:
+    out: tl.tensor, targets: tl.tensor, is_head: tl.tensor, state: tl.tuple, sinks: tl.tensor, heads: tl.tensor,
+    scales: tl.tensor, VALUE_SIZE: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the attention result of query rows at indices ``targets`` [G] of ``out``, after adding the sinks of their
     heads [G] if there are any. scales: factors of keys and values, or None.
     """
@@ -187,3 +175,60 @@ def store_attended(
     if scales is not None:
         attended *= tl.load(scales + 1)
     tl.store(out + places, attended.to(out.dtype.element_ty), mask=inside)
+
+
+MERGED_ROWS = tl.constexpr(16)
+"""Heads of tokens per program."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_results_kernel(
+    out: tl.tensor, weights: tl.tensor, other: tl.tensor, other_weights: tl.tensor, num_rows: tl.tensor,
+    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr, SINKS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Merge ``other`` into the result of each head. SINKS: ``other_weights`` are sinks, whose values are 0."""
+    rows = tl.program_id(0).to(tl.int64) * MERGED_ROWS + tl.arange(0, MERGED_ROWS)
+    is_there = rows < num_rows
+    if SINKS:
+        other_weight = tl.load(other_weights + rows % NUM_HEADS, mask=is_there, other=0.0).to(tl.float32) * LOG2_E
+    else:
+        other_weight = tl.load(other_weights + rows, mask=is_there, other=0.0)
+    share = 1.0 / (1.0 + tl.exp2(other_weight - tl.load(weights + rows, mask=is_there, other=0.0)))
+    columns = tl.arange(0, COLUMNS)[None, :]
+    targets = rows[:, None] * HEAD_SIZE + columns
+    inside = is_there[:, None] & (columns < HEAD_SIZE)
+    own = tl.load(out + targets, mask=inside, other=0.0)
+    if SINKS:
+        result = own.to(tl.float32) * share[:, None]
+    else:
+        theirs = tl.load(other + targets, mask=inside, other=0.0).to(tl.float32)
+        result = theirs + (own.to(tl.float32) - theirs) * share[:, None]
+    tl.store(out + targets, result.to(own.dtype), mask=inside)
+
+
+_merge = KernelLauncher(_merge_results_kernel)
+
+
+def merge(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor) -> None:
+    """Merge ``other`` into ``out``, contiguous [T, H, E] each: results of attention over different positions.
+
+    weights, other_weights: [T, H] fp32, log2 of the sum of exponentials.
+    """
+    _launch(out, weights, other, other_weights, has_sinks=False)
+
+
+def add_sinks(out: Tensor, weights: Tensor, sinks: Tensor) -> None:
+    """Apply the learned sinks [H] to the attention result ``out``, contiguous [T, H, E].
+
+    weights: [T, H] fp32, log2 of the sum of exponentials.
+    """
+    _launch(out, weights, out, sinks, has_sinks=True)
+
+
+def _launch(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor, *, has_sinks: bool) -> None:
+    """Merge into out [T, H, E] and weights [T, H]: see ``_merge_kernel``."""
+    num_rows, (num_heads, head_size) = weights.numel(), out.shape[1:]
+    tensors = out, weights, other, other_weights
+    sizes = num_heads, head_size, next_power_of_2(head_size), has_sinks
+    key = out.dtype, other_weights.dtype, sizes, *alignments(*tensors)
+    _merge((-(-num_rows // MERGED_ROWS.value), 1, 1), key, (*tensors, num_rows, *sizes), {"num_warps": 4})

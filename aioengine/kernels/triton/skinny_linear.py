@@ -1,29 +1,113 @@
-"""Matmul of up to 64 rows with a large weight on a GPU: x [T, I], weight [O, I], bias [O] -> [T, O].
+"""Matmul of few rows with a large weight on a GPU: x [T, I], weight [O, I], bias [O] -> [T, O].
 
-The time is limited by reading the weight. Each program computes some outputs over one split of the inputs. The weight
-is the left operand, so that its outputs are the rows of the tensor core instruction. If there are several splits, the
-program that finishes last adds them, always in the same order.
+The time is limited by reading the weight.
+
+One row: a program loads the first block of its weights while the previous kernel still runs, and then waits for x.
+
+Up to 64 rows: each program computes some outputs over one split of the inputs. The weight is the left operand, so that
+its outputs are the rows of the tensor core instruction. If there are several splits, the program that finishes last
+adds them, always in the same order.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 
-if TYPE_CHECKING:
-    from torch import Tensor
+
+@triton.jit
+def products(lines: tl.tensor, is_row: tl.tensor, x: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """Return the products [rows] of matrix rows with x. lines: pointers [rows, 1] to the rows.
+
+    The next kernel can start as soon as x is complete, so it may read x without waiting (``adapter_linear``).
+    """
+    columns = tl.arange(0, BLOCK)
+    pointers = lines + columns[None, :]
+    part = tl.load(pointers, mask=is_row & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
+    wait_and_start_next()
+    vector = tl.load(x + columns, mask=columns < SIZE, other=0.0)
+    total = part.to(tl.float32) * vector.to(tl.float32)[None, :]
+    for start in tl.range(BLOCK, SIZE, BLOCK, loop_unroll_factor=4):
+        inside = start + columns < SIZE
+        part = tl.load(pointers + start, mask=is_row & inside[None, :], other=0.0, eviction_policy="evict_first")
+        vector = tl.load(x + start + columns, mask=inside, other=0.0)
+        total += part.to(tl.float32) * vector.to(tl.float32)[None, :]
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def vector_kernel(
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Compute ``ROWS`` outputs. A kernel of ``adapter_linear`` calls it too."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lines = weight + rows[:, None].to(tl.int64) * SIZE
+    result = products(lines, rows[:, None] < num_outputs, x, SIZE, BLOCK)
+    if bias is not None:
+        result += tl.load(bias + rows, mask=rows < num_outputs, other=0.0).to(tl.float32)
+    tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < num_outputs)
+
+
+_vector = KernelLauncher(vector_kernel)
+
+
+@lru_cache(maxsize=256)
+def shape_of_vector_programs(num_outputs: int, size: int) -> tuple[int, int, int]:
+    """Return (rows per program, columns per block, warps). Measured on an H200 for the layers of 0.6B and 8B models."""
+    if size <= 1024:
+        return 4, 512, 4
+    if num_outputs <= 1024:
+        return (4, 2048, 4) if size <= 2048 else (2, 1024, 8)
+    return 4, 1024, 4
+
+
+def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [1, I], weight [O, I], bias [O] -> [1, O]."""
+    num_outputs, size = weight.shape
+    rows, block, num_warps = shape_of_vector_programs(num_outputs, size)
+    out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
+    arguments = (x, weight, bias, out, num_outputs, size, rows, block)
+    key = (x.dtype, weight.shape, rows, block, num_warps, bias is None, *alignments(x, weight))
+    _vector((-(-num_outputs // rows), 1, 1), key, arguments, options(num_warps))
+    return out
+
 
 MAX_ROWS = 64
 LEAST_ROWS = 16
 LARGE_OUTPUTS = 65_536
 Programs = tuple[int, int, int, int, int, int]
+
+
+@triton.jit
+def with_other_splits(
+    total: tl.tensor, partials: tl.tensor, num_done: tl.tensor, tile: tl.tensor, split: tl.tensor, SPLITS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Store the sum of one split of a tile [A, B]. The program that finishes last returns the sum of all splits, added
+    in order, and True; the others return their own sum and False.
+
+    partials: [tiles, SPLITS, A, B]. num_done: [tiles] zeros, which are zeros again after the last program.
+    """
+    HEIGHT: tl.constexpr = total.shape[0]
+    WIDTH: tl.constexpr = total.shape[1]
+    own = partials + tile.to(tl.int64) * (SPLITS * HEIGHT * WIDTH) + tl.arange(0, HEIGHT)[:, None] * WIDTH
+    own += tl.arange(0, WIDTH)[None, :]
+    tl.store(own + split * (HEIGHT * WIDTH), total)
+    tl.debug_barrier()  # all threads must have stored before one increments the counter
+    is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    if is_last:
+        total = tl.load(own, cache_modifier=".cg")  # bypass L1: other multiprocessors wrote it
+        for other in tl.static_range(1, SPLITS):
+            total += tl.load(own + other * (HEIGHT * WIDTH), cache_modifier=".cg")
+        tl.store(num_done + tile, 0)
+    return total, is_last
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -50,15 +134,7 @@ def _skinny_kernel(
         total = tl.dot(part, vectors, total)
     is_last = True
     if SPLITS > 1:
-        own = partials + tile.to(tl.int64) * (SPLITS * OUTPUTS * ROWS) + tl.arange(0, OUTPUTS)[:, None] * ROWS + rows
-        tl.store(own + split * (OUTPUTS * ROWS), total)
-        tl.debug_barrier()  # all threads must have stored before one increments the counter
-        is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if is_last:
-            total = tl.load(own, cache_modifier=".cg")  # bypass L1: other multiprocessors wrote it
-            for other in tl.static_range(1, SPLITS):
-                total += tl.load(own + other * (OUTPUTS * ROWS), cache_modifier=".cg")
-            tl.store(num_done + tile, 0)
+        total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
     if is_last:
         inside = (rows < num_rows) & (outputs < num_outputs)
         if bias is not None:

@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton import delta_blocks
 from aioengine.kernels.triton.causal_conv import rows_key, span_of
-from aioengine.kernels.triton.delta_blocks import LEAST_TOKENS, TOKENS
+from aioengine.kernels.triton.gated_delta import LEAST_TOKENS, TOKENS, decayed, load_matrix
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
 
 if TYPE_CHECKING:
@@ -54,10 +53,7 @@ def _rows_kernel(
     keys, order = tl.arange(0, BLOCK_K), tl.arange(0, TOKENS)
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = keys < KEYS, values < VALUES
-    places, matrix = delta_blocks.load_matrix(
-        *(state, slots, starts, row, num_heads, head),
-        *(keys, values, is_value, KEYS, VALUES),
-    )
+    places, matrix = load_matrix(state, slots, starts, row, num_heads, head, keys, values, is_value, KEYS, VALUES)
     rate, bias, skip = -tl.exp(tl.load(rates + head)), tl.load(biases + head), tl.load(skips + head)
     first_key = num_heads * VALUES + head // GROUP * KEYS
     if IN_BLOCKS:
@@ -75,7 +71,7 @@ def _rows_kernel(
             is_here = is_token[:, None] & is_value[None, :]
             x = tl.load(at + head * VALUES + values[None, :], mask=is_here, other=0.0).to(tl.float32)
             products = tl.dot(c, tl.trans(b), input_precision="tf32")
-            products = delta_blocks.decayed(products, total, order[:, None] >= order[None, :])
+            products = decayed(products, total, order[:, None] >= order[None, :])
             written = x * time[:, None]
             result = tl.dot(products, written, input_precision="tf32") + skip * x
             result += tl.dot(c * tl.exp(total)[:, None], matrix, input_precision="tf32")

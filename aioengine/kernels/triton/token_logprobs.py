@@ -10,16 +10,12 @@ N rows, V vocabulary, B blocks, S segments, K most likely tokens, M requested to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SEGMENT = tl.constexpr(128)
 SEGMENTS = tl.constexpr(16)  # per block
@@ -32,11 +28,7 @@ ASKED = tl.constexpr(64)
 
 @triton.jit
 def _summary_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    num_tokens: tl.tensor,
-    summary: tl.tensor,
-    summary_stride: tl.tensor,
+    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, summary: tl.tensor, summary_stride: tl.tensor
 ) -> None:
     """Fill summary [N, 2 B + S]: largest logits of blocks, masses of blocks, largest logits of segments."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)

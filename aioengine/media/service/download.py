@@ -31,15 +31,10 @@ _PORTS: Final = {"http": 80, "https": 443}
 _HEADERS: Final = {"User-Agent": "aioengine", "Accept": "image/*", "Accept-Encoding": "identity"}
 _COMPRESSED: Final = ("gzip", "x-gzip", "deflate")
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
-# IANA's special-purpose address registries (iana-ipv4-special-registry and iana-ipv6-special-registry, 2025): networks
-# that are not globally reachable. ``is_global`` of older Python releases lacks some. They contain the metadata services
-# of clouds, except the one of Azure, which is the last entry.
-_NOT_PUBLIC_NETWORKS: Final = (
-    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
-    "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
-    "240.0.0.0/4", "::/96", "64:ff9b:1::/48", "100::/64", "100:0:0:1::/64", "2001::/23", "2001:db8::/32", "3fff::/20",
-    "5f00::/16", "fc00::/7", "fe80::/10", "fec0::/10", "168.63.129.16/32",
-)  # fmt: skip
+_NOT_PUBLIC_NETWORKS: Final = ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20", "fec0::/10", "168.63.129.16/32")
+"""Networks that are not globally reachable, or not meant for us, and that ``is_global`` of some Python releases lacks.
+The last one is the metadata service of Azure; other clouds use addresses that are not global.
+"""
 _NOT_PUBLIC: Final = tuple(map(ipaddress.ip_network, _NOT_PUBLIC_NETWORKS))
 
 

@@ -6,12 +6,13 @@ to the tokens that the model was trained with: one placeholder per feature, and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, NamedTuple, cast
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from aioengine import plugins
 from aioengine.api import checks
+from aioengine.families._fields import decode
 from aioengine.model_files import folder_files
 from aioengine.settings.config import MediaConfig
 
@@ -52,7 +53,9 @@ _SIDES: Final = {
 _USUAL_SIDE: Final = 224
 
 _FILES: Final = ("preprocessor_config.json", "processor_config.json")
-_MAX_SIZE: Final = 1 << 16
+
+ImageToken = Annotated[int, Meta(ge=0, le=checks.MAX_COUNT)]
+Size = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 class ImageShape(Struct, frozen=True, array_like=True, gc=False):
@@ -84,26 +87,39 @@ class Expansion(NamedTuple):
         return (len(self.texts) - 1) * self.num_repeats
 
 
-class ImageFamily(Struct, frozen=True):
-    """How prompts of a model contain images.
+class ImageFamily(Struct, frozen=True, kw_only=True):
+    """How prompts of a model contain images. Its fields are read from config.json.
 
     Attributes:
-        placeholder_id: the placeholder token.
+        image_token_id, image_token_index: the placeholder token, under one of two names.
+        default_id: the placeholder token of files that do not name it.
         placeholder: its text in prompts, for error messages.
         processor: the default image processor of transformers.
         options: further arguments of its calls, by name.
     """
 
-    placeholder_id: int
+    image_token_id: ImageToken | None = None
+    image_token_index: ImageToken | None = None
 
+    default_id: ClassVar[int | None] = None
     placeholder: ClassVar[str]
     processor: ClassVar[str]
     options: ClassVar[tuple[tuple[str, bool], ...]] = ()
 
+    @property
+    def placeholder_id(self) -> int:
+        """The placeholder token. Raises ValueError if there is none."""
+        for token_id in (self.image_token_id, self.image_token_index, self.default_id):
+            if token_id is not None:
+                return token_id
+        raise ValueError("config.json has no image_token_index, the token that stands for an image")
+
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
         """Read config.json. Raises ValueError, which names the field, for missing or unsupported values."""
-        raise NotImplementedError
+        family = decode(config, cls, "config.json")
+        _ = family.placeholder_id
+        return family
 
     def in_text(self, text: str) -> str:
         """Return the text of a prompt for the tokenizer."""
@@ -197,30 +213,7 @@ def _settings(folder: Path) -> Mapping[str, object]:
     )
 
 
-def placeholder_of(config: Mapping[str, object], default: int | None = None) -> int:
-    """Return the placeholder token in config.json. Raises ValueError if there is none, or it is no token id."""
-    for name in ("image_token_id", "image_token_index"):
-        if config.get(name) is not None:
-            return _whole(name, config[name], 0, checks.MAX_COUNT)
-    if default is None:
-        raise ValueError("config.json has no image_token_index, the token that stands for an image")
-    return default
-
-
-def size_of(config: Mapping[str, object], name: str, default: int, *, section: str = "") -> int:
-    """Return a size in config.json, or in its object ``section``. Raises ValueError if it is out of range."""
-    fields = section_of(config, section) if section else config
-    value = fields.get(name)
-    return default if value is None else _whole(f"{section}.{name}" if section else name, value, 1, _MAX_SIZE)
-
-
 def section_of(config: Mapping[str, object], name: str) -> Mapping[str, object]:
     """Return an object in config.json; an empty one if it is missing."""
     section = config.get(name)
     return cast("Mapping[str, object]", section) if isinstance(section, dict) else {}
-
-
-def _whole(name: str, value: object, low: int, high: int) -> int:
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"config.json: {name} must be from {low} to {high}, got {checks.shown(value)}")
-    return value

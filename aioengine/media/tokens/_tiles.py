@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from msgspec import Struct
 
-from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, placeholder_of, size_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Self
+from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, Size
 
 _AROUND = "<fake_token_around_image>"
 _WHOLE = "<global-img>"
 
 
-class TiledImages(ImageFamily, frozen=True):
+class _Tower(Struct, frozen=True):
+    patch_size: Size = 32
+
+
+class TiledImages(ImageFamily, frozen=True, kw_only=True):
     """``scale_factor``: side of the square of patches that become one token."""
 
-    patch_size: int
-    scale_factor: int
+    vision_config: _Tower = _Tower()
+    scale_factor: Size = 2
 
+    default_id = 128_257
     placeholder = "<image>"
     options = (("return_row_col_info", True),)
-
-    @classmethod
-    def read(cls, config: Mapping[str, object]) -> Self:
-        return cls(
-            placeholder_id=placeholder_of(config, 128_257),
-            patch_size=size_of(config, "patch_size", 32, section="vision_config"),
-            scale_factor=size_of(config, "scale_factor", 2),
-        )
 
     def expansion(self, image: ImageShape) -> Expansion:
         rows, columns = image.tiles
@@ -39,13 +32,14 @@ class TiledImages(ImageFamily, frozen=True):
             if row > 1:
                 texts[-columns] = "\n" + texts[-columns]
         texts.append(("\n\n" if texts else "") + _AROUND + _WHOLE)
-        num_patches = (image.height // self.patch_size) * (image.width // self.patch_size)
+        size = self.vision_config.patch_size
+        num_patches = (image.height // size) * (image.width // size)
         return Expansion((*texts, _AROUND), num_patches // self.scale_factor**2)
 
 
-class Idefics3Images(TiledImages, frozen=True):
+class Idefics3Images(TiledImages, frozen=True, kw_only=True):
     processor = "Idefics3ImageProcessor"
 
 
-class SmolVlmImages(TiledImages, frozen=True):
+class SmolVlmImages(TiledImages, frozen=True, kw_only=True):
     processor = "SmolVLMImageProcessor"

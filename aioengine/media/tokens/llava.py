@@ -2,49 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Literal
 
-from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, placeholder_of, section_of, size_of
+from msgspec import Struct
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Self
+from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, Size
 
-_TOWERS_WITH_CLASS_TOKEN = ("clip_vision_model",)
-_TOWERS = (*_TOWERS_WITH_CLASS_TOKEN, "siglip_vision_model")
+_CLIP = "clip_vision_model"
 
 
-_STRATEGIES = ("default", "full")
+class _Tower(Struct, frozen=True):
+    model_type: Literal["clip_vision_model", "siglip_vision_model"] = _CLIP
+    patch_size: Size = 14
 
 
-class LlavaImages(ImageFamily, frozen=True):
-    """``num_extra``: features in addition to the features of patches: 1 if the class token is kept."""
+class LlavaImages(ImageFamily, frozen=True, kw_only=True):
+    """``vision_feature_select_strategy``: "default" drops the feature of the class token, which only CLIP has."""
 
-    patch_size: int
-    num_extra: int
+    vision_config: _Tower = _Tower()
+    vision_feature_select_strategy: Literal["default", "full"] = "default"
 
     placeholder = "<image>"
     processor = "LlavaImageProcessor"
 
-    @classmethod
-    def read(cls, config: Mapping[str, object]) -> Self:
-        tower = section_of(config, "vision_config").get("model_type", _TOWERS[0])
-        strategy = config.get("vision_feature_select_strategy", _STRATEGIES[0])
-        if tower not in _TOWERS:
-            raise ValueError(f"config.json: vision_config.model_type {tower!r} is none of {', '.join(_TOWERS)}")
-        if strategy not in _STRATEGIES:
-            raise ValueError(
-                f"config.json: vision_feature_select_strategy {strategy!r} is none of {', '.join(_STRATEGIES)}"
-            )
-        return cls(
-            placeholder_id=placeholder_of(config),
-            patch_size=size_of(config, "patch_size", 14, section="vision_config"),
-            num_extra=(tower in _TOWERS_WITH_CLASS_TOKEN) - (strategy == "default"),
-        )
-
     def expansion(self, image: ImageShape) -> Expansion:
-        num_patches = (image.height // self.patch_size) * (image.width // self.patch_size)
-        return Expansion(("", ""), num_patches + self.num_extra)
+        tower = self.vision_config
+        num_patches = (image.height // tower.patch_size) * (image.width // tower.patch_size)
+        num_extra = (tower.model_type == _CLIP) - (self.vision_feature_select_strategy == "default")
+        return Expansion(("", ""), num_patches + num_extra)
 
 
 PLUGIN = LlavaImages

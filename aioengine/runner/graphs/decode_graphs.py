@@ -5,8 +5,8 @@ The inputs of a step are copied to the device in one transfer, except for the pl
 share one memory pool, so the largest is captured first.
 
 Steps in which many rows start with the same pages use separate graphs with cascade attention, which reads these pages
-once. Their rows are reordered (``runner.graphs.cascade``). A row of several known tokens is expanded to several rows of
-a graph (``runner.graphs.expanded_rows``).
+once. Their rows are reordered, and a row of several known tokens is expanded to several rows of a graph
+(``runner.graphs.rearranged_rows``).
 
 A graph samples each row with its temperature only. If rows need more (top-k, penalties...), the step uses the hidden
 states of the graph and samples outside of it.
@@ -23,15 +23,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import CascadeAttention, DecodeBuffers
+from aioengine.attention._base import CapturableAttention, CascadeAttention, DecodeBuffers, FixedCascade, FixedDecode
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
-from aioengine.runner.graphs.cascade import SharedPrefixes
-from aioengine.runner.graphs.expanded_rows import can_expand, expand_rows
 from aioengine.runner.graphs.ladder import cascade_ladder, ladder
-from aioengine.runner.inputs import model_inputs
+from aioengine.runner.graphs.rearranged_rows import Cascade, ExpandedRows, SharedPrefixes, can_expand, expand_rows
+from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
-from aioengine.runner.lora.grouping import FixedAdapters, FixedTiles
+from aioengine.runner.lora.pool import FixedAdapters, FixedTiles
 from aioengine.runner.sampling.device_sampler import fill_fields, is_simple
 from aioengine.runner.timing import part
 
@@ -41,12 +40,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import CapturableAttention, FixedCascade, FixedDecode
     from aioengine.kernels.adapter_slots import AdapterTiles
     from aioengine.models._base import Model
-    from aioengine.runner.graphs.cascade import Cascade
-    from aioengine.runner.graphs.expanded_rows import ExpandedRows
-    from aioengine.runner.inputs import InputBuilder, StepRows
     from aioengine.runner.request_row import SampledRows
 
     Ints = npt.NDArray[np.int32]

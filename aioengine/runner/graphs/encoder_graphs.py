@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.models._base import ModelInputs
+from aioengine.models._base import Model, ModelInputs
 from aioengine.runner.graphs.ladder import piece_ladder
 from aioengine.runner.timing import part
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import ForwardBatch, FullGraphAttention
-    from aioengine.models._base import Model
 
 TOKENS_PER_ROW = 16
 """Number of tokens of a graph per row. More rows would be slower, because attention starts programs for each row."""

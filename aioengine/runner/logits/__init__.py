@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from aioengine.runner.logits._token_lists import AllowedTokenIds, Bias, MinNewTokens
-from aioengine.runner.logits.bad_words import BadWords
 from aioengine.runner.logits.grammar import GrammarMask
-from aioengine.runner.logits.penalties import Penalties
-from aioengine.runner.request_row import LogitsRow
+from aioengine.runner.logits.token_processors import AllowedTokenIds, BadWords, Bias, MinNewTokens, Penalties
+from aioengine.runner.request_row import LogitsRow, SampledRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
-    from aioengine.runner.request_row import SampledRows
     from aioengine.runner.transfer import Upload
 
 

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
-    from aioengine.runner.request_row import LogitsRow
-    from aioengine.runner.row_constraint import RowConstraint
+    from aioengine.runner.request_row import LogitsRow, RowConstraint
     from aioengine.runner.transfer import Upload
 
 
@@ -116,7 +115,7 @@ class _Masks(NamedTuple):
 
 
 class _Buffer:
-    """Pinned memory and GPU memory for masks, followed by the rules of ``kernels.triton.grammar_mask``. They are copied
+    """Pinned memory and GPU memory for masks, followed by the rules of ``kernels.triton.logits``. They are copied
     on a separate stream, while the GPU still computes the logits.
     """
 
@@ -151,11 +150,11 @@ class _Buffer:
 
 
 def apply_masks(logits: Tensor, rules: Tensor, masks: Tensor) -> None:
-    """Apply rules [X, 2] and masks [N, words] to logits [S, W], as in ``kernels.triton.grammar_mask``."""
+    """Apply rules [X, 2] and masks [N, words] to logits [S, W], as in ``kernels.triton.logits``."""
     if logits.is_cuda:
-        from aioengine.kernels.triton import grammar_mask
+        from aioengine.kernels.triton.logits import mask
 
-        grammar_mask.mask(logits, rules, masks)
+        mask(logits, rules, masks)
         return
     width = min(logits.shape[1], 32 * masks.shape[1])
     bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=width, bitorder="little")

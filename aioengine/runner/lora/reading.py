@@ -10,20 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT
 from aioengine.layers.adapters import LayerMatrices
 from aioengine.model_files import folder_files
 from aioengine.model_files.adapter_folder import read_folder
-from aioengine.runner.tensor_files import read_tensor
+from aioengine.runner.weight_reading import read_tensor
+from aioengine.settings.config import LoraSettings, padded_rank
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy.typing as npt
     from torch import Tensor
 
+    from aioengine.layers.linear import Linear
     from aioengine.model_files.checkpoint import Entry
     from aioengine.protocol.messages import Adapter
-    from aioengine.runner.lora.layout import AdaptedLayer, Layout
-    from aioengine.settings.config import LoraSettings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,3 +103,92 @@ def _fill(target: Tensor, values: Tensor, entry: Entry) -> None:
     if not target.isfinite().all():
         kind = str(target.dtype).removeprefix("torch.")
         raise ValueError(f"{entry.path}: {entry.name} has numbers that are not finite in {kind} (NaN, or too large)")
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedLayer:
+    """A linear layer with adapters. first_part: index of its first part in the table."""
+
+    linear: Linear
+    names: tuple[str, ...]
+    first_part: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartOffsets:
+    """The matrices of a part: A [rank, D] starts at element ``first_a`` of the slot, B [O, rank] at ``first_b``.
+
+    The rank is a multiple of ``RANKS``.
+    """
+
+    rank: int
+    first_a: int
+    first_b: int
+
+
+class Layout:
+    """The layout of all slots, for the layers of a model.
+
+    A slot starts with a table of all parts of all layers (``kernels.adapter_slots``), followed by the matrices of the
+    parts that the adapter changes, at the offsets in the table. So an adapter uses only the memory for its ranks.
+
+    Attributes:
+        layers: the layers that adapters may change. shapes: (outputs, inputs) of each part, by name in the checkpoint.
+        max_rank: the maximum rank, a multiple of ``RANKS``.
+    """
+
+    def __init__(self, linears: Iterable[tuple[str, Linear]], *, max_rank: int, modules: tuple[str, ...]) -> None:
+        """modules: the parts that adapters may change, by the last component of their names; empty: all."""
+        self.max_rank = padded_rank(max_rank)
+        self.layers: list[AdaptedLayer] = []
+        self.shapes: dict[str, tuple[int, int]] = {}
+        self._orders: dict[str, Tensor] = {}
+        for prefix, linear in linears:
+            names = tuple(f"{prefix}{part}" for part in linear.sizes)
+            self.shapes |= {
+                name: (size, linear.in_features) for name, size in zip(names, linear.sizes.values(), strict=True)
+            }
+            if linear.stored_order is not None:
+                self._orders |= zip(names, linear.stored_order.cpu().split([*linear.sizes.values()]), strict=True)
+            if not modules or any(part in modules for part in linear.sizes):
+                first = self.layers[-1].first_part + len(self.layers[-1].names) if self.layers else 0
+                self.layers.append(AdaptedLayer(linear, names, first))
+        self._names = [name for layer in self.layers for name in layer.names]
+        self._modules = modules
+
+    def order(self, name: str) -> Tensor | None:
+        """Return the index in the checkpoint of each output [O] of this part; None: the order is the same."""
+        order = self._orders.get(name)
+        return None if order is None else order - order.min()
+
+    def offsets(self, ranks: dict[str, int]) -> tuple[dict[str, PartOffsets], int]:
+        """Return the offsets of the parts of an adapter with these ranks, and its size in elements."""
+        offsets: dict[str, PartOffsets] = {}
+        # The table is int32. As many elements are reserved for it as if elements had 16 bits.
+        end = _padded_size(len(self._names) * TABLE_COLUMNS * 2)
+        for name in self._names:
+            if name not in ranks:
+                continue
+            (num_outputs, size), rank = self.shapes[name], padded_rank(ranks[name])
+            first_b = end + _padded_size(rank * size)
+            offsets[name] = PartOffsets(rank, end, first_b)
+            end = first_b + _padded_size(num_outputs * rank)
+        return offsets, end
+
+    def table(self, offsets: dict[str, PartOffsets]) -> npt.NDArray[np.int32]:
+        """Return the table [parts, TABLE_COLUMNS] at the start of a slot."""
+        table = np.zeros((len(self._names), TABLE_COLUMNS), dtype=np.int32)
+        for index, name in enumerate(self._names):
+            if (part := offsets.get(name)) is not None:
+                table[index, :3] = part.rank // RANKS, part.first_a // UNIT, part.first_b // UNIT
+        return table
+
+    @property
+    def slot_size(self) -> int:
+        """Elements of a slot: the size of an adapter of the maximum rank that changes all allowed parts."""
+        names = [name for name in self._names if not self._modules or name.rpartition(".")[2] in self._modules]
+        return self.offsets(dict.fromkeys(names, self.max_rank))[1]
+
+
+def _padded_size(size: int) -> int:
+    return -(-size // UNIT) * UNIT

@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import from_numpy
+from torch import Tensor, from_numpy
 
-from aioengine.runner.logits import apply_processors
+from aioengine.runner.logits import LogitsProcessor, apply_processors
 from aioengine.runner.sampling.philox import UniformTable
 from aioengine.runner.sampling.truncation import BLOCK, draw, draw_truncated
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.runner.logits import LogitsProcessor
+    from aioengine.layers.ranks import RankGroup
     from aioengine.runner.request_row import SampledRows
     from aioengine.runner.rows import RowTable
+    from aioengine.runner.sampling.device_sampler import DeviceSampler
     from aioengine.runner.transfer import Ints
-
 
 FAILED = -1
 """The token id of a row with invalid logits."""
@@ -127,3 +125,24 @@ def greedy(logits: Tensor) -> Tensor:
     indices = wide.argmax(-1)
     is_finite = np.isfinite(wide[np.arange(num_rows), indices])
     return from_numpy(np.where(is_finite, starts + indices, FAILED))
+
+
+class RankSampler:
+    """The sampler of a rank: samples on rank 0, and gives the token ids to all ranks."""
+
+    def __init__(self, sampler: Sampler | DeviceSampler, ranks: RankGroup) -> None:
+        """sampler: the sampler of rank 0."""
+        self._sampler = sampler
+        self._ranks = ranks
+
+    def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
+        """Sample one token id per row of logits [S, >= V] -> [S] int64; FAILED for a bad row."""
+        if self._ranks.rank:
+            token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        else:
+            token_ids = self._sampler.sample(logits, rows).contiguous()
+        return self._ranks.from_first(token_ids)
+
+    def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
+        """Return the logits [S, V] after the processors."""
+        return self._sampler.process(logits, rows)

@@ -9,17 +9,11 @@ Proposals need all earlier tokens on the host. So before a step with drafts, the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.sampling.sampler import FAILED
 from aioengine.runner.speculation.ngram import NgramProposer
-from aioengine.runner.speculation.step_drafts import OpenDrafts, StepDrafts
-from aioengine.scheduler.plan import Row
-
-if TYPE_CHECKING:
-    from aioengine.runner.ticket import Ticket
-    from aioengine.scheduler.plan import NewRow
+from aioengine.runner.ticket import OpenDrafts, StepDrafts, Ticket
+from aioengine.scheduler.plan import NewRow, Row
 
 
 class DraftRows:

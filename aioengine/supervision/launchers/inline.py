@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aioengine.protocol.codec import fingerprint
-from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, NewEpoch, Ready, new_epoch_in
+from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, NewEpoch, Progress, Ready, Role, new_epoch_in
 from aioengine.transport.local import LocalReceiver, LocalSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aioengine.protocol.messages import Progress, Role
     from aioengine.protocol.service import Service
     from aioengine.settings.config import Settings
 
@@ -133,7 +132,7 @@ class InlineChild:
 
 
 class InlineLauncher:
-    """Runs the services as tasks."""
+    """Runs the services as tasks. It has the methods of ``ProcessLauncher``."""
 
     def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
         self._settings = settings

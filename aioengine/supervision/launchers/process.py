@@ -16,9 +16,7 @@ from aioengine.file_descriptors import SpareDescriptors
 from aioengine.protocol.board import blank_board
 from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
 from aioengine.protocol.orders import Orders, encode_orders
-from aioengine.supervision.launchers._base import KILL_WAIT_S
-from aioengine.supervision.launchers._process_child import ProcessChild
-from aioengine.supervision.spawning import start_child
+from aioengine.supervision.launchers._process_child import KILL_WAIT_S, ProcessChild, start_child
 from aioengine.supervision.tasks import WorkerThread, require_threads
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, is_reachable, listen
 from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError, end_context
@@ -43,9 +41,15 @@ _ZMQ_THREADS = 2
 
 
 class ProcessLauncher:
-    """Starts each child in a process of its own."""
+    """Opens the channels and starts each child in a process of its own. It is closed after the exit of the children.
+
+    Attributes:
+        children: the newest child of each role, also if a launch has failed. Always the same list.
+        sender: sends to the scheduler. receiver: receives from all children. Both are set by ``launch``.
+    """
 
     def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
+        """roles: one child is started for each role. SCHEDULER and DETOKENIZER are required."""
         self.children: list[ProcessChild] = []
         self.sender: AsyncZmqSender
         self.receiver: AsyncZmqReceiver
@@ -74,6 +78,11 @@ class ProcessLauncher:
         return _FOR_DIRECTORY + len(self._roles) * for_each + _FOR_CHANNELS + _FOR_PROCESS_ALONE + FREE_TO_ACCEPT
 
     async def launch(self) -> None:
+        """Start all children without waiting until they are ready.
+
+        Raises:
+            EngineStartupError: a child could not be started.
+        """
         self._spare.require(self._num_needed)
         await self._in_thread(self._spawn_all)
         num_used = _FOR_CHANNELS + len(self._roles) * _FOR_CHANNEL
@@ -94,12 +103,22 @@ class ProcessLauncher:
         self._spare.free(keep=_HELD_BACK)
 
     async def begin_epoch(self) -> None:
+        """Tell the scheduler to drop its requests and to continue in a new epoch. It answers with ``Ready``.
+
+        Raises:
+            BacklogFullError: the scheduler does not read its messages.
+        """
         self._epoch = secrets.randbits(_EPOCH_BITS)
         self.sender.send([NewEpoch(self._epoch)])
         self.sender.begin(self._epoch)
         self.receiver.begin(self._epoch)
 
     async def launch_detokenizer(self) -> None:
+        """Start another detokenizer without waiting until it is ready. Called after the scheduler's ``Ready``.
+
+        Raises:
+            EngineStartupError: it could not be started.
+        """
         before = next(child for child in self.children if child.role == DETOKENIZER)
         self.receiver.forget(self._uplinks[DETOKENIZER])
         await self._in_thread(partial(self._spawn, DETOKENIZER))
@@ -109,6 +128,11 @@ class ProcessLauncher:
         self.children.remove(before)
 
     async def check_links(self) -> None:
+        """Check that the children can connect to each other.
+
+        Raises:
+            EngineStartupError: they cannot, so messages between them would wait forever.
+        """
         # If these names still exist, the children have connected to each other.
         if not all(is_reachable(endpoint) for endpoint in self._inboxes.values()):
             raise EngineStartupError("the sockets of the engine's processes were removed from their folder")
@@ -131,6 +155,7 @@ class ProcessLauncher:
                 self._spawning.exception(_MAX_SPAWN_S)
 
     def close(self) -> None:
+        """Close the channels and remove all files. May be repeated."""
         if os.getpid() != self._owner_pid:
             return  # in a fork, everything belongs to the original process
         self._is_closed = True

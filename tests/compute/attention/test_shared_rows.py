@@ -64,7 +64,7 @@ def test_shared_positions_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 PROGRAM = """
 import torch
 
-from aioengine.kernels.triton.merge import add_sinks, merge
+from aioengine.kernels.triton.scores import add_sinks, merge
 
 torch.manual_seed(0)
 scores, values = torch.randn(3, 5, 40), torch.randn(3, 5, 40, 24)  # tokens, heads, positions

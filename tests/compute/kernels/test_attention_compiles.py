@@ -9,7 +9,7 @@ from tests.compute.interpreted import run_compiled
 PROGRAM = """
 import torch
 
-from aioengine.kernels.triton import attention, decode, merge
+from aioengine.kernels.triton import attention, decode, scores
 from aioengine.kernels.triton.scores import ScoreRules
 
 
@@ -27,8 +27,8 @@ for rules in (ScoreRules(), ScoreRules(300), ScoreRules(None, 50.0), ScoreRules(
             for other in (None, (out, weights)):
                 decode.decode(q, pool, step, scale=0.1, out=out, other=other, rules=rules)
         if rules.sinks is not None:
-            merge.add_sinks(out, weights, rules.sinks)
-        merge.merge(out, weights, out, weights)
+            scores.add_sinks(out, weights, rules.sinks)
+        scores.merge(out, weights, out, weights)
 """
 
 

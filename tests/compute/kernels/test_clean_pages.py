@@ -10,7 +10,7 @@ PROGRAM = """
 import torch
 
 from aioengine.kernels import clean_pages
-from aioengine.kernels.triton.clean_pages import clean
+from aioengine.kernels.triton.pages import clean
 
 torch.manual_seed(0)
 pool = torch.randn(3, 2, 9, 2, 16, 40)  # the page size is no multiple of the block size

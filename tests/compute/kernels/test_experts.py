@@ -21,7 +21,7 @@ from aioengine.kernels.codes import Codes
 from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, SharedOutputs
 from aioengine.layers import expert_tensors
 from aioengine.layers.experts import SparseMLP
-from aioengine.layers.placement import Placement
+from aioengine.layers.layer import Placement
 from aioengine.quantization.plain import plain
 from tests.compute.interpreted import run_compiled, run_interpreted
 

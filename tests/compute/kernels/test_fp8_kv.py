@@ -163,8 +163,7 @@ from aioengine.kernels.clean_pages import clean_pages
 from aioengine.kernels.heads import rotate_heads, write_heads
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.codes import FP8
-from aioengine.kernels.triton import clean_pages as clean_kernel
-from aioengine.kernels.triton import convert_kv
+from aioengine.kernels.triton import pages
 from aioengine.kernels.triton import heads as kernels
 
 torch.manual_seed(0)
@@ -187,7 +186,7 @@ for scales in (None, torch.tensor([0.25, 3.0])):
         assert torch.equal(pools.view(torch.uint8), expected.view(torch.uint8))
         assert out is None or torch.equal(out.nan_to_num(), heads.nan_to_num())
     slots = slots.flip(0)
-    keys, values = convert_kv.convert(tuple(pools), slots, torch.float32, scales)
+    keys, values = pages.convert(tuple(pools), slots, torch.float32, scales)
     for result, stored, side in ((keys, pools[0], 0), (values, pools[1], 1)):
         expected = stored[slots.long() // 4, :, slots.long() % 4].float() * (1 if scales is None else scales[side])
         assert torch.equal(result.nan_to_num(), expected.nan_to_num())
@@ -197,7 +196,7 @@ pool = pool.to(FP8)
 expected, token_ids = pool.clone(), torch.tensor([5, -1])
 rows, page_ids = torch.tensor([[1, 0, 2], [0, 2, 1]], dtype=torch.int32), torch.tensor([4, 7, 1], dtype=torch.int32)
 clean_pages(expected, token_ids, rows, page_ids)
-clean_kernel.clean(pool, token_ids, rows, page_ids)
+pages.clean(pool, token_ids, rows, page_ids)
 assert torch.equal(pool.float().nan_to_num(nan=99.0), expected.float().nan_to_num(nan=99.0))
 assert pool[:, :, [4, 7]].float().isfinite().all()
 assert not pool[:, :, 1].float().isfinite().all()
@@ -207,7 +206,7 @@ import torch
 
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.codes import FP8
-from aioengine.kernels.triton import attention, clean_pages, convert_kv, decode, heads
+from aioengine.kernels.triton import attention, decode, heads, pages
 from aioengine.kernels.triton.scores import ScoreRules
 
 ints = torch.zeros(48, dtype=torch.int32)
@@ -224,10 +223,10 @@ for scales in (None, torch.zeros(2)):
         both = torch.zeros(2, 16, head_size, dtype=dtype)
         tables = torch.zeros(2, 2, 1, head_size).unbind(0)
         heads.rotate(both, 8, tables, None, target=KVTarget(ints[:2], *pool, both, scales))
-        convert_kv.convert(pool, ints, dtype, scales)
+        pages.convert(pool, ints, dtype, scales)
         heads.write(*both.split((8, 4, 4), dim=1), KVTarget(ints[:2], *pool, both, scales))
 failed = torch.zeros(2, dtype=torch.int64)
-clean_pages.clean(torch.zeros(1, 2, 3, 4, 16, 64, dtype=FP8), failed, ints[:6].view(2, 3), ints)
+pages.clean(torch.zeros(1, 2, 3, 4, 16, 64, dtype=FP8), failed, ints[:6].view(2, 3), ints)
 """
 
 

@@ -17,7 +17,7 @@ from aioengine.settings.page_groups import PageGroups
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs.decode_graphs import DecodeGraphs
 from aioengine.runner.inputs import InputBuilder
-from aioengine.runner.page_tables import PageTables
+from aioengine.runner.rows import PageTables
 from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 

@@ -10,7 +10,7 @@ PROGRAM = """
 import torch
 
 from aioengine.kernels.kv_target import KVTarget
-from aioengine.kernels.triton import attention, expanded_attention, head_linear
+from aioengine.kernels.triton import attention, expanded_attention, invariant_linear
 from aioengine.kernels.triton import latent_decode, latent_heads
 
 
@@ -54,8 +54,8 @@ for num_heads, value_size, more, dtypes in (
                     expanded_tiles = expanded_attention.ExpandedTiles(tiles, tile)
                     expanded_attention.attend(expanded_queries, kv, rows, expanded_tiles, scale=0.1, out=values)
         weight = torch.zeros(num_heads, 64, value_size, dtype=dtype)
-        head_linear.matmul(queries[..., :64], weight, q[..., :value_size])
-        head_linear.matmul(out, weight.transpose(1, 2), queries[..., :64])
+        invariant_linear.head_matmul(queries[..., :64], weight, q[..., :value_size])
+        invariant_linear.head_matmul(out, weight.transpose(1, 2), queries[..., :64])
 """
 
 

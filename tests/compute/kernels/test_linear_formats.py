@@ -18,8 +18,8 @@ from aioengine.families._experts import ExpertsConfig, SharedConfig
 from aioengine.families._tensors import adaptable_layers, checkpoint_tensors, expert_tensors, plain_tensors
 from aioengine.families.llama import LlamaFamily
 from aioengine.layers.experts import SparseMLP
-from aioengine.layers.linear import Linear, Stored
-from aioengine.layers.placement import Placement, Shard, Units, rank_ranges
+from aioengine.layers.layer import Placement, Shard, Units, rank_ranges
+from aioengine.layers.linear import Linear
 from aioengine.model_files.checkpoint import check_entries, read_headers
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization._base import Axis, LinearFormat, LinearSpec, Prepared, Tensors
@@ -300,11 +300,12 @@ def test_rank_loads_its_heads_from_the_checkpoint(
     heads = [Units(4, 6), Units(2, 6), Units(2, 6)]
     parts = {"qkv": 48} if is_fused else {"q": 24, "k": 12, "v": 12}
     order = torch.arange(48).view(-1, 3, 2).transpose(1, 2).flatten() if is_reordered else None
-    stored = Stored(order, is_transposed)
 
     def layer_of(shard: Shard) -> Linear:
         placement = Placement(dtype=torch.float32, device=CPU, format_of=plain, shard=shard)
-        layer = Linear(8, parts, placement, bias=True, divided="outputs", units=heads, stored=stored)
+        layer = Linear(
+            8, parts, placement, bias=True, divided="outputs", units=heads, order=order, is_transposed=is_transposed
+        )
         read_all(read_headers(tmp_path, ""), layer.weights(""), lambda done, total: None)
         layer.finish_loading()
         return layer

@@ -11,7 +11,7 @@ import torch
 
 from aioengine.kernels.state_types import DeltaGates
 from aioengine.kernels.state_types import StateRows
-from aioengine.kernels.triton import delta_blocks
+from aioengine.kernels.triton import gated_delta
 
 
 ints = torch.zeros(1, dtype=torch.int64)
@@ -21,7 +21,7 @@ for dtype in (torch.bfloat16, torch.float32):
     scores = torch.zeros(200, 32, dtype=dtype)
     gates = DeltaGates(steps=scores, scores=scores, log_rate=numbers, bias=numbers)
     channels, out = torch.zeros(200, 8192, dtype=dtype), torch.zeros(200, 32, 128, dtype=dtype)
-    delta_blocks.compute(channels, gates, torch.zeros(2, 32, 128, 128), rows, out=out, key=())
+    gated_delta.compute_blocks(channels, gates, torch.zeros(2, 32, 128, 128), rows, out=out, key=())
 """
 
 

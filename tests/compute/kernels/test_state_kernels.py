@@ -142,7 +142,7 @@ from aioengine.kernels.state_types import StateRows
 from aioengine.kernels.triton import causal_conv as conv_kernels, gated_delta as delta_kernels
 from aioengine.kernels.triton import state_space as space_kernels
 from aioengine.kernels.state_types import DeltaGates
-from aioengine.layers.states import token_blocks
+from aioengine.layers.mixer import token_blocks
 from aioengine.runner.state_pool import StatePool
 from tests.compute.kernels.test_state_kernels import Layer, Space
 

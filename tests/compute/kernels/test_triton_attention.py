@@ -116,14 +116,14 @@ for norms in (None, (torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.tenso
     torch.testing.assert_close(rotated, expected, rtol=1e-4, atol=1e-5)
 
 from aioengine.kernels import head_linear, latent_heads
-from aioengine.kernels.triton import head_linear as triton_head_linear
+from aioengine.kernels.triton import invariant_linear
 from aioengine.kernels.triton import latent_heads as triton_latent_heads
 
 weight = torch.randn(3, 70, 40)
 for weights in (weight, weight.transpose(1, 2)):
     x, outs = torch.randn(37, 3, weights.shape[1] + 4)[..., 4:], torch.zeros(2, 37, 4, weights.shape[2])
     head_linear.reference(x, weights, outs[0][:, :-1])
-    triton_head_linear.matmul(x, weights, outs[1][:, :-1])
+    invariant_linear.head_matmul(x, weights, outs[1][:, :-1])
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-4, atol=1e-4)
 
 for value_size, rotated_size, num_heads in ((24, 12, 3), (32, 8, 17)):

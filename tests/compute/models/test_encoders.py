@@ -20,7 +20,7 @@ from transformers import (
 
 from aioengine import models
 from aioengine.attention.packed import PackedAttention
-from aioengine.families.modernbert import ModernBertFamily
+from aioengine.families._encoders import ModernBertFamily
 from aioengine.models._base import ModelInputs
 from tests.compute.stepping import make_batch, options
 from tests.kit.tiny_sizes import SIZES

@@ -30,12 +30,12 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from aioengine import models
 from aioengine.families._config import Task, as_embedder
 from aioengine.families._fallback_config import read_fallback_config
 from aioengine.kernels.heads import write_heads
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.layers.linear import Linear
+from aioengine.models._fallback import TransformersFolder
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights
 from aioengine.runner.device_memory import NoAttention
@@ -107,7 +107,7 @@ def save(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
 
 
 def load(folder: Path, task: Task = Task.GENERATE, max_positions: int = 64) -> Model:
-    found = models.fallback(folder, task, trust_remote_code=False, has_weights=True)
+    found = TransformersFolder(folder, task, trust_remote_code=False, has_weights=True)
     model = found.load(options(max_positions=max_positions))
     weights.load(model, folder, load_format="safetensors", seed=0, report=lambda *_: None)
     return model
@@ -295,7 +295,7 @@ def test_checkpoint_with_head_loads_as_embedder(kind: str, tmp_path: Path) -> No
 def test_weights_are_bf16_except_where_transformers_keeps_fp32(tmp_path: Path) -> None:
     save(CONFIGS["experts of DeepSeek-V3"], tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
-    found = models.fallback(tmp_path, Task.GENERATE, trust_remote_code=False, has_weights=True)
+    found = TransformersFolder(tmp_path, Task.GENERATE, trust_remote_code=False, has_weights=True)
     model = found.load(options(torch.bfloat16, max_positions=64))
     targets = model.weights()
     kept = {name for name, target in targets.items() if target.tensor.dtype == torch.float32}

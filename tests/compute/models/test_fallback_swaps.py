@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
 from aioengine.families._config import Task
-from aioengine.layers.placement import Placement
+from aioengine.layers.layer import Placement
 from aioengine.models._fallback import TransformersModel, build_module
 from aioengine.models._fallback_swaps import find_norm, gated_activation
 from aioengine.quantization.plain import plain

@@ -13,7 +13,7 @@ from aioengine import models
 from aioengine.attention.packed import PackedAttention
 from aioengine.families._config import as_embedder
 from aioengine.families._rope_config import RopeConfig
-from aioengine.families.phi import Phi3Family
+from aioengine.families.gpt2 import Phi3Family
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weights

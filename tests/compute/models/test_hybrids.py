@@ -23,7 +23,7 @@ from aioengine.model_files.model_folder import find_facts
 from aioengine.protocol.messages import Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.runner.device_memory import PoolBudget, fit_pool, kv_cache_of
-from aioengine.scheduler.gates import Gate
+from aioengine.scheduler.request import Gate
 from aioengine.settings.config import EngineConfig, MemoryConfig, ModelConfig
 from aioengine.settings.machine import DeviceFacts
 from aioengine.settings.memory_model import PoolDemand, kv_cache, num_parameters, state_bytes

@@ -16,7 +16,7 @@ from aioengine.media.service import resizing
 from aioengine.media.service.processors import value_table, with_bytes
 from aioengine.media.service.resizing import DeviceResize
 from aioengine.media.tokens._base import find_image_model
-from aioengine.models._image_pixels import looked_up, resized
+from aioengine.models._image_decoder import looked_up, resized
 from aioengine.models._qwen_tower import cut
 from tests.kit.image_models import FAMILIES, write_image_folder
 

@@ -19,8 +19,7 @@ from aioengine import models
 from aioengine.constraints.grammars import Grammars
 from aioengine.model_files.checkpoint import new_name
 from aioengine.models._base import ModelOptions
-from aioengine.models._image_decoder import ImageDecoder
-from aioengine.models._image_pixels import looked_up
+from aioengine.models._image_decoder import ImageDecoder, looked_up
 from aioengine.models._qwen_tower import cut
 from aioengine.protocol.columns import HIDDEN_STATES, POOLED_VECTOR, PROMPT_STATES
 from aioengine.protocol.messages import ALL_STATES, FinishCode, Limits, RequestKind, Sampling, Submit, TextRules

@@ -11,7 +11,7 @@ import torch
 
 from aioengine import models, plugins
 from aioengine.families._ranks import part_of, rank_counts
-from aioengine.layers.placement import Shard
+from aioengine.layers.layer import Shard
 from aioengine.runner import weights
 from aioengine.settings.memory_model import weights_bytes
 from tests.compute.models.test_expert_families import CASES as EXPERTS

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from aioengine import models
-from aioengine.layers.placement import Shard, Slice, Target
+from aioengine.layers.layer import Shard, Slice, Target
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weight_reading, weights
 from aioengine.settings.config import ModelConfig

@@ -18,7 +18,7 @@ from aioengine.constraints.grammars import Grammars
 from aioengine.protocol.messages import LAST_STATES, FinishCode, Grammar, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.runner import constrained_rows
-from aioengine.runner.graphs.expanded_rows import can_expand
+from aioengine.runner.graphs.rearranged_rows import can_expand
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.request_row import LogitsRow, RequestRow
 from tests.compute.interpreted import run_interpreted
@@ -334,7 +334,7 @@ def test_masks_forbid_all_other_tokens_of_their_rows(width: int) -> None:
 
 PROGRAM = """
 import torch
-from aioengine.kernels.triton.grammar_mask import mask
+from aioengine.kernels.triton.logits import mask
 
 torch.manual_seed(0)
 for num_tokens in (64, 2048, 2100, 5000):

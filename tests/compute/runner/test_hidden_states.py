@@ -18,7 +18,7 @@ from aioengine.protocol.columns import (
     TokenColumns,
     block_extras,
 )
-from aioengine.protocol.messages import ALL_STATES, LAST_STATES, MAX_PAYLOAD_BYTES, Sampling, StepOutput
+from aioengine.protocol.messages import ALL_STATES, LAST_STATES, MAX_PART_BYTES, Sampling, StepOutput
 from aioengine.protocol.packed_logprobs import LogprobRules
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.kit.tiny_sizes import VOCAB_SIZE
@@ -99,7 +99,7 @@ def test_hidden_states_and_logprobs_of_the_same_prompt(saved: Saved) -> None:
 
 
 def test_a_message_with_large_extras_is_sent_in_parts() -> None:
-    size = MAX_PAYLOAD_BYTES // 2 + 1
+    size = MAX_PART_BYTES // 2 + 1
     extras = [Extra(uid, 0, HIDDEN_STATES, bytes(size)) for uid in range(4)]
     output = StepOutput(TokenColumns([0, 1, 2, 3], [7, 7, 7, 7], None, extras), preempted=[1])
     parts = output.parts()

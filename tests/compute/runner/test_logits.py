@@ -10,11 +10,9 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
-from aioengine.runner.logits import bad_words
-from aioengine.runner.logits._token_lists import AllowedTokenIds, Bias, MinNewTokens
-from aioengine.runner.logits.bad_words import BadWords
+from aioengine.runner.logits import token_processors
 from aioengine.runner.logits.grammar import GrammarMask
-from aioengine.runner.logits.penalties import Penalties
+from aioengine.runner.logits.token_processors import AllowedTokenIds, BadWords, Bias, MinNewTokens, Penalties
 from aioengine.runner.request_row import LogitsRow, RequestRow
 from aioengine.runner.token_lists import token_lists
 
@@ -109,7 +107,7 @@ def test_bad_words_equal_transformers(logits: torch.Tensor, tokens: list[int], n
 
 @pytest.mark.parametrize("most", [1 << 20, 5])  # maximum tokens compared at once
 def test_bad_words_of_several_rows_follow_the_definition(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(bad_words, "_MAX_TOKENS", most)
+    monkeypatch.setattr(token_processors, "_MAX_TOKENS", most)
     draw = random.Random(most)
     for _ in range(30):
         logits = torch.zeros(6, WIDTH)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.page_tables import PageTables
-from aioengine.runner.rows import RowTable
+from aioengine.runner.rows import PageTables, RowTable
 from aioengine.scheduler.plan import NewRow
 
 

@@ -110,7 +110,7 @@ def test_llava_1_5_has_576_features_at_336_pixels() -> None:
         ("llava", {}, "image_token_index"),
         ("llava", {"image_token_index": 5, "vision_config": {"model_type": "pixtral"}}, "pixtral"),
         ("llava", {"image_token_index": 5, "vision_feature_select_strategy": "odd"}, "odd"),
-        ("qwen2_vl", {"vision_config": {"spatial_merge_size": 0}}, "spatial_merge_size must be from 1"),
+        ("qwen2_vl", {"vision_config": {"spatial_merge_size": 0}}, ">= 1.*spatial_merge_size"),
         ("idefics3", {"scale_factor": "two"}, "scale_factor"),
     ],
 )
@@ -175,7 +175,9 @@ def test_processor_with_other_image_size_than_the_tower_is_refused(
 
 def test_mismatched_number_of_images_is_reported() -> None:
     tokens = [
-        image_ids(plugins.load("media/tokens", "qwen2_vl")(9, 2).expansion(ImageShape(8, 8, (1, 4, 4))), 9, None)
+        image_ids(
+            plugins.load("media/tokens", "qwen2_vl")(image_token_id=9).expansion(ImageShape(8, 8, (1, 4, 4))), 9, None
+        )
     ] * 2
     for ids, count in (([1, 9, 2], 1), ([1, 9, 9, 9], 3), ([1], 0)):
         with pytest.raises(ValueError, match=rf"{count} image placeholders? \(token id 9\) for 2 images.*\(or 8, "):
@@ -187,7 +189,7 @@ def test_mismatched_number_of_images_is_reported() -> None:
 
 def test_expansion_contains_all_tokens_of_an_image() -> None:
     around = token_id("<fake_token_around_image>")
-    family = plugins.load("media/tokens", "idefics3")(9, 8, 2)
+    family = plugins.load("media/tokens", "idefics3").read({"image_token_id": 9, "vision_config": {"patch_size": 8}})
     whole = image_ids(family.expansion(ImageShape(32, 32)), 9, lambda text: [around] * (1 + text.count("global")))
     assert placed([1, *whole.token_ids, 2], 9, [whole])[1] == [1]
     with pytest.raises(ValueError, match="but not the other tokens of the image"):

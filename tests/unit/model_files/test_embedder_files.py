@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aioengine.families import bert, qwen3
+from aioengine import plugins
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
 from aioengine.settings.config import PoolingSettings
 
@@ -41,9 +41,9 @@ def write(folder: Path, **files: object) -> Path:
     return folder
 
 
-def pooling_of(folder: Path, family: object = bert, **raw: object) -> PoolingSettings:
+def pooling_of(folder: Path, family: str = "bert", **raw: object) -> PoolingSettings:
     config = {**SIZES, "num_key_value_heads": 2, "architectures": ["Model"], **raw}
-    return read_pooling(folder, family.PLUGIN.read(config), config)
+    return read_pooling(folder, plugins.load("families", family).read(config), config)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_prompts_and_text_limits_are_read(tmp_path: Path) -> None:
 
 def test_default_pooling_is_mean_for_encoders_and_last_token_for_decoders(tmp_path: Path) -> None:
     assert pooling_of(tmp_path) == PoolingSettings(kind="mean", is_normalized=False)
-    assert pooling_of(tmp_path, qwen3) == PoolingSettings(kind="last", is_normalized=True)
-    assert pooling_of(tmp_path, qwen3, architectures=["Qwen3ForCausalLM"]) == PoolingSettings()
+    assert pooling_of(tmp_path, "qwen3") == PoolingSettings(kind="last", is_normalized=True)
+    assert pooling_of(tmp_path, "qwen3", architectures=["Qwen3ForCausalLM"]) == PoolingSettings()
 
 
 @pytest.mark.parametrize(

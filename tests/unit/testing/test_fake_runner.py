@@ -13,8 +13,9 @@ from aioengine.protocol.messages import Limits, Progress, Sampling
 from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Row, StepPlan
 from aioengine.settings.config import Settings
 from aioengine.testing import fake_runner
-from aioengine.testing.fake_runner import PRINTABLE, FakeModel, FakeRunner, build, reference_output
+from aioengine.testing.fake_runner import PRINTABLE, FakeModel, FakeRunner, build
 from aioengine.testing.faults import Faults, InjectedFault
+from tests.kit.fake_reference import reference_output
 from tests.kit.settings import small_settings
 
 MODEL = FakeModel(vocab_size=100)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import struct
 import subprocess
 import sys
 from datetime import datetime
@@ -344,14 +342,14 @@ def test_chats_that_are_refused(llama: Sample, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["ab\ud800c", "ab\udfff"])
 def test_texts_with_half_of_a_surrogate_pair_are_refused(text: str, llama: Sample, tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_folder(tmp_path, llama))
-    with pytest.raises(ValueError, match=r"half of a surrogate pair, U\+D[8F][0F][0F], at position 2"):
+    with pytest.raises(ValueError, match="position 2 is a lone surrogate"):
         tokenizer.encode(text)
 
 
 def test_values_that_are_no_text_are_refused(llama: Sample, tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_folder(tmp_path, llama))
     wrong: Any = [b"bytes"]
-    with pytest.raises(TypeError, match="a text must be a str, not bytes: b'bytes'"):
+    with pytest.raises(TypeError, match="a text must be a string, got b'bytes'"):
         tokenizer.encode_batch(wrong)
 
 
@@ -383,71 +381,6 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def replacing(old: str, new: str) -> dict[str, object]:
-    return {"type": "Replace", "pattern": {"String": old}, "content": new}
-
-
-def merged(prefix: str, merges: object) -> dict[str, object]:
-    letters = {letter: number for number, letter in enumerate(["a", "b", "Ġ", "ab", "aĠ", "##b", "##Ġ"])}
-    return {"type": "BPE", "vocab": letters, "merges": merges, "continuing_subword_prefix": prefix}
-
-
-def template(pieces: list[object]) -> dict[str, object]:
-    tokens = {"x": {"id": "x", "ids": [0] * 2000, "tokens": ["a"] * 2000}}
-    return {"type": "TemplateProcessing", "single": pieces, "pair": [], "special_tokens": tokens}
-
-
-def precompiled(*texts: str) -> dict[str, object]:
-    """A normalizer that writes the last of the texts for the letter "a"."""
-    trie = [0] * 1024
-    trie[0], trie[256 ^ 97] = 256 << 10, 97 | 256  # at 256, and the value of "a" is 97 | 256
-    written = "".join(f"{text}\0" for text in texts[:-1]).ljust(97 | 256, "\0") + texts[-1]
-    table = struct.pack("<1025I", 4096, *trie) + written.encode()
-    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
-
-
-BERT = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "lowercase": True}
-PREPEND = {"type": "Prepend", "prepend": "x" * 10}
-WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a", "continuing_subword_prefix": 5}
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"model": merged("x", [["a", "Ġ"]])}, "continuing_subword_prefix is 'x', and the merge .* without it"),
-        ({"model": merged("##", ["a b"])}, "continuing_subword_prefix"),
-        ({"model": merged("é", [["a", "éb"]])}, "continuing_subword_prefix"),
-        ({"normalizer": {"type": "Prepend", "prepend": "x" * 5000}}, "its normalizer adds 5000 characters"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [PREPEND] * 200}}, "its normalizer adds 2000 characters"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 5000}}, "normalizer has 5000 parts"),
-        (
-            {"normalizer": {"type": "Sequence", "normalizers": [replacing("a", "a" * 10)] * 7}},
-            "its normalizer makes texts 1e.07 times as long",
-        ),
-        ({"normalizer": replacing("", "x" * 300)}, "300 times as long"),
-        ({"normalizer": replacing("", "x" * 300), "model": WORDS}, "300 times as long"),
-        (
-            {
-                "decoder": {
-                    "type": "Sequence",
-                    "decoders": [{"type": "Sequence", "decoders": [replacing("a", "aa")] * 60}],
-                }
-            },
-            "its decoder makes texts 1.15292e.18 times as long",
-        ),
-        ({"post_processor": template([{"Sequence": {"id": "A", "type_id": 0}}] * 500)}, "texts 500 times as long"),
-        ({"normalizer": precompiled("a" * 18, "b" * 70_000)}, "its normalizer makes texts 70000 times as long"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 24}}, "normalizer .* as long"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [BERT] * 900}}, "normalizer .* as long"),
-        ({"post_processor": template([{"SpecialToken": {"id": "x", "type_id": 0}}])}, "adds 2000 characters or tokens"),
-    ],
-)
-def test_files_that_would_end_the_process_are_refused(fields: dict[str, object], message: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": merged("", []), **fields}))
-    with pytest.raises(ValueError, match=message):
-        Tokenizer(tmp_path)
-
-
 def test_a_text_that_a_tokenizer_has_no_tokens_for_is_an_error(tmp_path: Path) -> None:
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "other"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
@@ -455,11 +388,3 @@ def test_a_text_that_a_tokenizer_has_no_tokens_for_is_an_error(tmp_path: Path) -
     assert tokenizer.encode("a") == [0]
     with pytest.raises(RuntimeError, match=r"the tokenizer failed: .*Missing \[UNK\] token"):
         tokenizer.encode("b")
-
-
-def test_prefixes_and_replacements_as_models_have_them_are_read(tmp_path: Path) -> None:
-    fields = {"model": merged("##", [["a", "##b"]]), "normalizer": replacing(" ", "\u2581")}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", **fields}))
-    assert Tokenizer(tmp_path).encode("ab") == [3]
-    (tmp_path / "tokenizer.json").write_text(json.dumps({**fields, "version": "1.0", "normalizer": precompiled("ab")}))
-    assert Tokenizer(tmp_path).encode("a") == [3]

@@ -13,7 +13,7 @@ from aioengine.models._decoder import DecoderModel
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aioengine.layers.placement import Target
+    from aioengine.layers.layer import Target
     from aioengine.models._base import ModelOptions
 
 

@@ -18,8 +18,7 @@ from aioengine.attention.torch import TorchAttention
 from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
 from aioengine.models._decoder import DecoderModel
 from aioengine.runner import weights
-from aioengine.runner.graphs.padded_inputs import PaddedInputs
-from aioengine.runner.graphs.piece_graphs import PieceGraphs
+from aioengine.runner.graphs.piece_graphs import PaddedInputs, PieceGraphs
 from aioengine.runner.kv_pool import PADDING_PAGE
 from tests.compute.runner_world import save_model
 from tests.compute.stepping import make_batch, make_inputs

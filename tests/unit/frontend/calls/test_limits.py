@@ -94,7 +94,7 @@ def test_waiter_that_cannot_be_woken_gets_no_capacity() -> None:
     world.close()
     assert world.woken == [3]
     assert [world.has_capacity(place) for place in places] == [False, False, True]
-    assert world.limits.num_queued == 0
+    assert len(world.limits._queue) == 0
     for place in places:
         world.limits.remove(place, world.now)
     assert world.opens(4)
@@ -105,7 +105,7 @@ def test_a_closed_engine_wakes_all_waiters_with_the_error() -> None:
     place = world.enter(1)
     error = EngineClosedError("closed")
     world.limits.refuse(error)
-    assert (world.has_capacity(place), place.error, world.woken, world.limits.num_queued) == (False, error, [1], 0)
+    assert (world.has_capacity(place), place.error, world.woken, len(world.limits._queue)) == (False, error, [1], 0)
     with pytest.raises(EngineClosedError):
         world.opens(1)
     with pytest.raises(EngineClosedError):
@@ -172,7 +172,7 @@ def test_waiter_can_leave_while_another_is_woken(is_refused: bool) -> None:
         world.limits.refuse(EngineClosedError("closed"))
     else:
         world.close()
-    assert (world.woken, world.limits.num_queued) == ([2], 0)
+    assert (world.woken, len(world.limits._queue)) == ([2], 0)
     assert [world.has_capacity(place) for place in places] == [False, not is_refused]
 
 
@@ -206,11 +206,11 @@ def test_counts_are_right_after_any_sequence_of_calls(acts: list[tuple[str, int]
             world.limits.serve(world.now)
         assert len(world.opened) == world.limits.num_calls == world.limits.num_bytes <= RUNNING + QUEUED
         if world.limits._excess() is None:  # pyright: ignore[reportPrivateUsage]
-            assert world.limits.num_queued == 0
+            assert len(world.limits._queue) == 0
     while world.opened:
         world.close()
     for _ in range(20):
         world.now += RESERVED_S
         world.limits.serve(world.now)
-    assert world.limits.num_queued == 0
+    assert len(world.limits._queue) == 0
     assert world.opens()

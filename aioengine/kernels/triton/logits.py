@@ -1,6 +1,6 @@
-"""Penalties on a GPU, from a table of token counts per request.
+"""Penalties and grammar masks on a GPU.
 
-S rows of logits, X penalized rows, N rows of the count table, V vocabulary.
+S rows of logits, X penalized or constrained rows, N rows of the count table or masks, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 import triton.language as tl
 
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments
+
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 IN_PROMPT = 1 << 30
 """This bit of a count is set if the token is in the prompt. The lower bits count the token in the output."""
@@ -57,3 +60,34 @@ def penalize(logits: Tensor, counts: Tensor, rows: PenalizedRows) -> None:
     _penalties_kernel[(len(rows.rows), triton.cdiv(num_tokens, BLOCK.value))](
         logits, logits.stride(0), counts, counts.stride(0), *rows, num_tokens
     )
+
+
+@triton.jit(do_not_specialize=["logits_stride", "words_stride", "num_tokens"], do_not_specialize_on_alignment=["rules"])
+def _mask_kernel(
+    logits: tl.tensor, logits_stride: tl.tensor, words: tl.tensor, words_stride: tl.tensor, rules: tl.tensor,
+    num_tokens: tl.tensor,
+) -> None:  # fmt: skip
+    index = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = columns < num_tokens
+    row = tl.load(rules + 2 * index).to(tl.int64)
+    only = tl.load(rules + 2 * index + 1)
+    mask = tl.where(only < 0, -1 - only, 0).to(tl.int64)
+    word = tl.load(words + mask * words_stride + columns // 32, mask=is_token & (only < 0), other=0)
+    is_banned = tl.where(only < 0, ((word >> (columns % 32)) & 1) == 0, columns != only)
+    tl.store(logits + row * logits_stride + columns, float("-inf"), mask=is_token & is_banned)
+
+
+_mask = KernelLauncher(_mask_kernel)
+
+
+def mask(logits: Tensor, rules: Tensor, masks: Tensor) -> None:
+    """Set the logits [S, V] of forbidden tokens to -inf.
+
+    masks: [N, at most ceil(V / 32)] int32, one bit per allowed token. Tokens beyond the masks keep their logits.
+    rules: [X, 2] int32, (row, the only allowed token, or -1 - index of its mask) of each constrained row.
+    """
+    num_tokens = min(logits.shape[1], 32 * masks.shape[1])
+    key = logits.dtype, *alignments(logits, masks)
+    arguments = logits, logits.stride(0), masks, masks.stride(0), rules, num_tokens
+    _mask((len(rules), -(-num_tokens // BLOCK.value), 1), key, arguments, {"num_warps": 4})

@@ -1,6 +1,11 @@
-"""Cascade attention: find groups of rows of a decode step that start with the same pages.
+"""Rearrange the rows of a decode step for a graph.
 
-R rows, P pages of the longest row.
+For cascade attention, rows that start with the same pages become neighbors. A row of several known tokens becomes
+several rows of the graph, so that rows with a few forced tokens are as fast as decode rows. A step with prompts takes
+the host several times as long to launch. In each layer, all tokens write their keys and values before any of them
+attends.
+
+R rows of a step, T their tokens, P pages of the longest row.
 """
 
 from __future__ import annotations
@@ -10,14 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aioengine.attention._base import SharedPages
+from aioengine.attention._base import CascadeLimits, SharedPages
 from aioengine.attention._shared_rows import num_common
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import CascadeLimits
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.rows import RowTable
     from aioengine.runner.transfer import Ints
@@ -125,3 +129,39 @@ def _cascade(pages_RP: Pages, groups: list[CascadeGroup], table: RowTable) -> Ca
         page_ids=np.concatenate([pages_RP[group.rows[0], : group.num_pages] for group in groups]),
     )
     return Cascade(order, table.upload(inverse), num_shared, pages)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedRows:
+    """A step in which each token has its own row.
+
+    Attributes:
+        row_of_token: [T] the row of the step of each token.
+        last_indices: [R] on the device, index in T of the last token of each row.
+        positions: [T] position of each token.
+        sources: [T] index of each token in ``RowTable.last_tokens``.
+    """
+
+    row_of_token: Ints
+    last_indices: Tensor
+    positions: Ints
+    sources: Ints
+
+
+def can_expand(rows: StepRows) -> bool:
+    """Return whether all rows sample, and rows with known tokens are past their prompts."""
+    known = np.flatnonzero(rows.num_known).tolist()
+    return bool(rows.samples.all()) and all(rows.starts[row] >= rows.requests[row].num_prompt for row in known)
+
+
+def expand_rows(rows: StepRows, table: RowTable) -> ExpandedRows:
+    """Give each token of the step its own row. Writes the known tokens to the second half of the last tokens."""
+    num_tokens, first = int(rows.token_ends[-1]), len(table.sampling)
+    row_of_token = np.repeat(np.arange(len(rows.requests)), rows.counts)
+    unknown_rows, unknown = rows.unknown_tokens()
+    sources = np.empty(num_tokens, dtype=np.int64)
+    sources[np.delete(np.arange(num_tokens), unknown)] = np.arange(first, first + len(rows.known_ids))
+    sources[unknown] = rows.row_indices[unknown_rows]
+    table.last_tokens[first : first + len(rows.known_ids)].copy_(table.upload(rows.known_ids))
+    positions = np.arange(num_tokens) + (rows.starts + rows.counts - rows.token_ends)[row_of_token]
+    return ExpandedRows(row_of_token, table.upload(rows.token_ends - 1), positions, sources)

@@ -1,0 +1,116 @@
+"""Answers with choices: whole, and as streams that a client may continue after a disconnect."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from aioengine.openai.http_call import event, usage
+from aioengine.openai.replies import DONE, check_completed, event_stream, json_response, openai_error
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+    from starlette.responses import Response
+
+    from aioengine.api.stream import Stream
+    from aioengine.openai.bodies import GenerateBody
+    from aioengine.openai.http_call import HttpCall, Info, Place
+    from aioengine.openai.replies import Errors
+
+    Write = Callable[["Piece"], dict[str, Any] | None]
+    """Returns the choice of a piece; None: it needs none."""
+
+_LENGTHS: Final = ("max_tokens", "max_new_tokens", "max_completion_tokens")
+
+
+class Piece(NamedTuple):
+    """New output of one answer, or all of it.
+
+    Attributes:
+        text: the text that the client does not have. seen: the text before it in ``info``.
+        num_seen: tokens in the lists of ``info`` that the client has. offset: characters of the answer before ``text``.
+        is_first: the client has no output.
+    """
+
+    info: Info
+    text: str
+    seen: str = ""
+    num_seen: int = 0
+    offset: int = 0
+    is_first: bool = True
+
+
+class Choices(NamedTuple):
+    """How an endpoint answers with choices.
+
+    Attributes:
+        prefix: of ids. kind, chunk_kind: names of the objects.
+        start: makes the call; ``stream=True``: as a stream.
+        new_row: returns the writer of an answer, from the id of the request and the index of the answer.
+    """
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+    name: str
+    sampling: Mapping[str, object]
+    start: Callable[..., Any]
+    new_row: Callable[[str, int], Write]
+
+    async def answer(self, call: HttpCall, body: GenerateBody) -> Response:
+        """Make the call, and return its response."""
+        if body.stream:
+            stream, place = await call.stream(partial(self.start, stream=True))
+            return event_stream(stream, self._events(stream, place, body), _failed)
+        generation = self.start()
+        answers = await call.answers(generation)
+        infos = [answer["meta_info"] for answer in answers]
+        choices = [
+            self.new_row(generation.rid, index)(Piece(answer["meta_info"], answer["text"]))
+            for index, answer in enumerate(answers)
+        ]
+        return json_response(self._head(generation.rid, self.kind) | {"choices": choices, "usage": self._usage(infos)})
+
+    def _head(self, rid: str, kind: str) -> dict[str, object]:
+        """Return the common keys of a response or of its chunks."""
+        return {"id": f"{self.prefix}-{rid}", "object": kind, "created": int(time.time()), "model": self.name}
+
+    def _usage(self, infos: Sequence[Info]) -> dict[str, object]:
+        return usage(infos, cast("int", self.sampling.get("n") or 1))
+
+    async def _events(self, stream: Stream, place: Place, body: GenerateBody) -> AsyncGenerator[bytes]:
+        """Yield the events of a stream, from ``place`` on."""
+        head = self._head(place.rid, self.chunk_kind)
+        rows: dict[int, Write] = {}
+        infos: dict[int, Info] = {}
+        async for chunk in stream:
+            index, info = chunk.get("index", 0), chunk["meta_info"]
+            is_first = index not in rows and not chunk["text_offset"] and not place.num_characters
+            if index not in rows:
+                rows[index] = self.new_row(place.rid, index)
+            if (reason := info["finish_reason"]) is not None:
+                check_completed(reason)
+            infos[index] = info
+            seen, text, num_seen = place.split(chunk)
+            choice = rows[index](Piece(info, text, seen, num_seen, chunk["text_offset"] + len(seen), is_first))
+            if choice is None:
+                continue
+            value = head | {"choices": [choice]}
+            if body.stream_options.continuous_usage_stats:
+                value["usage"] = usage([info])
+            yield event(value, None if body.resume_ttl is None else place.after(chunk))
+        if body.stream_options.include_usage:
+            yield event(head | {"choices": [], "usage": self._usage([infos[index] for index in sorted(infos)])})
+        yield DONE
+
+
+def _failed(error: Errors) -> bytes:
+    return event(openai_error(error)[1]) + DONE
+
+
+def limit_length(sampling: dict[str, object], default: int | None) -> None:
+    """Set the maximum length of answers, if the client has not set it. None: the context length."""
+    if sampling.keys().isdisjoint(_LENGTHS):
+        sampling["max_new_tokens"] = default
