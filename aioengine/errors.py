@@ -149,17 +149,14 @@ class EngineDeadError(EngineError):
         self.exit_code = exit_code
         self.log_lines = log_lines
         self.reason = reason
-        super().__init__(self._describe())
+        cause = reason or f"the {role} process (pid {pid}) {describe_exit(exit_code)}"
+        text = f"{cause}; shut the engine down and start a new one"
+        super().__init__("\n".join([text, *(f"  {role}: {line}" for line in log_lines)]))
 
     @property
     def signal(self) -> int | None:
         """The signal that killed the process; None if it exited by itself or the signal is unknown."""
         return -self.exit_code if self.exit_code is not None and self.exit_code < 0 else None
-
-    def _describe(self) -> str:
-        reason = self.reason or f"the {self.role} process (pid {self.pid}) {describe_exit(self.exit_code)}"
-        text = f"{reason}; shut the engine down and start a new one"
-        return "\n".join([text, *(f"  {self.role}: {line}" for line in self.log_lines)])
 
 
 class EngineStalledError(EngineError):

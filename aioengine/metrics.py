@@ -50,6 +50,20 @@ _TOKEN_BUCKETS: Final = (
 )  # fmt: skip
 
 
+_HISTOGRAMS: Final = {
+    "time_to_first_token": ("Time from the call to the first token.", _LATENCY_BUCKETS),
+    "request_time_per_output_token": (
+        "Mean time between the tokens of a request, for requests with two tokens or more.",
+        _TOKEN_BUCKETS,
+    ),
+    "e2e_request_latency": ("Time from the call to the end of the request.", _LATENCY_BUCKETS),
+    "request_queue_time": ("Time in the queue of the scheduler.", _LATENCY_BUCKETS),
+    "request_prefill_time": ("Time from the queue to the first token.", _LATENCY_BUCKETS),
+    "request_decode_time": ("Time from the first token to the last.", _LATENCY_BUCKETS),
+}
+"""Name -> description and buckets of a histogram of seconds."""
+
+
 def engine_collector(engine: BaseEngine) -> Collector:
     """Return a collector of the metrics of ``engine``, for a ``CollectorRegistry`` of ``prometheus_client``.
 
@@ -62,41 +76,33 @@ def engine_collector(engine: BaseEngine) -> Collector:
 class _EngineCollector(Collector):
     def __init__(self, engine: BaseEngine) -> None:
         self._engine = engine
-        self._first_token = _histogram("time_to_first_token", "Time from the call to the first token.")
-        self._token = _histogram(
-            "request_time_per_output_token",
-            "Mean time between the tokens of a request, for requests with two tokens or more.",
-            _TOKEN_BUCKETS,
-        )
-        self._total = _histogram("e2e_request_latency", "Time from the call to the end of the request.")
-        self._queue = _histogram("request_queue_time", "Time in the queue of the scheduler.")
-        self._prefill = _histogram("request_prefill_time", "Time from the queue to the first token.")
-        self._decode = _histogram("request_decode_time", "Time from the first token to the last.")
+        self._histograms = {
+            name: Histogram(f"aioengine_{name}_seconds", description, buckets=buckets, registry=None)
+            for name, (description, buckets) in _HISTOGRAMS.items()
+        }
         self._ended = Counter(
             "aioengine_requests", "Ended requests by finish reason.", ["finish_reason"], registry=None
         )
-        self._of_requests = (
-            self._first_token, self._token, self._total, self._queue, self._prefill, self._decode, self._ended,
-        )  # fmt: skip
         engine.add_observer(self._observe)
 
     def _observe(self, request: FinishedRequest) -> None:
         info = request.meta_info
         timings, num_tokens = info["timings"], info["completion_tokens"]
         self._ended.labels("error" if request.error is not None else str(info["finish_reason"])).inc()
-        self._total.observe(timings["total_s"])
-        self._queue.observe(timings["queue_s"])
+        values = {"e2e_request_latency": timings["total_s"], "request_queue_time": timings["queue_s"]}
         if timings["first_token_s"] is not None:
-            self._first_token.observe(timings["first_token_s"])
-            self._prefill.observe(timings["prefill_s"])
-            self._decode.observe(timings["decode_s"])
+            values["time_to_first_token"] = timings["first_token_s"]
+            values["request_prefill_time"] = timings["prefill_s"]
+            values["request_decode_time"] = timings["decode_s"]
             if num_tokens > 1:
-                self._token.observe(timings["decode_s"] / (num_tokens - 1))
+                values["request_time_per_output_token"] = timings["decode_s"] / (num_tokens - 1)
+        for name, value in values.items():
+            self._histograms[name].observe(value)
 
     def collect(self) -> Iterable[Metric]:
         is_alive = self._engine.is_alive
         yield GaugeMetricFamily("aioengine_up", "1 if the engine accepts or finishes requests.", value=is_alive)
-        for metric in self._of_requests:
+        for metric in (*self._histograms.values(), self._ended):
             yield from metric.collect()
         try:
             stats = self._engine.stats()
@@ -106,7 +112,3 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"aioengine_{name}", description, value=stats[key])
         for key, (name, description) in _COUNTERS.items():
             yield CounterMetricFamily(f"aioengine_{name}", description, value=stats[key])
-
-
-def _histogram(name: str, description: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS) -> Histogram:
-    return Histogram(f"aioengine_{name}_seconds", description, buckets=buckets, registry=None)

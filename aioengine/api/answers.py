@@ -371,9 +371,8 @@ def error(end: End) -> RowError | None:
         return errors.RequestError(end.stage, end.message)
     if end.code is FinishCode.REFUSED:
         missed_ms = end.matched if isinstance(end.matched, int) else 1000
-        return errors.EngineOverloadedError(
-            f"the request would come too late: {end.message}", retry_after=missed_ms / 1000
-        )
+        message = f"the request would come too late: {end.message}"
+        return errors.EngineOverloadedError(message, retry_after=missed_ms / 1000)
     return None
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import fields, replace
 
 from aioengine.api import checks
 from aioengine.api.checks import number_from, whole_from
-from aioengine.api.foreign_names import ALIASES, IGNORED, MISSING_ARGUMENTS, our_way
+from aioengine.api.foreign_names import ALIASES, IGNORED, MISSING_ARGUMENTS, by_own_names, our_way
 from aioengine.api.parameter_table import ARGUMENTS_OF_CALLS
 from aioengine.api.params import is_sampling_parameter
 from aioengine.families._ranks import MAX_RANKS
@@ -124,7 +124,7 @@ def _algorithm(name: str, value: object) -> str:
     word = checks.text(name, value).upper()
     if word in MISSING_ALGORITHMS:
         raise ValueError(
-            f"{name}={value!r}: {MISSING_ALGORITHMS[word]} are not available yet; {name}='NGRAM' needs no other model"
+            f"{name}={value!r}: {MISSING_ALGORITHMS[word]} are not available yet; NGRAM needs no other model"
         )
     if word != "NGRAM":
         raise checks.wrong_value(name, "'NGRAM' or None", value)
@@ -169,9 +169,7 @@ def _classes(name: str, value: object) -> tuple[str, ...]:
         if not (class_name.isidentifier() and all(map(str.isidentifier, module.split(".")))):
             raise checks.wrong_value(f"{name} entries", 'names such as "package.module:Class"', entry)
         if module == "__main__":
-            raise ValueError(
-                f"{name} has {entry!r}: other processes cannot import __main__; put the class into a module"
-            )
+            raise ValueError(f"{name} has {entry!r}: other processes cannot import __main__; put it into a module")
     return tuple(entries)
 
 
@@ -474,24 +472,12 @@ def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, obj
     Warns:
         UserWarning: once, with the names of all arguments that have no effect.
     """
-    own: dict[str, object] = {}
-    without_effect: list[str] = []
-    for key, value in arguments.items():
-        name = ALIASES.get(key, key)
-        if name in ARGUMENTS:
-            if name in own:
-                spellings = [key for key in arguments if ALIASES.get(key, key) == name]
-                raise ValueError(f"argument {name!r} is given twice, as {' and '.join(map(repr, spellings))}")
-            own[name] = value
-        elif key in MISSING_ARGUMENTS:
-            checks.off(key, value, *MISSING_ARGUMENTS[key])
-        elif key in IGNORED:
-            without_effect.append(key)
-        else:
+    own, others = by_own_names("argument", arguments, ALIASES, ARGUMENTS, MISSING_ARGUMENTS)
+    for key in others:
+        if key not in IGNORED:
             raise TypeError(f"unknown argument {key!r}{our_way(key) or _hint(key)}")
-    if without_effect:
-        names = ", ".join(sorted(without_effect))
-        warn_caller(f"these arguments have no effect in aioengine: {names}", stacklevel=3)
+    if others:
+        warn_caller(f"these arguments have no effect in aioengine: {', '.join(sorted(others))}", stacklevel=3)
     if model_path is not None:
         if own.get("model_path") is not None:
             raise ValueError(f"model_path is given twice: {model_path!r} and {own['model_path']!r}")

@@ -564,15 +564,13 @@ class AsyncEngine(BaseEngine):
         The state is "starting" until ``start()`` succeeds, and "closed" if it failed. If the engine died, the state
         stays "dead" or "stalled" until it is started again, also after a shutdown.
         """
-        frontend = None if self._run is None else self._run.frontend
-        has_failed = self._run is not None and self._run.has_failed
-        if self._run is None or frontend is None:
-            return {"state": "closed" if self._is_closed or has_failed else "starting", "processes": []}
-        health = info.health(frontend.state, frontend.parts.processes.processes())
+        run = self._run
+        if run is None or run.frontend is None:
+            has_ended = self._is_closed or (run is not None and run.has_failed)
+            return {"state": "closed" if has_ended else "starting", "processes": []}
         # The loop may have been closed before the shutdown. In a fork, the engine of the parent counts as closed.
-        if (self._is_closed or self._run.is_forked) and frontend.failure is None:
-            health["state"] = "closed"
-        return health
+        is_closed = (self._is_closed or run.is_forked) and run.frontend.failure is None
+        return info.health("closed" if is_closed else run.frontend.state, run.frontend.parts.processes.processes())
 
     def get_all_child_pids(self) -> list[int]:
         """Return the process ids of the engine's live processes."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from aioengine.api import checks
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
 Missing = dict[str, tuple[tuple[object, ...], str]]
 """Argument of a missing feature -> (the values beside None that switch it off, the feature)."""
@@ -159,6 +161,30 @@ OUR_WAY: Final = _by_name(
     }
 )
 """Name -> the hint of its error. The constructor accepts ``ALIASES``, so their hints are for other places only."""
+
+
+def by_own_names(
+    kind: str, given: Mapping[str, object], aliases: Mapping[str, str], known: Container[str], missing: Missing
+) -> tuple[dict[str, object], list[str]]:
+    """Return the values of ``known`` names by these names, and the other names. ``aliases``: other name -> name.
+
+    Raises:
+        ValueError: a name is given twice, or a value of a ``missing`` name does not switch its feature off.
+    """
+    values: dict[str, object] = {}
+    others: list[str] = []
+    for key, value in given.items():
+        name = aliases.get(key, key)
+        if name in values:
+            spellings = " and ".join(repr(key) for key in given if aliases.get(key, key) == name)
+            raise ValueError(f"{kind} {name!r} is given twice, as {spellings}")
+        if name in known:
+            values[name] = value
+        elif key in missing:
+            checks.off(key, value, *missing[key])
+        else:
+            others.append(key)
+    return values, others
 
 
 def our_way(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NotRequired, TypedDict, TypeVar, cast
 
@@ -54,49 +55,36 @@ Item = str | list[int] | tuple[int, ...] | Mapping[str, object]
 """A prompt, its token ids, or a dict of keyword arguments of ``generate`` (of ``chat``, if it has ``messages``)."""
 
 
+@dataclass(eq=False)
 class Job:
     """The items in flight, and their rows. On the engine's loop, except ``num_free``.
 
     Attributes:
+        answer: returns the row of an item; its exception is raised in place of the row, which ends the job.
+        window: maximum number of items that were started and whose rows were not taken.
+        is_ordered: the rows are taken in the order of their items, not of their ends.
+        returns_done: rows in the journal are taken, too.
         num_items: number of items that were started.
         changed: set when a row has ended.
     """
 
-    def __init__(
-        self,
-        answer: Callable[[int, Any], Coroutine[object, object, Row]],
-        bar: RowBar,
-        *,
-        window: int,
-        is_ordered: bool = False,
-        open_journal: Callable[[], Journal] | None = None,
-        returns_done: bool = True,
-    ) -> None:
-        """Prepare a job.
-
-        Args:
-            answer: returns the row of an item; its exception is raised in place of the row, which ends the job.
-            window: maximum number of items that were started and whose rows were not taken.
-            is_ordered: the rows are taken in the order of their items, not of their ends.
-            returns_done: rows in the journal are taken, too.
-        """
-        self.num_items = 0
-        self.changed = asyncio.Event()
-        self._answer = answer
-        self._bar = bar
-        self._window = window
-        self._is_ordered = is_ordered
-        self._open_journal = open_journal
-        self._returns_done = returns_done
-        self._journal: Journal | None = None
-        self._tasks: dict[int, asyncio.Task[Row]] = {}
-        self._rows: dict[int, Row | BaseException] = {}
-        self._num_taken = 0
+    answer: Callable[[int, Any], Coroutine[object, object, Row]]
+    bar: RowBar
+    window: int
+    is_ordered: bool = False
+    open_journal: Callable[[], Journal] | None = None
+    returns_done: bool = True
+    num_items: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _journal: Journal | None = None
+    _tasks: dict[int, asyncio.Task[Row]] = field(default_factory=dict[int, asyncio.Task[Row]])
+    _rows: dict[int, Row | BaseException] = field(default_factory=dict[int, Row | BaseException])
+    _num_taken: int = 0
 
     @property
     def num_free(self) -> int:
         """Number of items that may be started now."""
-        return self._window - len(self._tasks) - len(self._rows)
+        return self.window - len(self._tasks) - len(self._rows)
 
     @property
     def is_idle(self) -> bool:
@@ -104,9 +92,9 @@ class Job:
 
     async def open(self) -> None:
         """Open the journal, which reads all its rows."""
-        if self._open_journal is not None:
+        if self.open_journal is not None:
             await asyncio.sleep(0)  # a dropped job closes its journal in a turn of the loop
-            self._journal = await asyncio.to_thread(self._open_journal)
+            self._journal = await asyncio.to_thread(self.open_journal)
 
     def start(self, item: object) -> None:
         """Start the next item, or take its row from the journal.
@@ -119,12 +107,12 @@ class Job:
         if self._journal is not None:
             self._journal.check(index, as_json(item, f"item {index}"))
             if self._journal.is_done(index):
-                if self._returns_done:
+                if self.returns_done:
                     self._rows[index] = _restored(self._journal.read(index))
                 else:
-                    self._bar.advance()
+                    self.bar.advance()
                 return
-        task = asyncio.get_running_loop().create_task(self._answer(index, item))
+        task = asyncio.get_running_loop().create_task(self.answer(index, item))
         self._tasks[index] = task
         task.add_done_callback(partial(self._end, index))
 
@@ -143,13 +131,13 @@ class Job:
 
     def take(self) -> Row | None:
         """Return the next row; None: it has not ended. Raises the exception of its item."""
-        index = self._num_taken if self._is_ordered else next(iter(self._rows), -1)
+        index = self._num_taken if self.is_ordered else next(iter(self._rows), -1)
         row = self._rows.pop(index, None)
         if isinstance(row, BaseException):
             raise row
         if row is not None:
             self._num_taken += 1
-            self._bar.advance()
+            self.bar.advance()
         return row
 
     async def wait(self) -> None:
@@ -174,7 +162,7 @@ class Job:
         self._rows.clear()
         if self._journal is not None:
             self._journal.close()
-        self._bar.close()
+        self.bar.close()
 
 
 def _restored(row: dict[str, Any]) -> Row:
@@ -202,30 +190,23 @@ class AsyncAnswerIterator(AsyncIterator[JobRow]):
     async def __anext__(self) -> JobRow:
         if self._is_closed:
             raise StopAsyncIteration
+        job = self._job
         try:
-            row = await self._next_row()
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+                await job.open()
+            await self._read()
+            while (row := job.take()) is None and not (self._is_exhausted and job.is_idle):
+                await job.wait()
+                await self._read()
+            if row is not None:
+                return cast("JobRow", row)
+            await job.finish()
         except BaseException:
             await self.aclose()
             raise
-        if row is None:
-            self._is_closed = True
-            raise StopAsyncIteration
-        return cast("JobRow", row)
-
-    async def _next_row(self) -> Row | None:
-        """Return the next row; None at the end."""
-        job = self._job
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            await job.open()
-        while True:
-            await self._read()
-            if (row := job.take()) is not None:
-                return row
-            if self._is_exhausted and job.is_idle:
-                await job.finish()
-                return None
-            await job.wait()
+        self._is_closed = True
+        raise StopAsyncIteration
 
     async def _read(self) -> None:
         """Start as many items as the window allows. An async iterable may have none yet."""

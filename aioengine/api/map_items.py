@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sized
+from collections.abc import AsyncIterable, Iterable, Mapping, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -25,18 +25,8 @@ if TYPE_CHECKING:
     from aioengine.frontend.intake.request_options import PlainRequestOptions, Sampled
 
 
-class GeneratingEngine(Protocol):
-    """An engine, for the calls of its items."""
-
-    @property
-    def async_generate(self) -> Callable[..., Any]: ...
-    @property
-    def async_chat(self) -> Callable[..., Any]: ...
-    def _frontend_here(self) -> Frontend: ...
-
-
 def map(
-    self: GeneratingEngine,
+    self: Any,
     prompts: Iterable[Item] | AsyncIterable[Item],
     sampling_params: Sampled | None = None,
     *,
@@ -81,11 +71,9 @@ class ItemAnswers:
         default_window: twice the number of requests that can run, so that items wait in the scheduler when others end.
     """
 
-    def __init__(
-        self, engine: GeneratingEngine, sampling_params: Sampled | None, options: Mapping[str, object]
-    ) -> None:
+    def __init__(self, engine: Any, sampling_params: Sampled | None, options: Mapping[str, object]) -> None:
         """Raises TypeError or ValueError if an argument is wrong."""
-        frontend = engine._frontend_here()  # pyright: ignore[reportPrivateUsage]
+        frontend: Frontend = engine._frontend_here()
         if options.get("rid") is not None:
             raise ValueError("rid belongs to one item: give items as dicts with a rid")
         request = generate_request("-", sampling_params, None, stream=False, options=options)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar, cast
 from msgspec import UNSET, Meta, Struct, StructMeta, UnsetType, ValidationError, convert
 
 from aioengine.api import checks
-from aioengine.api.foreign_names import MISSING_PARAMETERS, our_way
+from aioengine.api.foreign_names import MISSING_PARAMETERS, by_own_names, our_way
 from aioengine.errors import UnknownParameterError
 
 MAX_STOPS: Final = 32
@@ -152,20 +152,10 @@ class Table:
             UnknownParameterError: a name does not exist.
             ValueError: two names of one parameter.
         """
-        values: dict[str, object] = {}
-        for key, value in given.items():
-            name = self.aliases.get(key, key)
-            if value is UNSET:  # in a copy
-                continue
-            if name in MISSING_PARAMETERS:
-                checks.off(name, value, *MISSING_PARAMETERS[name])
-                continue
-            if name not in self.rows:
-                raise self.unknown(key)
-            if name in values:
-                spellings = " and ".join(repr(key) for key in given if self.aliases.get(key, key) == name)
-                raise ValueError(f"sampling parameter {name!r} is given twice, as {spellings}")
-            values[name] = value
+        given = {key: value for key, value in given.items() if value is not UNSET}  # UNSET: in a copy
+        values, others = by_own_names("sampling parameter", given, self.aliases, self.rows, MISSING_PARAMETERS)
+        if others:
+            raise self.unknown(others[0])
         return values
 
     def unknown(self, key: object) -> UnknownParameterError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from msgspec.structs import replace
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aioengine.api.answers import Answer
-    from aioengine.api.map_items import GeneratingEngine
+    from aioengine.frontend.frontend import Frontend
 
 
 class TokenDifference(NamedTuple):
@@ -31,7 +31,7 @@ class TokenDifference(NamedTuple):
     token_ids: tuple[int | None, int | None]
 
 
-async def selfcheck(self: GeneratingEngine, num_requests: int = 8) -> list[TokenDifference]:
+async def selfcheck(self: Any, num_requests: int = 8) -> list[TokenDifference]:
     """Compute the last ``num_requests`` finished requests again, and return the differences.
 
     The list is empty if the engine works: output depends neither on other requests nor on cached prefixes. The requests
@@ -46,7 +46,7 @@ async def selfcheck(self: GeneratingEngine, num_requests: int = 8) -> list[Token
         Exception: the errors of ``async_generate``.
     """
     num_requests = checks.whole("num_requests", num_requests, 1, NUM_FINISHED)
-    frontend = self._frontend_here()  # pyright: ignore[reportPrivateUsage]
+    frontend: Frontend = self._frontend_here()
     differences: list[TokenDifference] = []
     for request in list(frontend.calls.finished)[-num_requests:]:
         is_loaded = request.adapter is None or frontend.adapters.is_loaded(request.adapter)
@@ -58,7 +58,7 @@ async def selfcheck(self: GeneratingEngine, num_requests: int = 8) -> list[Token
     return differences
 
 
-async def _compute_again(engine: GeneratingEngine, request: RecordedRequest) -> list[int]:
+async def _compute_again(engine: Any, request: RecordedRequest) -> list[int]:
     """Return the output ids of a request when it is computed now. Raises RequestError if it was aborted."""
     again = cast(
         "Answer",

@@ -6,7 +6,7 @@ import asyncio
 from asyncio import get_running_loop
 from collections.abc import Coroutine, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from aioengine.errors import WrongLoopError
 from aioengine.frontend.callers import running_loop
@@ -14,7 +14,6 @@ from aioengine.frontend.calls.reader import NOT_A_STREAM, EndOfOutput, Reader, r
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import NoReturn, Self
 
     from aioengine.api.answers import Chunk
@@ -78,7 +77,7 @@ class Generation(Coroutine[object, None, Result]):
         def __iter__(self) -> NoReturn:
             if self._reader.is_stream:
                 raise TypeError(
-                    "read this stream with `async for`; for a plain `for`, use Engine.generate(..., stream=True)"
+                    "read this stream with `async for`; for a plain `for`, use Engine.generate(stream=True)"
                 )
             raise TypeError(f"{_NOT_AWAITED}, then read it")
 
@@ -191,16 +190,10 @@ class Generation(Coroutine[object, None, Result]):
             self._forget_driver()
             raise
 
-    def throw(
-        self,
-        typ: type[BaseException] | BaseException,
-        val: BaseException | object = None,
-        tb: TracebackType | None = None,
-    ) -> object:
-        error = typ if isinstance(typ, BaseException) else val if isinstance(val, BaseException) else typ()
+    def throw(self, *error: Any) -> object:
         driver = self._driver()
         try:
-            return driver.throw(error if tb is None else error.with_traceback(tb))
+            return driver.throw(*error)
         except StopIteration:
             self._forget_driver()
             raise

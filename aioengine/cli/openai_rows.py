@@ -36,9 +36,8 @@ class OpenAIRows:
 
             from aioengine.openai import openai_router
         except ModuleNotFoundError as error:
-            raise EngineError(
-                f"rows in OpenAI's form need the package {error.name}: pip install 'aioengine[server]'"
-            ) from error
+            missing = f"rows in OpenAI's form need the package {error.name}: pip install 'aioengine[server]'"
+            raise EngineError(missing) from error
         app = FastAPI()
         app.include_router(openai_router(engine, served_model_name=model_names))
         self._engine = engine

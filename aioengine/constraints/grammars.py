@@ -19,8 +19,7 @@ from weakref import WeakSet
 import numpy as np
 
 from aioengine.api import checks
-from aioengine.constraints.gbnf import lark_names, with_short_escapes
-from aioengine.constraints.lark import checked_lark
+from aioengine.constraints.lark import checked_lark, lark_names, with_short_escapes
 from aioengine.constraints.tag_grammar import TOKEN
 from aioengine.constraints.token_source import SPECIAL, TokenSource, token_bytes
 from aioengine.model_files.vocabulary import end_ids

@@ -14,6 +14,7 @@ from aioengine.families._block_config import (
     AttentionConfig,
     BlockConfig,
     DeltaNetConfig,
+    LinearShape,
     MambaConfig,
     MlpConfig,
     NormConfig,
@@ -171,11 +172,13 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     @property
-    def head(self) -> dict[str, int]:
-        """Name and output size of the output head; empty if the model has no head of its own."""
+    def head(self) -> LinearShape | None:
+        """The output head; None if the model has no head of its own."""
         if self.task is Task.CLASSIFY:
-            return {"score": self.num_labels}
-        return {} if self.tied or self.task is Task.EMBED else {self.names.head: self.vocab_size}
+            return LinearShape("score", self.num_labels, self.hidden_size, False)
+        if self.tied or self.task is Task.EMBED:
+            return None
+        return LinearShape(self.names.head, self.vocab_size, self.hidden_size, self.head_bias)
 
 
 def as_embedder(raw: Mapping[str, object]) -> dict[str, object]:

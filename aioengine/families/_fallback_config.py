@@ -23,13 +23,8 @@ _NAMES: Final = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "head_dim": ("head_dim", "kv_channels"),
     "max_position_embeddings": (
-        "max_position_embeddings",
-        "n_positions",
-        "n_ctx",
-        "max_seq_len",
-        "max_sequence_length",
-        "max_context_length",
-        "seq_length",
+        *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"),
+        *("max_context_length", "seq_length"),
     ),
 }
 """The usual name of a size -> all of its names."""

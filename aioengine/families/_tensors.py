@@ -52,9 +52,8 @@ def checkpoint_tensors(config: TransformerConfig, linear_tensors: LinearTensors 
     if names.positions:
         num_positions = names.first_position + config.max_position_embeddings
         specs[f"{names.positions}.weight"] = TensorSpec((num_positions, size))
-    for name, outputs in config.head.items():
-        has_bias = config.head_bias and name == names.head
-        specs |= _linears([LinearShape(name, outputs, size, has_bias)], linear_tensors)
+    if config.head is not None:
+        specs |= _linears([config.head], linear_tensors)
     for layer in range(config.num_layers):
         specs |= block_tensors(config, layer, linear_tensors)
     return specs

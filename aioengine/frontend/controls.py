@@ -85,7 +85,7 @@ class Controls:
                 return await answer
         except TimeoutError:
             raise EngineStalledError(
-                f"the scheduler did not answer {name!r} within {timeout_s:g} s; see health()"
+                f"the scheduler did not answer {name!r} in {timeout_s:g} s; see health()"
             ) from None
         finally:
             del self._waiting[call_id]

@@ -27,9 +27,8 @@ from aioengine.frontend.calls.observers import Observer, report_rows
 from aioengine.frontend.calls.overload import Overload, QueueLimits
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.controls import Controls
-from aioengine.frontend.intake.encoder import Encoder, TextSizes
+from aioengine.frontend.intake.encoder import Encoder, PoolEncoder, TextSizes
 from aioengine.frontend.intake.image_prompts import PromptImages
-from aioengine.frontend.intake.pool_encoder import PoolEncoder
 from aioengine.frontend.intake.request_checks import RequestChecks
 from aioengine.frontend.intake.requests import MAX_TIMEOUT_S, CallRequest
 from aioengine.frontend.loaded_adapters import LoadedAdapters
@@ -84,7 +83,7 @@ class Frontend:
         self._ended = asyncio.Event()
         self.images = None if parts.images is None else PromptImages(parts.images, self._encoder)
         self._checks = RequestChecks(parts, self._encoder, self.images)
-        self.calls = Calls(self._checks, lock=lock, limits=self.limits, sessions=self.sessions)
+        self.calls = Calls(self._checks, lock, self.limits, self.sessions)
         self.router = Router(self.calls.rows, lock, self.calls.row_ended)
         self.attachments = self.calls.attachments
         self._slow_readers = SlowReaders(parts.blueprint.delivery, self.calls)

@@ -155,9 +155,7 @@ def _chat_template(config: EngineConfig) -> str | None:
     if template is None:
         return None
     if not config.model.tokenizer:
-        raise ValueError(
-            "chat_template needs a tokenizer, and skip_tokenizer_init=True loads none: leave out one of them"
-        )
+        raise ValueError("chat_template needs a tokenizer, and skip_tokenizer_init=True loads none: leave out one")
     return checked_template(template)
 
 

@@ -28,14 +28,9 @@ class Throughput:
 
     def record(self, stats: Stats) -> None:
         """Log a line if an interval has ended with these statistics."""
-        if not self._is_wanted:
-            return
-        last = self._last
-        if last is None:
-            self._last = stats
-            return
+        last = self._last = self._last or stats
         seconds = stats.sent_at - last.sent_at
-        if seconds < INTERVAL_S:
+        if seconds < INTERVAL_S or not self._is_wanted:
             return
         self._last = stats
         if stats.num_steps == last.num_steps and not (stats.num_running or stats.num_waiting):

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 Source = Literal["quant_method", "load_format", "quantization", "kv_cache_dtype"]
 """Names a format: the field in config.json, or the argument of the engine."""
 
+_ONLINE: Final = "16-bit weights, quantized while loading: {}; experts except of gpt-oss"
+_GROUPS: Final = "a scale per group of `quantization_group_size` inputs (128)"
 STORED: Final = "as stored"
 WIDENED: Final = "in the `dtype`"
 
@@ -68,25 +70,9 @@ FORMATS: Final[dict[Source, tuple[Format, ...]]] = {
         Format("gguf", "Q5_0, Q5_1", WIDENED, WIDENED),
     ),
     "quantization": (
-        Format(
-            "fp8",
-            "16-bit weights, quantized while loading: fp8 with a scale per output; experts except of gpt-oss",
-            "fp8",
-            "",
-        ),
-        Format(
-            "int8",
-            "16-bit weights, quantized while loading: int8 with a scale per output; experts except of gpt-oss",
-            "int8",
-            "int8",
-        ),
-        Format(
-            "int4",
-            "16-bit weights, quantized while loading: 4 bits with a scale per group of `quantization_group_size` "
-            "inputs (128); experts except of gpt-oss",
-            "4 bits",
-            "4 bits",
-        ),
+        Format("fp8", _ONLINE.format("fp8 with a scale per output"), "fp8", ""),
+        Format("int8", _ONLINE.format("int8 with a scale per output"), "int8", "int8"),
+        Format("int4", _ONLINE.format(f"4 bits with {_GROUPS}"), "4 bits", "4 bits"),
     ),
     "kv_cache_dtype": (
         Format("bfloat16", "keys and values, with any `dtype`", "16 bits", "16 bits"),

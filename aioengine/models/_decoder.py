@@ -78,7 +78,7 @@ class DecoderModel(Model):
         self.input_spec = InputSpec(short_length=short_length, states=self.state_shape is not None)
         head = config.head
         self._device = options.device
-        is_tied = not head and self.task is Task.GENERATE
+        is_tied = head is None and self.task is Task.GENERATE
         self._embedding = token_embeddings(config.vocab_size, config.hidden_size, options, is_head=is_tied)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=options.dtype).item()
         self._positions: EmbeddingTable | None = None
@@ -107,12 +107,11 @@ class DecoderModel(Model):
         self._last_norm = previous_norm
         self._block_kinds = _first_of_each_kind(config, options)
         self._norm = make_norm(config.norm, config.hidden_size, config.epsilon, options)
-        has_bias = config.head_bias and config.names.head in head
         self._head: Linear | None = None
-        if head:
-            units = [Units(size, may_be_uneven=True) for size in head.values()]
+        if head is not None:
             divided = "outputs" if self.task is Task.GENERATE else None
-            self._head = Linear(config.hidden_size, head, options, bias=has_bias, divided=divided, units=units)
+            units = [Units(head.outputs, may_be_uneven=True)]
+            self._head = Linear.of([head], options, divided=divided, units=units)
             self._head.is_adaptable = False
         self._logits: Matmul | None = self._head
         names = config.names

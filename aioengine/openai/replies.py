@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from aioengine.errors import EngineError, EngineOverloadedError
-from aioengine.http import headers_of, status_of
+from aioengine.http import status_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
@@ -85,13 +85,6 @@ def anthropic_error(error: Errors) -> tuple[int, Mapping[str, object]]:
     status = _ANTHROPIC_OVERLOADED if isinstance(error, EngineOverloadedError) else status_of(error)
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return status, {"type": "error", "error": {"type": kind, "message": str(error)}}
-
-
-def error_response(error: Errors, form: Callable[[Errors], tuple[int, Mapping[str, object]]]) -> Response:
-    status, body = form(error)
-    response = json_response(body, status)
-    response.headers.update(headers_of(error))
-    return response
 
 
 def check_completed(reason: FinishReason) -> None:

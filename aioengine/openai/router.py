@@ -12,15 +12,15 @@ from starlette.requests import ClientDisconnect, Request  # FastAPI reads the an
 from starlette.responses import Response
 
 from aioengine.errors import EngineError
+from aioengine.http import headers_of
 from aioengine.openai.anthropic_messages import anthropic_messages, count_tokens
 from aioengine.openai.bodies import read_body
 from aioengine.openai.chat_completions import chat_completions
 from aioengine.openai.completions import completions
-from aioengine.openai.embeddings import embeddings
+from aioengine.openai.encoders import embeddings, rerank, score
 from aioengine.openai.http_call import HttpCall
 from aioengine.openai.page import load, page
-from aioengine.openai.rankings import rerank, score
-from aioengine.openai.replies import CallError, anthropic_error, error_response, json_response, openai_error
+from aioengine.openai.replies import CallError, anthropic_error, json_response, openai_error
 from aioengine.openai.responses import remove_response, responses, show_response
 from aioengine.openai.served_model import ServedModel
 from aioengine.openai.tokens import detokenize, tokenize
@@ -75,7 +75,9 @@ def openai_router(
                 response = Response(status_code=_CLIENT_GONE)
             except (EngineError, ValueError, TypeError) as error:
                 model.note(error)
-                response = error_response(error, form)
+                status, value = form(error)
+                response = json_response(value, status)
+                response.headers.update(headers_of(error))
             response.headers["x-request-id"] = request_id
             return response
 
@@ -123,7 +125,7 @@ def _check_key(request: Request, keys: list[bytes]) -> None:
     """Raise CallError unless the request has one of the keys. Takes the same time for any wrong key."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    matches = [compare_digest(given.encode(), key) for key in keys]
+    matches = [compare_digest(given.encode("latin-1"), key) for key in keys]  # as starlette decodes headers
     if keys and not any(matches):
         raise CallError("the API key is missing or wrong (Authorization: Bearer KEY)", 401, code="invalid_api_key")
 

@@ -28,7 +28,7 @@ from aioengine.protocol.messages import (
 )
 from aioengine.protocol.packed_logprobs import with_texts
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
-from aioengine.text.detokenizer import Decode, TextPipeline, make_detokenizer
+from aioengine.text.detokenizer import NO_TEXT, Decode, TextPipeline, make_detokenizer
 from aioengine.text.matching_queue import MatchingQueue, QueuedToken
 from aioengine.text.open_text import OpenText
 from aioengine.text.stop import StopMatcher
@@ -58,14 +58,14 @@ class TextSource:
         if self._tokenizer is not None:
             self._source(self._tokenizer, skip_special_tokens=True)
 
-    def pipeline(self, rules: TextRules) -> TextPipeline | None:
-        """Return the pipeline of a new request. None: there is no tokenizer.
+    def pipeline(self, rules: TextRules) -> TextPipeline:
+        """Return the pipeline of a new request.
 
         Raises:
             ValueError: a stop pattern is invalid.
         """
         if self._tokenizer is None:
-            return None
+            return NO_TEXT
         source = self._source(self._tokenizer, skip_special_tokens=rules.skip_special_tokens)
         stops = None
         if rules.stop or rules.stop_regex:

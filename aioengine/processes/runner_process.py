@@ -13,16 +13,15 @@ import msgspec
 
 from aioengine.child_process.child import Child, run_child
 from aioengine.processes.scheduler_process import prepare_process
-from aioengine.protocol.messages import SCHEDULER, Message, Progress
+from aioengine.protocol.messages import SCHEDULER, Message
 from aioengine.protocol.rank_step import RankStep
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.scheduler.plan import StepPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from aioengine.scheduler.runner import Runner, RunnerFactory
-    from aioengine.settings.config import Settings
 
 
 class RankService:
@@ -57,15 +56,10 @@ class RankService:
         self._runner.close()
 
 
-def build_service(settings: Settings, report: Callable[[Progress], None]) -> RankService:
-    """Build the runner with the factory in the settings."""
-    factory: RunnerFactory = pkgutil.resolve_name(settings.runner.factory)
-    return RankService(factory(settings, report))
-
-
 def work(child: Child) -> None:
     settings = prepare_process(child)
-    child.serve(build_service(settings, lambda progress: None), SCHEDULER)
+    factory: RunnerFactory = pkgutil.resolve_name(settings.runner.factory)
+    child.serve(RankService(factory(settings, lambda progress: None)), SCHEDULER)
 
 
 def main() -> NoReturn:

@@ -86,33 +86,27 @@ class CustomProcessors:
                     self._fail(logits, row, error)
 
     def _call(self, logits: Tensor, rows: list[LogitsRow], upload: Upload, limit_s: float) -> BaseException | None:
-        """Change ``rows`` of logits [S, W] with one call of their processor. Return its error."""
+        """Change ``rows`` of logits [S, W] with one call of their processor. Return its error: its own, an invalid
+        result, or OutOfTimeError after ``limit_s``.
+        """
         indices = upload(np.array([row.index for row in rows], dtype=np.int64))
         scores = logits[:, : self._vocab_size]
         try:
-            scores[indices] = self._result(_name_of(rows[0]), scores[indices], rows, limit_s)
+            params = [_params.decode(row.request.sampling.custom_params or b"{}") for row in rows]
+            chosen = scores[indices]
+            shape, device = chosen.shape, chosen.device
+            apply = self._processors[_name_of(rows[0])].apply
+            result: object = run_limited(partial(apply, chosen, params), limit_s)
+            if not isinstance(result, torch.Tensor):
+                raise TypeError(f"it returned {type(result).__name__}, not the logits")
+            if result.shape != shape:
+                raise ValueError(f"it returned logits of the shape {list(result.shape)}, not {list(shape)}")
+            if result.dtype != torch.float32 or result.device != device:
+                raise TypeError(f"it returned {result.dtype} on {result.device}, not torch.float32 on {device}")
+            scores[indices] = result
         except (Exception, OutOfTimeError) as error:
             return error
         return None
-
-    def _result(self, name: str, logits: Tensor, rows: list[LogitsRow], limit_s: float) -> Tensor:
-        """Call the processor with logits [rows, V], and return its result [rows, V].
-
-        Raises:
-            OutOfTimeError: the call took longer than ``limit_s``.
-            TypeError, ValueError: the result is invalid.
-            Exception: any error of the processor.
-        """
-        params = [_params.decode(row.request.sampling.custom_params or b"{}") for row in rows]
-        shape, device = logits.shape, logits.device
-        result: object = run_limited(partial(self._processors[name].apply, logits, params), limit_s)
-        if not isinstance(result, torch.Tensor):
-            raise TypeError(f"it returned {type(result).__name__}, not the logits")
-        if result.shape != shape:
-            raise ValueError(f"it returned logits of the shape {list(result.shape)}, not {list(shape)}")
-        if result.dtype != torch.float32 or result.device != device:
-            raise TypeError(f"it returned {result.dtype} on {result.device}, not torch.float32 on {device}")
-        return result
 
     def _fail(self, logits: Tensor, row: LogitsRow, error: BaseException) -> None:
         """Record the error of ``row``, and set its logits in ``logits`` [S, W] to NaN."""

@@ -20,7 +20,7 @@ import torch
 
 from aioengine.attention._base import BidirectionalImage
 from aioengine.models._base import Model, ModelInputs, VisionModel
-from aioengine.runner.tensor_files import read_arrays
+from aioengine.runner.weight_reading import read_arrays
 from aioengine.settings.memory_model import CPU_FEATURE_BYTES, GPU_FEATURE_BYTES
 
 if TYPE_CHECKING:

@@ -55,7 +55,7 @@ class RequestRow:
 
     Attributes:
         history: [at least its tokens] int64, for penalties on a CPU, else empty; -1 for a prompt given as embeddings.
-        token_ids: the tokens with which it was opened, for penalties on a GPU (``sampling.token_counts``); else empty.
+        token_ids: the tokens with which it was opened, for penalties on a GPU (``TokenCounts``); else empty.
         prompt_states: hidden states of the prompt computed so far; None: not needed (any more).
         second_text: index of the first token of the second text of a pair; 0: there is none.
         embeds: [num_prompt, D] of a prompt given as embeddings, until it is computed.

@@ -18,8 +18,7 @@ from aioengine.kernels.codes import FP8
 from aioengine.layers.layer import Target
 from aioengine.model_files.checkpoint import check_entries, check_unchanged, file_states, read_headers
 from aioengine.model_files.quantization import TEXTS, UNUSED
-from aioengine.runner.tensor_files import DTYPES
-from aioengine.runner.weight_reading import read_all
+from aioengine.runner.weight_reading import DTYPES, read_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,9 +20,8 @@ from aioengine.memory.prefix_cache import Allocation
 from aioengine.memory.snapshots import NO_SNAPSHOT
 from aioengine.memory.windowed_cache import WindowedCache
 from aioengine.protocol.messages import RequestKind
-from aioengine.scheduler.admission import Admission, Refusal, TokenBudget
+from aioengine.scheduler.admission import Admission, ImageBudget, Refusal, TokenBudget
 from aioengine.scheduler.drafting import Acceptance, DraftCosts
-from aioengine.scheduler.image_keys import ImageBudget
 from aioengine.scheduler.plan import DISTRIBUTION, NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan
 from aioengine.scheduler.request import Request
 
@@ -93,7 +92,9 @@ class Planner:
         self._is_overlapped = is_overlapped
         prompts: list[Request] = []
         rows, requests, allocations = flight.plan.rows, flight.requests, flight.allocations
-        prices = None if self._draft_costs is None else self._draft_prices(self._draft_costs)
+        prices = None  # of drafts; None: this step should have no drafts
+        if (costs := self._draft_costs) is not None and not costs.is_plain_due(len(self._requests.running)):
+            prices = costs.price(len(self._requests.running))
         for request in self._requests.running:
             start = request.num_computed
             if request.decodes:
@@ -136,11 +137,6 @@ class Planner:
                 snapshot_id = snapshots.take(allocation.snapshots, end)
                 if snapshot_id != NO_SNAPSHOT:
                     flight.plan.snapshots.append((row.uid, snapshot_id))
-
-    def _draft_prices(self, costs: DraftCosts) -> tuple[float, float] | None:
-        """Return the prices of drafts in this step; None: it should have no drafts."""
-        num_rows = len(self._requests.running)
-        return None if costs.is_plain_due(num_rows) else costs.price(num_rows)
 
     def _num_drafts(self, request: Request, prices: tuple[float, float]) -> int:
         """Return the number of drafts that pay for this request."""

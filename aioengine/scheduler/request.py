@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from aioengine.memory.prefix_cache import Allocation
-from aioengine.protocol.messages import ALL_STATES, End, FinishCode, RequestKind, Submit
-from aioengine.scheduler.image_keys import with_image_keys
+from aioengine.protocol.messages import ALL_STATES, End, FinishCode, Media, RequestKind, Submit
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aioengine.memory.radix import Node, Salt
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.scheduler.drafting import Acceptance
@@ -241,3 +242,16 @@ def refusal_of(submit: Submit, *, context_length: int, pool_tokens: int) -> End 
         return None
     message = f"the prompt has {num_prompt} tokens, {limit} with the output; {advice}"
     return End(uid, FinishCode.TOO_LARGE, message=message)
+
+
+def with_image_keys(token_ids: list[int], media: Sequence[Media]) -> list[int]:
+    """Return the ids of a prompt for the prefix cache. Image positions have a negative id, the digest of the content.
+
+    All positions of an image have the same placeholder id, whatever the image shows. With the digest, only equal images
+    share pages. One id for all positions of an image is enough, because the digest also covers the number of positions.
+    """
+    ids = token_ids.copy()
+    for image in media:
+        key = -1 - int.from_bytes(image.content, "big")
+        ids[image.start : image.start + image.num_tokens] = [key] * image.num_tokens
+    return ids

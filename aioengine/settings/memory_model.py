@@ -81,7 +81,7 @@ def weights_bytes(
     specs = checkpoint_tensors(config, linear_tensors)
     if table_tensors is not None and isinstance(config, DecoderConfig):
         table = LinearShape(config.names.embedding, config.vocab_size, config.hidden_size, False)
-        is_head = config.task is Task.GENERATE and not config.head
+        is_head = config.task is Task.GENERATE and config.head is None
         specs |= {f"{table.name}.{name}": spec for name, spec in table_tensors(table, is_head).items()}
     num_bytes = sum(spec.num_bytes(itemsize) for spec in specs.values())
     if isinstance(config, VisionConfig):

@@ -233,7 +233,7 @@ class FakeRunner:
         num_adapter_slots: int = 0,
     ) -> None:
         self._model = model
-        self._faults = faults
+        self._faults = faults or Faults()
         self._page_size = page_size
         self._num_pages = num_pages
         self._next_token = NextToken(model)
@@ -253,10 +253,9 @@ class FakeRunner:
         """Build a runner from ``settings``. ``options`` has fields of ``FakeModel`` and ``Faults``."""
         options: dict[str, object] = {"vocab_size": settings.model.vocab_size, **settings.runner.options}
         for_faults = {name: options.pop(name) for name in Faults.__struct_fields__ if name in options}
-        faults = msgspec.convert(for_faults, Faults) if for_faults else None
+        faults = msgspec.convert(for_faults, Faults)
         model = msgspec.convert(options, FakeModel)
-        if faults is not None:
-            faults.on_start()
+        faults.on_start()
         return cls(
             model,
             num_pages=settings.memory.num_pages or DEFAULT_NUM_PAGES,
@@ -283,8 +282,7 @@ class FakeRunner:
     def launch(self, plan: StepPlan) -> FakeTicket:
         """Compute the step and record when the device would finish it. Raises RuntimeError for a wrong plan."""
         self._step += 1
-        if self._faults is not None:
-            self._faults.on_launch(self._step)
+        self._faults.on_launch(self._step)
         for uid in plan.closed:
             self._rows.pop(uid, None)
         for opened in plan.new_rows:
@@ -297,7 +295,7 @@ class FakeRunner:
         for row in plan.rows:
             self._compute(row, result)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
-        if self._faults is not None and self._faults.fail_row_at == self._step and with_outputs:
+        if self._faults.fail_row_at == self._step and with_outputs:
             result.failed[with_outputs[0]] = f"as asked for by fail_row_at={self._step}"
         rejected = [(self._rows[uid], count) for uid, count in result.num_rejected.items()]
         if self._model.step_time_s:
@@ -312,8 +310,7 @@ class FakeRunner:
             held.num_rejected -= count
         if ticket.done_at > 0:  # its steps take time
             time.sleep(max(0.0, ticket.done_at - time.monotonic()))
-        if self._faults is not None:
-            self._faults.on_collect(ticket.step)
+        self._faults.on_collect(ticket.step)
         return ticket.result
 
     @property
@@ -325,8 +322,7 @@ class FakeRunner:
 
     def _echo(self, message: Control) -> Reply:
         """Return the arguments, the number of launched steps, and how many of them are in flight."""
-        if self._faults is not None:
-            self._faults.on_control(message.name)
+        self._faults.on_control(message.name)
         data = {"arguments": message.arguments, "num_steps": self._step, "num_in_flight": self._num_in_flight}
         return Reply(message.call_id, True, data=msgspec.json.encode(data).decode())
 
@@ -412,8 +408,7 @@ class FakeRunner:
         """Write tokens of a request to the slots of its positions from ``start`` on."""
         size = self._page_size
         for position, token_id in enumerate(token_ids, start):
-            if self._faults is not None:
-                self._faults.on_token(token_id)
+            self._faults.on_token(token_id)
             slot = held.pages[position // size] * size + position % size
             self._slots[slot] = token_id + (held.adapter << 32)
 

@@ -20,7 +20,7 @@ from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from aioengine.text.token_table import TokenTable
+from aioengine.text.token_table import DecoderRule, TokenTable
 
 if TYPE_CHECKING:
     from aioengine.text.stop import StopMatcher
@@ -249,3 +249,7 @@ class TextPipeline:
         """Return the rest of the text, after the last id. The rest may contain a stop, which sets ``matched``."""
         text = self._detokenizer.flush()
         return text if self._stops is None else self._stops.push(text) + self._stops.flush()
+
+
+NO_TEXT = TextPipeline(TableDetokenizer(TokenTable({}, DecoderRule())))
+"""The pipeline of requests without a tokenizer: no id has text."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from aioengine.protocol.messages import FinishCode
+from aioengine.text.detokenizer import NO_TEXT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ class OpenText:
         self._search: RegexSearch | None = None
         self.has_patterns = False
         self.logprobs = rules.logprobs
-        self._pipeline: TextPipeline | None = None
+        self._pipeline = NO_TEXT
         self._has_stops = bool(rules.stop or rules.stop_regex)
         self._sends_every_id = rules.stream and rules.stream_interval <= 1 and not self._has_stops
         self._interval = max(1, rules.stream_interval) if rules.stream else _UNSTREAMED_INTERVAL
@@ -48,7 +49,7 @@ class OpenText:
         self._texts: list[str] = []
         self._num_decoded = 0  # number of collected ids that are decoded
 
-    def prepare(self, make_pipeline: Callable[[TextRules], TextPipeline | None]) -> Sequence[int]:
+    def prepare(self, make_pipeline: Callable[[TextRules], TextPipeline]) -> Sequence[int]:
         """Build the stages and decode the ids that were emitted before. Raise an exception if the rules are invalid.
 
         If the request has patterns, return these ids instead, to ``replay`` one by one.
@@ -56,8 +57,6 @@ class OpenText:
         known_ids = self._opened.known_ids
         self._opened = replace(self._opened, known_ids=[])  # frees their memory
         self._pipeline = make_pipeline(self._opened.text)
-        if self._pipeline is None:
-            return ()
         self._search = self._pipeline.search
         self.has_patterns = self._search is not None
         if self.has_patterns:
@@ -68,8 +67,7 @@ class OpenText:
 
     def replay(self, token_id: int) -> None:
         """Decode an id whose text was sent before. Raises the exception of the decoder."""
-        if self._pipeline is not None:
-            self._pipeline.push((token_id,))
+        self._pipeline.push((token_id,))
 
     @property
     def matching_s(self) -> float:
@@ -89,7 +87,7 @@ class OpenText:
     @property
     def matched(self) -> str | None:
         """The stop that ended the text, or None."""
-        return None if self._pipeline is None else self._pipeline.matched
+        return self._pipeline.matched
 
     def push(self, token_id: int, end: End | None, chunks: TextChunks) -> bool:
         """Add the next id. Return whether it completes a stop. end: the end of the request, if known.
@@ -97,7 +95,7 @@ class OpenText:
         Raises the exception of the decoder.
         """
         if self._sends_every_id and end is None:  # no ids or text are collected
-            chunks.texts.append("" if self._pipeline is None else self._pipeline.push((token_id,)))
+            chunks.texts.append(self._pipeline.push((token_id,)))
             chunks.tokens.add(self.uid, (token_id,))
             return False
         self._token_ids.append(token_id)
@@ -124,8 +122,7 @@ class OpenText:
     def finish(self, chunks: TextChunks) -> str | None:
         """Emit the remaining ids and text. Return the stop if the last text completes one."""
         self._decode(len(self._token_ids))
-        if self._pipeline is not None:
-            self._texts.append(self._pipeline.flush())
+        self._texts.append(self._pipeline.flush())
         if self._token_ids or any(self._texts):
             self._emit(chunks)
         return self.matched
@@ -138,7 +135,7 @@ class OpenText:
         """Decode the waiting ids up to ``end``."""
         token_ids = self._token_ids[self._num_decoded : end]
         self._num_decoded = end
-        if token_ids and self._pipeline is not None:
+        if token_ids:
             self._texts.append(self._pipeline.push(token_ids))
 
     def _emit(self, chunks: TextChunks) -> None:

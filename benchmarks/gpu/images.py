@@ -35,7 +35,7 @@ from aioengine.media.tokens._base import find_image_model
 from aioengine.models._base import ModelOptions, VisionModel
 from aioengine.protocol.media import MediaOrders, PrepareJob
 from aioengine.runner import weights
-from aioengine.runner.tensor_files import read_arrays
+from aioengine.runner.weight_reading import read_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable

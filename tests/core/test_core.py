@@ -57,7 +57,7 @@ def test_the_first_output_of_a_request_opens_it() -> None:
     third, fourth = outputs[2], outputs[3]
     assert third is not None
     assert fourth is not None
-    assert [msgspec.structs.astuple(one.first_token) for one in third.opened] == [(1, 0, 5.0, 7.0, "default")]
+    assert [msgspec.structs.astuple(one.first_token) for one in third.opened] == [(1, 0, 5.0, 7.0, "default", None)]
     assert fourth.ended == [End(1, FinishCode.LENGTH)]
 
 

@@ -14,7 +14,7 @@ from aioengine import Engine, models
 from aioengine.models._base import ModelOptions, VisionModel
 from aioengine.runner import weights
 from aioengine.runner.device_memory import image_memory
-from aioengine.runner.tensor_files import read_arrays
+from aioengine.runner.weight_reading import read_arrays
 from tests.compute.models.test_image_answers import Served, check_session, made
 from tests.compute.models.test_images import TEXTS, Saved, check, run, their_states, vector
 from tests.compute.runner_world import World, make_settings

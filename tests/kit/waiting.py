@@ -16,11 +16,14 @@ async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> Non
             await asyncio.sleep(0.001)
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> bool:
-    """Wait, on a thread that runs no loop, until ``condition`` holds; false where it never did."""
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0, every_s: float = 0.001) -> bool:
+    """Wait, on a thread that runs no loop, until ``condition`` holds; false where it never did.
+
+    every_s: time between two looks; longer where a look takes the time of other processes.
+    """
     until_at = time.monotonic() + timeout_s
     while not (holds := condition()) and time.monotonic() < until_at:
-        time.sleep(0.001)
+        time.sleep(every_s)
     return bool(holds)
 
 

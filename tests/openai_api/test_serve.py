@@ -58,10 +58,10 @@ def state(client: httpx.Client, path: str) -> tuple[int, str]:
 
 def test_server_starts_streams_and_drains() -> None:
     with running("--served-model-name", "mine", AIOENGINE_API_KEY="secret") as (process, client):
-        assert wait_until(lambda: state(client, "/ready")[0])
+        assert wait_until(lambda: state(client, "/ready")[0], every_s=0.02)
         assert state(client, "/ready") == (503, "starting")
         assert state(client, "/health") == (200, "starting")
-        assert wait_until(lambda: state(client, "/ready") == (200, "running"), 60)
+        assert wait_until(lambda: state(client, "/ready") == (200, "running"), 60, every_s=0.1)
         assert client.get("/v1/models").status_code == 401
         client.headers["Authorization"] = "Bearer secret"
         assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
@@ -69,7 +69,7 @@ def test_server_starts_streams_and_drains() -> None:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            assert wait_until(lambda: state(client, "/ready") == (503, "draining"))
+            assert wait_until(lambda: state(client, "/ready") == (503, "draining"), every_s=0.01)
             assert client.post("/v1/completions", json=LONG).status_code == 503
             last = [line for line in lines if line.startswith("data: {")][-1]
         assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"

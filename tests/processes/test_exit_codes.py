@@ -125,8 +125,15 @@ def check(setup: str, text: str) -> None:
     assert unknown in text or (setup != "ignored" and "was killed by signal 9" in text)
 
 
-@pytest.mark.parametrize("has_pidfd", [True, False])
-@pytest.mark.parametrize("setup", ["ignored", "reaped by the program"])
+@pytest.mark.parametrize(
+    ("setup", "has_pidfd"),
+    [
+        ("ignored", True),
+        ("ignored", False),
+        ("reaped by the program", True),
+        pytest.param("reaped by the program", False, marks=pytest.mark.slow),
+    ],
+)
 class TestAnUnknownExitCode:
     def test_of_a_killed_process_is_not_taken_for_0(self, setup: str, has_pidfd: bool) -> None:
         found = run(setup, has_pidfd, *SCENES)["killed"]

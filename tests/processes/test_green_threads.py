@@ -71,11 +71,22 @@ for start in (start_sync, lambda: asyncio.run(start_async())):
 NAMES = {"thread": "threads", "queue": "queues", "select": "select", "socket": "sockets", "subprocess": "subprocesses"}
 
 
+GEVENT, EVENTLET = ("gevent.monkey", "patch_all"), ("eventlet", "monkey_patch")
+
+
 @pytest.mark.parametrize(
-    "left_out", [[], ["queue", "select", "socket", "subprocess"], ["thread", "select"], list(NAMES)]
+    ("patch", "left_out"),
+    [
+        (GEVENT, []),
+        (GEVENT, ["queue", "select", "socket", "subprocess"]),
+        (GEVENT, ["thread", "select"]),
+        (GEVENT, list(NAMES)),
+        (EVENTLET, ["queue"]),
+        (EVENTLET, list(NAMES)),
+    ],
 )
-@pytest.mark.parametrize(("library", "function"), [("gevent.monkey", "patch_all"), ("eventlet", "monkey_patch")])
-def test_start_names_replaced_functions(library: str, function: str, left_out: list[str], tmp_path: Path) -> None:
+def test_start_names_replaced_functions(patch: tuple[str, str], left_out: list[str], tmp_path: Path) -> None:
+    library, function = patch
     folder = tmp_path / library.partition(".")[0]
     folder.mkdir()
     for name in ("__init__.py", "monkey.py"):

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGSTOP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 async def test_scheduler_continues_after_a_lost_detokenizer(number: signal.Signals) -> None:
     expected = await undisturbed(has_answers=True)
     async with fake_async_engine(ANSWERS, step_time_s=0.003, stall_timeout_s=2.0) as engine:
@@ -60,9 +62,9 @@ async def test_exit_of_a_detokenizer_is_reported_once(has_descriptors: bool, mon
     reported: list[RunningChild] = []
     plain = Incarnation._child_ended
     monkeypatch.setattr(Incarnation, "_child_ended", lambda own, child: (reported.append(child), plain(own, child))[1])
-    async with Frontend(fake_settings(step_time_s=0.002), max_restarts=4) as frontend:
+    async with Frontend(fake_settings(step_time_s=0.002), max_restarts=2) as frontend:
         scheduler = frontend.supervisor.processes()[0].pid
-        for num_restarts in (1, 2, 3, 4):
+        for num_restarts in (1, 2):
             frontend.submit(num_restarts, num_tokens=50)
             os.kill(frontend.supervisor.processes()[1].pid, signal.SIGKILL)
             await frontend.finished(num_restarts)

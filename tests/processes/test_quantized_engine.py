@@ -41,9 +41,8 @@ def save_demo(folder: Path, name: str) -> tuple[Path, Path]:
     return paths
 
 
-@pytest.mark.parametrize(
-    "name", ["awq", "gptq-8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8-blocks", "nf4-double"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8-blocks", "nf4-double"])
 def test_answers_are_those_of_the_dequantized_model_after_a_lost_scheduler_too(name: str, tmp_path: Path) -> None:
     quantized, plain = save_demo(tmp_path, name)
     with Engine(plain, device="cpu", dtype="float32") as engine:
@@ -68,7 +67,7 @@ def save_rounded(folder: Path, method: str, group: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("method", "group"), [("int8", 0), ("int4", 64)])
+@pytest.mark.parametrize(("method", "group"), [pytest.param("int8", 0, marks=pytest.mark.slow), ("int4", 64)])
 def test_quantization_while_loading_gives_the_answers_of_rounded_weights(
     method: str, group: int, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from tests.kit.waiting import until, wait_until
 
 pytestmark = pytest.mark.process
 
-NUM_CYCLES = 6
+NUM_CYCLES = 3
 
 HEAD = """
 import asyncio, os, sys, threading, time
@@ -152,8 +152,17 @@ fake_engine(faults=Faults(start_s=1000.0))
 }
 
 
-@pytest.mark.parametrize("name", STARTS)
-@pytest.mark.parametrize("after_s", [0.02, 0.5, 1.5])
+@pytest.mark.parametrize(
+    ("name", "after_s"),
+    [
+        ("asynchronous", 0.02),
+        ("asynchronous", 1.5),
+        ("synchronous", 0.5),
+        pytest.param("asynchronous", 0.5, marks=pytest.mark.slow),
+        pytest.param("synchronous", 0.02, marks=pytest.mark.slow),
+        pytest.param("synchronous", 1.5, marks=pytest.mark.slow),
+    ],
+)
 def test_ctrl_c_while_it_starts_ends_it_soon(name: str, after_s: float, tmp_path: Path) -> None:
     """The only traceback is that of KeyboardInterrupt."""
     running = program(STARTS[name], tmp_path)
@@ -222,7 +231,7 @@ def test_starts_and_stops_leak_nothing(tmp_path: Path, monkeypatch: pytest.Monke
             with fake_engine(processes=True) as llm:
                 llm.generate("a", {"max_new_tokens": 5})
 
-    for number in range(2):
+    for number in range(2):  # both kinds of engine
         run(number)
     before = Holdings()
     for number in range(NUM_CYCLES):

@@ -204,8 +204,7 @@ async def test_child_of_another_rank_ends_with_its_replica() -> None:
 
 
 @process
-@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
-@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+@pytest.mark.parametrize(("role", "kind"), [("scheduler", "asyncio"), ("detokenizer", "uvloop")])
 def test_killed_child_is_an_error_within_a_second(role: str, kind: str) -> None:
     async def main() -> tuple[EngineError, float]:
         async with Frontend(fake_settings(step_time_s=0.02)) as frontend:
@@ -532,8 +531,8 @@ async def test_starting_and_stopping_many_times_leaks_nothing() -> None:
 
     await cycle()
     before = holdings()
-    for _ in range(3):
-        await asyncio.gather(*(cycle() for _ in range(3)))
+    for _ in range(2):
+        await asyncio.gather(cycle(), cycle())
     # A thread ends a moment after it was asked to, which no caller waits for.
     await until(lambda: all(now <= then for now, then in zip(holdings(), before, strict=True)))
 
@@ -571,7 +570,7 @@ async def test_idle_engine_uses_no_cpu_time() -> None:
         frontend.submit(1)
         await frontend.finished(1)
         processes = [psutil.Process(), *children_of(frontend)]
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         before = [sum(one.cpu_times()[:2]) for one in processes]
         await asyncio.sleep(1.0)
         used = [sum(one.cpu_times()[:2]) - start for one, start in zip(processes, before, strict=True)]

@@ -84,8 +84,17 @@ def test_start_with_too_few_threads_is_an_error_and_leaves_nothing(
     assert num_needed >= 5
 
 
-@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
-@pytest.mark.parametrize("num_left", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("role", "num_left"),
+    [
+        ("scheduler", 0),
+        ("scheduler", 2),
+        ("detokenizer", 1),
+        pytest.param("scheduler", 1, marks=pytest.mark.slow),
+        pytest.param("detokenizer", 0, marks=pytest.mark.slow),
+        pytest.param("detokenizer", 2, marks=pytest.mark.slow),
+    ],
+)
 async def test_children_are_replaced_once_there_are_threads_again(
     role: str, num_left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,9 +48,7 @@ class Calls:
         finished: the last finished requests, for ``selfcheck``.
     """
 
-    def __init__(
-        self, checks: RequestChecks, *, lock: threading.RLock, limits: QueueLimits, sessions: Sessions
-    ) -> None:
+    def __init__(self, checks: RequestChecks, lock: threading.RLock, limits: QueueLimits, sessions: Sessions) -> None:
         self.opened: dict[Call, None] = {}
         self.num_opened = 0
         self.step_ended_at = 0.0
@@ -87,8 +85,7 @@ class Calls:
         """Submit the first rows of a call."""
         if call not in self.opened:
             return  # another thread ended it before it was started
-        if call.deadlines:
-            self._set_timer(call, min(call.deadlines.values()))
+        self._set_timer(call, call.called_at)
         if call.request.num_known < call.request.num_prompts:
             self.submitter.check_rest(call)
         self.submitter.submit_next(call)
@@ -268,8 +265,11 @@ class Calls:
 
     # ------------------------------------------------------------ time
 
-    def _set_timer(self, call: Call, when: float) -> None:
-        call.timer = self._loop.call_later(max(0.0, when - time.monotonic()), self._expire, call)
+    def _set_timer(self, call: Call, since: float) -> None:
+        """Set the timer for the first deadline, or end of the time after a deadline, after ``since``."""
+        times = [when for deadline in call.deadlines.values() for when in (deadline, deadline + BACKSTOP_S)]
+        if later := [when for when in times if when > since]:
+            call.timer = self._loop.call_later(max(0.0, min(later) - time.monotonic()), self._expire, call)
 
     def _expire(self, call: Call) -> None:
         """End the rows that were not started in time. The scheduler ends the others, or they are given up."""
@@ -282,10 +282,7 @@ class Calls:
                 self.give_up(call, FinishCode.DEADLINE, name)
         self.close_if_over(call)
         if call in self.opened:
-            times = [when for deadline in call.deadlines.values() for when in (deadline, deadline + BACKSTOP_S)]
-            later = [when for when in times if when > now]
-            if later:
-                self._set_timer(call, min(later))
+            self._set_timer(call, now)
 
     def give_up(self, call: Call, code: FinishCode, which: str | None = None) -> None:
         """End rows here, with their output so far, because the scheduler did not end them (at deadline ``which``)."""

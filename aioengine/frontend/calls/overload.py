@@ -104,9 +104,8 @@ class QueueLimits:
         """
         self.check_refusal()
         if self._reserved.pop(caller, None) is None and (excess := self._excess()) is not None:
-            raise EngineOverloadedError(
-                f"the engine is overloaded: {excess}; try again later", retry_after=self._retry_after()
-            )
+            message = f"the engine is overloaded: {excess}; try again later"
+            raise EngineOverloadedError(message, retry_after=self._retry_after())
         self.num_calls += 1
         call.is_reserved = True
 

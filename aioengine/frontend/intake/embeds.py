@@ -48,14 +48,12 @@ class EmbedsPrompt(IdsPrompt, frozen=True):
             raise ValueError(f"{self.name} must be {ALLOWED}, none of them empty, got the shape {list(array.shape)}")
         if 4 * array.size > MAX_EMBEDS_BYTES:
             raise RequestTooLargeError(
-                f"{self.name} has {4 * array.size} bytes as float32; at most {MAX_EMBEDS_BYTES} are allowed"
+                f"{self.name} has {4 * array.size} bytes as float32, the limit is {MAX_EMBEDS_BYTES}"
             )
         with np.errstate(over="ignore"):
             embeds = array.astype(np.float32, order="C")
         if not np.isfinite(embeds).all():
-            raise ValueError(
-                f"{self.name} must have finite numbers, and it has NaN, infinity or more than float32 holds"
-            )
+            raise ValueError(f"{self.name} must have finite numbers within float32, not NaN or infinity")
         return EmbedsPrompt(EmbedsIds(len(embeds), embeds.shape[1], embeds.tobytes()), num_numbers=array.size)
 
 

@@ -11,6 +11,7 @@ import asyncio
 import json
 import time
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from aioengine.errors import EngineError, RequestError, RequestTooLargeError, describe
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from aioengine.frontend.intake.pool_encoder import PoolEncoder
+    from aioengine.protocol.messages import PairIds
+    from aioengine.settings.config import PoolingSettings
     from aioengine.tokenization.tokenizer import Tokenizer
 
 LONG_BYTES = 64 * 1024
@@ -42,6 +44,12 @@ PIECE_CHARACTERS = 16 * 1024
 MAX_SHRINKING = 3
 """Normalization may shorten text: three letters of Hangul, for example, become one."""
 USUAL_TOKEN_BYTES = 4
+
+MARGIN = 512
+"""A cut text has this many tokens more than ``max_tokens``, because its tokens near the cut are wrong."""
+
+CHARACTERS_PER_TOKEN = 8
+GROWTH = 4
 
 
 Encoded = list[int] | ValueError | TypeError | EngineError
@@ -178,6 +186,61 @@ class Lane:
         self._start()
 
 
+class PoolEncoder(NamedTuple):
+    """Tokenizes the texts of ``encode`` and the pairs of texts of ``rerank``, up to ``max_tokens`` tokens each.
+
+    Only the beginning of a long text is tokenized. On the tokenizer's threads. ``in_text``: as in ``Encoder``.
+    """
+
+    tokenizer: Tokenizer
+    settings: PoolingSettings
+    max_tokens: int
+    in_text: Callable[[str], str] = str
+
+    def encode(self, prompts: list[PooledPrompt]) -> list[PairIds | ValueError | RequestError]:
+        """Return the ids of each prompt, or its error."""
+        try:
+            pairs = [self._texts(prompt) for prompt in prompts]
+            encoded = self.tokenizer.encode_pairs(pairs)
+            return [self._fitting(prompt, pair, ids) for prompt, pair, ids in zip(prompts, pairs, encoded, strict=True)]
+        except BaseException as error:  # a wrong prompt fails alone, also if compiled code panics
+            if len(prompts) == 1:
+                return [RequestError("tokenize", describe(error))]
+            return [self.encode([prompt])[0] for prompt in prompts]
+
+    def _texts(self, prompt: PooledPrompt) -> tuple[str, str | None]:
+        """Return the first text after its prompt, and the second text. Long texts are cut."""
+        settings, name = self.settings, prompt.options.prompt_name
+        before = settings.prompts.get(settings.default_prompt if name is None else name, "")
+        first = self.in_text(before + prompt.first.text)
+        second = None if prompt.second is None else prompt.second.text
+        if settings.lowers_text:
+            first, second = first.lower(), None if second is None else second.lower()
+        return self._beginning(first), None if second is None else self._beginning(second)
+
+    def _beginning(self, text: str) -> str:
+        """Return the beginning of a text, with more tokens than the limit."""
+        wanted = self.max_tokens + MARGIN
+        length = CHARACTERS_PER_TOKEN * wanted
+        while length < len(text):
+            [ids] = self.tokenizer.encode_batch([text[:length]], add_special_tokens=False)
+            if len(ids) >= wanted:
+                return text[:length]
+            length *= GROWTH
+        return text
+
+    def _fitting(self, prompt: PooledPrompt, pair: tuple[str, str | None], ids: PairIds) -> PairIds | ValueError:
+        """Return the ids. If there are too many, truncate the text, or return the error."""
+        if len(ids) <= self.max_tokens:
+            return ids
+        if prompt.options.truncates:
+            return self.tokenizer.encode_cut(*pair, self.max_tokens)
+        kind = "text" if prompt.second is None else "pair of texts"
+        return RequestTooLargeError(
+            f"the {kind} has at least {len(ids)} tokens, and {self.max_tokens} fit; truncate=True cuts its end"
+        )
+
+
 class Encoder:
     """The two lanes, for short and for long prompts. On the engine's loop."""
 
@@ -229,45 +292,43 @@ class Encoder:
     def _encode(self, jobs: Sequence[EncodeJob]) -> tuple[list[list[Encoded]], float]:
         """Encode the prompts of all jobs, texts with the same rules in one batch. Return their ids, and the seconds."""
         began_at = time.monotonic()
-        encoded: list[list[Encoded]] = []
-        texts: dict[EncodeRules, list[tuple[list[Encoded], int, Prompt, str]]] = {}
-        pooled: list[tuple[list[Encoded], int, PooledPrompt]] = []
+        encoded: list[Encoded] = []  # of all jobs
+        texts: dict[EncodeRules, list[tuple[int, Prompt, str]]] = {}
+        pooled: dict[int, PooledPrompt] = {}
         for job in jobs:
-            results: list[Encoded] = []
-            encoded.append(results)
-            for place, unchecked in enumerate(job.prompts):
-                prompt = unchecked
+            for unchecked in job.prompts:
+                prompt, place = unchecked, len(encoded)
                 if not isinstance(prompt, Exception) and not prompt.is_checked:
                     prompt = checked(prompt, job.check_ids)
-                results.append([])
+                encoded.append([])
                 if isinstance(prompt, IdsPrompt):
-                    results[place] = prompt.token_ids
+                    encoded[place] = prompt.token_ids
                 elif isinstance(prompt, Exception):
-                    results[place] = prompt
+                    encoded[place] = prompt
                 elif isinstance(prompt, PooledPrompt):
-                    pooled.append((results, place, prompt))
+                    pooled[place] = prompt
                 else:
                     text = prompt.text if isinstance(prompt, TextPrompt) else self._render(prompt)
                     if not isinstance(text, str):  # templates may also return token ids
-                        results[place] = text
+                        encoded[place] = text
                         continue
                     rules = prompt.rules
                     if rules.add_special_tokens is None:  # templates of chats write them
                         rules = EncodeRules(isinstance(prompt, TextPrompt), rules.keep_last)
-                    texts.setdefault(rules, []).append((results, place, prompt, self._in_text(text)))
+                    texts.setdefault(rules, []).append((place, prompt, self._in_text(text)))
         for rules, batch in texts.items():
             all_ids = self._encode_texts([text for *_, text in batch], rules)
-            for (results, place, prompt, _), ids in zip(batch, all_ids, strict=True):
+            for (place, prompt, _), ids in zip(batch, all_ids, strict=True):
                 if rules.keep_last and isinstance(ids, list):
                     ids = ids[-rules.keep_last :]
                 if isinstance(prompt, ChatPrompt) and prompt.images and isinstance(ids, list):
                     ids = ChatIds(ids, prompt.images)
-                results[place] = ids
+                encoded[place] = ids
         if pooled and self._pool_encoder is not None:
-            pairs = self._pool_encoder.encode([prompt for *_, prompt in pooled])
-            for (results, place, _), pair in zip(pooled, pairs, strict=True):
-                results[place] = pair
-        return encoded, time.monotonic() - began_at
+            for place, pair in zip(pooled, self._pool_encoder.encode([*pooled.values()]), strict=True):
+                encoded[place] = pair
+        ids_of_all = iter(encoded)
+        return [[*islice(ids_of_all, len(job.prompts))] for job in jobs], time.monotonic() - began_at
 
     def _render(self, prompt: ChatPrompt) -> str | list[int] | ValueError:
         options = prompt.options

@@ -11,7 +11,7 @@ from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.pooling import Pooled
 from aioengine.frontend.intake.prompts import ids_prompt, pair_prompt, pooled_prompt
 from aioengine.frontend.intake.request_options import CommonOptions, ImageData
-from aioengine.frontend.intake.requests import IDS_OR_ROWS, CallRequest
+from aioengine.frontend.intake.requests import CallRequest
 
 Pairs = list[list[str]] | list[tuple[str, str]] | tuple[tuple[str, str], ...]
 
@@ -63,7 +63,6 @@ def encode_request(prompt: object, input_ids: object, options: Mapping[str, obje
         TypeError, ValueError: an argument is wrong; the message has its name and value.
     """
     requests.check_names(options, ("prompt", "input_ids"), EncodeOptions.__annotations__)
-    requests.check_one_prompt(prompt, input_ids)
     dimensions, normalize, name = (options.get(field) for field in ("dimensions", "normalize", "prompt_name"))
     pooled = Pooled(
         is_normalized=None if normalize is None else checks.switch("normalize", normalize),
@@ -71,17 +70,10 @@ def encode_request(prompt: object, input_ids: object, options: Mapping[str, obje
         truncates=checks.switch("truncate", options.get("truncate", False)),
         prompt_name=None if name is None else checks.text("prompt_name", name),
     )
-    check_prompt = partial(pooled_prompt, options=pooled)
-    if isinstance(prompt, str):
-        request = CallRequest("prompt", [prompt], check_prompt, is_batch=False)
-    elif prompt is not None:
-        texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
-        request = CallRequest("prompt", texts, check_prompt, is_batch=True)
-    else:
-        if pooled.prompt_name is not None:
-            raise ValueError("prompt_name is for texts, and input_ids are given; put the prompt's ids before them")
-        request = requests.rows_request("input_ids", input_ids, ids_prompt, options, allowed=IDS_OR_ROWS)
-    return _complete(request, pooled, options)
+    if input_ids is not None and pooled.prompt_name is not None:
+        raise ValueError("prompt_name is for texts, and input_ids are given; put the prompt's ids before them")
+    check_text = partial(pooled_prompt, options=pooled)
+    return _complete(requests.prompt_request(prompt, input_ids, check_text, ids_prompt, options), pooled, options)
 
 
 def rerank_request(query: object, documents: object, top_n: object, options: Mapping[str, object]) -> CallRequest:

@@ -51,7 +51,7 @@ class RequestChecks:
         Raises:
             TypeError, ValueError: the call is wrong, or a row that may not fail alone.
         """
-        logprobs, processors, has_tokenizer = request.logprobs, request.processors, self.encoder.has_tokenizer
+        has_tokenizer = self.encoder.has_tokenizer
         if first == 0:  # the options that all rows share
             if request.replica is not None and request.replica >= self._num_replicas:
                 raise ValueError(
@@ -59,12 +59,7 @@ class RequestChecks:
                 )
             if request.pooled is not None or self.model.task != "generate":
                 request.pooled = completed(request.pooled, self.model)
-            if request.given_params is None:
-                self._check_params(request, request.params[0])
-            if logprobs is not None and not logprobs.differ:
-                logprobs.check(0, self.model.vocab_size, has_tokenizer=has_tokenizer)
-            if processors is not None and not processors.is_list:
-                self._check_processor(processors.of(0))
+            self._check_options(request, 0, differ=False)
         for place in range(first, len(request.prompts)):
             prompt = request.prompts[place]
             if not has_tokenizer and isinstance(prompt, TextPrompt | ChatPrompt | PooledPrompt):
@@ -72,18 +67,23 @@ class RequestChecks:
             if isinstance(prompt, ChatPrompt) and prompt.options.template is not None:
                 self._check_template(prompt.options.template)
             try:
-                if logprobs is not None and logprobs.differ:
-                    logprobs.check(place, self.model.vocab_size, has_tokenizer=has_tokenizer)
-                if request.given_params is not None:
-                    self._check_params(request, request.params[place])
-                if processors is not None and processors.is_list:
-                    self._check_processor(processors.of(place))
+                self._check_options(request, place, differ=True)
                 if isinstance(prompt, IdsPrompt) and prompt.is_checked:
                     self.check_ids(prompt.token_ids)
                 if request.images is not None or isinstance(prompt, ChatPrompt):
                     check_images(request, place, self.images)
             except (TypeError, ValueError) as error:
                 request.fail_prompt(place, error)
+
+    def _check_options(self, request: CallRequest, place: int, *, differ: bool) -> None:
+        """Check the options of a prompt. ``differ``: the options that may differ between prompts; False: the others."""
+        logprobs, processors = request.logprobs, request.processors
+        if logprobs is not None and logprobs.differ == differ:
+            logprobs.check(place, self.model.vocab_size, has_tokenizer=self.encoder.has_tokenizer)
+        if (request.given_params is not None) == differ:
+            self._check_params(request, request.params_of(place))
+        if processors is not None and processors.is_list == differ:
+            self._check_processor(processors.of(place))
 
     def _check_template(self, template: str | os.PathLike[str]) -> None:
         tokenizer = self.parts.tokenizer

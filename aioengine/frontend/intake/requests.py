@@ -34,7 +34,7 @@ from aioengine.frontend.intake.prompts import (
     template_options,
     text_prompt,
 )
-from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, RequestOptions, Sampled
+from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, Sampled
 from aioengine.frontend.intake.row_options import (
     MAX_TOKEN_IDS,
     PROMPTS_IN_PIECE,
@@ -64,6 +64,10 @@ PATTERN_WEIGHT: Final = 4096
 
 _TIMEOUTS: Final = (("total", "timeout"), ("queue", "queue_timeout"), ("first_token", "first_token_timeout"))
 """Words of a finish reason, and the options that they belong to."""
+
+
+PromptCheck = Callable[[str, object, CheckBudget], Prompt]
+"""Takes the name and the value of a prompt, and what the call may check now. Returns the prompt."""
 
 
 class MessageParts(NamedTuple):
@@ -103,7 +107,7 @@ class CallRequest(Struct):
 
     name: str
     values: Sequence[object]
-    check_prompt: Callable[[str, object, CheckBudget], Prompt]
+    check_prompt: PromptCheck
     is_batch: bool
     pooled: Pooled | None = None
     num_prompts: int = 0
@@ -281,25 +285,25 @@ def generate_request(
         if prompt is not None or input_ids is not None:
             raise ValueError("input_embeds is given beside a prompt; give one of them")
         request = _embeds_request(embeds, options, rules)
-    elif isinstance(prompt, str) and input_ids is None:
-        request = CallRequest("prompt", [prompt], partial(text_prompt, rules=rules), is_batch=False)
     else:
-        check_one_prompt(prompt, input_ids)
-        if prompt is not None:
-            texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
-            request = CallRequest("prompt", texts, partial(text_prompt, rules=rules), is_batch=True)
-        else:
-            check_prompt = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
-            request = rows_request("input_ids", input_ids, check_prompt, options, allowed=IDS_OR_ROWS)
+        check_ids = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
+        request = prompt_request(prompt, input_ids, partial(text_prompt, rules=rules), check_ids, options)
     return complete(request, sampling_params, stream=stream, options=options)
 
 
-def check_one_prompt(prompt: object, input_ids: object) -> None:
-    """Raise ValueError unless one of the two is given."""
-    if prompt is not None and input_ids is not None:
-        raise ValueError("prompt and input_ids are both given; give one of them")
-    if prompt is None and input_ids is None:
-        raise ValueError("prompt and input_ids are both missing; give one of them")
+def prompt_request(
+    prompt: object, input_ids: object, check_text: PromptCheck, check_ids: PromptCheck, options: Mapping[str, object]
+) -> CallRequest:
+    """Return the request for one prompt or a list of prompts. Raises TypeError or ValueError unless one is given."""
+    if (prompt is None) == (input_ids is None):
+        problem = "missing" if prompt is None else "given"
+        raise ValueError(f"prompt and input_ids are both {problem}; give one of them")
+    if prompt is None:
+        return rows_request("input_ids", input_ids, check_ids, options, allowed=IDS_OR_ROWS)
+    if isinstance(prompt, str):
+        return CallRequest("prompt", [prompt], check_text, is_batch=False)
+    texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
+    return CallRequest("prompt", texts, check_text, is_batch=True)
 
 
 def chat_request(
@@ -328,12 +332,7 @@ def _embeds_request(value: object, options: Mapping[str, object], rules: EncodeR
 
 
 def rows_request(
-    name: str,
-    value: object,
-    check_prompt: Callable[[str, object, CheckBudget], Prompt],
-    options: Mapping[str, object],
-    *,
-    allowed: str,
+    name: str, value: object, check_prompt: PromptCheck, options: Mapping[str, object], *, allowed: str
 ) -> CallRequest:
     """Return a request with the rows of a list, or with the list itself as one row.
 
@@ -434,9 +433,7 @@ def _set_options(request: CallRequest, options: Mapping[str, object]) -> None:
     request.lists = [option for option in per_row if option is not None and option.is_list]
 
 
-def check_names(
-    options: Mapping[str, object], others: tuple[str, ...], known: Mapping[str, object] = RequestOptions.__annotations__
-) -> None:
+def check_names(options: Mapping[str, object], others: tuple[str, ...], known: Mapping[str, object]) -> None:
     """Refuse unknown options, and options of missing features unless every value switches the feature off.
 
     ``others``: other arguments of the call, for the message.

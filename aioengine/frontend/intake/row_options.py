@@ -155,9 +155,7 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
         for option, off in zip(more, (-1, 0, (), False), strict=True):
             if option.is_list or option.of(0) != off:
                 setting = f"{option.name}={checks.shown(options[option.name])}"
-                raise ValueError(
-                    f"{setting} is given without return_logprob; add return_logprob=True, or False for none"
-                )
+                raise ValueError(f"{setting} is given without return_logprob; add return_logprob=True, or False")
     is_off = not logprobs.wanted.is_list and not logprobs.wanted.of(0)
     return None if is_off else logprobs
 
@@ -198,9 +196,7 @@ def _token_ids(value: object) -> tuple[int, ...]:
 
 def _refuse_with_samples(name: str, rows: Rows) -> None:
     if rows.num_samples > 1:
-        raise ValueError(
-            f"{name} is a list, and n is {rows.num_samples}; with n above 1 give one value for all prompts"
-        )
+        raise ValueError(f"{name} is a list, and n is {rows.num_samples}; with n > 1 give one value for all prompts")
 
 
 def check_lengths(rules: LogprobRules, *, num_prompt: int, num_output: int, has_ids: bool) -> None:
@@ -211,9 +207,7 @@ def check_lengths(rules: LogprobRules, *, num_prompt: int, num_output: int, has_
         RequestTooLargeError: there would be too many logprobs.
     """
     if rules.start >= 0 and not has_ids:
-        raise ValueError(
-            f"logprob_start_len={rules.start} is for prompts with token ids, and input_embeds has none; leave it out"
-        )
+        raise ValueError(f"logprob_start_len={rules.start} needs token ids, and input_embeds has none; leave it out")
     if rules.start > num_prompt:
         raise checks.wrong_value("logprob_start_len", f"at most {num_prompt}, the tokens of the prompt", rules.start)
     for what, num_positions, most in (

@@ -300,9 +300,7 @@ class Submitter:
                 encoded = _fitting(encoded, request.pooled, self._model.context_length, self.checks.check_ids)
             session = None if request.sessions is None else request.sessions.of(prompt)
             if session is not None and isinstance(encoded, list):
-                check = partial(self.checks.output_limit, params)
-                rid = call.row_rid(position)
-                encoded = self._sessions.begin(session, encoded, check=check, call=call, position=position, rid=rid)
+                encoded = self._sessions.begin(session, encoded, call, partial(self.checks.output_limit, params))
         except (ValueError, EngineOverloadedError) as error:
             encoded = error
         if params.sampling_seed is not None:
@@ -383,10 +381,7 @@ class Submitter:
         self._num_uids += 1
         self._limits.add_row(call, prompt, num_prompt)
         self._rows[row.uid] = row
-        sampling = replace(message_parts.sampling, seed=row.seed)
-        if request.processors is not None or row.hidden_states:
-            processor = "" if request.processors is None else request.processors.of(prompt)
-            sampling = replace(sampling, custom_processor=processor, hidden_states=row.hidden_states)
+        processor = "" if request.processors is None else request.processors.of(prompt)
         salt, embeds = "" if request.salts is None else request.salts.of(prompt), b""
         context = ids[-NUM_CONTEXT_TOKENS:]
         if isinstance(ids, EmbedsIds):
@@ -394,7 +389,9 @@ class Submitter:
         return Submit(
             uid=row.uid,
             prompt_token_ids=list(ids) if embeds else ids,
-            sampling=sampling,
+            sampling=replace(
+                message_parts.sampling, seed=row.seed, custom_processor=processor, hidden_states=row.hidden_states
+            ),
             limits=Limits(
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=min(params.min_new_tokens, max_new_tokens),
@@ -513,6 +510,4 @@ def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Calla
         except ValueError as error:
             return error
         return cut
-    return RequestTooLargeError(
-        f"input_ids has {len(encoded)} tokens, and {max_tokens} fit; with truncate=True the end is cut"
-    )
+    return RequestTooLargeError(f"input_ids has {len(encoded)} tokens, {max_tokens} fit; truncate=True cuts the end")

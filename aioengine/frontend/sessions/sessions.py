@@ -290,7 +290,7 @@ class Sessions:
                 raise ValueError(f"session {checks.shown(name)} is open already; choose another session_id")
             if len(self._by_id) >= MAX_SESSIONS:
                 raise EngineOverloadedError(
-                    f"{MAX_SESSIONS} sessions are open; close some of them, or open them with a timeout"
+                    f"{MAX_SESSIONS} sessions are open; close some, or open them with a timeout"
                 )
             self._num_opened += 1
             session = Session(name, self._num_opened, is_streaming=is_streaming, timeout_s=timeout_s)
@@ -324,16 +324,7 @@ class Sessions:
 
     # ------------------------------------------------------------ turns, on the loop
 
-    def begin(
-        self,
-        params: SessionParams,
-        ids: list[int],
-        *,
-        check: Callable[[int], object],
-        call: Call,
-        position: int,
-        rid: str,
-    ) -> list[int]:
+    def begin(self, params: SessionParams, ids: list[int], call: Call, check: Callable[[int], object]) -> list[int]:
         """Begin a turn with new ``ids`` for the next row of ``call``; return its whole prompt.
 
         Raises:
@@ -366,7 +357,8 @@ class Sessions:
         if params.replace:
             self._replace(parent)
         num_prompt = num_kept + len(ids)
-        turn = Turn(session, rid, parent, parent, num_kept, num_prompt, media=media)
+        position = call.num_started
+        turn = Turn(session, call.row_rid(position), parent, parent, num_kept, num_prompt, media=media)
         while turn.source is not None and num_kept <= turn.source.num_kept:  # skip turns whose own ids are cut
             turn.source = turn.source.source
         turn.ids.extend(ids)

@@ -30,7 +30,7 @@ from aioengine.runner.graphs.ladder import cascade_ladder, ladder
 from aioengine.runner.graphs.rearranged_rows import Cascade, ExpandedRows, SharedPrefixes, can_expand, expand_rows
 from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
-from aioengine.runner.lora.grouping import FixedAdapters, FixedTiles
+from aioengine.runner.lora.pool import FixedAdapters, FixedTiles
 from aioengine.runner.sampling.device_sampler import fill_fields, is_simple
 from aioengine.runner.timing import part
 

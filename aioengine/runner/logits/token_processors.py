@@ -120,7 +120,7 @@ def _forbid(logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
 class Penalties:
     """Penalties on a CPU: first frequency and presence for output tokens, then repetition for all tokens.
 
-    On a GPU ``runner.sampling.token_counts`` does this.
+    On a GPU ``TokenCounts`` does this.
     """
 
     def wants(self, sampling: Sampling) -> bool:

@@ -17,7 +17,7 @@ from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT
 from aioengine.layers.adapters import LayerMatrices
 from aioengine.model_files import folder_files
 from aioengine.model_files.adapter_folder import read_folder
-from aioengine.runner.tensor_files import read_tensor
+from aioengine.runner.weight_reading import read_tensor
 from aioengine.settings.config import LoraSettings, padded_rank
 
 if TYPE_CHECKING:

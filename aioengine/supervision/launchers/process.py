@@ -16,8 +16,7 @@ from aioengine.file_descriptors import SpareDescriptors
 from aioengine.protocol.board import blank_board
 from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
 from aioengine.protocol.orders import Orders, encode_orders
-from aioengine.supervision.launchers._process_child import KILL_WAIT_S, ProcessChild
-from aioengine.supervision.spawning import start_child
+from aioengine.supervision.launchers._process_child import KILL_WAIT_S, ProcessChild, start_child
 from aioengine.supervision.tasks import WorkerThread, require_threads
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, is_reachable, listen
 from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError, end_context

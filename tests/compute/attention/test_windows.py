@@ -34,7 +34,7 @@ WITH_GROUPS = {"in all layers": 1, "in upper layers": 2, "in every other layer":
 """Number of page tables of each model."""
 START = [(7 * i) % 250 + 1 for i in range(60)]
 PROMPTS = [START[:9], START, [*START[:45], *range(100, 120)], [*START, *range(5, 50)]]
-NUM_NEW = 40
+NUM_NEW = 24
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,6 @@ def test_windows_save_pages(windowed: Windowed) -> None:
     assert isinstance(num_pages, int)
     assert num_pages < 4 * CONTEXT_LENGTH // 4 * windowed.num_groups
     for i in range(4):
-        world.submit([i, *range(2, 200)], max_new_tokens=50)
+        world.submit([i, *range(2, 200)], max_new_tokens=20)
     world.run()
     assert not world.num_preemptions

@@ -8,7 +8,7 @@ import torch
 
 from aioengine.kernels.adapter_slots import AdapterTiles, max_tiles
 from aioengine.runner.graphs.piece_graphs import PaddedAdapters
-from aioengine.runner.lora.grouping import FixedTiles, StepAdapters, TileRows, tile
+from aioengine.runner.lora.pool import FixedTiles, StepAdapters, TileRows, tile
 from tests.compute.interpreted import run_interpreted
 
 PROGRAM = """
@@ -21,7 +21,7 @@ from aioengine.kernels import linear
 from aioengine.kernels.adapter_linear import add
 from aioengine.kernels.adapter_slots import AdapterWeights, AdapterTiles
 from aioengine.kernels.triton import adapter_linear
-from aioengine.runner.lora.grouping import tile
+from aioengine.runner.lora.pool import tile
 
 torch.manual_seed(0)
 NUM_SLOTS, UNIT, RANKS = 3, 16, 16

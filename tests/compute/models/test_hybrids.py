@@ -257,10 +257,10 @@ def test_prefix_hit_gives_same_bits(make: Callable[[], PreTrainedConfig], tmp_pa
     world = make_world(folder, depth=1)
     for turn in range(3):
         rules = LogprobRules(num_top=3, start=-1)
-        alone, warm = (each.submit(history, max_new_tokens=24, logprobs=rules) for each in (cold, world))
+        alone, warm = (each.submit(history, max_new_tokens=16, logprobs=rules) for each in (cold, world))
         cold.run()
         world.run()
-        expected = model.generate(torch.tensor([history]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+        expected = model.generate(torch.tensor([history]), max_new_tokens=16, do_sample=False, eos_token_id=None)
         assert world.outputs[warm] == cold.outputs[alone] == expected[0, len(history) :].tolist()
         assert [extra.data for extra in world.extras[warm]] == [extra.data for extra in cold.extras[alone]]
         assert world.num_cached[warm] == (0 if not turn else len(history) // 16 * 16 - 16 * (len(history) % 16 < 5))
@@ -268,10 +268,10 @@ def test_prefix_hit_gives_same_bits(make: Callable[[], PreTrainedConfig], tmp_pa
 
 
 def test_preempted_requests_continue_from_a_snapshot(folder: Path) -> None:
-    expected = make_world(folder).answers(PROMPTS[2:], max_new_tokens=40)
+    expected = make_world(folder).answers(PROMPTS[2:], max_new_tokens=24)
     for depth in (0, 1):
         world = make_world(folder, num_pages=34, depth=depth)
-        assert world.answers(PROMPTS[2:] * 2, max_new_tokens=40) == expected * 2
+        assert world.answers(PROMPTS[2:] * 2, max_new_tokens=24) == expected * 2
         assert world.num_preemptions > 0
 
 
@@ -344,12 +344,12 @@ def test_tokens_do_not_depend_on_concurrent_requests(folder: Path, depth: int) -
     drawn = random.Random(depth)
     prompts = [drawn.choices(range(1, 96), k=drawn.choice((1, 2, 7, 20, 41))) for _ in range(9)]
     alone = make_world(folder)
-    expected = [alone.answers([prompt], max_new_tokens=50)[0] for prompt in prompts]
+    expected = [alone.answers([prompt], max_new_tokens=30)[0] for prompt in prompts]
     world = make_world(folder, num_pages=30, max_running=3, chunk_tokens=16, depth=depth)
     waiting, uids, aborted = list(prompts), list[int](), set[int]()
     while waiting or world.core.has_work:
         if waiting and drawn.random() < 0.8:
-            uids.append(world.submit(waiting.pop(0), max_new_tokens=50))
+            uids.append(world.submit(waiting.pop(0), max_new_tokens=30))
         living = [uid for uid in uids if uid not in world.ended]
         if living and drawn.random() < 0.02:
             aborted.add(drawn.choice(living))

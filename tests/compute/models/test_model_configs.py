@@ -217,7 +217,7 @@ def test_ignored_head_dim_changes_nothing(model_type: str) -> None:
 
 
 def test_every_model_has_a_family() -> None:
-    assert plugins.names("families") == models.names()
+    assert {*plugins.names("models")} <= {*plugins.names("families")}
 
 
 def test_huge_number_of_prediction_layers_is_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from aioengine.model_files.checkpoint import entries_of_file
-from aioengine.runner.tensor_files import read_arrays, read_tensor
+from aioengine.runner.weight_reading import read_arrays, read_tensor
 
 ARRAYS = {
     "pixel_values": torch.randn(3, 5, 7),

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance.gbnf_to_lark import any_to_lark
 
-from aioengine.constraints.gbnf import lark_names, with_short_escapes
-from aioengine.constraints.lark import checked_lark
+from aioengine.constraints.lark import checked_lark, lark_names, with_short_escapes
 from tests.kit.grammar_walks import accepts, allowed, demo_grammars, grammar_of, token_bytes, walk
 
 

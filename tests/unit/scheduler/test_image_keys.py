@@ -6,9 +6,9 @@ import hashlib
 
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Continuation, FirstToken, Limits, Media, Sampling, Submit, TextRules
-from aioengine.scheduler.image_keys import ImageBudget, with_image_keys
+from aioengine.scheduler.admission import ImageBudget
 from aioengine.scheduler.plan import StepPlan, StepResult
-from aioengine.scheduler.request import Request
+from aioengine.scheduler.request import Request, with_image_keys
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.config import SchedulerSettings
 from aioengine.settings.page_groups import PageGroups

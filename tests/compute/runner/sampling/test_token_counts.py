@@ -16,7 +16,7 @@ from aioengine.runner.logits.token_processors import Penalties
 from aioengine.runner.rows import PageTables
 from aioengine.runner.request_row import LogitsRow
 from aioengine.runner.rows import RowTable
-from aioengine.runner.sampling.token_counts import TokenCounts
+from aioengine.runner.sampling.device_sampler import TokenCounts
 from aioengine.scheduler.plan import NewRow
 
 WIDTH = 3000
