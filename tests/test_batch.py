@@ -224,6 +224,18 @@ def test_rows_in_the_form_of_openai_wait_while_the_engine_is_overloaded(
     assert len(Path("out").read_bytes().splitlines()) == 5
 
 
+def test_row_that_an_endpoint_cannot_handle_has_status_500(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(_: object) -> None:
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr("aioengine.openai.router.chat_completions", broken)
+    write("in", {"url": "/v1/chat/completions", "body": CHAT}, {"url": "/v1/completions", "body": {"prompt": "a"}})
+    assert run("in", "out").stderr == "aioengine: rows with an error instead of an answer: 1\n"
+    found = {entry["id"]: entry["response"] for entry in map(json.loads, Path("out").read_bytes().splitlines())}
+    assert [found[f"batch_req_{number}"]["status_code"] for number in (0, 1)] == [500, 200]
+    assert found["batch_req_0"]["body"] == {"error": {"message": "Internal Server Error"}}
+
+
 def test_missing_packages_end_a_job_with_rows_in_the_form_of_openai(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fastapi", None)
     write("in", {"url": "/v1/chat/completions", "body": CHAT})

@@ -42,7 +42,10 @@ class OpenAIRows:
         app.include_router(openai_router(engine, served_model_name=model_names))
         self._engine = engine
         self._client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://aioengine", timeout=None, follow_redirects=False
+            transport=httpx.ASGITransport(app, raise_app_exceptions=False),
+            base_url="http://aioengine",
+            timeout=None,
+            follow_redirects=False,
         )
 
     async def answer(self, index: int, item: Mapping[str, Any]) -> tuple[Row, int]:
@@ -56,7 +59,10 @@ class OpenAIRows:
             response = await self._post(*_call_of(item))
         except (ValueError, httpx.InvalidURL) as error:
             return {**row, "error": {"code": "invalid_request", "message": failure(error)["message"]}}, 0
-        body = response.json()
+        if response.headers.get("content-type") == "application/json":
+            body = response.json()
+        else:  # an endpoint raised an error that it does not expect
+            body = {"error": {"message": response.text}}
         request_id = response.headers.get("x-request-id")
         row["response"] = {"status_code": response.status_code, "request_id": request_id, "body": body}
         return row, (body.get("usage") or {}).get("completion_tokens", 0)

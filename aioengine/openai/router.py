@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request  # FastAPI reads the annotations
 from starlette.responses import Response
 
-from aioengine.errors import EngineError
+from aioengine.errors import EngineClosedError, EngineError
 from aioengine.http import headers_of
 from aioengine.openai.anthropic_messages import anthropic_messages, count_tokens
 from aioengine.openai.bodies import read_body
@@ -75,6 +75,8 @@ def openai_router(
                 response = Response(status_code=_CLIENT_GONE)
             except (EngineError, ValueError, TypeError) as error:
                 model.note(error)
+                if isinstance(error, EngineClosedError) and model.readiness == "starting":
+                    error = CallError("the model is being loaded; try again when /ready has status 200", 503)
                 status, value = form(error)
                 response = json_response(value, status)
                 response.headers.update(headers_of(error))

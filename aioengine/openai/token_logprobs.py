@@ -15,11 +15,16 @@ if TYPE_CHECKING:
 LOWEST: Final = -9999.0
 """OpenAI's logprob of a token that is almost impossible. JSON has no -inf."""
 
+MAX_TOP: Final = 20
+"""OpenAI's limit of /v1/chat/completions. Thousands in one response would keep the event loop busy for seconds."""
+
 _Entry = tuple[float | None, int, str | None]
 
 
 def options(num_top: int) -> dict[str, Any]:
     """Return the keyword arguments of a call that returns logprobs and ``num_top`` alternatives."""
+    if not 0 <= num_top <= MAX_TOP:
+        raise CallError(f"a request may ask for 0 to {MAX_TOP} top logprobs of a token, got {num_top}")
     return {"return_logprob": True, "top_logprobs_num": num_top, "return_text_in_logprobs": True}
 
 

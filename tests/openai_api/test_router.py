@@ -301,6 +301,17 @@ def test_bytes_of_logprobs_are_those_of_parts_of_a_character() -> None:
     assert entries[1]["token"] == "\ufffd"
 
 
+@pytest.mark.parametrize("num_top", [-1, 21])
+def test_number_of_top_logprobs_is_limited(server: Served, num_top: int) -> None:
+    for path, fields in (
+        (CHAT, chat("x", logprobs=True, top_logprobs=num_top)),
+        ("/v1/completions", LONG | {"logprobs": num_top}),
+    ):
+        response = server.post(path, fields)
+        assert response.status_code == 400
+        assert f"0 to 20 top logprobs of a token, got {num_top}" in error_of(response)["message"]
+
+
 def test_key_may_have_any_characters() -> None:
     with served(fake_async_engine(), api_key="sécret") as server:
         for key, status in (("sécret", 200), ("secret", 401)):

@@ -61,6 +61,8 @@ def test_server_starts_streams_and_drains() -> None:
         assert wait_until(lambda: state(client, "/ready")[0], every_s=0.02)
         assert state(client, "/ready") == (503, "starting")
         assert state(client, "/health") == (200, "starting")
+        response = client.post("/v1/completions", json=LONG, headers={"Authorization": "Bearer secret"})
+        assert (response.status_code, "is being loaded" in response.text) == (503, True)
         assert wait_until(lambda: state(client, "/ready") == (200, "running"), 60, every_s=0.1)
         assert client.get("/v1/models").status_code == 401
         client.headers["Authorization"] = "Bearer secret"
