@@ -115,9 +115,11 @@ class TextReader:
             pass
 
     def end_tags(self, *patterns: Pattern) -> Steps[None]:
-        """Remove the tags after a call, each of which may be missing, and whitespace."""
+        """Remove the tags after a call, and whitespace. A tag may be missing, or cut off by the end of the text."""
         for pattern in patterns:
-            yield from self.take(pattern)
+            found = yield from self.take(pattern)
+            if not found and self.is_over and (cut := pattern.match(self._text, self._at, partial=True)):
+                self._at = cut.end()
         yield from self.skip_spaces()
 
     def rest(self, emit: Emit) -> Steps[None]:

@@ -96,6 +96,8 @@ def test_every_cut_of_a_text_gives_the_same_events(name: str) -> None:
             [("call", "f", '{"a": "</tool_call>"}')],
         ),
         ('<tool_call>{"name": "f", "arguments": {"a": "b', [("call", "f", '{"a": "b')]),
+        (f"{CALL.removesuffix('ool_call>')}", [OSLO]),
+        (f"{CALL}\n<b", [OSLO, ("content", "<b")]),
         ("<tool_call>get_weather</tool_call>", [("content", "<tool_call>get_weather</tool_call>")]),
         ('<tool_call>{"nam": "f"}</tool_call> a', [("content", '<tool_call>{"nam": "f"}</tool_call> a')]),
         (f"<tool_call>{CALL}", [("content", "<tool_call>"), OSLO]),
