@@ -265,10 +265,6 @@ BREAKS: dict[str, tuple[Break, str]] = {
             ("no model in", '{"added_tokens": []}', "cannot be read: Object missing required field `model`"),
         )
     },
-    "tokenizer that makes texts longer": (
-        with_text("tokenizer.json", '{"model": {}, "normalizer": {"type": "Prepend", "prepend": "%s"}}' % ("x" * 5000)),
-        "tokenizer.json': its normalizer adds 5000 characters",
-    ),
     "Latin template": (with_text("chat_template.jinja", b"caf\xe9"), "chat_template.jinja' cannot be read: 'utf-8'"),
     "pointer for template": (with_pointer("chat_template.jinja"), "chat_template.jinja' is a Git LFS pointer"),
     "template without text": (

@@ -234,7 +234,7 @@ def test_embeddings_in_streams_and_samples_with_the_options_of_a_call(llm: Engin
         (
             {"input_embeds": MANY, "return_logprob": True, "logprob_start_len": 0},
             ValueError,
-            "logprob_start_len=0 is for .*leave it out",
+            "logprob_start_len=0 needs token ids, and .*leave it out",
         ),
         ({"input_embeds": np.zeros((5000, 256))}, RequestTooLargeError, "5000 tokens"),
     ],

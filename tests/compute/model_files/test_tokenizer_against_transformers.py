@@ -126,7 +126,7 @@ WITH_CALLS = [
         {},
         {"enable_thinking": False},
         {"enable_thinking": True, "effort": "high", "documents": [{"title": "a", "text": "b"}]},
-        {"tools": TOOLS, "effort": {"low": (1, 2)}},
+        {"tools": TOOLS, "effort": {"low": [1, 2]}},
         {"tools": []},
         {"chat_template": "{{ messages | length }}{{ bos_token }}{{ effort }}", "effort": 3},
     ],

@@ -62,7 +62,6 @@ def test_after_any_loss_at_the_ends_of_the_files_each_row_is_written_exactly_onc
     journal = Journal(path, PARAMETERS)
     known = rows(path)
     assert known == order[: kept.count(b"\n")]
-    assert journal.num_done == len(known)
     for index in range(6):
         journal.check(index, b"item %d" % index)
         if journal.is_done(index):
