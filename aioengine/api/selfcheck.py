@@ -34,9 +34,10 @@ class TokenDifference(NamedTuple):
 async def selfcheck(self: Any, num_requests: int = 8) -> list[TokenDifference]:
     """Compute the last ``num_requests`` finished requests again, and return the differences.
 
-    The list is empty if the engine works: output depends neither on other requests nor on cached prefixes. The requests
-    are computed one after the other, without prefix hits. Other requests continue; for a comparison without them, call
-    it when the engine is idle.
+    The list should be empty on a CPU, and on a GPU with ``enable_deterministic_inference=True``: output then depends
+    neither on other requests nor on cached prefixes. Otherwise, a token sometimes differs because of rounding. The same
+    holds for models in transformers' code. The requests are computed one after the other, without prefix hits. Other
+    requests continue; for a comparison without them, call it when the engine is idle.
 
     The engine remembers up to 32 requests. It does not compare requests that were aborted or failed, that have images,
     embeddings, or more than 16,384 prompt or output tokens, or whose weights or adapter are no longer loaded.

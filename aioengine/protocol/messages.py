@@ -4,7 +4,7 @@
     scheduler --> other ranks   RankStep              one per step; NewEpoch
     scheduler --> detokenizer   StepOutput            one per step, for all requests
     detokenizer --> scheduler   Abort (at a stop string, or after an error)
-    detokenizer --> frontend    TextChunks            one per StepOutput
+    detokenizer --> frontend    TextChunks            at most one per StepOutput
     scheduler --> frontend      Stats, Reply, TextChunks (vectors, scores, compiled grammars)
     all children --> frontend   Ready, Failed, Progress, LogRecord
 
@@ -462,7 +462,7 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
 
 
 class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
-    """New tokens of one step, with ``texts[i]`` for ``tokens.uids[i]``. The same uid may occur several times.
+    """New tokens and their text: ``texts[i]`` belongs to ``tokens.uids[i]``. The same uid may occur several times.
 
     A request may be in ``tokens`` and in ``ended``; its tokens come first.
     num_open: number of open requests in the detokenizer; None: the scheduler sent this message.

@@ -5,8 +5,9 @@
                   │  └── end ──> ENDED │
                   └──── preempt ───────┘
 
-A waiting request with a closed gate leaves the queue and is GATED until the gate opens. A running request stays
-RUNNING, unless it is preempted or the gate releases its pages; then it is GATED too.
+A waiting request with a closed gate stays in the queue for PREFIX. For any other gate, it leaves the queue and is GATED
+until all gates are open. A running request stays RUNNING, unless it is preempted or the gate releases its pages; then
+it is GATED too.
 """
 
 from __future__ import annotations

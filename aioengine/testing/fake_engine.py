@@ -62,12 +62,12 @@ _Timeout = Annotated[float, Meta(gt=0, le=86400)]
 class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a fake engine.
 
-    answers: part of a prompt -> its answer. The longest part in the prompt counts; "" matches any prompt. Prompts that
-        match nothing have an empty answer. None: the answer is random letters that depend on the prompt, of the
-        requested length.
+    answers: text in a prompt -> answer. If several texts are in the prompt, the longest one counts; "" is in each one.
+        Without a match, the answer is empty. None: each answer consists of ``max_new_tokens`` random letters, which
+        depend on the prompt.
     step_time_s: duration of each step. faults: the faults to inject.
     processes: True: use subprocesses like a real engine. False: run everything on the event loop of the engine, which
-        starts immediately. None: use subprocesses only if a fault kills or stalls a process, or steps take time.
+        starts immediately. None: use subprocesses only if a fault kills, stalls or delays one, or steps take time.
     max_loras_per_batch: 0: no adapters. The linear layers of the model are ``LAYERS``, and adapters are in fp32.
     adapter_s: time to read an adapter.
     context_length, num_pages (of 16 tokens), max_running, max_queued: limits, which may be very small. The other fields
