@@ -1,4 +1,4 @@
-"""An engine without a model, for tests of programs that use aioengine.
+"""The real engine with a fake model, for tests of programs that use aioengine.
 
 It has the complete API of a real engine: the same calls, streams, errors, queues and scheduler. Instead of a model, it
 has a byte tokenizer (one token for each byte of UTF-8) and the answers of the test.
@@ -181,7 +181,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def fake_async_engine(answers: Mapping[str, str] | None = None, **setup: object) -> AsyncEngine:
-    """Return an ``AsyncEngine`` without a model. setup: the other fields of ``FakeSetup``.
+    """Return an ``AsyncEngine`` with a fake model. setup: the other fields of ``FakeSetup``.
 
     Raises:
         ValueError: a field does not exist, or has a wrong value.
@@ -190,7 +190,7 @@ def fake_async_engine(answers: Mapping[str, str] | None = None, **setup: object)
 
 
 def fake_engine(answers: Mapping[str, str] | None = None, **setup: object) -> Engine:
-    """Return a started ``Engine`` without a model. setup: the other fields of ``FakeSetup``.
+    """Return a started ``Engine`` with a fake model. setup: the other fields of ``FakeSetup``.
 
     Raises:
         ValueError: a field does not exist, or has a wrong value.
