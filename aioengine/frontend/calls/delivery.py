@@ -115,7 +115,7 @@ class Router:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._read_waiting)
         others = TextChunks(num_open=chunks.num_open)
-        for extra in reversed(chunks.tokens.extras):  # waiting extras are read from the end
+        for extra in chunks.tokens.extras:
             parts.get(extra.uid, others).tokens.extras.append(extra)
         for uid, text, new in zip(chunks.tokens.uids, chunks.texts, chunks.tokens.rows(), strict=True):
             part = parts.get(uid, others)
@@ -125,6 +125,7 @@ class Router:
             parts.get(end.uid, others).ended.append(end)
         for uid, part in parts.items():
             if part.has_news:
+                part.tokens.extras.reverse()  # they are read from the end
                 self._waiting.setdefault(uid, deque()).append(part)
         return others
 

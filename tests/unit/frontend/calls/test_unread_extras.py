@@ -127,6 +127,15 @@ async def test_a_row_that_waits_holds_up_no_other_one() -> None:
     assert [entries_of(answer) for answer in answers] == [[0, 1]] * 3
 
 
+async def test_extras_beside_a_row_that_waits_keep_their_order() -> None:
+    world = World(2, 4 * LARGE_PROMPT)
+    old, new = (Extra(1, 0, HIDDEN_STATES, pack("<f", value)) for value in (1, 2))
+    chunks = frame([0], 0, num_prompt=4 * LARGE_PROMPT)
+    chunks.tokens.extras += [old, new]
+    world.deliver(chunks)
+    assert world.router.rows[1].extras == {(0, HIDDEN_STATES): new}, "the second one replaces the first"
+
+
 async def test_a_stream_gets_each_chunk_with_its_entries() -> None:
     world = World(1, 2 * LARGE_PROMPT, is_stream=True)
     world.deliver(frame([0], 0, num_prompt=2 * LARGE_PROMPT))
