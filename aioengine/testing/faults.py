@@ -70,7 +70,7 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise InjectedFault(f"collection of step {step}, as asked for by collect_raise_at={self.collect_raise_at}")
 
     def on_control(self, name: str) -> None:
-        """Call for each control message to the runner."""
+        """Call for each control call of the runner."""
         if name == self.kill_order and self._happens():
             os.kill(os.getpid(), signal.SIGKILL)
         if name == self.raise_order:
