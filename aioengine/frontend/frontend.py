@@ -283,7 +283,7 @@ class Frontend:
         await self.calls.submitter.wait_unstarted()
 
     def close_now(self, error: EngineError | None = None) -> None:
-        """End processes and threads now, and the calls in the next turn of the loop. From any thread.
+        """End processes and threads now, and the calls in the next iteration of the loop. From any thread.
 
         If the loop has ended, give ``error``: calls of other threads end here with this error.
         """
@@ -298,7 +298,7 @@ class Frontend:
 
 
 def _end_calls(frontend: Frontend, error: EngineError) -> None:
-    """Fail every call with all its rows now, because this may be the last turn of the loop, or after it."""
+    """Fail every call with all its rows now, because this may be the last iteration of the loop, or after it."""
     with frontend._lock:
         frontend.limits.refuse(frontend.failure or error)
     frontend.attachments.clear(closed())  # no timer of a closed loop can forget them

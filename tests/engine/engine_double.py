@@ -85,7 +85,7 @@ class Request:
 
 
 class Double:
-    """Gives every live request one token in every step, and a step in every turn of the loop unless ``is_held``."""
+    """Gives every live request one token in every step, and a step in every iteration unless ``is_held``."""
 
     def __init__(self, events: Events) -> None:
         self.events = events

@@ -1,4 +1,4 @@
-"""The end of a large batch: its rows end over many turns of the loop, and the engine serves others meanwhile."""
+"""The end of a large batch: its rows end over many iterations of the loop, and the engine serves others meanwhile."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Delivery: puts the output of the processes into rows, and handles slow readers.
 
 By default, slow readers have no effect: their unread output is merged into one chunk, about 50 bytes per token.
-Otherwise a timer checks all streams, so that reading and writing do no extra work.
+With ``slow_reader`` "pause" or "abort", a timer checks all streams. Reading and writing do no extra work.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ if TYPE_CHECKING:
 
 
 MAX_WOKEN = 128
-"""Readers that are woken in one turn of the loop. They read in the next turn, and the objects that they make are freed
-before other readers are woken. So a thousand streams do not trigger garbage collection at every step."""
+"""Readers that are woken in one iteration of the loop. They read in the next one, and the objects that they make are
+freed before other readers are woken. So a thousand streams do not trigger garbage collection at every step."""
 
 MAX_EXTRA_BYTES: Final = 256 * 1024
-"""Size of the extras that are read in one turn of the loop: 33,000 to 65,000 logprobs, some milliseconds."""
+"""Size of the extras that are read in one iteration of the loop: 33,000 to 65,000 logprobs, some milliseconds."""
 
 EXTRA_BYTES: Final = 128
-"""Bytes that every extra counts in addition to its data: reading the smallest extra takes about as long as these."""
+"""Added to the size of each extra, because reading a tiny extra takes as long as reading this many bytes."""
 
 NUM_READ_TOGETHER: Final = 8
-"""Waiting rows that share one turn of the loop."""
+"""Rows that were set aside, and share one iteration of the loop."""
 
 
 class Router:
     """Puts chunks into their rows, and wakes their readers. On the engine's loop.
 
-    Reading many extras takes long. If a frame has more extras than one turn of the loop may read, some rows wait with
-    all their later output. The next turns read one piece of each waiting row after the other.
+    Reading many extras takes long. If a frame has more extras than one iteration of the loop may read, some rows are
+    set aside, and their later output is queued behind these extras. Each later iteration reads pieces of rows that are
+    set aside, one row after the other.
 
     Attributes:
         rows: ``Calls.rows``. num_detokenizing: open requests in the detokenizer.
@@ -55,10 +56,10 @@ class Router:
         self._on_ended = on_ended
         self._fresh: list[Call] = []
         self._waiting: dict[int, deque[TextChunks]] = {}
-        self._bytes_left = MAX_EXTRA_BYTES  # of extras, in this turn
+        self._bytes_left = MAX_EXTRA_BYTES  # of extras, in this iteration of the loop
 
     def deliver(self, chunks: TextChunks) -> None:
-        """Put the chunks of one frame into their rows, as far as this turn allows. Call ``wake`` afterwards."""
+        """Put the chunks of one frame into their rows, as far as this iteration allows. Call ``wake`` afterwards."""
         with self._lock:
             rows = self.rows
             for first_token in chunks.first_tokens:
@@ -100,7 +101,7 @@ class Router:
         return ended
 
     def _set_aside(self, chunks: TextChunks) -> TextChunks:
-        """Queue the output of rows that cannot be read in this turn or wait already; return the other output."""
+        """Queue the output of rows that cannot be read now or are set aside already; return the other output."""
         sizes: dict[int, int] = {}
         for extra in chunks.tokens.extras:
             sizes[extra.uid] = sizes.get(extra.uid, 0) + len(extra.data) + EXTRA_BYTES
@@ -130,7 +131,7 @@ class Router:
         return others
 
     def _read_waiting(self) -> None:
-        """Read a bounded number of extras of waiting rows, and more in the next turns of the loop."""
+        """Read a bounded number of extras of rows that were set aside, and more in the next iterations of the loop."""
         ended: list[CallRow] = []
         bytes_left = MAX_EXTRA_BYTES
         with self._lock:
@@ -162,7 +163,7 @@ class Router:
             asyncio.get_running_loop().call_soon(self._read_waiting)
 
     def wake(self) -> None:
-        """Wake some readers, and the others in later turns of the loop.
+        """Wake some readers, and the others in later iterations of the loop.
 
         Later chunks are merged with unread chunks meanwhile.
         """
@@ -199,7 +200,7 @@ class SlowReaders:
             self._timer = asyncio.get_running_loop().call_later(every_s, self._look)
 
     def release(self) -> None:
-        """Stop suspending calls, and resume the suspended ones, because the engine waits for their ends."""
+        """Stop suspending calls, and resume suspended calls. For ``drain``, which waits for all calls."""
         if self._config.slow_reader == "pause":
             self.stop()
             for call in list(self._calls.opened):

@@ -1,6 +1,6 @@
 """Encoder: converts prompts to token ids, on threads of its own.
 
-Prompts that arrive in one turn of the loop, or while the thread is busy, are encoded together, up to the size of a
+Prompts that arrive in one iteration of the loop, or while the thread is busy, are encoded together, up to the size of a
 large step. Long prompts have their own thread, so that short prompts never wait for them.
 The tokenizer releases the GIL.
 """
