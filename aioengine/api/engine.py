@@ -552,7 +552,8 @@ class AsyncEngine(BaseEngine):
         """Refuse new calls and wait for all requests. After ``timeout`` seconds, end them with reason ``shutdown``.
 
         Returns whether all requests finished by themselves. From now on, new calls raise ``EngineDrainingError``.
-        Paused and suspended requests continue. (The last rows of a large batch start only after its first were read.)
+        Paused and suspended requests continue. (The last rows of a large streamed batch start only when its first rows
+        have been read.)
         """
         return await self._frontend_here().drain(timeout)
 

@@ -333,7 +333,8 @@ class ModelRunner:
     def _values_without_token(self, hidden: Tensor, rows: StepRows | None = None) -> Tensor:
         """Return ``Ticket.values`` [N] of the rows without a token, from hidden states [R, D]. rows: None: all rows.
 
-        Attention propagates non-finite numbers of a row to its last token; for exceptions see ``FailedRows``.
+        If any position of a row is not finite, attention makes its last position non-finite too. ``FailedRows`` lists
+        the exceptions.
         """
         if rows is not None:
             hidden = hidden[self._table.upload(np.flatnonzero(~rows.samples))]

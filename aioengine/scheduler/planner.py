@@ -139,7 +139,7 @@ class Planner:
                     flight.plan.snapshots.append((row.uid, snapshot_id))
 
     def _num_drafts(self, request: Request, prices: tuple[float, float]) -> int:
-        """Return the number of drafts that pay for this request."""
+        """Return how many drafts this request gets."""
         if request.acceptance is None:
             assert self._draft_costs is not None
             request.acceptance = Acceptance(self._draft_costs.rate)

@@ -128,7 +128,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             memory=MemorySettings(page_size=PAGE_SIZE, num_pages=self.num_pages, mem_fraction_static=0.1),
             scheduler=SchedulerSettings(
                 max_running=self.max_running,
-                chunk_tokens=max(self.chunk_tokens, self.max_running),
+                chunk_tokens=max(self.chunk_tokens, self.max_running),  # each decode row must fit into a step
                 context_length=self.context_length,
                 policy="priority",
                 prefix_cache=True,
