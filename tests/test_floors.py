@@ -46,7 +46,7 @@ FLOORS = {
     "2g": Floor(("constraints.grammars",), "0 1 2t", "llguidance numpy msgspec"),
     "2t": Floor(
         ("tokenization",),
-        "0",
+        "0 1",
         "tokenizers jinja2 msgspec",
     ),
     "2'": Floor(("transport",), "0", "zmq msgspec"),

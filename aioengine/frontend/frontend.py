@@ -83,7 +83,7 @@ class Frontend:
         self._ended = asyncio.Event()
         self.images = None if parts.images is None else PromptImages(parts.images, self._encoder)
         self._checks = RequestChecks(parts, self._encoder, self.images)
-        self.calls = Calls(self._checks, lock=lock, limits=self.limits, sessions=self.sessions)
+        self.calls = Calls(self._checks, lock, self.limits, self.sessions)
         self.router = Router(self.calls.rows, lock, self.calls.row_ended)
         self.attachments = self.calls.attachments
         self._slow_readers = SlowReaders(parts.blueprint.delivery, self.calls)

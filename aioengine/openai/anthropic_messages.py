@@ -190,7 +190,7 @@ def _block(part: Part, model: ServedModel, rid: str) -> dict[str, Any]:
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     try:
         arguments: object = decode(part.text)
-    except DecodeError:  # it begins, or it was cut by max_tokens
+    except (DecodeError, RecursionError):  # it begins, it was cut by max_tokens, or it is nested too deeply
         arguments = {}
     return {"type": "tool_use", "id": tool_call_id(model, rid, 0, part.call), "name": part.name, "input": arguments}
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from aioengine.openai.chat_calls import AnswerReader
     from aioengine.openai.choices import Piece
-    from aioengine.openai.http_call import HttpCall
+    from aioengine.openai.http_call import HttpCall, Info
 
 
 class ChatBody(GenerateBody, kw_only=True):
@@ -69,8 +69,11 @@ async def chat_completions(call: HttpCall) -> Response:
         parallel_tool_calls=body.parallel_tool_calls,
     )
 
+    write = partial(token_logprobs.chat_logprobs, call.model.engine) if body.logprobs else None
+
     def new_row(rid: str, index: int) -> Callable[[Piece], dict[str, Any] | None]:
-        return partial(_choice, index, body, chat.reader(call.model), partial(tool_call_id, call.model, rid, index))
+        call_id = partial(tool_call_id, call.model, rid, index)
+        return partial(_choice, index, body, chat.reader(call.model), call_id, write)
 
     return await Choices(
         prefix="chatcmpl",
@@ -84,7 +87,12 @@ async def chat_completions(call: HttpCall) -> Response:
 
 
 def _choice(
-    index: int, body: ChatBody, reader: AnswerReader, call_id: Callable[[int], str], piece: Piece
+    index: int,
+    body: ChatBody,
+    reader: AnswerReader,
+    call_id: Callable[[int], str],
+    write_logprobs: Callable[[Info, int], dict[str, object]] | None,
+    piece: Piece,
 ) -> dict[str, Any] | None:
     """Return the choice of a piece; None: it may be the beginning of a tag."""
     reason = piece.info["finish_reason"]
@@ -104,7 +112,7 @@ def _choice(
         "index": index,
         **content,
         "finish_reason": "tool_calls" if reason == "stop" and reader.has_calls else finish_word(reason),
-        "logprobs": token_logprobs.chat_logprobs(piece.info, piece.num_seen) if body.logprobs else None,
+        "logprobs": write_logprobs(piece.info, piece.num_seen) if write_logprobs else None,
     }
 
 

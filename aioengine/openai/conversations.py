@@ -54,7 +54,7 @@ def _tool_call(call: Any) -> Any:
         case {"function": {"arguments": str(text)} as function}:
             try:
                 return {**call, "function": {**function, "arguments": decode(text or "{}")}}
-            except DecodeError:
+            except (DecodeError, RecursionError):  # templates get it as text
                 return call
         case _:
             return call

@@ -125,7 +125,7 @@ def _check_key(request: Request, keys: list[bytes]) -> None:
     """Raise CallError unless the request has one of the keys. Takes the same time for any wrong key."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    matches = [compare_digest(given.encode(), key) for key in keys]
+    matches = [compare_digest(given.encode("latin-1"), key) for key in keys]  # as starlette decodes headers
     if keys and not any(matches):
         raise CallError("the API key is missing or wrong (Authorization: Bearer KEY)", 401, code="invalid_api_key")
 

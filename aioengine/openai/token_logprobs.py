@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from aioengine.openai.replies import CallError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from aioengine.api.engine import AsyncEngine
     from aioengine.openai.http_call import Info
 
 LOWEST: Final = -9999.0
@@ -20,19 +23,31 @@ def options(num_top: int) -> dict[str, Any]:
     return {"return_logprob": True, "top_logprobs_num": num_top, "return_text_in_logprobs": True}
 
 
-def _token(entry: _Entry) -> dict[str, object]:
-    logprob, _, text = entry
-    text = text or ""
-    value = None if logprob is None else max(logprob, LOWEST)
-    return {"token": text, "logprob": value, "bytes": list(text.encode())}
+def _value(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LOWEST)
 
 
-def chat_logprobs(info: Info, start: int = 0) -> dict[str, object]:
+def _outputs(info: Info) -> list[_Entry]:
+    """Return the entries of the output tokens."""
+    if "output_token_logprobs" not in info:  # a stream that is continued with other options
+        raise CallError("this stream was started without logprobs, and cannot be continued with them")
+    return [*info["output_token_logprobs"]]
+
+
+def chat_logprobs(engine: AsyncEngine, info: Info, start: int) -> dict[str, object]:
     """Return ``logprobs`` of a choice of /v1/chat/completions, from output token ``start`` on."""
-    entries = info["output_token_logprobs"][start:]
+
+    def token(entry: _Entry) -> dict[str, object]:
+        logprob, token_id, text = entry
+        data = (text or "").encode()
+        if "\ufffd" in (text or ""):  # perhaps a part of a character
+            data = engine.tokenizer.token_bytes(token_id) or data
+        return {"token": text or "", "logprob": _value(logprob), "bytes": list(data)}
+
+    entries = _outputs(info)[start:]
     tops = info.get("output_top_logprobs") or [[]] * (start + len(entries))
     content = [
-        {**_token(entry), "top_logprobs": list(map(_token, top))}
+        {**token(entry), "top_logprobs": list(map(token, top))}
         for entry, top in zip(entries, tops[start:], strict=False)
     ]
     return {"content": content, "refusal": None}
@@ -45,7 +60,7 @@ def completion_logprobs(
 
     ``with_prompt``: the tokens of the prompt come first (echo).
     """
-    entries: list[_Entry] = list(info["output_token_logprobs"][start:])
+    entries = _outputs(info)[start:]
     tops: list[Sequence[_Entry] | None] = list((info.get("output_top_logprobs") or [])[start:])
     if with_prompt:
         entries = [*info["input_token_logprobs"], *entries]
@@ -58,7 +73,7 @@ def completion_logprobs(
     tops += [None] * (len(entries) - len(tops))
     return {
         "tokens": tokens,
-        "token_logprobs": [_token(entry)["logprob"] for entry in entries],
+        "token_logprobs": [_value(logprob) for logprob, _, _ in entries],
         "top_logprobs": [_top(entry, top) for entry, top in zip(entries, tops, strict=False)],
         "text_offset": offsets,
     }

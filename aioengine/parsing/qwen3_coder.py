@@ -149,7 +149,7 @@ def _json_of(text: str, types: set[str]) -> str:
     """Return a value as JSON text. A text is a string if it is no JSON of the allowed types."""
     word = _PYTHON_WORDS.get(text.strip(), text.strip())
     try:
-        value = json.loads(word)
+        value = json.loads(word, parse_constant=int)  # NaN and Infinity are no JSON: ValueError
     except (ValueError, RecursionError):
         return quoted(text)
     kind = _type_of(value)

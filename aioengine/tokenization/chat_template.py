@@ -231,9 +231,7 @@ def template_variables(keywords: Mapping[str, object]) -> dict[str, object]:
     more = variables.pop(VARIABLES, None)
     if more is None:
         return variables
-    if not isinstance(more, Mapping):
-        raise checks.wrong_type(VARIABLES, "a dict of variables for the chat template", more)
-    for key, value in cast("Mapping[object, object]", more).items():
+    for key, value in checks.mapping(VARIABLES, more, allowed="a dict of variables for the chat template").items():
         name = checks.text(f"{VARIABLES} keys", key, max_bytes=MAX_NAME_BYTES)
         if name in _NOT_VARIABLES:
             raise ValueError(f"{VARIABLES} has {name!r}, which is not a variable of a chat template")

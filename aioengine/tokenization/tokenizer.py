@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from aioengine.api import checks
 from aioengine.model_files import folder_files
 from aioengine.protocol.messages import PairIds
+from aioengine.text.token_table import TokenTable, read_token_table
 from aioengine.tokenization.chat_template import (
     DEFAULT,
     WITH_TOOLS,
@@ -136,6 +137,18 @@ class Tokenizer:
         sources = self._chats.sources
         return sources.get(WITH_TOOLS) or sources.get(DEFAULT, "")
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of a token in a text, which may be a part of a character; None: they depend on other tokens.
+
+        An unknown id has no bytes.
+        """
+        text = None if self._token_table is None else self._token_table[token_id]
+        return text.encode() if isinstance(text, str) else text
+
+    @cached_property
+    def _token_table(self) -> TokenTable | None:
+        return read_token_table(self.decoding_facts(), skip_special_tokens=False)
+
     def decoding_facts(self) -> dict[str, Any]:
         """Return the parts of tokenizer.json for decoding: ``decoder``, ``added_tokens``, ``vocab`` of ``model``."""
         decoder = self._fast.decoder
@@ -167,18 +180,7 @@ class Tokenizer:
             ValueError: a text contains a lone surrogate.
             RuntimeError: the tokenizers library failed or panicked; the tokenizer can still be used.
         """
-        plain: list[str] = []
-        for text in texts:
-            if not isinstance(cast("object", text), str):
-                raise TypeError(f"a text must be a str, not {type(text).__name__}: {checks.shown(text)}")
-            plain.append(str(text))  # the library does not accept subclasses everywhere
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(
-                    f"the text contains half of a surrogate pair, U+{ord(text[error.start]):04X}, at position "
-                    f"{error.start}, which is not a character; decode its bytes with errors='replace'"
-                ) from None
+        plain = [checks.text("a text", text) for text in texts]  # the library does not accept subclasses everywhere
         kinds = set(map(type, texts))
         if add_special_tokens and ChatText in kinds:
             if len(kinds) > 1:

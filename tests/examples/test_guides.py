@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from inspect import CO_COROUTINE
 from io import StringIO
 from pathlib import Path
@@ -28,7 +28,7 @@ import pytest_asyncio
 
 from aioengine import AsyncEngine, Engine
 from aioengine.api.args import engine_config
-from aioengine.cli import commands, main
+from aioengine.cli import batch, benchmark, commands, main
 from aioengine.settings.config import EngineConfig
 from tests.kit.image_models import add_image_files
 from tests.kit.pages import GUIDES, README, Block, blocks, place
@@ -100,6 +100,12 @@ async def engine() -> AsyncIterator[AsyncEngine]:
         yield running
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def loop() -> asyncio.AbstractEventLoop:
+    """The loop of ``engine``. It does not run during a test that is no coroutine."""
+    return asyncio.get_running_loop()
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Engine]:
     with Engine() as running:
@@ -156,7 +162,13 @@ def shell_lines() -> list[str]:
 
 @pytest.mark.parametrize("line", dict.fromkeys(line for line in shell_lines() if not line.startswith(NOT_RUN)))
 def test_a_shell_line_runs(
-    line: str, llm: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    line: str,
+    llm: Engine,
+    engine: AsyncEngine,
+    loop: asyncio.AbstractEventLoop,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """In this process, and where the line configures no engine, on one that tests share."""
     first, _, second = line.rpartition(" | ")
@@ -164,10 +176,16 @@ def test_a_shell_line_runs(
     command = shlex.split(second)
     assert command[0] == "aioengine", "is it one that can be run? Else it belongs into NOT_RUN"
 
-    def from_config(config: EngineConfig) -> AbstractContextManager[Engine]:
-        return nullcontext(llm) if config == engine_config(None, {}) else Engine.from_config(config)
+    def sharing(shared: Engine | AsyncEngine) -> SimpleNamespace:
+        def from_config(config: EngineConfig) -> object:
+            return nullcontext(shared) if config == engine_config(None, {}) else type(shared).from_config(config)
 
-    monkeypatch.setattr(commands, "Engine", SimpleNamespace(from_config=from_config))
+        return SimpleNamespace(from_config=from_config)
+
+    monkeypatch.setattr(commands, "Engine", sharing(llm))
+    for module in (batch, benchmark):
+        monkeypatch.setattr(module, "AsyncEngine", sharing(engine))
+    monkeypatch.setattr(asyncio, "run", loop.run_until_complete)
     (tmp_path / "given").write_text(given, encoding="utf-8")
     with (tmp_path / "given").open(encoding="utf-8") as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)

@@ -274,6 +274,40 @@ def test_broken_stream_continues_after_the_last_event(server: Served, path: str)
     server.wait_until_idle()
 
 
+def test_stream_without_logprobs_is_not_continued_with_them(server: Served) -> None:
+    body = {"prompt": "Hi", "max_tokens": 9, "ignore_eos": True, "stream": True, "resume_ttl": 20}
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        event_id, _ = next(events(response))
+    for path, more in (("/v1/completions", body | {"logprobs": 1}), (CHAT, chat("Hi", stream=True, logprobs=True))):
+        response = server.post(path, more, headers={"Last-Event-ID": event_id})
+        assert "this stream was started without logprobs" in response.text
+        assert "invalid_request_error" in response.text
+    server.wait_until_idle()
+
+
+def test_tool_arguments_that_are_nested_too_deeply_stay_text(server: Served) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 5000 + "]" * 5000}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    response = server.post(CHAT, {"model": "fake", "messages": messages, "max_tokens": 1})
+    assert response.status_code == 200
+
+
+def test_bytes_of_logprobs_are_those_of_parts_of_a_character() -> None:
+    with served(fake_async_engine(answers={"": "añ€"})) as server:
+        body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "max_tokens": 9}
+        (choice,) = server.post(CHAT, body).json()["choices"]
+        entries = choice["logprobs"]["content"]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).startswith("añ€".encode())
+    assert entries[1]["token"] == "\ufffd"
+
+
+def test_key_may_have_any_characters() -> None:
+    with served(fake_async_engine(), api_key="sécret") as server:
+        for key, status in (("sécret", 200), ("secret", 401)):
+            headers = {"Authorization": f"Bearer {key}".encode()}
+            assert server.client.get("/v1/models", headers=headers).status_code == status
+
+
 @pytest.mark.parametrize("event_id", ["nonsense", "x:1:y", "unknown:3:3", "x:-1:2"])
 def test_unknown_event_id_is_status_400(server: Served, event_id: str) -> None:
     response = server.post(CHAT, chat("x", stream=True), headers={"Last-Event-ID": event_id})

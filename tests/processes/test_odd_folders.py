@@ -40,10 +40,6 @@ def lose_scheduler(engine):
     os.kill(pid, signal.SIGKILL)
 """
 RUN = """
-for model in sys.argv[2:]:
-    with Engine(model, device="cpu") as engine:
-        assert "Paris" in answer(engine)
-
 with Engine(sys.argv[1] if len(sys.argv) > 1 else None, device="cpu") as engine:
     first = answer(engine)
     assert "Paris" in first
@@ -108,7 +104,7 @@ def test_folders_of_scripts_and_models_may_have_any_name(tmp_path: Path) -> None
     odd = os.path.join(os.fsencode(tmp_path), ODD_NAME)
     os.mkdir(odd)
     shutil.copytree(os.fsencode(DEMO_MODEL), os.path.join(odd, b"model"))
-    run(HEAD + RUN, b"model", os.path.join(odd, b"model"), cwd=odd)
+    run(HEAD + RUN, b"model", cwd=odd)
 
 
 def test_a_failed_start_names_an_odd_folder(tmp_path: Path) -> None:

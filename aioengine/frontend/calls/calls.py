@@ -48,9 +48,7 @@ class Calls:
         finished: the last finished requests, for ``selfcheck``.
     """
 
-    def __init__(
-        self, checks: RequestChecks, *, lock: threading.RLock, limits: QueueLimits, sessions: Sessions
-    ) -> None:
+    def __init__(self, checks: RequestChecks, lock: threading.RLock, limits: QueueLimits, sessions: Sessions) -> None:
         self.opened: dict[Call, None] = {}
         self.num_opened = 0
         self.step_ended_at = 0.0

@@ -73,13 +73,11 @@ class MediaProcess:
 
     Attributes:
         child: the process; None while there is none.
-        num_started: the number of starts.
     """
 
     def __init__(self, orders: MediaOrders, folder: Callable[[], Path]) -> None:
         """``folder``: returns the folder for the log; called on a thread. ``orders``: each start fills in its ids."""
         self.child: ProcessChild | None = None
-        self.num_started = 0
         self._orders = orders
         self._folder = folder
         self._loop = asyncio.get_running_loop()
@@ -164,7 +162,6 @@ class MediaProcess:
         except Exception as error:
             self._fail_waiting(f"the media process could not be started: {error}")
             return
-        self.num_started += 1
         self._unread = b""
         child.watch(partial(self._lost, child))
         self._loop.add_reader(channel, self._read)

@@ -137,6 +137,7 @@ def coder(**values: str) -> str:
         (coder(text='a"b\nc', n="5"), [("call", "f", '{"text": "a\\"b\\nc", "n": 5}')]),
         (coder(text="5", both="5", n="[1]"), [("call", "f", '{"text": "5", "both": "5", "n": [1]}')]),
         (coder(both="null", flag="True", n="x"), [("call", "f", '{"both": null, "flag": true, "n": "x"}')]),
+        (coder(both="NaN", n="Infinity"), [("call", "f", '{"both": "NaN", "n": "Infinity"}')]),
         (coder(choice="1", text=""), [("call", "f", '{"choice": "1", "text": ""}')]),
         ("<function=f> is a tag", [("content", "<function=f> is a tag")]),
         ("<tool_call>{}</tool_call>", [("content", "<tool_call>{}</tool_call>")]),

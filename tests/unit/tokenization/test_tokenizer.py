@@ -342,14 +342,14 @@ def test_chats_that_are_refused(llama: Sample, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["ab\ud800c", "ab\udfff"])
 def test_texts_with_half_of_a_surrogate_pair_are_refused(text: str, llama: Sample, tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_folder(tmp_path, llama))
-    with pytest.raises(ValueError, match=r"half of a surrogate pair, U\+D[8F][0F][0F], at position 2"):
+    with pytest.raises(ValueError, match="position 2 is a lone surrogate"):
         tokenizer.encode(text)
 
 
 def test_values_that_are_no_text_are_refused(llama: Sample, tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_folder(tmp_path, llama))
     wrong: Any = [b"bytes"]
-    with pytest.raises(TypeError, match="a text must be a str, not bytes: b'bytes'"):
+    with pytest.raises(TypeError, match="a text must be a string, got b'bytes'"):
         tokenizer.encode_batch(wrong)
 
 
