@@ -134,7 +134,7 @@ async def check_nothing_is_left(world: World) -> None:
     frontend = world.engine._frontend_here()
     limits = frontend.limits
     assert (limits.num_calls, limits.num_tokens, limits.num_bytes) == (0, 0, 0)
-    assert not frontend.router.rows
+    assert not frontend.delivery.rows
     assert len(world.double.submits) == 16  # no row has begun meanwhile
     world.double.resume()
     again = await world.engine.async_generate("a", {"max_new_tokens": 2}, rid="x")

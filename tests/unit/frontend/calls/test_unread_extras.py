@@ -13,7 +13,7 @@ import pytest
 
 from aioengine.errors import RequestError
 from aioengine.frontend.calls.call import CallRow
-from aioengine.frontend.calls.delivery import EXTRA_BYTES, MAX_EXTRA_BYTES, Router
+from aioengine.frontend.calls.delivery import EXTRA_BYTES, MAX_EXTRA_BYTES, Delivery
 from aioengine.protocol.columns import HIDDEN_STATES, Extra, TokenColumns, block_extras
 from aioengine.protocol.messages import LAST_STATES, End, FinishCode, TextChunks
 from aioengine.protocol.packed_logprobs import (
@@ -39,7 +39,7 @@ class CountingDecoder(LogprobDecoder):
 
 
 class World:
-    """One call of rows with logprobs, by uid, and a router of their frames."""
+    """One call of rows with logprobs, by uid, and a delivery of their frames."""
 
     def __init__(self, num_rows: int, num_prompt: int = 0, *, is_stream: bool = False) -> None:
         lock = threading.RLock()
@@ -48,14 +48,14 @@ class World:
         self.ended: list[CallRow] = []
         decoders = [CountingDecoder(RULES, num_prompt) for _ in range(num_rows)]
         rows = {uid: add_row(self.call, uid, decoders=(decoder,)) for uid, decoder in enumerate(decoders)}
-        self.router = Router(rows, lock, self.ended.append)
+        self.delivery = Delivery(rows, lock, self.ended.append)
 
     def deliver(self, *frames: TextChunks) -> int:
         """Deliver them in one iteration of the loop; returns how many bytes were read."""
         CountingDecoder.num_bytes = 0
         for frame in frames:
-            self.router.deliver(frame)
-        self.router.wake()
+            self.delivery.deliver(frame)
+        self.delivery.wake()
         return CountingDecoder.num_bytes
 
     async def iterate(self) -> int:
@@ -133,7 +133,7 @@ async def test_extras_beside_a_row_that_waits_keep_their_order() -> None:
     chunks = frame([0], 0, num_prompt=4 * LARGE_PROMPT)
     chunks.tokens.extras += [old, new]
     world.deliver(chunks)
-    assert world.router.rows[1].extras == {(0, HIDDEN_STATES): new}, "the second one replaces the first"
+    assert world.delivery.rows[1].extras == {(0, HIDDEN_STATES): new}, "the second one replaces the first"
 
 
 async def test_a_stream_gets_each_chunk_with_its_entries() -> None:
@@ -175,7 +175,7 @@ async def test_a_row_whose_logprobs_cannot_be_read_fails_alone() -> None:
 async def test_waiting_extras_of_an_ended_row_are_dropped() -> None:
     world = World(2, 4 * LARGE_PROMPT)
     world.deliver(frame([0, 1], 0, num_prompt=4 * LARGE_PROMPT, ends=True))
-    del world.router.rows[0]
+    del world.delivery.rows[0]
     while not world.ended:
         await world.iterate()
     assert [row.position for row in world.ended] == [1]
