@@ -1,9 +1,9 @@
 """Planner: fills one step with rows, and advances the counts of the requests.
 
-Decode rows come first, ordered by rank: one for each running request whose newest token is in the runner. So decoding
-requests advance in every step, however long the prompts are. The remaining token budget is divided among the prompts of
-running requests, then among waiting requests that can be admitted. ``request`` defines ``decodes``, ``is_behind`` and
-``holds_last``, which decide the kind of a row.
+Decode rows come first, in the order of ``running``: one for each running request whose newest token is in the runner.
+So decoding requests advance in every step, however long the prompts are. The remaining token budget is divided among
+the prompts of running requests, then among waiting requests that can be admitted. ``request`` defines ``decodes``,
+``is_behind`` and ``holds_last``, which decide the kind of a row.
 
 A decode row has more than one position if it has forced tokens or drafts (``drafting`` decides). The next plan assumes
 that all drafts are accepted, and allocates pages for them. Rejected drafts lower the counts of the request when their
