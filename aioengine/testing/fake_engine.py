@@ -101,7 +101,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.processes is not None:
             return self.processes
         faults = self.faults or Faults()
-        kills = faults.kill_at or faults.exit_at or faults.poison_token_id >= 0 or faults.kill_order
+        kills = faults.kill_at or faults.exit_at or faults.poison_token_id >= 0 or faults.kill_at_control
         return bool(kills or faults.stall_at or faults.start_s or self.step_time_s)
 
     def settings(self) -> Settings:
