@@ -182,7 +182,7 @@ class Double:
         self.num_kills += 1
         self.is_stopped = True
 
-    def rows_in_flight(self) -> set[int]:
+    def uids_in_flight(self) -> set[int]:
         return self.in_flight
 
     def finished_ids(self, uid: int) -> list[int] | None:

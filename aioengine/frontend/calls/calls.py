@@ -276,9 +276,9 @@ class Calls:
         The scheduler ends the started rows. If it does not, ``give_up`` ends them.
         """
         now = time.monotonic()  # one reading: a deadline is either over or waited for again
-        which = call.expired_deadline(now)
-        if which is not None and call.num_started < call.request.num_rows:
-            self.submitter.end_unstarted(call, Ending(FinishCode.DEADLINE, matched=which))
+        expired = call.expired_deadline(now)
+        if expired is not None and call.num_started < call.request.num_rows:
+            self.submitter.end_unstarted(call, Ending(FinishCode.DEADLINE, matched=expired))
         for name, deadline in call.deadlines.items():
             if now >= deadline + BACKSTOP_S:
                 self.give_up(call, FinishCode.DEADLINE, name)
@@ -286,19 +286,19 @@ class Calls:
         if call in self.opened:
             self._set_timer(call, now)
 
-    def give_up(self, call: Call, code: FinishCode, which: str | None = None) -> None:
-        """End rows here, with their output so far, because the scheduler did not end them (at deadline ``which``)."""
+    def give_up(self, call: Call, code: FinishCode, deadline: str | None = None) -> None:
+        """End rows here, with their output so far, because the scheduler did not end them (at this deadline)."""
         now = time.monotonic()
         with self._lock:
-            rows = [row for row in call.live.values() if which in (None, "total") or row.first_token is None]
-            if which == "queue" and rows:
+            rows = [row for row in call.live.values() if deadline in (None, "total") or row.first_token is None]
+            if deadline == "queue" and rows:
                 # The scheduler checks deadlines between steps. A row certainly waits if no step has ended since the
                 # call, and the steps that run now do not compute it.
                 has_stepped = self.step_ended_at > call.called_at
-                computed = () if has_stepped else self._processes.rows_in_flight()
+                computed = () if has_stepped else self._processes.uids_in_flight()
                 rows = [] if has_stepped else [row for row in rows if row.uid not in computed]
             for row in rows:
-                call.end_row(row, End(row.uid, code, which, ended_at=now), now)
+                call.end_row(row, End(row.uid, code, deadline, ended_at=now), now)
                 self._free_row(row, now)
         uids = [row.uid for row in rows]
         for uid in uids:
