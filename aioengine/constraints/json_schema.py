@@ -44,7 +44,7 @@ MAX_SCHEMAS: Final = 2048
 """Maximum subschemas of one parameter."""
 MAX_PATTERN_CHARACTERS: Final = 8192
 """Maximum characters of all patterns of one parameter."""
-CHARACTERS_PER_PATTERN: Final = 8
+EXTRA_CHARACTERS_PER_PATTERN: Final = 8
 """Added to the length of each pattern, because a short pattern also takes time."""
 MAX_BRANCHES: Final = 256
 MAX_ALL_OF: Final = 16
@@ -90,10 +90,10 @@ class Budget:
     def take_pattern(self, schema: Subschema, keyword: str, pattern: object) -> None:
         """Count a pattern of this keyword. Raises UnsupportedSchemaError if all patterns together are too long."""
         if isinstance(pattern, str):
-            self._num_pattern_characters += len(pattern) + CHARACTERS_PER_PATTERN
+            self._num_pattern_characters += len(pattern) + EXTRA_CHARACTERS_PER_PATTERN
         if self._num_pattern_characters > MAX_PATTERN_CHARACTERS:
             limit = f"all patterns together may have {MAX_PATTERN_CHARACTERS:,} characters"
-            schema.refuse(keyword, f"is too long: {limit}, and each counts {CHARACTERS_PER_PATTERN} more")
+            schema.refuse(keyword, f"is too long: {limit}, and each counts {EXTRA_CHARACTERS_PER_PATTERN} more")
 
 
 def compile_schema(text: str, budget: Budget | None = None) -> Schema:

@@ -92,7 +92,11 @@ class Frontend:
     # ------------------------------------------------------------ from any thread
 
     def open(self, make_request: Callable[[], CallRequest]) -> Reader:
-        """Register a call and start it. If there is no capacity, it is refused before its arguments are checked.
+        """Register a call and start it.
+
+        1. Reserve capacity. If there is none, the call is refused before its arguments are checked.
+        2. Make the request, and check it against the model.
+        3. Register the call, and start it on the engine's loop.
 
         Raises:
             TypeError, ValueError: an argument is wrong, an id is in use, or the engine lacks a tokenizer.

@@ -125,6 +125,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 vocab_size=VOCAB_SIZE,
                 hidden_size=HIDDEN_SIZE,
             ),
+            # mem_fraction_static has no effect, because num_pages is given
             memory=MemorySettings(page_size=PAGE_SIZE, num_pages=self.num_pages, mem_fraction_static=0.1),
             scheduler=SchedulerSettings(
                 max_running=self.max_running,

@@ -259,7 +259,7 @@ class Encoder:
         self.has_tokenizer = tokenizer is not None
         self.sizes = sizes
         self._in_text = in_text
-        self._tokenizer = cast("Tokenizer", tokenizer)
+        self._tokenizer = cast("Tokenizer", tokenizer)  # ``RequestChecks`` refuses texts if there is none
         self._pool_encoder = pool_encoder
         self._short = Lane("encode", self._encode)
         self._long = Lane("encode-long", self._encode)
