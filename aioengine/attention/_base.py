@@ -192,7 +192,7 @@ def kv_pool_shape(
 
     The pool must be initialized with zeros: unwritten slots are multiplied by zero, so they must be finite.
 
-    scale_bytes: int8 numbers of a head are followed by a scale of this size (``kernels/stored_kv.py``).
+    scale_bytes: int8 numbers of a head are followed by a scale of this size (``kernels/kv_target.py``).
     """
     size = shape.head_size + scale_bytes
     return (shape.num_kv_layers, shape.num_sides, num_pages, shape.num_kv_heads, page_size, size)
@@ -297,8 +297,7 @@ class CapturableAttention(AttentionBackend, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPages:
+class SharedPages(NamedTuple):
     """The shared first pages of groups of rows. The rows of a group are adjacent; rows without a group come last.
 
     Attributes:
@@ -312,8 +311,7 @@ class SharedPages:
     page_ids: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class CascadeLimits:
+class CascadeLimits(NamedTuple):
     """Limits of cascade attention.
 
     A group has at least ``min_rows`` rows, and saves the reads of at least ``min_saved`` pages.

@@ -91,15 +91,14 @@ class Compilation:
     def _lock(self, source: Source) -> Iterator[None]:
         """Hold FlashInfer's lock of this kernel."""
         lock = FileLock(source.lock_path, thread_local=False)
-        label, is_reported = "", False
+        label = ""
         while True:
             try:
-                lock.acquire(timeout=POLL_S if is_reported else 0, poll_interval=POLL_S / 4)
+                lock.acquire(timeout=POLL_S if label else 0, poll_interval=POLL_S / 4)
                 break
             except Timeout:
                 holder = lock_holder(source.lock_path)
-            if not is_reported:
-                is_reported = True
+            if not label:
                 label = f"waiting for {holder}, which compiles FlashInfer's {title(source.name)}"
                 self.report(Progress(label, 0, 1))
             if time.monotonic() > self.deadline:
@@ -108,7 +107,7 @@ class Compilation:
                     "released it in time. End it if it hangs, or increase startup_timeout"
                 )
                 raise CompilationTimeoutError(message)
-        if is_reported:
+        if label:
             self.report(Progress(label, 1, 1))
         try:
             yield

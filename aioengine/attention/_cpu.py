@@ -13,7 +13,7 @@ R rows, K kv heads, U units, C positions of a chunk, P pages of a chunk, X chunk
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +40,7 @@ MIN_SHARING = 4
 """Minimum number of rows for which a shared chunk gets its own call."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkUnits:
+class WorkUnits(NamedTuple):
     """The units of one kernel call, or one chunk shared by several rows.
 
     Attributes:
@@ -59,8 +58,7 @@ class WorkUnits:
     hidden: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeUnits:
+class DecodeUnits(NamedTuple):
     """The decode rows of a batch, divided into units.
 
     Attributes:

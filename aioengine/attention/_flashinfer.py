@@ -32,6 +32,7 @@ from aioengine.attention._gpu_rows import (
     page_columns,
     pinned,
     starts_of,
+    uploaded,
 )
 from aioengine.attention._shared_rows import find_shared
 from aioengine.attention.triton import TritonAttention
@@ -178,7 +179,7 @@ class PrefillRows:
         num_positions = len(page_ids) * page_size
         heads = page_ids[:, None].astype(np.int64) * num_kv_heads + np.arange(num_kv_heads)  # [P, K] of the pool
         indices = heads[:, None, :] * page_size + np.arange(page_size)[:, None]
-        self._shared = tokens, pinned(indices.reshape(-1)).to(layers.device, non_blocking=True)
+        self._shared = tokens, uploaded(indices.reshape(-1), layers.device)
         query_lengths, kv_lengths = np.array([[num_tokens], [num_positions]], dtype=np.int32)
         plan_packed(layers, self._prefix, query_lengths, kv_lengths, is_causal=False)
 
@@ -234,7 +235,7 @@ class ConvertedRows:
             return
         rows = np.repeat(np.arange(len(kv_lengths), dtype=np.int32), kv_lengths)
         positions = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(kv_lengths) - kv_lengths, kv_lengths)
-        row_ids, places = pinned(np.stack((rows, positions.astype(np.int32)))).to(layers.device, non_blocking=True)
+        row_ids, places = uploaded(np.stack((rows, positions.astype(np.int32))), layers.device)
         self._slots = page_table[row_ids, places // layers.page_size] * layers.page_size + places % layers.page_size
         layers.copied.synchronize()
         plan_packed(layers, self._packed, query_lengths, kv_lengths)
@@ -339,7 +340,7 @@ class FixedFlashInferCascade(FixedDecodeRows):
         query_lengths = np.pad(np.diff(row_ends, prepend=np.int32(0)), (0, missing - 1))
         kv_lengths = np.pad(pages.num_pages, (0, missing)) * np.int32(layers.page_size)
         columns = page_columns(kv_lengths, layers.page_size)
-        page_ids = pinned(pages.page_ids).to(layers.device, non_blocking=True)
+        page_ids = uploaded(pages.page_ids, layers.device)
         layers.copied.synchronize()
         plan_paged(layers, self._wrapper, query_lengths, kv_lengths, columns, page_ids, is_causal=False)
         layers.copied.record()

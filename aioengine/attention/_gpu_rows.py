@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from aioengine.attention._base import AttentionShape, ForwardBatch, keys_and_values, split_heads
 from aioengine.attention._gpu_splits import COLUMNS, max_splits, plan_splits
@@ -23,8 +24,6 @@ from aioengine.kernels.triton.pages import flatten_pages
 from aioengine.kernels.triton.scores import ScoreRules
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from aioengine.attention._base import AttentionBackend, DecodeBuffers, Ints
 
 
@@ -84,11 +83,14 @@ def pinned(column: Ints) -> Tensor:
     return torch.from_numpy(column).pin_memory()
 
 
+def uploaded(column: Ints, device: torch.device) -> Tensor:
+    """Copy the column [X] to the device without blocking the host."""
+    return pinned(column).to(device, non_blocking=True)
+
+
 def starts_of(lengths: Ints) -> Tensor:
     """Return the start of each of R rows and the end of the last one: [R + 1] int32 on the host."""
-    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=starts[1:])
-    return pinned(starts)
+    return pinned(np.concatenate(([0], lengths)).cumsum(dtype=np.int32))
 
 
 def tiles_of(query_lengths: Ints, size: int) -> Ints:
@@ -147,9 +149,9 @@ def run_once(attention: AttentionBackend, layers: AttentionLayers, num_rows: int
 def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, page_ids: Tensor) -> DecodeRows:
     """Prepare R rows of a step: kv_lengths [R] on the host, page_starts [R + 1] and page_ids on the device."""
     num_rows, device = len(kv_lengths), page_ids.device
-    splits = pinned(plan_splits(kv_lengths, max_splits(num_rows, shape.num_kv_heads), shape.common_window))
+    splits = plan_splits(kv_lengths, max_splits(num_rows, shape.num_kv_heads), shape.common_window)
     num_done = torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device)  # see ``DecodeRows``
-    return DecodeRows(page_starts, page_ids, splits.to(device, non_blocking=True), num_done)
+    return DecodeRows(page_starts, page_ids, uploaded(splits, device), num_done)
 
 
 @dataclass(frozen=True, slots=True)

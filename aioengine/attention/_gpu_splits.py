@@ -48,11 +48,8 @@ def plan_splits(lengths: Ints, num_entries: int, window: int | None = None) -> I
     firsts[order] = np.cumsum(counts[order]) - counts[order]
     begins = (indices - firsts[rows]) * sizes[rows]
     splits = np.full((COLUMNS, num_entries), -1, dtype=np.int32)
-    splits[0, :num_splits] = rows
-    splits[1, :num_splits] = begins
-    splits[2, :num_splits] = np.minimum(begins + sizes[rows], lengths[rows])
-    splits[3, :num_splits] = counts[rows]
-    splits[4, :num_splits] = firsts[rows]
+    ends = np.minimum(begins + sizes[rows], lengths[rows])
+    splits[:, :num_splits] = rows, begins, ends, counts[rows], firsts[rows]
     if hidden is not None:
         splits[1:3, :num_splits] += hidden[rows]
     return splits

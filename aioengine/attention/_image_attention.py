@@ -16,25 +16,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from aioengine.attention._base import AttentionBackend, CapturableAttention
+from aioengine.attention._base import (
+    AttentionBackend,
+    AttentionShape,
+    BidirectionalImage,
+    CapturableAttention,
+    DecodeBuffers,
+    FixedDecode,
+    ForwardBatch,
+)
 from aioengine.attention.torch import BLOCK, attend_block
-from aioengine.kernels.stored_kv import from_stored
+from aioengine.kernels.kv_target import KVTarget, WriteKV, from_stored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from aioengine.attention._base import (
-        AttentionShape,
-        BidirectionalImage,
-        DecodeBuffers,
-        FixedDecode,
-        ForwardBatch,
-    )
-    from aioengine.kernels.kv_target import KVTarget, WriteKV
 
 
 class _ImageKV(NamedTuple):

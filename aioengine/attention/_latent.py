@@ -22,9 +22,9 @@ from aioengine.attention._gpu_rows import (
     PagedStep,
     num_decode_rows,
     paged_rows,
-    pinned,
     run_once,
     tiles_of,
+    uploaded,
 )
 from aioengine.kernels import head_linear
 from aioengine.kernels.triton import attention, expanded_attention, latent_decode
@@ -154,19 +154,15 @@ class AdaptiveLatentAttention(PagedAttention):
         num_decode = num_decode_rows(query_lengths)
         most = MAX_COPY_BYTES // (shape.head_size * itemsize)
         expanded = max(first_expanded(query_lengths, kv_lengths, page_size, most), num_decode)
-        step = _LatentStep(
-            layers=layers,
-            slots=batch.slot_mapping,
-            rows=rows,
-            num_decode=num_decode,
-            parts=plan_parts(shape, max(num_decode, 1), int(kv_lengths[: max(num_decode, 1)].max())),
-            num_absorbed=int(query_lengths[:expanded].sum()),
-        )
+        parts = plan_parts(shape, max(num_decode, 1), int(kv_lengths[: max(num_decode, 1)].max()))
+        num_absorbed = int(query_lengths[:expanded].sum())
+        step = _LatentStep(layers, batch.slot_mapping, rows, num_decode, parts, num_absorbed)
         if expanded > num_decode:
             absorbed_lengths = query_lengths[:expanded].copy()
             absorbed_lengths[:num_decode] = 0
             tokens_of_tile = attention.head_group(shape.num_heads, layers.pool[0]).tokens
-            step = replace(step, absorbed_tiles=self._upload(tiles_of(absorbed_lengths, tokens_of_tile)))
+            absorbed_tiles = uploaded(tiles_of(absorbed_lengths, tokens_of_tile), layers.device)
+            step = replace(step, absorbed_tiles=absorbed_tiles)
         if expanded < len(query_lengths):
             first_page, last_page = int(page_starts[expanded]), int(page_starts[-1])
             head_bytes = (last_page - first_page) * page_size * shape.expansions[0].shape[1] * itemsize
@@ -174,7 +170,7 @@ class AdaptiveLatentAttention(PagedAttention):
             lengths = query_lengths.copy()
             lengths[:expanded] = 0
             tile = expanded_attention.tile_for(int(lengths.sum()), heads_at_once)
-            starts = self._upload(tiles_of(lengths, tile.rows)[::-1].copy())  # slowest tiles first
+            starts = uploaded(tiles_of(lengths, tile.rows)[::-1].copy(), layers.device)  # slowest tiles first
             tiles = ExpandedTiles(starts, tile)
             step = replace(step, expanded_tiles=tiles, first_page=first_page, heads_at_once=heads_at_once)
         self._prepared = step
@@ -183,15 +179,9 @@ class AdaptiveLatentAttention(PagedAttention):
         """Return attention for decode steps of ``num_rows`` rows."""
         layers = self._layers
         numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=layers.device)
-        step = _LatentStep(
-            layers=layers,
-            slots=buffers.slot_mapping,
-            rows=PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids),
-            num_decode=num_rows,
-            parts=plan_parts(layers.shape, num_rows, buffers.max_pages * layers.page_size),
-            num_absorbed=num_rows,
-        )
-        return PagedAttention(layers, step)
+        rows = PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
+        parts = plan_parts(layers.shape, num_rows, buffers.max_pages * layers.page_size)
+        return PagedAttention(layers, _LatentStep(layers, buffers.slot_mapping, rows, num_rows, parts, num_rows))
 
     def warm_up(self) -> None:
         """Compile the kernels of all forms: rows of one token, and one row of few and of many tokens."""
@@ -199,7 +189,3 @@ class AdaptiveLatentAttention(PagedAttention):
         enough = large * -(-expanded_attention.ENOUGH_PROGRAMS // self._layers.shape.num_heads)
         for num_rows, count in (*((1 << power, 1) for power in range(9)), (1, 2), (1, small), (1, enough)):
             run_once(self, self._layers, num_rows, count)
-
-    def _upload(self, column: Ints) -> Tensor:
-        """Copy a column [X] to the device."""
-        return pinned(column).to(self._layers.device, non_blocking=True)

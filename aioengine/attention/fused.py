@@ -17,7 +17,6 @@ row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,13 +27,12 @@ from torch.nn import functional
 
 from aioengine.attention._cpu import BLOCK_TOKENS, CHUNK, MASKED, DecodeUnits, Paging, WorkUnits, first_tokens
 from aioengine.kernels import linear
-from aioengine.kernels.stored_kv import from_stored, to_stored
+from aioengine.kernels.kv_target import WriteKV, from_stored, to_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioengine.attention._base import AttentionShape, ForwardBatch
-    from aioengine.kernels.kv_target import WriteKV
 
 SMALL_SIZE = 512
 """Models with fewer outputs of all query heads are small."""
@@ -56,8 +54,7 @@ Sums = tuple["Tensor", "Tensor"]
 """The result of one chunk: outputs [..., M, E] and logarithms of the sums of exponentials [..., M]."""
 
 
-@dataclass(frozen=True, slots=True)
-class FusedLimits:
+class FusedLimits(NamedTuple):
     """How the kernel may be called.
 
     Attributes:
@@ -248,8 +245,7 @@ def _by_slot(parts: dict[int, Sums]) -> Sums:
     return torch.stack(outputs), torch.stack(sums)
 
 
-@dataclass(frozen=True, slots=True)
-class _TokenBlock:
+class _TokenBlock(NamedTuple):
     """Tokens ``start`` to ``stop`` - 1 of the step, a part of a prefill row, and the chunks that they see."""
 
     start: int
@@ -266,8 +262,7 @@ class _Chunk(NamedTuple):
     hidden: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class _PrefillRow:
+class _PrefillRow(NamedTuple):
     """A row of several tokens. pages: [2 * X * K * P], see ``Paging.pairs``."""
 
     pages: Tensor
@@ -338,9 +333,6 @@ class FusedAttention:
         self._decode = self._paging.decode_units(batch)
         if self._decode is not None:
             self._prepare_decode(self._decode)
-            if self._decode.tokens is None:
-                self._prefill = []
-                return
         starts = first_tokens(batch.query_lengths)
         self._prefill = [
             self._prefill_row(batch, row, starts[row]) for row, length in enumerate(batch.query_lengths) if length > 1

@@ -11,20 +11,17 @@ row, S page size, C positions that a block sees.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from aioengine.kernels.stored_kv import from_stored, to_stored
+from aioengine.kernels.kv_target import WriteKV, from_stored, to_stored
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from aioengine.attention._base import AttentionShape, ForwardBatch
-    from aioengine.kernels.kv_target import WriteKV
 
 BLOCK = 8
 
@@ -33,8 +30,7 @@ def _round_up(number: int) -> int:
     return -(-number // BLOCK) * BLOCK
 
 
-@dataclass(frozen=True, slots=True)
-class _StepRow:
+class _StepRow(NamedTuple):
     """A row of the step.
 
     Attributes:

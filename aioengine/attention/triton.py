@@ -22,9 +22,9 @@ from aioengine.attention._gpu_rows import (
     PagedStep,
     attention_layers,
     paged_rows,
-    pinned,
     run_once,
     tiles_of,
+    uploaded,
 )
 from aioengine.attention._latent import AdaptiveLatentAttention
 from aioengine.kernels.triton import attention as kernels
@@ -95,7 +95,7 @@ class TritonAttention(PagedAttention):
         max_splits = num_splits(int(kv_lengths.max()))
         programs = num_programs(layers, len(kv_lengths), max_splits) if int(query_lengths.max()) == 1 else 1
         group = head_group(layers.shape.num_heads, layers.pool[0])
-        tiles = pinned(tiles_of(query_lengths, group.tokens)).to(layers.device, non_blocking=True)
+        tiles = uploaded(tiles_of(query_lengths, group.tokens), layers.device)
         self._prepared = _TritonStep(layers, batch.slot_mapping, rows, tiles, max_splits, programs)
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> PagedAttention:

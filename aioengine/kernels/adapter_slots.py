@@ -7,8 +7,7 @@ adapter does not change is 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from aioengine.settings.config import ADAPTER_RANKS
 
@@ -28,8 +27,7 @@ _MANY_ROWS = 256
 """Steps with more rows use tiles of ``MANY_ROWS_OF_TILE`` rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterTiles:
+class AdapterTiles(NamedTuple):
     """The rows of a step, grouped by adapter. Every row is in one tile.
 
     Attributes:
@@ -41,8 +39,7 @@ class AdapterTiles:
     slots: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterWeights:
+class AdapterWeights(NamedTuple):
     """The adapters of one linear layer, which may consist of several fused parts.
 
     Attributes:

@@ -6,20 +6,17 @@ As in ``kernels/linear.py``, a row of the result does not depend on T: always on
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from aioengine.kernels import linear
 
-
-class HeadMatmul(Protocol):
-    """A callable [T, H, I] -> [T, H, O] that holds its weight."""
-
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Multiply x [T, H, I] into out [T, H, O]. The last dimension of both is contiguous."""
-        ...
+HeadMatmul = Callable[[Tensor, Tensor], None]
+"""A function that holds its weight. It multiplies x [T, H, I] into out [T, H, O]. The last dimension of both is
+contiguous.
+"""
 
 
 def reference(x: Tensor, weight: Tensor, out: Tensor) -> None:

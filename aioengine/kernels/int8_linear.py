@@ -96,7 +96,8 @@ def prepare(
 
     if is_on_cpu and multiplies_exactly():
         most = max(LEAST_ROWS, MAX_SUMS // len(scales))
-        matmul = linear.in_pieces(matmul, tuple(count for count in ROW_COUNTS if count <= most))
+        counts = tuple(count for count in ROW_COUNTS if count <= most)
+        return Product(linear.in_pieces(matmul, counts), restore)
     return Product(matmul, restore)
 
 

@@ -14,19 +14,16 @@ few row counts also saves memory and time. ``child_process.host.limit_kernel_cac
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from aioengine.kernels.triton import launcher
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 BLOCK = 64
 """Maximum rows of a matmul with a weight that is not packed; more rows are split."""
@@ -70,12 +67,8 @@ ROUNDING = 2.0**-14
 _Weight = TypeVar("_Weight")
 
 
-class Matmul(Protocol):
-    """A callable [T, I] -> [T, O] that holds its weight."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, I] -> [T, O]."""
-        ...
+Matmul = Callable[[Tensor], Tensor]
+"""A function [T, I] -> [T, O] that holds its weight."""
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:

@@ -51,7 +51,7 @@ def norm_and_add(delta: Tensor, residual: Tensor, post: Tensor, pre: Tensor | No
         return residual if pre is None else rms_norm(residual, pre, epsilon)
     from aioengine.kernels.triton import norms as kernels
 
-    return kernels.norm_and_add(delta, residual, post, pre, epsilon=epsilon)
+    return kernels.add_rms_norm(delta, residual, pre, epsilon, post=post)
 
 
 def add_layer_norm(

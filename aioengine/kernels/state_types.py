@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -38,8 +37,7 @@ class StateRows(NamedTuple):
         return list(zip(self.slots.tolist(), self.starts.tolist(), [0, *ends[:-1]], ends, strict=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaGates:
+class DeltaGates(NamedTuple):
     """Inputs of the gated delta rule: decay g = -exp(log_rate) * softplus(steps + bias), and beta = sigmoid(scores).
 
     Attributes:
@@ -53,8 +51,7 @@ class DeltaGates:
     bias: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpaceWeights:
+class SpaceWeights(NamedTuple):
     """The weights of a Mamba 2 layer, see ``kernels.state_space``.
 
     Attributes:

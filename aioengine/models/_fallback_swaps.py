@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from aioengine.families._block_config import Activation
 from aioengine.kernels.activation import activate_and_mul
-from aioengine.kernels.rotate_qk import rotate_qk, takes
+from aioengine.kernels.heads import can_rotate_qk, rotate_qk
 from aioengine.layers.embedding import EmbeddingTable
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
@@ -360,7 +360,7 @@ class _Rotation:
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         """q [1, H, T, E], k [1, K, T, E], cos and sin [1, T, E] -> q and k."""
-        if args or kwargs or not torch.is_inference_mode_enabled() or not takes(q, k, cos, sin):
+        if args or kwargs or not torch.is_inference_mode_enabled() or not can_rotate_qk(q, k, cos, sin):
             return self._original(q, k, cos, sin, *args, **kwargs)
         return rotate_qk(q, k, cos, sin)
 

@@ -12,7 +12,7 @@ import torch
 
 from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.kernels.clean_pages import clean_layer, clean_pages
-from aioengine.kernels.stored_kv import scales_of
+from aioengine.kernels.kv_target import scales_of
 from aioengine.settings.memory_model import INT8_SCALE_BYTES
 from aioengine.settings.page_groups import PageGroups
 

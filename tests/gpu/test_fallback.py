@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MixtralConfig, NemotronConfig, Qwen3Config
 
 from aioengine.families._config import Task
-from aioengine.kernels import rotate_qk
-from aioengine.kernels.heads import write_heads
+from aioengine.kernels.heads import can_rotate_qk, rotate_qk, write_heads
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.models._base import Model, ModelOptions
 from aioengine.models._fallback import TransformersFolder
@@ -125,8 +124,8 @@ def test_kernels_of_heads_in_separate_tensors(num_heads: int, num_kv_heads: int,
     sizes = [num_heads * size, num_kv_heads * size, num_kv_heads * size]
     q, k, v = (part.view(1, 5, -1, size).transpose(1, 2) for part in whole.split(sizes, dim=1))
     cos, sin = torch.randn(2, 1, 5, size, device=CUDA).to(dtype)
-    assert rotate_qk.takes(q, k, cos, sin)
-    found, expected = rotate_qk.rotate_qk(q, k, cos, sin), in_torch(rotate_qk.rotate_qk, q, k, cos, sin)
+    assert can_rotate_qk(q, k, cos, sin)
+    found, expected = rotate_qk(q, k, cos, sin), in_torch(rotate_qk, q, k, cos, sin)
     if dtype == torch.bfloat16:
         assert all(map(torch.equal, found, expected))
     torch.testing.assert_close(found, expected)

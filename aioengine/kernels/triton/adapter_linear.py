@@ -204,7 +204,7 @@ def _vector_kernel(
 ) -> None:  # fmt: skip
     number = tl.program_id(0)
     if number < num_programs:
-        vector_kernel(x, weight, bias, y, num_outputs, SIZE, ROWS, BLOCK)
+        vector_kernel(x, weight, None, bias, y, num_outputs, SIZE, ROWS, BLOCK)
     else:
         first_rank = (number - num_programs) * ROWS
         part = first_rank // MAX_RANK
@@ -222,94 +222,47 @@ _vector = KernelLauncher(_vector_kernel)
 _expand = KernelLauncher(_expand_kernel)
 
 
-class _Call(NamedTuple):
-    """Common values of the kernels of one call.
-
-    Attributes:
-        sizes: outputs of three parts; 0 for a missing part. width: length of a row of ``partials`` [K, N, R, width].
-        unit_words: size of a unit of the pool in int32 words.
-    """
-
-    weights: AdapterWeights
-    tiles: AdapterTiles
-    shape: _Shape
-    sizes: tuple[int, int, int]
-    width: int
-    unit_words: int
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Return the common part of the ``KernelLauncher`` keys."""
-        weights, tiles = self.weights, self.tiles
-        sizes = weights.size, self.sizes, weights.max_rank, tiles.order.shape[1]
-        return weights.pool.dtype, *sizes, *alignments(tiles.order, tiles.slots)
-
-    def partials(self, num_splits: int) -> Tensor:
-        """Return uninitialized memory for partial sums [K, N, R, width]."""
-        return self.weights.pool.new_empty((num_splits, *self.tiles.order.shape, self.width), dtype=torch.float32)
-
-
 def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles, *, is_gated: bool) -> Tensor:
     """Compute ``kernels.adapter_linear.add``: x [T, I] -> [T, O], or [T, O / 2] with ``is_gated``."""
-    num_parts, is_narrow = len(weights.sizes), x.dtype != torch.float32
-    shape = _shape(weights.size, max(weights.sizes), weights.max_rank, tiles.order.shape[1], is_narrow=is_narrow)
-    first, second, third, *_ = (*weights.sizes, 0, 0)
-    unit_words = UNIT * x.dtype.itemsize // 4
-    call = _Call(weights, tiles, shape, (first, second, third), num_parts * weights.max_rank, unit_words)
-    if x.shape[0] == 1 and isinstance(matmul, DeviceMatmul):
-        return _add_expanded(*_multiply_with_a(matmul, x, call), call, is_gated=is_gated)
-    partials = call.partials(-(-weights.size // shape.split))  # before y: the matmul may still use freed memory
-    y = matmul(x)
-    _multiply_a(x, partials, call)
-    return _add_expanded(y, partials, call, is_gated=is_gated)
-
-
-def _multiply_a(x: Tensor, partials: Tensor, call: _Call) -> None:
-    """Multiply A: x [T, I] -> partial sums [K, N, R, width]."""
-    weights, tiles, shape = call.weights, call.tiles, call.shape
     num_tiles, num_rows = tiles.order.shape
-    is_ahead = x.shape[0] <= MAX_AHEAD_ROWS
+    shape = _shape(weights.size, max(weights.sizes), weights.max_rank, num_rows, is_narrow=x.dtype != torch.float32)
+    sizes = (*weights.sizes, 0, 0)[:3]
+    width, unit_words = len(weights.sizes) * weights.max_rank, UNIT * x.dtype.itemsize // 4
+    memory, numbers = (weights.pool, weights.table), (weights.first_part, weights.pool.shape[1] // UNIT)
+    common = weights.pool.dtype, weights.size, sizes, weights.max_rank, num_rows, *alignments(tiles.order, tiles.slots)
+    of_vector = matmul if x.shape[0] == 1 and isinstance(matmul, DeviceMatmul) else None
+    num_splits = -(-weights.size // shape.split) if of_vector is None else 1
+    # Partial sums A x. They are allocated before y: the matmul may still use freed memory.
+    partials = weights.pool.new_empty((num_splits, num_tiles, num_rows, width), dtype=torch.float32)
+    if of_vector is not None:
+        weight, bias = of_vector.weight, of_vector.bias
+        num_outputs, size = weight.shape
+        y = x.new_empty((1, num_outputs))
+        rows, block, num_warps = shape_of_vector_programs(num_outputs, size)
+        num_programs = -(-num_outputs // rows)
+        arguments = (
+            *(x, weight, bias, y, *memory, tiles.slots, partials, *numbers, num_outputs, num_programs),
+            *(size, rows, block, weights.max_rank, unit_words),
+        )
+        key = common, weight.shape, bias is None, *alignments(x, weight)
+        _vector((num_programs + width // rows, 1, 1), key, arguments, options(num_warps))
+    else:
+        y = matmul(x)
+        is_ahead = x.shape[0] <= MAX_AHEAD_ROWS
+        arguments = (
+            *(x, *memory, tiles.order, tiles.slots, partials, *numbers, num_tiles, weights.size, num_rows),
+            *(shape.ranks, shape.block, shape.split, weights.max_rank, width, unit_words, is_ahead),
+        )
+        num_chunks = len(weights.sizes) * -(-weights.max_rank // shape.ranks)
+        key = common, x.data_ptr() % 16, is_ahead
+        _shrink((num_tiles, num_splits, num_chunks), key, arguments, options(shape.shrink_warps))
+    out = y.new_empty((y.shape[0], sizes[0])) if is_gated else y
     arguments = (
-        *(x, weights.pool, weights.table, tiles.order, tiles.slots, partials),
-        *(weights.first_part, weights.pool.shape[1] // UNIT, num_tiles),
-        *(weights.size, num_rows, shape.ranks, shape.block, shape.split, weights.max_rank, call.width, call.unit_words),
-        is_ahead,
+        *(y, out, *memory, tiles.order, tiles.slots, partials, *numbers, num_tiles),
+        *(*sizes, num_rows, shape.expand_ranks, shape.outputs, num_splits, next_power_of_2(num_splits)),
+        *(weights.max_rank, width, unit_words, is_gated),
     )
-    num_chunks = len(weights.sizes) * -(-weights.max_rank // shape.ranks)
-    key = call.key, x.data_ptr() % 16, is_ahead
-    _shrink((num_tiles, len(partials), num_chunks), key, arguments, options(shape.shrink_warps))
-
-
-def _multiply_with_a(matmul: DeviceMatmul, x: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    """Return ``matmul`` [1, O] of x [1, I], and A x [1, 1, R, width]. Only the first row of A x is set."""
-    weights, weight, bias = call.weights, matmul.weight, matmul.bias
-    num_outputs, size = weight.shape
-    rows, block, num_warps = shape_of_vector_programs(num_outputs, size)
-    y, partials = x.new_empty((1, num_outputs)), call.partials(1)
-    num_programs = -(-num_outputs // rows)
-    arguments = (
-        *(x, weight, bias, y, weights.pool, weights.table, call.tiles.slots, partials),
-        *(weights.first_part, weights.pool.shape[1] // UNIT, num_outputs, num_programs),
-        *(size, rows, block, weights.max_rank, call.unit_words),
-    )
-    key = call.key, weight.shape, bias is None, *alignments(x, weight)
-    _vector((num_programs + call.width // rows, 1, 1), key, arguments, options(num_warps))
-    return y, partials
-
-
-def _add_expanded(y: Tensor, partials: Tensor, call: _Call, *, is_gated: bool) -> Tensor:
-    """Add B times the partial sums [K, N, R, width] to y [T, O]. Returns y, or silu(gate) * up [T, O / 2]."""
-    weights, tiles, shape = call.weights, call.tiles, call.shape
-    num_tiles, num_rows = tiles.order.shape
-    num_splits = len(partials)
-    out = y.new_empty((y.shape[0], call.sizes[0])) if is_gated else y
-    arguments = (
-        *(y, out, weights.pool, weights.table, tiles.order, tiles.slots, partials),
-        *(weights.first_part, weights.pool.shape[1] // UNIT, num_tiles),
-        *(*call.sizes, num_rows, shape.expand_ranks, shape.outputs, num_splits, next_power_of_2(num_splits)),
-        *(weights.max_rank, call.width, call.unit_words, is_gated),
-    )
-    num_blocks = sum(-(-size // shape.outputs) for size in (call.sizes[:1] if is_gated else call.sizes))
-    key = call.key, num_splits, y.data_ptr() % 16, is_gated
+    num_blocks = sum(-(-size // shape.outputs) for size in (sizes[:1] if is_gated else sizes))
+    key = common, num_splits, y.data_ptr() % 16, is_gated
     _expand((num_blocks, num_tiles, 1), key, arguments, options(shape.expand_warps))
     return out

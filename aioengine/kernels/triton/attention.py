@@ -22,7 +22,6 @@ S page size, X splits of the longest row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -61,8 +60,7 @@ ROWS = 64
 BLOCK = 64
 
 
-@dataclass(frozen=True, slots=True)
-class PagedRows:
+class PagedRows(NamedTuple):
     """The tokens and pages of R rows; all int32.
 
     Attributes:

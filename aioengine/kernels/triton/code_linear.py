@@ -18,7 +18,7 @@ from torch import Tensor
 from aioengine.kernels.codes import MIDDLE, PIECES, Codes, piece_of
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.skinny_linear import products, with_other_splits
+from aioengine.kernels.triton.skinny_linear import vector, with_other_splits
 
 MAX_ROWS = 256
 LEAST_ROWS = 16
@@ -30,8 +30,9 @@ MANY_OUTPUTS = 16_384
 MAX_SPLITS = 4
 PROCESSORS = 132
 """Of an H200."""
-DEQUANTIZED_COLUMNS = 1024
 PIECE = tl.constexpr(PIECES[0])
+LINES, WORDS = 4, 256
+"""Lines of a program that dequantizes 4-bit codes, and words of 4 codes of each line."""
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
 _MAX_ZERO = 64
@@ -211,23 +212,6 @@ _matmul = KernelLauncher(_matmul_kernel)
 
 
 @triton.jit
-def _vector_kernel(
-    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
-    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_output = outputs < num_outputs
-    lines = weight + outputs[:, None].to(tl.int64) * SIZE
-    result = products(lines, is_output[:, None], x, SIZE, BLOCK) * tl.load(scales + outputs, mask=is_output, other=0.0)
-    if bias is not None:
-        result += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
-    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=is_output)
-
-
-_vector = KernelLauncher(_vector_kernel)
-
-
-@triton.jit
 def _plus_128(words: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Split words [outputs, N] int16 into four codes plus 128, in fp32."""
     if DEPENDENT:
@@ -319,7 +303,7 @@ def vector_matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None) -> Tensor:
         tensors = codes.scales, codes.offsets, codes.zeros, bias
         sizes = size, codes.group, codes.zero, outputs, block
     key = (x.dtype, codes.numbers.dtype, num_outputs, sizes, num_warps, *(own is None for own in tensors))
-    kernel = _vector if codes.bits == 8 else _code_vector
+    kernel = vector if codes.bits == 8 else _code_vector
     arguments = (x, codes.numbers, *tensors, out, num_outputs, *sizes)
     kernel(grid, (*key, *alignments(x, codes.numbers)), arguments, options(num_warps))
     return out
@@ -435,28 +419,84 @@ def device_codes(codes: Codes) -> DeviceCodes:
     return DeviceCodes(numbers, scales, offsets, zeros, codes.table, codes.bits, codes.group, zero)
 
 
+def _mxfp4_asm(*, has_scales: bool) -> str:
+    """Return the instructions that convert two words of MXFP4 codes to bf16, and multiply them by four scales.
+
+    Each code is moved to the places of sign, exponent and mantissa, which divides it by 2 ** 126.
+    """
+    lines = ["{ .reg .b32 a, b;"]
+    for index in range(4):
+        shift, result = 6 - 4 * index, "b" if has_scales else f"${index}"
+        lines.append(f"shl.b32 a, $4, {12 - 4 * index};")
+        lines.append(f"shl.b32 b, $4, {shift};" if shift > 0 else f"shr.b32 b, $4, {-shift};")
+        lines.append("and.b32 a, a, 0x80008000;")
+        lines.append(f"lop3.b32 {result}, b, 0x01C001C0, a, 0xEA;")  # (b & mask) | a
+        if has_scales:
+            lines.append(f"mul.rn.bf16x2 ${index}, b, ${5 + index};")
+    return " ".join([*lines, "}"])
+
+
+ASM_MXFP4_SCALED = tl.constexpr(_mxfp4_asm(has_scales=True))
+_ASM_MXFP4 = tl.constexpr(_mxfp4_asm(has_scales=False))
+
+
+@triton.jit
+def numbers_of_words(words: tl.tensor, table: tl.tensor, scales: tl.tensor, PER_WORD: tl.constexpr) -> tl.tuple:
+    """Return ``numbers_of`` each code of words: of 1 code with 8 bits, or of 4 codes with 4 bits."""
+    numbers = ()
+    if PER_WORD == 1:
+        numbers += (numbers_of(words, table, scales),)
+    elif DEPENDENT and scales.dtype.element_ty == tl.uint8:
+        codes = tl.inline_asm_elementwise(
+            _ASM_MXFP4, "=r,=r,=r,=r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+        for index in tl.static_range(4):
+            numbers += (codes[index].to(tl.float32),)
+    else:
+        for index in tl.static_range(4):
+            numbers += (numbers_of(words >> 4 * index & 15, table, scales),)
+    return numbers
+
+
 @triton.jit
 def _dequantize_kernel(
-    weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor, out: tl.tensor,
-    num_outputs: tl.tensor,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Dequantize 8-bit numbers."""
     start_next_and_wait()
     output = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
-    group = output + columns // GROUP * num_outputs
-    if PIECE == 0:
-        codes = tl.load(weight + output * SIZE + columns, mask=inside)
-    else:
-        word = columns // PIECE * (PIECE // 4) + columns % (PIECE // 4)
-        packed = tl.load(weight + output * (SIZE // 4) + word, mask=inside, other=0).to(tl.int32)
-        codes = packed >> (columns % PIECE // (PIECE // 4) * 4) & 15
-    values = scaled(numbers_of(codes, table, scales), scales, zeros, offsets, group, inside, ZERO)
+    values = tl.load(weight + output * SIZE + columns, mask=inside).to(tl.float32)
+    values = scaled(values, scales, None, offsets, output + columns // GROUP * num_outputs, inside, -1)
     tl.store(out + output * SIZE + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _dequantize_words_kernel(
+    weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor, out: tl.tensor,
+    num_outputs: tl.tensor,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr,
+    WORDS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Dequantize words of four 4-bit codes, whose columns are WIDTH apart."""
+    start_next_and_wait()
+    lines = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
+    places = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
+    inside = (lines < num_outputs) & (places < SIZE // 4)
+    words = tl.load(weight + lines * (SIZE // 4) + places, mask=inside, other=0)
+    columns = places // WIDTH * (4 * WIDTH) + places % WIDTH
+    numbers = numbers_of_words(words, table, scales, 4)
+    for index in tl.static_range(4):
+        group = lines + ((columns + index * WIDTH) // GROUP).to(tl.int64) * num_outputs
+        values = scaled(numbers[index], scales, zeros, offsets, group, inside, ZERO)
+        tl.store(out + lines * SIZE + columns + index * WIDTH, values.to(out.dtype.element_ty), mask=inside)
+
+
 _dequantize = KernelLauncher(_dequantize_kernel)
+_dequantize_words = KernelLauncher(_dequantize_words_kernel)
 
 
 def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
@@ -464,9 +504,12 @@ def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
     num_outputs, size = codes.shape
     out = torch.empty((num_outputs, size), dtype=dtype, device=codes.numbers.device)
     tensors = codes.numbers, codes.scales, codes.offsets, codes.zeros, codes.table
-    sizes = size, codes.group, codes.zero, 0 if codes.bits == 8 else piece_of(size), DEQUANTIZED_COLUMNS
-    key = (dtype, num_outputs, sizes, *(None if own is None else own.dtype for own in tensors))
-    arguments = (*tensors, out, num_outputs, *sizes)
-    grid = num_outputs, -(-size // DEQUANTIZED_COLUMNS), 1
-    _dequantize(grid, (*key, *alignments(codes.numbers)), arguments, options(4))
+    key = (dtype, codes.shape, codes.group, codes.zero, *(None if own is None else own.dtype for own in tensors))
+    key = (*key, *alignments(codes.numbers))
+    if codes.bits == 8:
+        arguments = (*tensors[:3], out, num_outputs, size, codes.group, 1024)
+        _dequantize((num_outputs, -(-size // 1024), 1), key, arguments, options(4))
+    else:
+        arguments = (*tensors, out, num_outputs, size, codes.group, codes.zero, piece_of(size) // 4, LINES, WORDS)
+        _dequantize_words((-(-num_outputs // LINES), -(-size // (4 * WORDS)), 1), key, arguments, options(4))
     return out

@@ -9,7 +9,7 @@ R rows, H query heads, K kv heads, G query heads of a kv head, E head size, N pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,8 +36,7 @@ LEAST_ROWS = 16
 STAGES = tl.constexpr(3)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
+class DecodeRows(NamedTuple):
     """The pages of R rows, and their splits; all int32.
 
     Attributes:

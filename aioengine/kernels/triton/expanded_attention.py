@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.attention import AttentionTile, PagedRows, load_part, tokens_of
+from aioengine.kernels.triton.invariant_linear import loaded
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
 from aioengine.kernels.triton.scores import MASKED, nothing_attended
 
@@ -33,12 +34,6 @@ HOPPER_BYTES = 232_448
 def tile_for(num_tokens: int, num_heads: int) -> AttentionTile:
     """Return the tile for rows with ``num_tokens`` tokens in total."""
     return LARGE if -(-num_tokens // LARGE.rows) * num_heads >= ENOUGH_PROGRAMS else SMALL
-
-
-@triton.jit
-def _loaded(pointers: tl.tensor, inside: tl.tensor, HAS_MASK: tl.constexpr) -> tl.tensor:
-    """Load from pointers [...]; 0 outside of the mask. HAS_MASK: whether the mask may be false."""
-    return tl.load(pointers, mask=inside, other=0.0) if HAS_MASK else tl.load(pointers)
 
 
 @triton.jit(
@@ -78,9 +73,9 @@ def _attend_kernel(
             pointers = keys + (positions.to(tl.int64) * stride)[:, None]
             inside = (positions < stop)[:, None]
             is_key = inside & (key_columns < KEY_SIZE)
-            key_part = _loaded(pointers + key_columns, is_key, MASKS or KEY_COLUMNS > KEY_SIZE)
+            key_part = loaded(pointers + key_columns, is_key, not MASKS and KEY_COLUMNS == KEY_SIZE)
             others = rotated + (positions.to(tl.int64) * ROTATED_STRIDE)[:, None] + more
-            others = _loaded(others, inside & (more < ROTATED_SIZE), MASKS or MORE > ROTATED_SIZE)
+            others = loaded(others, inside & (more < ROTATED_SIZE), not MASKS and MORE == ROTATED_SIZE)
             scores = tl.dot(turned, tl.trans(others), input_precision="ieee")
             scores = tl.dot(queries, tl.trans(key_part), scores, input_precision="ieee")
             if MASKS:
@@ -90,7 +85,7 @@ def _attend_kernel(
             shrink = tl.exp2(highest - higher)
             highest, total = higher, total * shrink + tl.sum(weights, 1)
             values = pointers + KEY_SIZE + columns
-            values = _loaded(values, inside & (columns < VALUE_SIZE), MASKS or COLUMNS > VALUE_SIZE)
+            values = loaded(values, inside & (columns < VALUE_SIZE), not MASKS and COLUMNS == VALUE_SIZE)
             sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision="ieee")
     targets = out + (tokens * OUT_TOKEN)[:, None] + head * VALUE_SIZE + columns
     attended = (sums / total[:, None]).to(out.dtype.element_ty)

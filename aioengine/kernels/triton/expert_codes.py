@@ -5,21 +5,29 @@ Codes are converted in registers. A line is a row of this matrix: an output of a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from aioengine.kernels.codes import Codes, piece_of
 from aioengine.kernels.expert_types import ExpertWeights, GateFunction
-from aioengine.kernels.triton.code_linear import DeviceCodes, dequantize, device_codes, load_for, numbers_of, scaled
-from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
+from aioengine.kernels.triton.code_linear import (
+    ASM_MXFP4_SCALED,
+    DeviceCodes,
+    device_codes,
+    load_for,
+    numbers_of,
+    numbers_of_words,
+    scaled,
+)
+from aioengine.kernels.triton.dependent import DEPENDENT
+from aioengine.kernels.triton.invariant_linear import loaded
+from aioengine.kernels.triton.launcher import alignments
 
-LINES, WORDS = 4, 256
-"""Lines of a program that dequantizes 4-bit codes, and words of 4 codes of each line."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
 RUN = 16
 """8-bit columns that a thread loads at once. Groups must have a multiple of this number."""
 
@@ -39,52 +47,6 @@ class CodeLayout(NamedTuple):
     group: int
     num_groups: int
     zero: int
-
-
-@triton.jit
-def loaded(pointers: tl.tensor, inside: tl.tensor, IS_WHOLE: tl.constexpr) -> tl.tensor:
-    """Load from pointers [...]; 0 outside of the mask. IS_WHOLE: the mask is true everywhere."""
-    return tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=inside, other=0.0)
-
-
-def _asm(*, has_scales: bool) -> str:
-    """Return the instructions that convert two words of MXFP4 codes to bf16, and multiply them by four scales.
-
-    Each code is moved to the places of sign, exponent and mantissa, which divides it by 2 ** 126.
-    """
-    lines = ["{ .reg .b32 a, b;"]
-    for index in range(4):
-        shift, result = 6 - 4 * index, "b" if has_scales else f"${index}"
-        lines.append(f"shl.b32 a, $4, {12 - 4 * index};")
-        lines.append(f"shl.b32 b, $4, {shift};" if shift > 0 else f"shr.b32 b, $4, {-shift};")
-        lines.append("and.b32 a, a, 0x80008000;")
-        lines.append(f"lop3.b32 {result}, b, 0x01C001C0, a, 0xEA;")  # (b & mask) | a
-        if has_scales:
-            lines.append(f"mul.rn.bf16x2 ${index}, b, ${5 + index};")
-    return " ".join([*lines, "}"])
-
-
-_ASM_SCALED = tl.constexpr(_asm(has_scales=True))
-_ASM = tl.constexpr(_asm(has_scales=False))
-
-
-@triton.jit
-def _numbers(words: tl.tensor, table: tl.tensor, scales: tl.tensor, PER_WORD: tl.constexpr) -> tl.tuple:
-    """Return ``numbers_of`` each code of words."""
-    numbers = ()
-    if PER_WORD == 1:
-        numbers += (numbers_of(words, table, scales),)
-    elif DEPENDENT and scales.dtype.element_ty == tl.uint8:
-        codes = tl.inline_asm_elementwise(
-            _ASM, "=r,=r,=r,=r,r", [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-        for index in tl.static_range(4):
-            numbers += (codes[index].to(tl.float32),)
-    else:
-        for index in tl.static_range(4):
-            numbers += (numbers_of(words >> 4 * index & 15, table, scales),)
-    return numbers
 
 
 @triton.jit
@@ -111,7 +73,7 @@ def _mxfp4_weights(
             factor = load_for(words, scales, places, None).to(tl.bfloat16)
         factors += (factor,)
     return tl.inline_asm_elementwise(
-        _ASM_SCALED, "=r,=r,=r,=r,r,r,r,r,r", [words, factors[0], factors[1], factors[2], factors[3]],
+        ASM_MXFP4_SCALED, "=r,=r,=r,=r,r,r,r,r,r", [words, factors[0], factors[1], factors[2], factors[3]],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
@@ -221,46 +183,11 @@ def vector_products(
         words = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
         lines = tl.where(is_output, lines, 0)
         result = tl.zeros(words.shape, tl.float32)
-        numbers = _numbers(words, table, scales, PER_WORD)
+        numbers = numbers_of_words(words, table, scales, PER_WORD)
         for index in tl.static_range(PER_WORD):
             own = _places(lines, num_lines, start + index * WIDTH, COUNT, PER_WORD * WIDTH, STORED)
             result += scaled(numbers[index], scales, zeros, offsets, own, None, STORED.zero) * inputs[index]
     return result
-
-
-@triton.jit
-def _dequantize_words_kernel(
-    weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor, out: tl.tensor,
-    num_lines: tl.tensor, SIZE: tl.constexpr, STORED: tl.constexpr, LINES: tl.constexpr, WORDS: tl.constexpr,
-) -> None:  # fmt: skip
-    start_next_and_wait()
-    WIDTH: tl.constexpr = STORED.width
-    lines = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
-    places = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
-    inside = (lines < num_lines) & (places < SIZE // 4)
-    words = tl.load(weight + lines * (SIZE // 4) + places, mask=inside, other=0)
-    columns = places // WIDTH * (4 * WIDTH) + places % WIDTH
-    numbers = _numbers(words, table, scales, 4)
-    for index in tl.static_range(4):
-        group = lines + ((columns + index * WIDTH) // STORED.group).to(tl.int64) * num_lines
-        values = scaled(numbers[index], scales, zeros, offsets, group, inside, STORED.zero)
-        tl.store(out + lines * SIZE + columns + index * WIDTH, values.to(out.dtype.element_ty), mask=inside)
-
-
-_dequantize_words = KernelLauncher(_dequantize_words_kernel)
-
-
-def widened(codes: DeviceCodes, dtype: torch.dtype, num_experts: int) -> Tensor:
-    """Dequantize codes [E * O, D] -> [E, O, D]."""
-    num_lines, size = codes.shape
-    if codes.bits == 8:
-        return dequantize(codes, dtype).view(num_experts, -1, size)
-    stored = stored_weight(codes)
-    out = torch.empty((num_experts, num_lines // num_experts, size), dtype=dtype, device=codes.numbers.device)
-    arguments = (*stored.arguments[:-1], out, num_lines, size, stored.how, LINES, WORDS)
-    grid = -(-num_lines // LINES), -(-size // (4 * WORDS)), 1
-    _dequantize_words(grid, (dtype, *stored.key), arguments, options(4))
-    return out
 
 
 class DeviceWeights(NamedTuple):

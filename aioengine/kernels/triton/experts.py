@@ -18,19 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.code_linear import DeviceCodes
+from aioengine.kernels.triton.code_linear import DeviceCodes, dequantize
 from aioengine.kernels.triton.dependent import wait_and_start_next
 from aioengine.kernels.triton.expert_codes import (
     DeviceWeights,
     add_products,
     line_sums,
-    loaded,
     stored_weight,
     vector_parts,
     vector_products,
     vector_zeros,
-    widened,
 )
+from aioengine.kernels.triton.invariant_linear import loaded
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
 from aioengine.kernels.triton.routing import Tiling, align
 
@@ -269,28 +268,17 @@ def compute(
         is_coded &= 2 * math.prod(weights.down.shape) * x.dtype.itemsize > MAX_WIDE_BYTES
     first, second = tiles_for(num_pairs, num_experts, x.dtype, batch_invariant=batch_invariant, is_coded=is_coded)
     tiling = align(chosen, num_experts=num_experts, rows=first.rows)
-    gated = multiply_tiles(x, weights if is_coded else _wide(weights, "gate_up", x.dtype), tiling, first)
-    parts = multiply_tiles_down(gated, weights if is_coded else _wide(weights, "down", x.dtype), tiling, second)
+
+    def matrix(codes: Tensor | DeviceCodes) -> Tensor | DeviceCodes:
+        """Dequantize codes [E * O, I] -> [E, O, I], if there are many pairs."""
+        if is_coded or not isinstance(codes, DeviceCodes):
+            return codes
+        return dequantize(codes, x.dtype).view(num_experts, -1, codes.shape[1])
+
+    size, inner_size = x.shape[1], weights.down.shape[-1]
+    gated = _multiply_tiles(x, matrix(weights.gate_up), weights.gate_up_bias, tiling, first, inner_size, weights.gate)
+    parts = _multiply_tiles(gated, matrix(weights.down), weights.down_bias, tiling, second, size, None)
     return add_up(parts, shared, tiling)
-
-
-def _wide(weights: DeviceWeights, name: str, dtype: torch.dtype) -> DeviceWeights:
-    """Dequantize a matrix of codes [E * O, D]."""
-    codes = getattr(weights, name)
-    if not isinstance(codes, DeviceCodes):
-        return weights
-    return weights._replace(**{name: widened(codes, dtype, weights.num_experts)})
-
-
-def multiply_tiles(x: Tensor, weights: DeviceWeights, tiling: Tiling, tile: ExpertTile) -> Tensor:
-    """x [T, D] -> activated [P, I], in the order of the tiling."""
-    num_outputs = weights.down.shape[-1]
-    return _multiply_tiles(x, weights.gate_up, weights.gate_up_bias, tiling, tile, num_outputs, weights.gate)
-
-
-def multiply_tiles_down(x: Tensor, weights: DeviceWeights, tiling: Tiling, tile: ExpertTile) -> Tensor:
-    """x [P, I], in the order of the tiling -> [P, D], in the order of pairs."""
-    return _multiply_tiles(x, weights.down, weights.down_bias, tiling, tile, weights.gate_up.shape[-1], None)
 
 
 def _multiply_tiles(
@@ -302,7 +290,10 @@ def _multiply_tiles(
     num_outputs: int,
     gate: GateFunction | None,
 ) -> Tensor:
-    """x [T, D] or [P, I] -> [P, I] or [P, D]. gate: the gate function if the weight has gates."""
+    """x [T, D] -> activated [P, I], in the order of the tiling; or x [P, I] in this order -> [P, D], in order of pairs.
+
+    gate: the gate function if the weight has gates.
+    """
     stored, size = stored_weight(weight), weight.shape[-1]
     num_pairs, top_k = len(tiling.order), tiling.chosen.experts.shape[1]
     out = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)

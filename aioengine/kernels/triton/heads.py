@@ -26,6 +26,19 @@ FP8_MAX = tl.constexpr(LARGEST)
 
 
 @triton.jit
+def load_halves(pointers: tl.tensor, inside: tl.tensor, HALF: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Load from pointers to the first halves of heads, and from the same places of the second halves."""
+    return tl.load(pointers, mask=inside, other=0.0), tl.load(pointers + HALF, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_halves(pointers: tl.tensor, low: tl.tensor, high: tl.tensor, inside: tl.tensor, HALF: tl.constexpr) -> None:
+    """Undo ``load_halves``."""
+    tl.store(pointers, low, mask=inside)
+    tl.store(pointers + HALF, high, mask=inside)
+
+
+@triton.jit
 def rotated(low: tl.tensor, high: tl.tensor, cos: tl.tensor, sin: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
     """Rotate both halves [heads, columns] by cos and sin of the token."""
     columns = tl.arange(0, low.shape[1])
@@ -39,7 +52,7 @@ def rotated(low: tl.tensor, high: tl.tensor, cos: tl.tensor, sin: tl.tensor, HAL
 
 @triton.jit
 def _stored(numbers: tl.tensor, pool: tl.tensor, scales: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
-    """Convert numbers for the pool as ``kernels.stored_kv.to_stored``. SIDE: index of the scale in ``scales``."""
+    """Convert numbers for the pool as ``kernels.kv_target.to_stored``. SIDE: index of the scale in ``scales``."""
     if pool.dtype.element_ty.is_fp8():
         numbers = numbers.to(tl.float32)
         if scales is not None:
@@ -64,16 +77,13 @@ def _rotate_kernel(
     inside = (is_rotated if slots is None else (head < NUM_QUERY + 2 * NUM_KV)) & is_column[None, :]
     pointers = heads + token * token_stride + head * (2 * HALF) + columns[None, :]
     if query_weight is not None:  # the weights are constant, so they need not wait for the previous kernel
-        query_low = tl.load(query_weight + columns, mask=is_column, other=0.0)[None, :]
-        query_high = tl.load(query_weight + HALF + columns, mask=is_column, other=0.0)[None, :]
-        key_low = tl.load(key_weight + columns, mask=is_column, other=0.0)[None, :]
-        key_high = tl.load(key_weight + HALF + columns, mask=is_column, other=0.0)[None, :]
-        weight_low = tl.where(head < NUM_QUERY, query_low, key_low)
-        weight_high = tl.where(head < NUM_QUERY, query_high, key_high)
+        query_low, query_high = load_halves(query_weight + columns, is_column, HALF)
+        key_low, key_high = load_halves(key_weight + columns, is_column, HALF)
+        weight_low = tl.where(head < NUM_QUERY, query_low[None, :], key_low[None, :])
+        weight_high = tl.where(head < NUM_QUERY, query_high[None, :], key_high[None, :])
         least = tl.load(epsilon)
     start_next_and_wait()
-    low = tl.load(pointers, mask=inside, other=0.0)
-    high = tl.load(pointers + HALF, mask=inside, other=0.0)
+    low, high = load_halves(pointers, inside, HALF)
     value_low, value_high = low, high
     if query_weight is not None:
         wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
@@ -91,17 +101,15 @@ def _rotate_kernel(
         target = ((slot // PAGE_SIZE * NUM_KV + kv_head) * PAGE_SIZE + slot % PAGE_SIZE) * (2 * HALF) + columns[None, :]
         is_key = is_rotated_here & (head >= NUM_QUERY)
         is_value = inside & (head >= NUM_QUERY + NUM_KV)
-        tl.store(keys + target, _stored(low, keys, scales, 0), mask=is_key)
-        tl.store(keys + target + HALF, _stored(high, keys, scales, 0), mask=is_key)
-        tl.store(values + target, _stored(value_low, values, scales, 1), mask=is_value)
-        tl.store(values + target + HALF, _stored(value_high, values, scales, 1), mask=is_value)
+        store_halves(keys + target, _stored(low, keys, scales, 0), _stored(high, keys, scales, 0), is_key, HALF)
+        value_halves = _stored(value_low, values, scales, 1), _stored(value_high, values, scales, 1)
+        store_halves(values + target, value_halves[0], value_halves[1], is_value, HALF)
     if out is not None:
         moved = out + token * ((NUM_QUERY + 2 * NUM_KV) * 2 * HALF) + head * (2 * HALF) + columns[None, :]
-        tl.store(moved, tl.where(is_rotated, low, value_low), mask=inside)
-        tl.store(moved + HALF, tl.where(is_rotated, high, value_high), mask=inside)
+        low, high = tl.where(is_rotated, low, value_low), tl.where(is_rotated, high, value_high)
+        store_halves(moved, low, high, inside, HALF)
     else:
-        tl.store(pointers, low, mask=is_rotated_here)
-        tl.store(pointers + HALF, high, mask=is_rotated_here)
+        store_halves(pointers, low, high, is_rotated_here, HALF)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -160,20 +168,16 @@ def _rotate_qk_kernel(
     high = tl.where(is_query, tl.load(query + HALF, mask=is_query), tl.load(key + HALF, mask=is_key))
     inside = columns < HALF
     table = token * (2 * HALF) + columns
-    cos_low = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + table + HALF, mask=inside, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + table + HALF, mask=inside, other=0.0).to(tl.float32)
+    cos_low, cos_high = load_halves(cos + table, inside, HALF)
+    sin_low, sin_high = load_halves(sin + table, inside, HALF)
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     turned_low = _rounded(wide_low * cos_low, low) - _rounded(wide_high * sin_low, low)
     turned_high = _rounded(wide_high * cos_high, low) + _rounded(wide_low * sin_high, low)
     out_query = out_queries + (token * NUM_QUERY + head) * (2 * HALF) + columns
     out_key = out_keys + (token * NUM_KV + key_index) * (2 * HALF) + columns
     turned_low, turned_high = turned_low.to(low.dtype), turned_high.to(low.dtype)
-    tl.store(out_query, turned_low, mask=is_query)
-    tl.store(out_query + HALF, turned_high, mask=is_query)
-    tl.store(out_key, turned_low, mask=is_key)
-    tl.store(out_key + HALF, turned_high, mask=is_key)
+    store_halves(out_query, turned_low, turned_high, is_query, HALF)
+    store_halves(out_key, turned_low, turned_high, is_key, HALF)
 
 
 _rotate = KernelLauncher(_rotate_kernel)

@@ -27,6 +27,12 @@ BAND = tl.constexpr(8)
 """Row tiles that are computed together for the same outputs, so that they read the weights from the cache."""
 
 
+@triton.jit
+def loaded(pointers: tl.tensor, inside: tl.tensor, IS_WHOLE: tl.constexpr) -> tl.tensor:
+    """Load from pointers [...]; 0 outside of the mask. IS_WHOLE: the mask is true everywhere."""
+    return tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=inside, other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # one specialization serves all counts
 def _matmul_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
@@ -47,13 +53,9 @@ def _matmul_kernel(
     )
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, SIZE, BLOCK):
-        if SIZE % BLOCK == 0:
-            vectors = tl.load(x_pointers + start)
-            part = tl.load(weight_pointers + start)
-        else:
-            inside = (start + columns < SIZE)[None, :]
-            vectors = tl.load(x_pointers + start, mask=inside, other=0.0)
-            part = tl.load(weight_pointers + start, mask=inside, other=0.0)
+        inside = (start + columns < SIZE)[None, :]
+        vectors = loaded(x_pointers + start, inside, SIZE % BLOCK == 0)
+        part = loaded(weight_pointers + start, inside, SIZE % BLOCK == 0)
         total = tl.dot(vectors, tl.trans(part), total, input_precision="ieee")
     is_output = (outputs < num_outputs)[None, :]
     if bias is not None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.heads import rotated
+from aioengine.kernels.triton.heads import load_halves, rotated, store_halves
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.norms import rms_normed
 
@@ -33,8 +33,7 @@ def _store_key(
     values = tl.arange(0, latent.shape[0])
     columns = tl.arange(0, low.shape[1])[None, :]
     tl.store(target + values, latent, mask=values < VALUE_SIZE)
-    tl.store(target + VALUE_SIZE + columns, low, mask=columns < HALF)
-    tl.store(target + VALUE_SIZE + HALF + columns, high, mask=columns < HALF)
+    store_halves(target + VALUE_SIZE + columns, low, high, columns < HALF, HALF)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -55,11 +54,9 @@ def _heads_kernel(
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         source, out = q + token * Q_STRIDE + head * QUERY_SIZE, target + head * OUT_HEAD
         inside = (head < NUM_HEADS) & (columns < HALF)
-        low = tl.load(source + PLAIN + columns, mask=inside, other=0.0)
-        high = tl.load(source + PLAIN + HALF + columns, mask=inside, other=0.0)
+        low, high = load_halves(source + PLAIN + columns, inside, HALF)
         low, high = rotated(low, high, cos, sin, HALF)
-        tl.store(out + OUT_HEAD - 2 * HALF + columns, low, mask=inside)
-        tl.store(out + OUT_HEAD - HALF + columns, high, mask=inside)
+        store_halves(out + OUT_HEAD - 2 * HALF + columns, low, high, inside, HALF)
         if COPIED:  # columns of the plain part
             plain = tl.arange(0, COPIED)[None, :]
             is_plain = (head < NUM_HEADS) & (plain < PLAIN)
@@ -73,8 +70,7 @@ def _heads_kernel(
         own = latents + token * LATENT_STRIDE
         latent = tl.load(own + values, mask=is_value, other=0.0)
         normed = rms_normed(latent, scale, VALUE_SIZE, least)
-        key_low = tl.load(own + VALUE_SIZE + columns, mask=is_column, other=0.0)
-        key_high = tl.load(own + VALUE_SIZE + HALF + columns, mask=is_column, other=0.0)
+        key_low, key_high = load_halves(own + VALUE_SIZE + columns, is_column, HALF)
         key_low, key_high = rotated(key_low, key_high, cos, sin, HALF)
         if KEEPS_KEY:
             _store_key(target + NUM_HEADS * OUT_HEAD, normed, key_low, key_high, VALUE_SIZE, HALF)

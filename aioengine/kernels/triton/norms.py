@@ -22,43 +22,28 @@ def rms_normed(x: tl.tensor, weight: tl.tensor, num_columns: tl.tensor, eps: tl.
 
 @triton.jit
 def _norm_kernel(
-    delta: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, row_stride: tl.tensor,
+    delta: tl.tensor, residual: tl.tensor, post: tl.tensor, weight: tl.tensor, out: tl.tensor, row_stride: tl.tensor,
     num_columns: tl.tensor, epsilon: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < num_columns
-    scale = tl.load(weight + columns, mask=mask, other=0.0)  # weights do not depend on the previous kernel
+    if post is not None:  # weights do not depend on the previous kernel
+        post_scale = tl.load(post + columns, mask=mask, other=0.0)
+    if weight is not None:
+        scale = tl.load(weight + columns, mask=mask, other=0.0)
     eps = tl.load(epsilon)
     start_next_and_wait()
     x = tl.load(residual + row * row_stride + columns, mask=mask, other=0.0)
     if delta is not None:
-        x = x + tl.load(delta + row * num_columns + columns, mask=mask, other=0.0)
+        added = tl.load(delta + row * num_columns + columns, mask=mask, other=0.0)
+        if post is not None:
+            added = rms_normed(added, post_scale, num_columns, eps)
+        x = x + added
         tl.store(residual + row * row_stride + columns, x, mask=mask)
-    tl.store(out + row * num_columns + columns, rms_normed(x, scale, num_columns, eps), mask=mask)
-
-
-@triton.jit
-def _norm_and_add_kernel(
-    delta: tl.tensor, residual: tl.tensor, post: tl.tensor, pre: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
-    epsilon: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < num_columns
-    offsets = row * num_columns + columns
-    first_scale = tl.load(post + columns, mask=mask, other=0.0)
-    if pre is not None:
-        second_scale = tl.load(pre + columns, mask=mask, other=0.0)
-    eps = tl.load(epsilon)
-    start_next_and_wait()
-    added = rms_normed(tl.load(delta + offsets, mask=mask, other=0.0), first_scale, num_columns, eps)
-    x = tl.load(residual + offsets, mask=mask, other=0.0) + added
-    tl.store(residual + offsets, x, mask=mask)
-    if pre is not None:
-        tl.store(out + offsets, rms_normed(x, second_scale, num_columns, eps), mask=mask)
+    if weight is not None:
+        tl.store(out + row * num_columns + columns, rms_normed(x, scale, num_columns, eps), mask=mask)
 
 
 @triton.jit
@@ -89,33 +74,27 @@ def _num_warps(block: int) -> int:
 
 
 _norm = KernelLauncher(_norm_kernel)
-_norm_and_add = KernelLauncher(_norm_and_add_kernel)
 _layer_norm = KernelLauncher(_layer_norm_kernel)
 
 
-def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
-    """Add delta, if there is one, to the residual [T, D] in place, and return the norm.
+def add_rms_norm(
+    delta: Tensor | None, residual: Tensor, weight: Tensor | None, epsilon: Tensor, *, post: Tensor | None = None
+) -> Tensor:
+    """Add delta, or its norm if there is a weight ``post``, to the residual [T, D] in place, and return the norm of the
+    sum. None: no delta; no weight: the residual itself is returned.
 
-    With an fp32 weight the result is rounded once.
+    With fp32 weights the result is rounded once.
     """
     num_rows, num_columns = residual.shape
-    out = torch.empty((num_rows, num_columns), dtype=residual.dtype, device=residual.device)
+    out = residual
+    if weight is not None:
+        out = torch.empty((num_rows, num_columns), dtype=residual.dtype, device=residual.device)
     stride, block = residual.stride(0), next_power_of_2(num_columns)
-    arguments = (delta, residual, weight, out, stride, num_columns, epsilon, block)
+    arguments = (delta, residual, post, weight, out, stride, num_columns, epsilon, block)
+    dtypes = residual.dtype, None if weight is None else weight.dtype, None if post is None else post.dtype
     aligned = alignments(residual if delta is None else delta, residual)
-    key = (residual.dtype, weight.dtype, num_columns, stride, delta is None, *aligned)
+    key = (*dtypes, num_columns, stride, delta is None, *aligned)
     _norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
-    return out
-
-
-def norm_and_add(delta: Tensor, residual: Tensor, post: Tensor, pre: Tensor | None, *, epsilon: Tensor) -> Tensor:
-    """See ``kernels.norms.norm_and_add``: contiguous delta and residual [T, D], weights post and pre [D] -> [T, D]."""
-    num_rows, num_columns = residual.shape
-    out = residual if pre is None else torch.empty_like(residual)
-    block = next_power_of_2(num_columns)
-    arguments = (delta, residual, post, pre, out, num_columns, epsilon, block)
-    key = (residual.dtype, post.dtype, num_columns, pre is None, *alignments(delta, residual))
-    _norm_and_add((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out
 
 

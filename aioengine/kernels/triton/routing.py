@@ -176,14 +176,12 @@ class Tiling(NamedTuple):
         order: [P] int32, the pairs sorted by expert, then by index.
         tiles: [3, M] int32: expert, start and end of the pairs in ``order``.
         num_tiles: [1] int32, the number of tiles; the rest of ``tiles`` is undefined.
-        rows: maximum number of pairs per tile.
         chosen: the experts and weights of the pairs.
     """
 
     order: Tensor
     tiles: Tensor
     num_tiles: Tensor
-    rows: int
     chosen: ChosenExperts
 
 
@@ -215,4 +213,4 @@ def align(chosen: ChosenExperts, *, num_experts: int, rows: int) -> Tiling:
         *(bins, rows, block, is_counted, max(COUNTS_AT_A_TIME // bins, 1)),
     )
     _align((num_experts, num_blocks, 1), (*key, rows), arguments, options(num_warps))
-    return Tiling(order, tiles, num_tiles, rows, chosen)
+    return Tiling(order, tiles, num_tiles, chosen)

@@ -13,7 +13,7 @@ S rows, X truncated rows, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,8 +29,7 @@ NUM_FIELDS = 5
 """Rows of ``Draws.fields``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
+class Draws(NamedTuple):
     """How S rows are sampled.
 
     fields: [5, S] int32: low and high half of the seed, position, 1 / temperature (fp32 bits), is greedy.

@@ -44,19 +44,23 @@ def products(lines: tl.tensor, is_row: tl.tensor, x: tl.tensor, SIZE: tl.constex
 
 @triton.jit
 def vector_kernel(
-    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute ``ROWS`` outputs. A kernel of ``adapter_linear`` calls it too."""
+    """Compute ``ROWS`` outputs, and multiply them by ``scales`` if there are any. A kernel of ``adapter_linear`` calls
+    it too.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lines = weight + rows[:, None].to(tl.int64) * SIZE
     result = products(lines, rows[:, None] < num_outputs, x, SIZE, BLOCK)
+    if scales is not None:
+        result *= tl.load(scales + rows, mask=rows < num_outputs, other=0.0)
     if bias is not None:
         result += tl.load(bias + rows, mask=rows < num_outputs, other=0.0).to(tl.float32)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < num_outputs)
 
 
-_vector = KernelLauncher(vector_kernel)
+vector = KernelLauncher(vector_kernel)
 
 
 @lru_cache(maxsize=256)
@@ -74,9 +78,9 @@ def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_outputs, size = weight.shape
     rows, block, num_warps = shape_of_vector_programs(num_outputs, size)
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    arguments = (x, weight, bias, out, num_outputs, size, rows, block)
+    arguments = (x, weight, None, bias, out, num_outputs, size, rows, block)
     key = (x.dtype, weight.shape, rows, block, num_warps, bias is None, *alignments(x, weight))
-    _vector((-(-num_outputs // rows), 1, 1), key, arguments, options(num_warps))
+    vector((-(-num_outputs // rows), 1, 1), key, arguments, options(num_warps))
     return out
 
 

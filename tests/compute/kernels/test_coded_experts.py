@@ -77,7 +77,8 @@ from aioengine.kernels.expert_types import SharedOutputs
 from aioengine.kernels.triton import experts
 from tests.compute.kernels.test_coded_experts import NUM_EXPERTS, dequantized, random_weights
 from tests.compute.kernels.test_experts import reference
-from aioengine.kernels.triton.expert_codes import device_weights, widened
+from aioengine.kernels.triton.code_linear import dequantize
+from aioengine.kernels.triton.expert_codes import device_weights
 
 torch.manual_seed(0)
 for kind, size, inner in (
@@ -93,7 +94,7 @@ for kind, size, inner in (
             result = experts.compute(x, chosen, device_weights(weights), shared, batch_invariant=batch_invariant)
             torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
     codes = device_weights(weights).gate_up
-    wide = widened(codes, torch.float32, NUM_EXPERTS)
+    wide = dequantize(codes, torch.float32).view(NUM_EXPERTS, -1, codes.shape[1])
     torch.testing.assert_close(wide, dequantized(weights, torch.float32).gate_up)
 """
 

@@ -112,7 +112,7 @@ for cascade in (None, found):
         other_reference.prepare(batch)
         windowed = torch.from_numpy(plan_splits(own_lengths, max_splits(SIZE, KV_HEADS), window))
         rules = attention_layers(special, pool).rules[0]
-        kept = replace(step, splits=windowed)
+        kept = step._replace(splits=windowed)
         decode.decode(queries, (pool[0, 0], pool[0, 1]), kept, scale=shape.scale, out=out, other=other, rules=rules)
         wanted = write_and_attend(other_reference, q, k, v, 0)
         wanted = wanted[torch.from_numpy(ordered)]

@@ -58,7 +58,7 @@ for num_rows, size in ((3, 40), (1, 1500), (5, 64)):
             delta, stream, post = torch.randn_like(x).to(kind), x.to(kind, copy=True), weight.to(wide)
             expected_stream = stream.clone()
             expected = norm_and_add(delta, expected_stream, post, pre, epsilon=epsilon)
-            result = norms.norm_and_add(delta, stream, post, pre, epsilon=epsilon)
+            result = norms.add_rms_norm(delta, stream, pre, epsilon, post=post)
             torch.testing.assert_close(result, expected, atol=2e-2, rtol=2e-3)
             torch.testing.assert_close(stream, expected_stream, atol=2e-2, rtol=2e-3)
 """

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aioengine.kernels import rotate_qk
+from aioengine.kernels.heads import rotate_qk
 from tests.compute.interpreted import run_compiled, run_interpreted
 
 HEADS = """
 import torch
 
-from aioengine.kernels import rotate_qk
-from aioengine.kernels.heads import write_heads
+from aioengine.kernels.heads import rotate_qk, write_heads
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton import heads
 
@@ -37,7 +36,7 @@ for num_query, num_kv, size, dtype in CASES:
     q, k, v = split_qkv(num_query, num_kv, size, dtype)
     cos, sin = torch.randn(2, 1, 5, size).to(dtype)
     turned = heads.rotate_qk(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
-    for rotated, expected in zip(turned, rotate_qk.rotate_qk(q, k, cos, sin), strict=True):
+    for rotated, expected in zip(turned, rotate_qk(q, k, cos, sin), strict=True):
         torch.testing.assert_close(rotated.transpose(0, 1)[None], expected, rtol=1e-6, atol=1e-6)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     slots = torch.tensor([9, 3, 4, 8, 11], dtype=torch.int32)
@@ -71,7 +70,7 @@ def test_rotation_equals_complex_multiplication() -> None:
     q, k = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 5, 8)
     angles = torch.randn(1, 5, 4)
     turns = torch.polar(torch.ones_like(angles), angles)[:, None]
-    results = rotate_qk.rotate_qk(q, k, angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2))
+    results = rotate_qk(q, k, angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2))
     for x, rotated in zip((q, k), results, strict=True):
         expected = torch.complex(*x.chunk(2, dim=-1)) * turns
         torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), dim=-1))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aioengine.kernels.codes import FP8
-from aioengine.kernels.stored_kv import from_stored, to_stored
+from aioengine.kernels.kv_target import from_stored, to_stored
 
 DTYPES = (torch.bfloat16, torch.float32)
 

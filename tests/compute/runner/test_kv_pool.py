@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aioengine.attention._base import AttentionShape
-from aioengine.kernels.stored_kv import from_stored, to_stored
+from aioengine.kernels.kv_target import from_stored, to_stored
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE, KVPool
 
 SHAPE = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
