@@ -272,7 +272,7 @@ _ROWS: Final = {
     ),
     "quantization": Argument(
         _words(*METHODS, *(row.name for row in FORMATS["quant_method"]), "gguf"),
-        "fp8, int8 or int4 quantize 16-bit weights while loading; other methods only check config.json",
+        "fp8, int8 or int4: quantize while loading; other methods only check config.json",
         "the method in config.json",
     ),
     "quantization_group_size": Argument(

@@ -482,7 +482,7 @@ class AsyncEngine(BaseEngine):
 
     async def flush_cache(self) -> Outcome:
         """Empty the prefix cache. If requests run or wait, do nothing and return a false outcome."""
-        return await self._frontend_here().controls.order("flush_cache")
+        return await self._frontend_here().controls.call("flush_cache")
 
     @signatures.own_arguments
     async def load_lora_adapter(self, lora_name: str, lora_path: str | PurePath, pinned: bool = False) -> AdapterResult:
@@ -518,7 +518,7 @@ class AsyncEngine(BaseEngine):
 
     async def continue_generation(self) -> Outcome:
         """Continue after ``pause_generation``."""
-        return await self._frontend_here().controls.order("continue")
+        return await self._frontend_here().controls.call("continue")
 
     async def freeze_gc(self) -> None:
         """Exclude all present objects from garbage collection (``gc.freeze``), here and in the scheduler process."""
@@ -552,7 +552,8 @@ class AsyncEngine(BaseEngine):
         """Refuse new calls and wait for all requests. After ``timeout`` seconds, end them with reason ``shutdown``.
 
         Returns whether all requests finished by themselves. From now on, new calls raise ``EngineDrainingError``.
-        Paused and suspended requests continue. (The last rows of a large batch start only after its first were read.)
+        Paused and suspended requests continue. (The last rows of a large streamed batch start only when its first rows
+        have been read.)
         """
         return await self._frontend_here().drain(timeout)
 

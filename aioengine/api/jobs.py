@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 ITEMS_AT_ONCE: Final = 256
-"""Items that are read in one turn of the loop, because reading finished rows starts nothing that waits."""
+"""Items that are read in one iteration of the loop, because reading finished rows starts nothing that waits."""
 
 
 class RowFailure(TypedDict):
@@ -93,7 +93,7 @@ class Job:
     async def open(self) -> None:
         """Open the journal, which reads all its rows."""
         if self.open_journal is not None:
-            await asyncio.sleep(0)  # a dropped job closes its journal in a turn of the loop
+            await asyncio.sleep(0)  # a dropped job closes its journal in an iteration of the loop
             self._journal = await asyncio.to_thread(self.open_journal)
 
     def start(self, item: object) -> None:

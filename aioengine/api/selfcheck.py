@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class TokenDifference(NamedTuple):
     """The first token of a request that differs when the request is computed again.
 
-    ``position``: its index in ``output_ids``. ``token_ids``: the first one and the new one; None: the output had ended.
+    ``position``: its index in ``output_ids``. ``token_ids``: the tokens of the old and the new output; None: that
+    output is shorter.
     """
 
     rid: str
@@ -34,12 +35,14 @@ class TokenDifference(NamedTuple):
 async def selfcheck(self: Any, num_requests: int = 8) -> list[TokenDifference]:
     """Compute the last ``num_requests`` finished requests again, and return the differences.
 
-    The list is empty if the engine works: output depends neither on other requests nor on cached prefixes. The requests
-    are computed one after the other, without prefix hits. Other requests continue; for a comparison without them, call
-    it when the engine is idle.
+    The list should be empty on a CPU, and on a GPU with ``enable_deterministic_inference=True``: output then depends
+    neither on other requests nor on cached prefixes. Otherwise, a token sometimes differs because of rounding. The same
+    holds for models in transformers' code. The requests are computed one after the other, without prefix hits. Other
+    requests continue; for a comparison without them, call it when the engine is idle.
 
-    The engine remembers up to 32 requests. It does not compare requests that were aborted or failed, that have images,
-    embeddings, or more than 16,384 prompt or output tokens, or whose weights or adapter are no longer loaded.
+    The engine remembers up to 32 requests. It skips aborted and failed requests, and requests with images or
+    embeddings. It skips prompts and outputs of more than 16,384 tokens, and requests whose weights or adapter are not
+    loaded any more.
 
     Raises:
         TypeError, ValueError: ``num_requests`` is wrong.
@@ -59,7 +62,7 @@ async def selfcheck(self: Any, num_requests: int = 8) -> list[TokenDifference]:
 
 
 async def _compute_again(engine: Any, request: RecordedRequest) -> list[int]:
-    """Return the output ids of a request when it is computed now. Raises RequestError if it was aborted."""
+    """Compute a request again, and return its output ids. Raises RequestError if it was aborted."""
     again = cast(
         "Answer",
         await engine.async_generate(
@@ -76,7 +79,7 @@ async def _compute_again(engine: Any, request: RecordedRequest) -> list[int]:
     return again["output_ids"]
 
 
-def _first_difference(first: Sequence[int], second: Sequence[int]) -> tuple[int, tuple[int | None, int | None]] | None:
+def _first_difference(old: Sequence[int], new: Sequence[int]) -> tuple[int, tuple[int | None, int | None]] | None:
     """Return the index of the first difference, and both ids there."""
-    pairs = enumerate(zip_longest(first, second))
+    pairs = enumerate(zip_longest(old, new))
     return next(((position, ids) for position, ids in pairs if ids[0] != ids[1]), None)

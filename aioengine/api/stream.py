@@ -40,7 +40,7 @@ class Generation(Coroutine[object, None, Result]):
     __slots__ = ("__weakref__", "_drivers", "_home", "_is_bound", "_owner", "_reader")
 
     def __init__(self, reader: Reader, *, home: asyncio.AbstractEventLoop, is_bound: bool, owner: object) -> None:
-        """``home``: the engine's loop; ``is_bound``: only this loop may use it. ``owner``: the engine, kept alive."""
+        """``home``: the engine's loop. ``is_bound``: only that loop may use this. ``owner``: the engine, kept alive."""
         self._reader = reader
         self._home = home
         self._is_bound = is_bound
@@ -111,7 +111,7 @@ class Generation(Coroutine[object, None, Result]):
                 try:
                     loop = get_running_loop()
                 except RuntimeError:
-                    loop = self._loop()
+                    loop = self._loop()  # raises the named error
                 waiter = reader.wait_here(loop) if loop is self._home else self._waiter(loop)
                 if waiter is not None:
                     try:
@@ -146,7 +146,7 @@ class Generation(Coroutine[object, None, Result]):
         return cast("Result", result)
 
     async def _changed(self, *, until_accepted: bool = False) -> None:
-        """Wait until there may be new output. Cancelling this ends the reader for good."""
+        """Wait until there may be new output. If this wait is cancelled, the reader leaves the call."""
         loop = self._loop()
         is_here = loop is self._home and not until_accepted
         waiter = self._reader.wait_here(loop) if is_here else self._waiter(loop, until_accepted=until_accepted)
@@ -159,7 +159,7 @@ class Generation(Coroutine[object, None, Result]):
             raise
 
     def _loop(self) -> asyncio.AbstractEventLoop:
-        """Return the running loop. Without one, leave the call of an ``Engine``, because nothing can await it."""
+        """Return the running loop. If there is none, nothing can await this, so the call of an ``Engine`` is left."""
         try:
             return running_loop()
         except WrongLoopError:
@@ -197,7 +197,7 @@ class Generation(Coroutine[object, None, Result]):
         except StopIteration:
             self._forget_driver()
             raise
-        except BaseException as thrown:  # cancelled before the first step, no wait notices it
+        except BaseException as thrown:  # before the first step, no wait has begun that could leave the reader
             self._forget_driver()
             self._reader.leave(thrown)
             raise

@@ -1,12 +1,11 @@
-"""Attention of models with different windows per layer: layers with the same window have their own backend.
+"""Attention of models whose layers have different windows: one backend for each group of layers with the same window.
 
 So a backend has one window and one page table, and models with one window have no overhead.
-T packed tokens, H query heads, K kv heads, E head size, L layers of a part, N pages of the pool, S page size.
+T packed tokens, H query heads, K kv heads, E head size, L layers of a group, N pages of the pool, S page size.
 """
 
 from __future__ import annotations
 
-from itertools import repeat
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from aioengine.attention._base import (
@@ -25,30 +24,30 @@ if TYPE_CHECKING:
     from aioengine.kernels.kv_target import KVTarget, WriteKV
 
 
-Part = TypeVar("Part", bound=StepAttention)
+Attention = TypeVar("Attention", bound=StepAttention)
 Groups = tuple[tuple[int, ...], ...]
 
 
-class _Layers(Generic[Part]):
-    """Implements ``StepAttention``: calls the part of each layer's group."""
+class _Layers(Generic[Attention]):
+    """Implements ``StepAttention``: calls the backend of each layer's group."""
 
-    def __init__(self, parts: Sequence[Part], groups: Groups) -> None:
-        self.parts = parts
+    def __init__(self, backends: Sequence[Attention], groups: Groups) -> None:
+        self.backends = backends
         self.groups = groups
-        self._part_of_layer = {
-            layer: (part, index)
-            for part, layers in zip(parts, groups, strict=True)
+        self._backend_of_layer = {
+            layer: (backend, index)
+            for backend, layers in zip(backends, groups, strict=True)
             for index, layer in enumerate(layers)
         }
 
     def target(self, layer: int) -> KVTarget | WriteKV:
-        part, index = self._part_of_layer[layer]
-        return part.target(index)
+        backend, index = self._backend_of_layer[layer]
+        return backend.target(index)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
-        part, index = self._part_of_layer[layer]
-        return part.attend(q, k, v, index)
+        backend, index = self._backend_of_layer[layer]
+        return backend.attend(q, k, v, index)
 
 
 Backend = TypeVar("Backend", bound=AttentionBackend)
@@ -58,26 +57,28 @@ class MixedAttention(_Layers[Backend]):
     """Implements ``AttentionBackend``."""
 
     def prepare(self, batch: ForwardBatch) -> None:
-        for part, part_batch in zip(self.parts, batch.parts or repeat(batch), strict=False):
-            part.prepare(part_batch)
+        batches = batch.parts or [batch] * len(self.backends)
+        for backend, group_batch in zip(self.backends, batches, strict=True):
+            backend.prepare(group_batch)
 
 
-class MixedGPUAttention(MixedAttention[CapturableAttention]):
+class MixedCapturableAttention(MixedAttention[CapturableAttention]):
     """Implements ``CapturableAttention``."""
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
         """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
-        part, index = self._part_of_layer[layer]
-        part.attend_into(q, k, v, index, out=out)
+        backend, index = self._backend_of_layer[layer]
+        backend.attend_into(q, k, v, index, out=out)
 
     def warm_up(self) -> None:
-        for part in self.parts:
-            part.warm_up()
+        for backend in self.backends:
+            backend.warm_up()
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> MixedDecode:
         """Return attention for decode steps of ``num_rows`` rows."""
-        pairs = zip(self.parts, buffers.parts or repeat(buffers), strict=False)
-        return MixedDecode([part.fixed_decode(num_rows, part_buffers) for part, part_buffers in pairs], self.groups)
+        all_buffers = buffers.parts or [buffers] * len(self.backends)
+        pairs = zip(self.backends, all_buffers, strict=True)
+        return MixedDecode([backend.fixed_decode(num_rows, own) for backend, own in pairs], self.groups)
 
 
 class MixedDecode(_Layers[FixedDecode]):
@@ -85,22 +86,26 @@ class MixedDecode(_Layers[FixedDecode]):
 
     def plan_capture(self, kv_lengths: Ints) -> None:
         """Plan the capture, for rows of ``kv_lengths`` [R] positions."""
-        for part in self.parts:
-            part.plan_capture(kv_lengths)
+        for backend in self.backends:
+            backend.plan_capture(kv_lengths)
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
         """Plan a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R]."""
-        for part in self.parts:
-            part.plan(starts, last_lengths)
+        for backend in self.backends:
+            backend.plan(starts, last_lengths)
 
 
 def build(
-    plugin: Callable[[AttentionShape, Tensor], AttentionBackend], shape: AttentionShape, kv_pools: Sequence[Tensor]
+    make_backend: Callable[[AttentionShape, Tensor], AttentionBackend],
+    shape: AttentionShape,
+    kv_pools: Sequence[Tensor],
 ) -> AttentionBackend:
     """Build the backend for the pools [L, 1 or 2, N, K, S, E] of ``shape.groups``."""
     groups = shape.groups
-    parts = [plugin(shape.part(layers), kv_pool) for layers, kv_pool in zip(groups, kv_pools, strict=True)]
-    if len(parts) == 1:
-        return parts[0]
-    on_gpu = [part for part in parts if isinstance(part, CapturableAttention)]
-    return MixedGPUAttention(on_gpu, groups) if len(on_gpu) == len(parts) else MixedAttention(parts, groups)
+    backends = [make_backend(shape.part(layers), kv_pool) for layers, kv_pool in zip(groups, kv_pools, strict=True)]
+    if len(backends) == 1:
+        return backends[0]
+    capturable = [backend for backend in backends if isinstance(backend, CapturableAttention)]
+    if len(capturable) == len(backends):
+        return MixedCapturableAttention(capturable, groups)
+    return MixedAttention(backends, groups)

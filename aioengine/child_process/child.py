@@ -53,8 +53,8 @@ class Child:
         self._to_ranks: list[ZmqSender] = []
         self.uplink = Uplink(self._connect(orders.frontend, "the frontend"))
 
-    def _connect(self, endpoint: str, reader: str) -> ZmqSender:
-        sender = ZmqSender(self._context, endpoint, self.orders.epoch, reader=reader)
+    def _connect(self, endpoint: str, receiver: str) -> ZmqSender:
+        sender = ZmqSender(self._context, endpoint, self.orders.epoch, receiver=receiver)
         self._senders.append(sender)
         return sender
 

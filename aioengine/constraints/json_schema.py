@@ -1,14 +1,14 @@
 """JSON schemas: refuse keywords that cannot be enforced, and compile the others to the form that grammars use.
 
-Every value that the compiled schema allows is valid under the original schema. If both cannot allow the same values,
-the compiled schema is narrower:
+The compiled schema never allows a value that is invalid under the original schema. In these cases it allows fewer
+values:
 
 - Properties come in the order of the schema. Properties that are only in ``required`` come last.
 - ``oneOf`` is enforced if its branches exclude each other: by their types, or by a property that has different
   constants in each branch. This property is then required.
 - Patterns have the meaning that ECMAScript and Python share: ``\\d`` and ``\\w`` are ASCII.
-- Exclusive bounds of numbers that are not integers become the nearest allowed number with 15 digits, and so do bounds
-  with more than 15 digits. The library rounds longer numbers.
+- Bounds of non-integers have at most 15 digits, because llguidance rounds longer numbers. An exclusive or longer bound
+  becomes the nearest allowed number with 15 digits.
 - Strings have no ``\\u`` escapes, and so no control characters without a two-character escape.
 
 Annotations are removed. Unknown keywords are refused, because they may be misspelled.
@@ -39,18 +39,18 @@ MAX_CHARACTERS: Final = 262_144
 """Maximum characters of the JSON text, with annotations."""
 MAX_DEPTH: Final = 64
 MAX_OPTIONAL: Final = 256
-"""Maximum optional properties of an object. The parser keeps several entries for each."""
+"""Maximum optional properties of an object. llguidance keeps several entries for each."""
 MAX_SCHEMAS: Final = 2048
 """Maximum subschemas of one parameter."""
 MAX_PATTERN_CHARACTERS: Final = 8192
 """Maximum characters of all patterns of one parameter."""
-CHARACTERS_PER_PATTERN: Final = 8
+EXTRA_CHARACTERS_PER_PATTERN: Final = 8
 """Added to the length of each pattern, because a short pattern also takes time."""
 MAX_BRANCHES: Final = 256
 MAX_ALL_OF: Final = 16
 
 OPTIONS: Final = {"json_allowed_escapes": 'nrbtf\\"'}
-"""Options of the library for every schema. With ``\\u``, the name of a listed property could be written in two ways."""
+"""Options of llguidance for every schema. With ``\\u``, the name of a listed property could be written in two ways."""
 
 _ANNOTATIONS: Final = frozenset(
     (
@@ -68,7 +68,7 @@ _ENFORCED: Final = frozenset(
     )
 )  # fmt: skip
 _KNOWN: Final = _ENFORCED | _ANNOTATIONS
-_MISSPELLED: Final = 0.8
+_MIN_SIMILARITY: Final = 0.8
 """Minimum similarity of an unknown keyword to a known one, to suggest the known one. No other keyword of JSON Schema is
 so similar to a known one.
 """
@@ -90,10 +90,10 @@ class Budget:
     def take_pattern(self, schema: Subschema, keyword: str, pattern: object) -> None:
         """Count a pattern of this keyword. Raises UnsupportedSchemaError if all patterns together are too long."""
         if isinstance(pattern, str):
-            self._num_pattern_characters += len(pattern) + CHARACTERS_PER_PATTERN
+            self._num_pattern_characters += len(pattern) + EXTRA_CHARACTERS_PER_PATTERN
         if self._num_pattern_characters > MAX_PATTERN_CHARACTERS:
             limit = f"all patterns together may have {MAX_PATTERN_CHARACTERS:,} characters"
-            schema.refuse(keyword, f"is too long: {limit}, and each counts {CHARACTERS_PER_PATTERN} more")
+            schema.refuse(keyword, f"is too long: {limit}, and each counts {EXTRA_CHARACTERS_PER_PATTERN} more")
 
 
 def compile_schema(text: str, budget: Budget | None = None) -> Schema:
@@ -170,7 +170,7 @@ class _Compiler:
         self._budget.take_pattern(schema, "pattern", schema.keywords.get("pattern"))
         for keyword in schema.keywords:
             if keyword not in _KNOWN and not keyword.startswith("x-"):
-                meant = nearest(keyword, _KNOWN, cutoff=_MISSPELLED)
+                meant = nearest(keyword, _KNOWN, cutoff=_MIN_SIMILARITY)
                 hint = f" (did you mean {meant!r}?)" if meant else ""
                 schema.refuse(keyword, f"is not enforced{hint}; leave it out, and check for it yourself")
         compiled = self._any_type(schema)
@@ -178,7 +178,7 @@ class _Compiler:
         allowed = {types} if isinstance(types, str) else set(types)
         if "string" in allowed:
             string = compile_string(schema)
-            second_pattern = string.pop("allOf", [])
+            second_pattern = string.pop("allOf", [])  # of a string with a pattern and a format
             compiled |= string
             if second_pattern:
                 compiled["allOf"] = compiled.get("allOf", []) + second_pattern
@@ -240,7 +240,7 @@ class _Compiler:
         if reference != "#" and not reference.startswith("#/"):
             schema.refuse("$ref", f"{reference[:80]!r} is not a reference into this schema")
         if reference not in self._names:
-            self._target(reference, schema)
+            self._target(reference, schema)  # raises if there is no such schema
             self._users[reference] = schema
             self._names[reference] = f"d{len(self._names)}"
             self._waiting.append(reference)
@@ -287,7 +287,10 @@ class _Compiler:
         self._alternatives[schema.pointer] = [needed + parts.get(name, []) for name in types]
 
     def _check_recursion(self) -> None:
-        """Refuse a schema that applies to itself at the same value, or that each of its values must contain again."""
+        """Refuse a schema that refers to itself for the same value, or whose values must contain others of its values.
+
+        The rules are those of ``_record_needs``, named by JSON pointer.
+        """
         try:
             TopologicalSorter(self._same_value).prepare()
         except CycleError as error:
@@ -301,7 +304,7 @@ class _Compiler:
     def _resolve(self, schema: object) -> Schema:
         """Return the target of a schema that is only a reference, or the schema itself.
 
-        {}: the schema is a boolean, or it has too many references.
+        Return {} for a boolean, and after too many references.
         """
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict):
@@ -382,8 +385,8 @@ class _Compiler:
 def _compile_property_counts(schema: Subschema, compiled: Schema) -> Schema:
     """Compile ``minProperties`` and ``maxProperties``. compiled: the other keywords of the object.
 
-    They are enforced if all properties are listed: an unlisted property could be generated twice. The library counts
-    at most one optional property.
+    They are enforced if all properties are listed: an unlisted property could be generated twice. llguidance
+    counts at most one optional property.
     """
     limits = compile_counts(schema, "minProperties", "maxProperties")
     num_required, num_listed = len(compiled.get("required", ())), len(compiled.get("properties", ()))

@@ -104,7 +104,7 @@ class Controls:
         else:
             waiting.set_result(reply)
 
-    async def order(self, name: str) -> Outcome:
+    async def call(self, name: str) -> Outcome:
         """Send a control call without arguments, and return its outcome."""
         reply = await self.ask(name)
         return Outcome(reply.success, reply.message)
@@ -113,13 +113,13 @@ class Controls:
         """Pause the scheduler. The mode "abort" ends all its requests before."""
         if checks.choice("mode", mode, {"abort": True, "in_place": False}):
             self._abort_all()
-        return await self.order("pause")
+        return await self.call("pause")
 
     async def freeze_gc(self) -> None:
         """Exclude all present objects from garbage collection, here and in the scheduler process."""
         gc.collect()
         gc.freeze()
-        await self.order("freeze_gc")
+        await self.call("freeze_gc")
 
     async def start_profile(self, output_dir: str | os.PathLike[str] | None, options: ProfileOptions) -> None:
         """Start a profile of the scheduler process.

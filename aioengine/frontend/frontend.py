@@ -22,7 +22,7 @@ from aioengine.frontend import info
 from aioengine.frontend.callers import closed, forked, interrupting, is_interrupted, this_caller
 from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.calls import Calls
-from aioengine.frontend.calls.delivery import Router, SlowReaders
+from aioengine.frontend.calls.delivery import Delivery, SlowReaders
 from aioengine.frontend.calls.observers import Observer, report_rows
 from aioengine.frontend.calls.overload import Overload, QueueLimits
 from aioengine.frontend.calls.reader import Reader
@@ -84,7 +84,7 @@ class Frontend:
         self.images = None if parts.images is None else PromptImages(parts.images, self._encoder)
         self._checks = RequestChecks(parts, self._encoder, self.images)
         self.calls = Calls(self._checks, lock, self.limits, self.sessions)
-        self.router = Router(self.calls.rows, lock, self.calls.row_ended)
+        self.delivery = Delivery(self.calls.rows, lock, self.calls.row_ended)
         self.attachments = self.calls.attachments
         self._slow_readers = SlowReaders(parts.blueprint.delivery, self.calls)
         self._slow_readers.watch()
@@ -92,7 +92,11 @@ class Frontend:
     # ------------------------------------------------------------ from any thread
 
     def open(self, make_request: Callable[[], CallRequest]) -> Reader:
-        """Register a call and start it. If there is no capacity, it is refused before its arguments are checked.
+        """Register a call and start it.
+
+        1. Reserve capacity. If there is none, the call is refused before its arguments are checked.
+        2. Make the request, and check it against the model.
+        3. Register the call, and start it on the engine's loop.
 
         Raises:
             TypeError, ValueError: an argument is wrong, an id is in use, or the engine lacks a tokenizer.
@@ -187,7 +191,7 @@ class Frontend:
         del counters["sent_at"], counters["step_ended_at"]
         return counters | {
             "num_streams": sum(call.num_open for call in list(self.calls.opened)),
-            "num_detokenizing": self.router.num_detokenizing,
+            "num_detokenizing": self.delivery.num_detokenizing,
             "num_sessions": len(self.sessions),
             "num_adapters": len(self.adapters),
             "num_restarts": self.parts.processes.num_restarts,
@@ -199,14 +203,14 @@ class Frontend:
         """Deliver the messages of a frame."""
         for message in messages:
             if isinstance(message, TextChunks):
-                self.router.deliver(message)
+                self.delivery.deliver(message)
             elif isinstance(message, Stats):
                 self.last_stats = message
                 self.calls.step_ended_at = message.step_ended_at
                 self._throughput.record(message)
             elif isinstance(message, Reply):
                 self.controls.answer(message)
-        self.router.wake()
+        self.delivery.wake()
 
     def fail(self, error: EngineError) -> None:
         """The engine is dead, stalled or closed: all open and later calls raise ``error``."""
@@ -283,7 +287,7 @@ class Frontend:
         await self.calls.submitter.wait_unstarted()
 
     def close_now(self, error: EngineError | None = None) -> None:
-        """End processes and threads now, and the calls in the next turn of the loop. From any thread.
+        """End processes and threads now, and the calls in the next iteration of the loop. From any thread.
 
         If the loop has ended, give ``error``: calls of other threads end here with this error.
         """
@@ -298,7 +302,7 @@ class Frontend:
 
 
 def _end_calls(frontend: Frontend, error: EngineError) -> None:
-    """Fail every call with all its rows now, because this may be the last turn of the loop, or after it."""
+    """Fail every call with all its rows now, because this may be the last iteration of the loop, or after it."""
     with frontend._lock:
         frontend.limits.refuse(frontend.failure or error)
     frontend.attachments.clear(closed())  # no timer of a closed loop can forget them

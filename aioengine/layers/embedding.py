@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 def token_embeddings(vocab_size: int, size: int, placement: Placement, *, is_head: bool) -> EmbeddingTable | CodeTable:
     """Return the table [V, D] of token embeddings. is_head: it is also the output head."""
-    table_format = placement.table_format(is_head)
     if placement.shard.size > 1:
-        return TableShard(vocab_size, size, placement)
+        return TableShard(vocab_size, size, placement)  # not quantized: such models are refused with several ranks
+    table_format = placement.table_format(is_head)
     if table_format is None:
         return EmbeddingTable(placement.empty(vocab_size, size), placement)
     return CodeTable(vocab_size, size, placement, table_format)
 
 
 class EmbeddingTable(Layer):
-    """[T] ids -> [T, D]."""
+    """A table of embeddings: [T] ids -> [T, D]."""
 
     def __init__(self, weight: Tensor, placement: Placement) -> None:
         """Use the weight [V, D]."""
@@ -58,7 +58,10 @@ class EmbeddingTable(Layer):
 
 
 class TableShard(EmbeddingTable):
-    """The rows [W, D] of a table [V, D] that this rank has. As a head, it returns the logits of these tokens."""
+    """The rows [W, D] of a table [V, D] that this rank has.
+
+    As a head, it returns the logits of these tokens. ``DecoderModel.compute_logits`` gathers the logits of all ranks.
+    """
 
     def __init__(self, vocab_size: int, size: int, placement: Placement) -> None:
         self._group = placement.shard.group
@@ -82,9 +85,13 @@ class CodeTable(Layer):
 
     def __init__(self, vocab_size: int, size: int, placement: Placement, table_format: CodesFormat) -> None:
         """Allocate the tensors of a table [V, D]."""
-        invariant = placement.batch_invariant
         self._spec = LinearSpec(
-            size, (vocab_size,), False, placement.dtype, placement.device, batch_invariant=invariant
+            size,
+            (vocab_size,),
+            False,
+            placement.dtype,
+            placement.device,
+            batch_invariant=placement.batch_invariant,
         )
         self._format = table_format
         self._tensors: Tensors = table_format.empty(self._spec)
@@ -110,7 +117,7 @@ class CodeTable(Layer):
     def as_head(self) -> Matmul:
         """Return the matmul [T, D] -> [T, V] with this table. Call it again after new weights are loaded."""
         assert self._codes is not None, "finish_loading was not called"
-        invariant = self._spec.batch_invariant
+        spec = self._spec
         return code_linear.prepare(
-            self._codes, None, self._spec.dtype, batch_invariant=invariant, is_shared=True
+            self._codes, None, spec.dtype, batch_invariant=spec.batch_invariant, is_shared=True
         ).matmul

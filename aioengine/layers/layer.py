@@ -49,7 +49,10 @@ class Layer:
                 part.finish_loading()
 
     def open_for_loading(self) -> None:
-        """Make ``weights`` valid again. The tensors have the current values."""
+        """Make ``weights`` valid again. The tensors have the current values.
+
+        Only tests call this now; it is for replacing the weights of a running engine.
+        """
         for _, part in self.parts:
             if part is not None:
                 part.open_for_loading()
@@ -58,7 +61,7 @@ class Layer:
 class Shard(NamedTuple):
     """Tensor parallelism: this rank, and the number of ranks that share the linear layers.
 
-    ``group``: sums partial results over the ranks. None: there is one rank, or the caller sums.
+    ``group``: sums partial results over the ranks. None: there is one rank, or the caller sums (in tests).
     """
 
     rank: int = 0

@@ -1,4 +1,4 @@
-"""Which layers are quantized while 16-bit weights are loaded, and their sizes in memory. Torch-free."""
+"""Which layers are quantized while loading, and their sizes in memory. Torch-free."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 Source = Literal["quant_method", "load_format", "quantization", "kv_cache_dtype"]
 """Names a format: the field in config.json, or the argument of the engine."""
 
-_ONLINE: Final = "16-bit weights, quantized while loading: {}; experts except of gpt-oss"
+_ONLINE: Final = "unquantized weights, quantized while loading: {}; also experts, but not in gpt-oss"
 _GROUPS: Final = "a scale per group of `quantization_group_size` inputs (128)"
 STORED: Final = "as stored"
 WIDENED: Final = "in the `dtype`"

@@ -1,6 +1,6 @@
 """Models by the ``model_type`` of config.json.
 
-The family of a model type reads config.json. The class follows from the result: ``DecoderModel`` or
+The family of a model type reads config.json. The type of its result decides between ``DecoderModel`` and
 ``EncoderModel``. A model that needs more has its own class here.
 """
 

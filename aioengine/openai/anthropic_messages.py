@@ -222,11 +222,11 @@ async def _events(stream: Stream, chat: ChatCall, model: ServedModel) -> AsyncGe
             empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
             yield _event("message_start", message=_head(stream.rid, chat.name) | empty)
         reason = info["finish_reason"]
-        for step, part, text in reader.read(chunk["text"], is_last=reason is not None):
-            if step == "begin":
+        for change, part, text in reader.read(chunk["text"], is_last=reason is not None):
+            if change == "begin":
                 block = _block(part, model, stream.rid)
                 yield _event("content_block_start", index=part.index, content_block=block)
-            elif step == "text":
+            elif change == "text":
                 yield _event("content_block_delta", index=part.index, delta=_delta(part, text))
             else:
                 yield _event("content_block_stop", index=part.index)

@@ -53,7 +53,7 @@ async def chat_completions(call: HttpCall) -> Response:
     if body.modalities != ("text",):
         raise ValueError(f"modalities is {list(body.modalities)}; answers are text")
     add_constraint(sampling, body.response_format, body.structured_outputs)
-    limit_length(sampling, None)
+    limit_length(sampling, default=None)
     variables = {name: value for name in _VARIABLES if (value := getattr(body, name)) is not None}
     logprob_options = token_logprobs.options(body.top_logprobs) if body.logprobs else {}
     chat = await chat_call(
@@ -72,8 +72,8 @@ async def chat_completions(call: HttpCall) -> Response:
     write = partial(token_logprobs.chat_logprobs, call.model.engine) if body.logprobs else None
 
     def new_row(rid: str, index: int) -> Callable[[Piece], dict[str, Any] | None]:
-        call_id = partial(tool_call_id, call.model, rid, index)
-        return partial(_choice, index, body, chat.reader(call.model), call_id, write)
+        id_of_call = partial(tool_call_id, call.model, rid, index)
+        return partial(_choice, index, body, chat.reader(call.model), id_of_call, write)
 
     return await Choices(
         prefix="chatcmpl",
@@ -90,18 +90,18 @@ def _choice(
     index: int,
     body: ChatBody,
     reader: AnswerReader,
-    call_id: Callable[[int], str],
+    id_of_call: Callable[[int], str],
     write_logprobs: Callable[[Info, int], dict[str, object]] | None,
     piece: Piece,
 ) -> dict[str, Any] | None:
-    """Return the choice of a piece; None: it may be the beginning of a tag."""
+    """Return the choice of a piece; None: there is nothing to send yet, because its text may begin a tag."""
     reason = piece.info["finish_reason"]
     if piece.seen:
-        list(reader.read(piece.seen, is_last=False))
-    delta = _delta(reader, piece.text, call_id, is_last=reason is not None)
+        list(reader.read(piece.seen, is_last=False))  # the client has this text: only the parser needs it
+    delta = _delta(reader, piece.text, id_of_call, is_last=reason is not None)
     if body.stream:
         content = {"delta": {"role": "assistant", "content": "", **delta} if piece.is_first else delta}
-        if delta == {} and reason is None and not body.logprobs and not piece.is_first:
+        if not delta and reason is None and not body.logprobs and not piece.is_first:
             return None
     else:
         for tool_call in delta.get("tool_calls", ()):
@@ -116,22 +116,23 @@ def _choice(
     }
 
 
-def _delta(reader: AnswerReader, text: str, call_id: Callable[[int], str], *, is_last: bool) -> dict[str, Any]:
+def _delta(reader: AnswerReader, text: str, id_of_call: Callable[[int], str], *, is_last: bool) -> dict[str, Any]:
     """Read text, and return the new content, reasoning and tool calls."""
     delta: dict[str, Any] = {}
-    for step, part, piece in reader.read(text, is_last=is_last):
-        if step == "end":
+    for change, part, new_text in reader.read(text, is_last=is_last):
+        if change == "end":
             continue
         if part.kind is not ToolCallBegin:
             key = "content" if part.kind is Content else "reasoning_content"
-            delta[key] = delta.get(key, "") + piece
+            delta[key] = delta.get(key, "") + new_text
             continue
-        calls: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
-        if step == "begin":
+        tool_calls: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
+        if change == "begin":
             function = {"name": part.name, "arguments": ""}
-            calls.append({"index": part.call, "id": call_id(part.call), "type": "function", "function": function})
-        elif not calls:
-            calls.append({"index": part.call, "function": {"arguments": piece}})
+            call_id = id_of_call(part.call)
+            tool_calls.append({"index": part.call, "id": call_id, "type": "function", "function": function})
+        elif not tool_calls:
+            tool_calls.append({"index": part.call, "function": {"arguments": new_text}})
         else:
-            calls[-1]["function"]["arguments"] += piece
+            tool_calls[-1]["function"]["arguments"] += new_text
     return delta

@@ -273,15 +273,15 @@ async def _events(stream: Stream, answer: _Response, write: Callable[..., bytes]
     yield write("response.in_progress", response=answer.written("in_progress"))
     async for chunk in stream:
         reason = chunk["meta_info"]["finish_reason"]
-        for step, part, text in answer.reader.read(chunk["text"], is_last=reason is not None):
-            for kind, fields in _events_of_item(answer, step, part, text):
+        for change, part, text in answer.reader.read(chunk["text"], is_last=reason is not None):
+            for kind, fields in _events_of_item(answer, change, part, text):
                 yield write(kind, **fields)
         if reason is not None:
             response = answer.finished(reason, chunk["meta_info"])
             yield write(f"response.{response['status']}", response=response)
 
 
-def _events_of_item(answer: _Response, step: str, part: Part, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _events_of_item(answer: _Response, change: str, part: Part, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the names and the fields of the events when an item begins, grows by ``text``, or ends."""
     is_text, is_call = part.kind is Content, part.kind is ToolCallBegin
     place: dict[str, Any] = {"item_id": answer.item_id(part), "output_index": part.index}
@@ -289,11 +289,11 @@ def _events_of_item(answer: _Response, step: str, part: Part, text: str) -> Iter
         place["content_index"] = 0
     logprobs: dict[str, Any] = {"logprobs": []} if is_text else {}
     _, name = _KINDS[part.kind]
-    if step == "begin":
+    if change == "begin":
         yield "response.output_item.added", {"output_index": part.index, "item": answer.item(part, "in_progress")}
         if is_text:
             yield "response.content_part.added", {**place, "part": _content_part(part)}
-    elif step == "text":
+    elif change == "text":
         yield f"{name}.delta", {**place, **logprobs, "delta": text}
     else:
         done = {"arguments": part.text, "name": part.name} if is_call else {"text": part.text}

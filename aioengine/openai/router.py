@@ -51,8 +51,8 @@ def openai_router(
     """Return a router with the endpoints of OpenAI for ``engine``, which the app starts and shuts down.
 
     Args:
-        api_key: the key that clients must send, or several; None: no key. The page at ``/``, ``/health`` and
-            ``/ready`` need no key.
+        api_key: the key that clients must send as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``, or several;
+            None: no key. The page at ``/``, ``/health`` and ``/ready`` need no key.
         served_model_name: the name of the model for clients, or several; None: its hub id, or the name of its folder.
         tool_parser, reasoning_parser: the format of tool calls and of reasoning in the model's text
             (``aioengine.parsing``); "auto": the one of its chat template; None: such text stays content.

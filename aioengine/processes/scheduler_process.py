@@ -74,7 +74,8 @@ Facts = dict[str, str | int | float | bool]
 
 _CONTROL_STAGE = "control"
 _SWITCH_S = 0.0005
-"""How long a thread that reads an adapter may hold the GIL while a step waits. (It also slows grammar masks down.)"""
+"""Switch interval of the GIL with LoRA: a step waits at most this long for a thread that reads an adapter. Grammar
+masks become slower."""
 
 _WAIT_S = 0.001
 """How long an idle scheduler waits for a grammar or an adapter before it reads messages again."""

@@ -4,7 +4,7 @@
     scheduler --> other ranks   RankStep              one per step; NewEpoch
     scheduler --> detokenizer   StepOutput            one per step, for all requests
     detokenizer --> scheduler   Abort (at a stop string, or after an error)
-    detokenizer --> frontend    TextChunks            one per StepOutput
+    detokenizer --> frontend    TextChunks            at most one per StepOutput
     scheduler --> frontend      Stats, Reply, TextChunks (vectors, scores, compiled grammars)
     all children --> frontend   Ready, Failed, Progress, LogRecord
 
@@ -254,7 +254,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     tenant: the tenant whose share it uses. cache_salt: requests with different salts share no cached prefixes.
     logprobs: the logprobs that it wants.
     embeds: embeddings [tokens, D] fp32 of the prompt. The prompt ids are then ignored.
-    session: its pages stay pinned after its end until the control message "close_sessions"; 0: no session.
+    session: its pages stay pinned after its end until the control call "close_sessions"; 0: no session.
     second_text: index of the first token of the second text, in the prompt of a POOL request; 0: there is none.
     adapter: its adapter; None: the base model. Requests with the same ``Adapter.id`` can share prefixes.
     media: the images of the prompt, in order. replica: chosen by the caller; None: ``Routes`` chooses.
@@ -306,7 +306,7 @@ class Resume(Struct, tag="resume", array_like=True, gc=False):
 
 LOAD_ADAPTER = "load_adapter"
 UNLOAD_ADAPTER = "unload_adapter"
-"""Names of control messages. Their arguments are the fields of an ``Adapter``."""
+"""Names of control calls. Their arguments are the fields of an ``Adapter``."""
 
 Argument = str | int | float | bool | list[str] | None
 MAX_REPLY_BYTES = 32 * 1024 * 1024
@@ -462,7 +462,7 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
 
 
 class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
-    """New tokens of one step, with ``texts[i]`` for ``tokens.uids[i]``. The same uid may occur several times.
+    """New tokens and their text: ``texts[i]`` belongs to ``tokens.uids[i]``. The same uid may occur several times.
 
     A request may be in ``tokens`` and in ``ended``; its tokens come first.
     num_open: number of open requests in the detokenizer; None: the scheduler sent this message.
@@ -482,7 +482,9 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
     @property
     def has_news(self) -> bool:
         """Whether it is more than a heartbeat."""
-        return bool(self.texts or self.tokens.extras or self.ended or self.first_tokens or self.preempted)
+        return bool(
+            self.texts or self.tokens.extras or self.ended or self.first_tokens or self.preempted or self.compiled
+        )
 
 
 class Totals(Struct, array_like=True, gc=False):

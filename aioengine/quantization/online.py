@@ -1,4 +1,4 @@
-"""Linear layers that are quantized while 16-bit weights are loaded.
+"""Linear layers that are quantized while their weights are loaded.
 
 O outputs, D inputs, G groups of inputs, R rows of outputs.
 """

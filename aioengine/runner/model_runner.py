@@ -315,7 +315,7 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
         self._constrained.finish()
-        hidden, _ = self._last_hidden(rows)
+        hidden, _ = self._forward(rows)
         if pooled is not None:
             self._pooler.pool(hidden, pooled)
         if len(sampled) == len(rows.requests):
@@ -333,7 +333,8 @@ class ModelRunner:
     def _values_without_token(self, hidden: Tensor, rows: StepRows | None = None) -> Tensor:
         """Return ``Ticket.values`` [N] of the rows without a token, from hidden states [R, D]. rows: None: all rows.
 
-        Attention propagates non-finite numbers of a row to its last token; for exceptions see ``FailedRows``.
+        If any position of a row is not finite, attention makes its last position non-finite too. ``FailedRows`` lists
+        the exceptions.
         """
         if rows is not None:
             hidden = hidden[self._table.upload(np.flatnonzero(~rows.samples))]
@@ -346,7 +347,7 @@ class ModelRunner:
         """
         self._constrained.finish()
         self._constrained.follow()
-        hidden, before_drafts = self._last_hidden(rows, drafts)
+        hidden, before_drafts = self._forward(rows, drafts)
         is_sampled = self._table.upload(np.flatnonzero(rows.samples))
         counts = drafts.counts(sampled)
         first = self._table.sampled(sampled, rows.row_indices[rows.samples], positions - counts)
@@ -390,16 +391,16 @@ class ModelRunner:
             while verification.active:
                 entries = verification.entries()
                 later = np.array([count for _, count in entries], dtype=np.int64)
-                part = rows.part(np.array([group[row] for row, _ in entries], dtype=np.int64), later)
+                entry_rows = rows.part(np.array([group[row] for row, _ in entries], dtype=np.int64), later)
                 chosen = self._table.upload(np.array([firsts[row] for row, _ in entries], dtype=np.int64) + later)
                 scores = logits[chosen]
-                token_ids = self._sampler.sample(scores, part)
+                token_ids = self._sampler.sample(scores, entry_rows)
                 kept = verification.take(entries, token_ids.tolist())
                 for row in {row for row, _ in entries} - kept.keys():  # failed after an accepted draft
                     self._custom.errors.pop(rows.requests[group[row]].uid, None)
                     drafts.followed.add(group[row])
                 indices = np.array(list(kept.values()), dtype=np.int64)
-                self._keep(states[chosen], scores, token_ids, part, indices)
+                self._keep(states[chosen], scores, token_ids, entry_rows, indices)
                 for row in verification.active.copy():
                     constraint = rows.requests[group[row]].constraint
                     if constraint is not None:
@@ -417,14 +418,14 @@ class ModelRunner:
 
         hidden: [N, D]. logits: [N, V].
         """
-        part, indices = rows.part(chosen), self._table.upload(chosen)
+        kept_rows, indices = rows.part(chosen), self._table.upload(chosen)
         if self._table.num_with_hidden_states:
-            self._hidden_states.add_sampled(hidden[indices], part)
+            self._hidden_states.add_sampled(hidden[indices], kept_rows)
         if self._table.num_with_logprobs:
-            self._logprobs.add_sampled(logits[indices], part, token_ids[indices])
-        self._table.write_tokens(part, token_ids[indices])
+            self._logprobs.add_sampled(logits[indices], kept_rows, token_ids[indices])
+        self._table.write_tokens(kept_rows, token_ids[indices])
 
-    def _last_hidden(self, rows: StepRows, drafts: StepDrafts | None = None) -> tuple[Tensor, Tensor]:
+    def _forward(self, rows: StepRows, drafts: StepDrafts | None = None) -> tuple[Tensor, Tensor]:
         """Run forward without a decode graph. Return the hidden states [R, D] from which rows are sampled or pooled,
         and [K, D] before each draft. Collect the requested hidden states and logprobs of prompts.
         """

@@ -6,9 +6,9 @@ Prompts share the rest in order: a prompt that can be finished takes all its tok
 remaining budget, and the remainder is divided in the same order. So a long prompt advances in every step, a short
 prompt behind it does not wait for its end, and the budget is used up.
 
-Running requests are ordered by ``rank``: higher priority first, then older first. If pages run out, the last one is
-preempted, so the first one always finishes. The computed pages of a preempted request stay in the prefix cache until
-they are evicted, and the request returns to its old position in the queue.
+Running requests are sorted by ``running_order``: higher priority first, then older first. If pages run out, the last
+one is preempted, so the first one always finishes. The computed pages of a preempted request stay in the prefix cache
+until they are evicted, and the request returns to its old position in the queue.
 
 To prevent thrashing, a request is admitted only if then every running request has pages for some more steps (or for all
 tokens that it can still need). So no request is preempted within that many steps after an admission.

@@ -1,9 +1,9 @@
 """Planner: fills one step with rows, and advances the counts of the requests.
 
-Decode rows come first, ordered by rank: one for each running request whose newest token is in the runner. So decoding
-requests advance in every step, however long the prompts are. The remaining token budget is divided among the prompts of
-running requests, then among waiting requests that can be admitted. ``request`` defines ``decodes``, ``is_behind`` and
-``holds_last``, which decide the kind of a row.
+Decode rows come first, in the order of ``running``: one for each running request whose newest token is in the runner.
+So decoding requests advance in every step, however long the prompts are. The remaining token budget is divided among
+the prompts of running requests, then among waiting requests that can be admitted. ``request`` defines ``decodes``,
+``is_behind`` and ``holds_last``, which decide the kind of a row.
 
 A decode row has more than one position if it has forced tokens or drafts (``drafting`` decides). The next plan assumes
 that all drafts are accepted, and allocates pages for them. Rejected drafts lower the counts of the request when their
@@ -38,28 +38,28 @@ MAX_LATER = 64  # requests that may be passed over in a step because of a prefix
 class Flight(Struct):
     """A plan in flight, with the request of each row and the allocation of this request at planning time.
 
-    num_prompt_tokens: positions of all rows except decode rows of one position. num_drafts: positions of drafts.
-    num_decoded: positions of rows with drafts that have no prompt or forced tokens.
+    num_chunk_tokens: positions of all rows except decode rows of one position. num_drafts: positions of drafts.
+    num_draft_row_tokens: of ``num_chunk_tokens``, positions of decode rows with drafts, without forced tokens.
     rejected: uid -> number of drafts that were rejected since the launch. The row starts this many positions before
         its planned start.
     """
 
     plan: StepPlan
     planned_at: float
-    num_prompt_tokens: int = 0
+    num_chunk_tokens: int = 0
     num_drafts: int = 0
-    num_decoded: int = 0
+    num_draft_row_tokens: int = 0
     requests: list[Request] = []
     allocations: list[Allocation] = []
     rejected: dict[int, int] = {}
 
     def add(self, row: Row, request: Request) -> None:
         """Add a row of ``request`` and advance its counts as if the row were computed."""
-        self.num_prompt_tokens += row.count
+        self.num_chunk_tokens += row.count
         if row.num_drafts:
             self.num_drafts += row.num_drafts
             if row.count == 1 + row.num_drafts:
-                self.num_decoded += row.count
+                self.num_draft_row_tokens += row.count
         self.plan.rows.append(row)
         self.requests.append(request)
         self.allocations.append(request.allocation)
@@ -111,7 +111,7 @@ class Planner:
             if prices is not None or not request.decodes:
                 num_drafts = 0 if prices is None else self._num_drafts(request, prices)
                 if num_drafts or not request.decodes:
-                    if (row := self._row_of_several(request, flight, num_drafts)) is not None:
+                    if (row := self._row_of_several_tokens(request, flight, num_drafts)) is not None:
                         flight.add(row, request)
                     continue
             allocation = request.allocation
@@ -139,13 +139,13 @@ class Planner:
                     flight.plan.snapshots.append((row.uid, snapshot_id))
 
     def _num_drafts(self, request: Request, prices: tuple[float, float]) -> int:
-        """Return the number of drafts that pay for this request."""
+        """Return how many drafts this request gets."""
         if request.acceptance is None:
             assert self._draft_costs is not None
             request.acceptance = Acceptance(self._draft_costs.rate)
         return request.acceptance.count(prices, self._settings.max_drafts)
 
-    def _row_of_several(self, request: Request, flight: Flight, num_drafts: int) -> Row | None:
+    def _row_of_several_tokens(self, request: Request, flight: Flight, num_drafts: int) -> Row | None:
         """Return a row for the forced tokens of a request, or its newest token, and up to ``num_drafts`` drafts after
         them. Return None if the request was preempted, or waits for pages.
 
@@ -156,7 +156,7 @@ class Planner:
             self._settings.chunk_tokens
             - self._settings.chunk_tokens // 8
             - len(self._requests.running)
-            - flight.num_prompt_tokens
+            - flight.num_chunk_tokens
         )
         start = request.num_computed
         end = min(request.num_tokens, start + max(left, 1))
@@ -227,7 +227,7 @@ class Planner:
         """Divide the rest of the budget among prompts: the first running prompt, then short running prompts, then
         new prompts.
         """
-        num_placed = flight.num_prompt_tokens + self._settings.decode_cost * len(flight.requests)
+        num_placed = flight.num_chunk_tokens + self._settings.decode_cost * len(flight.requests)
         budget = TokenBudget(self._settings.chunk_tokens, num_placed)
         prompts[1:] = sorted(prompts[1:], key=lambda request: request.num_missing)
         shares: list[tuple[Request, int]] = []

@@ -53,8 +53,8 @@ class Gate(Enum):
     and ``open_gate``.
 
     A waiting request with a closed gate stays in the queue for PREFIX. For any other gate it leaves the queue, and
-    returns to its old position later. A running request keeps its pages and its rank, but has no rows. If it is
-    preempted, or if the gate is SUSPENDED, it loses its pages and waits outside the queue.
+    returns to its old position later. A running request keeps its pages and its ``running_order``, but has no rows. If
+    it is preempted, or if the gate is SUSPENDED, it loses its pages and waits outside the queue.
     """
 
     PREFIX = 0
@@ -72,7 +72,7 @@ class Request:
     """One request. Only ``Scheduler`` and its parts (``Requests``, ``Planner``, ``Admission``) change it.
 
     order: its unique position in the queue (the smallest is first); set by the policy.
-    rank: its position among the running requests; the last one is preempted first.
+    running_order: its position among the running requests; the last one is preempted first.
     max_tokens: maximum number of prompt and output tokens.
     next_limit: the number of prompt and output tokens at which it ends, or is recomputed because its RoPE changes.
     token_ids: known prompt and output tokens. Image positions have the ids of ``with_image_keys``.
@@ -114,7 +114,7 @@ class Request:
         self.stop_ids = frozenset(submit.limits.stop_token_ids)
         self.state = State.WAITING
         self.order: tuple[float, ...] = (number,)
-        self.rank = (-submit.priority, number)
+        self.running_order = (-submit.priority, number)
         self.allocation = NO_PAGES
         self.holds_last = False
         self.decodes = False

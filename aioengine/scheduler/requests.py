@@ -5,8 +5,9 @@
                   │  └── end ──> ENDED │
                   └──── preempt ───────┘
 
-A waiting request with a closed gate leaves the queue and is GATED until the gate opens. A running request stays
-RUNNING, unless it is preempted or the gate releases its pages; then it is GATED too.
+A waiting request with a closed gate stays in the queue for PREFIX. For any other gate, it leaves the queue and is GATED
+until all gates are open. A running request stays RUNNING, unless it is preempted or the gate releases its pages; then
+it is GATED too.
 """
 
 from __future__ import annotations
@@ -105,15 +106,15 @@ class StepEvents:
 
 
 _order = attrgetter("order")
-_rank = attrgetter("rank")
+_running_order = attrgetter("running_order")
 
 
 class Requests:
     """The queue, the running requests, and their pages.
 
     Attributes:
-        waiting: the queue, sorted by ``order``. running: sorted by ``rank``. gated: by uid, the requests outside the
-            queue. Read-only for callers.
+        waiting: the queue, sorted by ``order``. running: sorted by ``running_order``. gated: by uid, the requests
+            outside the queue. Read-only for callers.
         is_stalled: nothing can be computed until a gate opens, or a request is added or ends. Set by
             ``Scheduler.schedule``.
         closed: uids for ``StepPlan.closed``: the runner knows them, and they have ended or lost their pages.
@@ -278,7 +279,7 @@ class Requests:
             snapshots.stop_before(allocation.snapshots, num_cached, len(request.token_ids))
         del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
         request.start(allocation, num_cached)
-        insort(self.running, request, key=_rank)
+        insort(self.running, request, key=_running_order)
         if request.submit.adapter is not None:
             waiter = Waiter(request.uid, request.submit.tenant, request.order)
             self.adapters.use(key_of(request.submit.adapter), waiter)
@@ -333,7 +334,7 @@ class Requests:
         if request.submit.adapter is not None and (request.state is not State.GATED or Gate.ADAPTER in request.gates):
             self.adapters.leave(request.uid)
         if request.state is State.RUNNING:
-            del self.running[bisect_left(self.running, request.rank, key=_rank)]
+            del self.running[bisect_left(self.running, request.running_order, key=_running_order)]
             self.cache.unlock(request.allocation, is_invalid=is_invalid)
             self.closed.append(request.uid)
         elif request.state is State.GATED:

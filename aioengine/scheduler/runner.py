@@ -51,11 +51,11 @@ class Runner(Protocol[Ticket]):
 
     @property
     def controls(self) -> Mapping[str, Callable[[Control], Reply]]:
-        """The control messages of the runner by name, for example to load weights or to free memory.
+        """The control calls of the runner by name. ``ModelRunner`` has none yet; replacing weights will be one.
 
-        A function is called when every launched plan has been collected. Its reply has the ``call_id`` of the message.
-        An exception becomes the reply. Requests continue after it, so the runner must be unchanged. The same message
-        can arrive twice if the detokenizer process was replaced before the reply arrived.
+        A function is called when every launched plan has been collected. Its reply has the ``call_id`` of the call. An
+        exception becomes the reply. Requests continue after it, so the runner must be unchanged. The same call can
+        arrive twice if the detokenizer process was replaced before the reply arrived.
         """
         ...
 

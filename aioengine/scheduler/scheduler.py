@@ -98,7 +98,7 @@ class Scheduler:
         flight = self._flights.popleft()
         plan = flight.plan
         seconds = now - max(flight.planned_at, self._applied_at)
-        num_prompt_tokens = flight.num_prompt_tokens - flight.num_decoded
+        num_prompt_tokens = flight.num_chunk_tokens - flight.num_draft_row_tokens
         self.requests.pace.note_step(seconds, num_prompt_tokens)
         self._applied_at = now
         if self._draft_costs is not None and not num_prompt_tokens:

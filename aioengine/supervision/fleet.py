@@ -129,9 +129,9 @@ class Fleet:
         """Return the state of the children of all replicas that have not failed."""
         return [state for replica in self._living for state in replica.processes()]
 
-    def rows_in_flight(self) -> Collection[int]:
+    def uids_in_flight(self) -> Collection[int]:
         """Return the uids of the requests in the current steps of all replicas."""
-        return {uid for replica in self._living for uid in replica.rows_in_flight()}
+        return {uid for replica in self._living for uid in replica.uids_in_flight()}
 
     def finished_ids(self, uid: int) -> list[int] | None:
         """Return the output ids of a request that finished lately; None: they are not kept."""

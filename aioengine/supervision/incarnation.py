@@ -260,14 +260,14 @@ class Incarnation:
             for child in self._launcher.children
         ]
 
-    def rows_in_flight(self, role: Role) -> dict[int, int]:
+    def uids_in_flight(self, role: Role) -> dict[int, int]:
         """Return the rows in the current steps of the child with this role: uid -> position after its last token.
 
         If the child has exited, return the rows at its exit.
         """
         for child in self._launcher.children:
             if child.role == role:
-                return child.rows_in_flight()
+                return child.uids_in_flight()
         return {}
 
     # ------------------------------------------------------------ messages
@@ -410,7 +410,7 @@ class Incarnation:
         is_mendable = False
         try:
             if role is not None:  # the other ranks compute the rows of the scheduler
-                rows = self.rows_in_flight(SCHEDULER if role.rank else role)
+                rows = self.uids_in_flight(SCHEDULER if role.rank else role)
             scheduler_roles = [other for other in self._roles if other != DETOKENIZER]
             is_mendable = role == DETOKENIZER and not self._ended_children(scheduler_roles)
             if is_mendable:

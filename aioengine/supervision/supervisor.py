@@ -81,7 +81,7 @@ class Supervisor:
     def __init__(
         self,
         settings: Settings,
-        limits: SupervisionConfig,
+        config: SupervisionConfig,
         *,
         launcher: str,
         events: Events,
@@ -90,14 +90,14 @@ class Supervisor:
         """launcher: name of a plug-in in ``launchers/``. roles: one child is started for each role."""
         self._settings = settings
         self._roles = roles
-        self._limits = limits
+        self._config = config
         # Load the plug-in now: later there may be no free file descriptor, or the package may have been removed.
         self._launcher_class: type[Launcher] = plugins.load("supervision/launchers", launcher)
         self._events = events
         self.ledger = Ledger()
-        self._window = RestartWindow(limits.max_restarts, limits.restart_window_s)
+        self._window = RestartWindow(config.max_restarts, config.restart_window_s)
         self._totals = RisingTotals()
-        self._startup_timeout_s = limits.startup_timeout_s
+        self._startup_timeout_s = config.startup_timeout_s
         self._incarnation = self._make()
         self._recovery: EngineTask | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -163,9 +163,9 @@ class Supervisor:
         """Return the current state of each child."""
         return self._incarnation.processes()
 
-    def rows_in_flight(self) -> Collection[int]:
+    def uids_in_flight(self) -> Collection[int]:
         """Return the uids of the requests in the current steps of the scheduler process."""
-        return self._incarnation.rows_in_flight(SCHEDULER)
+        return self._incarnation.uids_in_flight(SCHEDULER)
 
     def finished_ids(self, uid: int) -> list[int] | None:
         """Return the output ids of a request that finished lately; None: they are not kept."""
@@ -184,7 +184,7 @@ class Supervisor:
             self._roles,
             self._launcher_class,
             startup_timeout_s=self._startup_timeout_s,
-            stall_timeout_s=self._limits.stall_timeout_s,
+            stall_timeout_s=self._config.stall_timeout_s,
             on_messages=self._receive,
             on_loss=self._lose,
         )
@@ -222,12 +222,12 @@ class Supervisor:
         """Handle the loss of a child: start a recovery, or fail."""
         if self._is_ended:
             return
-        limits, now = self._limits, time.monotonic()
+        config, now = self._config, time.monotonic()
         try:
             cause = self.ledger.crash(loss.rows, describe_loss(loss.error), now, is_scheduler_lost=not loss.is_mendable)
             if cause is CrashCause.REQUEST:  # its first crash counted as a restart
                 self._window.give_back()
-            may_recover = bool(limits.max_restarts and not loss.is_final)
+            may_recover = bool(config.max_restarts and not loss.is_final)
             if may_recover and cause is CrashCause.UNKNOWN:  # the loss counts as a restart
                 may_recover = self._window.take(now)
         except Exception as error:  # otherwise every call would wait for a recovery that never begins

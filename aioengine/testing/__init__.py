@@ -1,1 +1,1 @@
-"""For tests of aioengine and of programs that use it: an engine without a model, and faults on demand."""
+"""For tests of aioengine and of programs that use it: the real engine with a fake model, and faults on demand."""

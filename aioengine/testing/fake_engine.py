@@ -1,4 +1,4 @@
-"""An engine without a model, for tests of programs that use aioengine.
+"""The real engine with a fake model, for tests of programs that use aioengine.
 
 It has the complete API of a real engine: the same calls, streams, errors, queues and scheduler. Instead of a model, it
 has a byte tokenizer (one token for each byte of UTF-8) and the answers of the test.
@@ -62,12 +62,12 @@ _Timeout = Annotated[float, Meta(gt=0, le=86400)]
 class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a fake engine.
 
-    answers: part of a prompt -> its answer. The longest part in the prompt counts; "" matches any prompt. Prompts that
-        match nothing have an empty answer. None: the answer is random letters that depend on the prompt, of the
-        requested length.
+    answers: text in a prompt -> answer. If several texts are in the prompt, the longest one counts; "" is in each one.
+        Without a match, the answer is empty. None: each answer consists of ``max_new_tokens`` random letters, which
+        depend on the prompt.
     step_time_s: duration of each step. faults: the faults to inject.
     processes: True: use subprocesses like a real engine. False: run everything on the event loop of the engine, which
-        starts immediately. None: use subprocesses only if a fault kills or stalls a process, or steps take time.
+        starts immediately. None: use subprocesses only if a fault kills, stalls or delays one, or steps take time.
     max_loras_per_batch: 0: no adapters. The linear layers of the model are ``LAYERS``, and adapters are in fp32.
     adapter_s: time to read an adapter.
     context_length, num_pages (of 16 tokens), max_running, max_queued: limits, which may be very small. The other fields
@@ -101,7 +101,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.processes is not None:
             return self.processes
         faults = self.faults or Faults()
-        kills = faults.kill_at or faults.exit_at or faults.poison_token_id >= 0 or faults.kill_order
+        kills = faults.kill_at or faults.exit_at or faults.poison_token_id >= 0 or faults.kill_at_control
         return bool(kills or faults.stall_at or faults.start_s or self.step_time_s)
 
     def settings(self) -> Settings:
@@ -125,10 +125,11 @@ class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 vocab_size=VOCAB_SIZE,
                 hidden_size=HIDDEN_SIZE,
             ),
+            # mem_fraction_static has no effect, because num_pages is given
             memory=MemorySettings(page_size=PAGE_SIZE, num_pages=self.num_pages, mem_fraction_static=0.1),
             scheduler=SchedulerSettings(
                 max_running=self.max_running,
-                chunk_tokens=max(self.chunk_tokens, self.max_running),
+                chunk_tokens=max(self.chunk_tokens, self.max_running),  # each decode row must fit into a step
                 context_length=self.context_length,
                 policy="priority",
                 prefix_cache=True,
@@ -181,7 +182,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def fake_async_engine(answers: Mapping[str, str] | None = None, **setup: object) -> AsyncEngine:
-    """Return an ``AsyncEngine`` without a model. setup: the other fields of ``FakeSetup``.
+    """Return an ``AsyncEngine`` with a fake model. setup: the other fields of ``FakeSetup``.
 
     Raises:
         ValueError: a field does not exist, or has a wrong value.
@@ -190,7 +191,7 @@ def fake_async_engine(answers: Mapping[str, str] | None = None, **setup: object)
 
 
 def fake_engine(answers: Mapping[str, str] | None = None, **setup: object) -> Engine:
-    """Return a started ``Engine`` without a model. setup: the other fields of ``FakeSetup``.
+    """Return a started ``Engine`` with a fake model. setup: the other fields of ``FakeSetup``.
 
     Raises:
         ValueError: a field does not exist, or has a wrong value.

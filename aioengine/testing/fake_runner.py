@@ -47,7 +47,7 @@ MASK = (1 << 64) - 1
 UNWRITTEN = -1
 DEFAULT_NUM_PAGES = 4096
 ECHO = "echo"
-"""The only control message of fake runners."""
+"""The only control call of fake runners."""
 FAKE_EXTRA = "fake"
 HIDDEN_SIZE = 8
 PRINTABLE = "abcdefghijklmnopqrstuvwxyz etaoin. "  # an alphabet whose texts look a little like text

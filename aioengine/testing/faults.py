@@ -20,7 +20,7 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fail_row_at: only the first sampled row of the step fails.
     stall_at, stall_s: the step takes ``stall_s`` longer. exit_at, exit_code: the process exits silently.
     kill_at: the process is killed. poison_token_id: the process is killed when a step computes this token (-1: never).
-    raise_order, kill_order: ``control`` raises, or the process is killed, for an order of this name.
+    raise_at_control, kill_at_control: the control call of this name raises, or kills the process.
     once: path of a file that does not exist. The first stall, exit or kill creates it. While it exists, there are no
         others, so the replacing process survives.
     start_error: building the runner fails with this message. start_s: time to build it.
@@ -36,8 +36,8 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     exit_code: int = 1
     kill_at: int = 0
     poison_token_id: int = -1
-    raise_order: str = ""
-    kill_order: str = ""
+    raise_at_control: str = ""
+    kill_at_control: str = ""
     once: str = ""
     start_error: str = ""
     start_s: float = 0.0
@@ -70,11 +70,11 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise InjectedFault(f"collection of step {step}, as asked for by collect_raise_at={self.collect_raise_at}")
 
     def on_control(self, name: str) -> None:
-        """Call for each control message to the runner."""
-        if name == self.kill_order and self._happens():
+        """Call for each control call of the runner."""
+        if name == self.kill_at_control and self._happens():
             os.kill(os.getpid(), signal.SIGKILL)
-        if name == self.raise_order:
-            raise InjectedFault(f"order {name!r}, as asked for by raise_order")
+        if name == self.raise_at_control:
+            raise InjectedFault(f"control call {name!r}, as asked for by raise_at_control")
 
     def _happens(self) -> bool:
         if not self.once:

@@ -64,9 +64,9 @@ def end_context(context: Context) -> None:
 class ZmqSender:
     """The sender for blocking loops. They must call ``flush`` while there is a backlog."""
 
-    def __init__(self, context: Context, endpoint: str, epoch: int, *, reader: str = "the other end") -> None:
-        """reader: name of the receiver in errors."""
-        self._reader = reader
+    def __init__(self, context: Context, endpoint: str, epoch: int, *, receiver: str = "the other end") -> None:
+        """receiver: its name, for errors."""
+        self._receiver = receiver
         self._encoder = FrameEncoder(epoch, max_bytes_of_several=_MAX_BYTES_AT_ONCE)
         self._backlog: deque[bytes] = deque()
         self._backlog_bytes = 0
@@ -96,7 +96,7 @@ class ZmqSender:
             return
         if self._backlog_bytes + len(frame) > MAX_BACKLOG_BYTES:
             raise BacklogFullError(
-                f"{self._reader} has not read for too long: {len(self._backlog)} frames with {self._backlog_bytes:,} "
+                f"{self._receiver} has not read for too long: {len(self._backlog)} frames with {self._backlog_bytes:,} "
                 "bytes wait for it"
             )
         self._backlog.append(bytes(frame))

@@ -36,7 +36,7 @@ END_AFTER_S = 60.0
 
 @dataclass
 class Hold:
-    """The longest wait for a turn of the loop in milliseconds, over the repeats."""
+    """The longest wait for an iteration of the loop in milliseconds, over the repeats."""
 
     what: str
     min_ms: float

@@ -85,7 +85,7 @@ class Request:
 
 
 class Double:
-    """Gives every live request one token in every step, and a step in every turn of the loop unless ``is_held``."""
+    """Gives every live request one token in every step, and a step in every iteration unless ``is_held``."""
 
     def __init__(self, events: Events) -> None:
         self.events = events
@@ -182,7 +182,7 @@ class Double:
         self.num_kills += 1
         self.is_stopped = True
 
-    def rows_in_flight(self) -> set[int]:
+    def uids_in_flight(self) -> set[int]:
         return self.in_flight
 
     def finished_ids(self, uid: int) -> list[int] | None:

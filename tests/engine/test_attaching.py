@@ -307,13 +307,13 @@ async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.Monk
     """As another thread can: its row has ended, and the engine has not looked at that yet."""
     async with fake_async_engine() as engine:
         frontend = engine._frontend_here()
-        plain, attached = frontend.router._on_ended, list[Stream]()
+        plain, attached = frontend.delivery._on_ended, list[Stream]()
 
         def on_ended(row: CallRow) -> None:
             attached.append(engine.attach("x"))
             plain(row)
 
-        monkeypatch.setattr(frontend.router, "_on_ended", on_ended)
+        monkeypatch.setattr(frontend.delivery, "_on_ended", on_ended)
         engine.async_generate("a", {"max_new_tokens": 6}, stream=True, rid="x", resume_ttl=TTL_S)
         await until(lambda: bool(attached) and engine.stats()["num_streams"] == 0)
         monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""The end of a large batch: its rows end over many turns of the loop, and the engine serves others meanwhile."""
+"""The end of a large batch: its rows end over many iterations of the loop, and the engine serves others meanwhile."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def check_nothing_is_left(world: World) -> None:
     frontend = world.engine._frontend_here()
     limits = frontend.limits
     assert (limits.num_calls, limits.num_tokens, limits.num_bytes) == (0, 0, 0)
-    assert not frontend.router.rows
+    assert not frontend.delivery.rows
     assert len(world.double.submits) == 16  # no row has begun meanwhile
     world.double.resume()
     again = await world.engine.async_generate("a", {"max_new_tokens": 2}, rid="x")

@@ -638,7 +638,7 @@ class TestLargePrompts:
 
     @pytest.mark.parametrize("with_tokenizer", [False, True])
     async def test_a_batch_with_many_ids_is_begun_some_rows_at_a_time(self, with_tokenizer: bool) -> None:
-        """So that a turn of the loop stays short. What is wrong far behind ends the call, with or without a thread."""
+        """So that an iteration of the loop stays short. A mistake far behind ends the call."""
         world = World(max_running=MAX_ROWS_AT_ONCE * 4, with_tokenizer=with_tokenizer)
         await world.engine.start()
         generation = world.engine.async_generate(input_ids=[[1, 2, 3]] * (3 * MAX_ROWS_AT_ONCE))

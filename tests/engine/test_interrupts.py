@@ -19,7 +19,7 @@ from aioengine.errors import EngineClosedError, EngineError
 from aioengine.frontend import callers, portal
 from aioengine.frontend.calls import overload
 from aioengine.frontend.calls.calls import Calls
-from aioengine.frontend.calls.delivery import NUM_LOOKS, Router
+from aioengine.frontend.calls.delivery import CHECKS_PER_TIMEOUT, Delivery
 from aioengine.frontend.calls.overload import QueueLimits
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import World
@@ -50,7 +50,7 @@ def is_clean(engine: AsyncEngine) -> bool:
     frontend = frontend_of(engine)
     limits = frontend.limits
     counts = (limits.num_calls, limits.num_tokens, limits.num_bytes)
-    return not (frontend.calls.opened or frontend.calls.ids._owners or frontend.router.rows or any(counts))
+    return not (frontend.calls.opened or frontend.calls.ids._owners or frontend.delivery.rows or any(counts))
 
 
 # ---------------------------------------------------------------- handlers and finalizers
@@ -75,7 +75,7 @@ class Interrupt:
         patch.setattr(owner, name, interrupted)
 
 
-SECTIONS = pytest.mark.parametrize(("owner", "name"), [(Calls, "open"), (Router, "_put")])
+SECTIONS = pytest.mark.parametrize(("owner", "name"), [(Calls, "open"), (Delivery, "_put")])
 
 
 @SECTIONS
@@ -391,8 +391,8 @@ async def test_a_reader_that_reads_while_it_is_suspended_is_not_forgotten(monkey
             plain(call, place)  # type: ignore[arg-type]
 
         def look() -> None:
-            for _ in range(NUM_LOOKS + 1):
-                slow_readers._look()
+            for _ in range(CHECKS_PER_TIMEOUT + 1):
+                slow_readers._check()
 
         monkeypatch.setattr(frontend.calls, "suspend", suspend)
         [call] = frontend.calls.opened

@@ -1,4 +1,4 @@
-"""Rows that are large as messages begin over many turns of the loop, in order and each once."""
+"""Rows that are large as messages begin over many iterations of the loop, in order and each once."""
 
 from __future__ import annotations
 

@@ -675,7 +675,7 @@ async def test_an_engine_that_dies_just_when_it_is_ready_leaves_no_timer(monkeyp
             return await super().start()
 
     looks: list[SlowReaders] = []
-    monkeypatch.setattr(SlowReaders, "_look", lambda one: looks.append(one))
+    monkeypatch.setattr(SlowReaders, "_check", lambda one: looks.append(one))
     delivery = DeliveryConfig(slow_reader="pause", slow_reader_timeout_s=0.02)
     blueprint = msgspec.structs.replace(World().blueprint(), make_processes=Dying, delivery=delivery)
     engine = AsyncEngine.from_blueprint(lambda: blueprint)

@@ -1,4 +1,4 @@
-"""Batches of very many rows: no turn of the loop handles more than a bounded number of them, wherever they come in."""
+"""Long batches: no iteration of the loop handles more than a bounded number of their rows, wherever they come in."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MESSAGE = {"role": "user", "content": "a"}
 
 
 class Turns:
-    """Counts calls of functions on the loop's thread; keeps the most of one turn of the loop."""
+    """Counts calls of functions on the loop's thread; keeps the most of one iteration of the loop."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.most: Counter[str] = Counter()
@@ -48,7 +48,7 @@ class Turns:
         self._patch.setattr(owner, name, counting)
 
     async def run(self) -> None:
-        """Begin a new count with each turn, until this is cancelled."""
+        """Begin a new count with each iteration, until this is cancelled."""
         while True:
             self.end()
             await asyncio.sleep(0)

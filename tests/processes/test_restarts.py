@@ -533,7 +533,7 @@ async def test_lost_scheduler_with_a_truncated_crash_board_is_replaced() -> None
 
 
 @process
-@pytest.mark.parametrize("method", ["rows_in_flight", "log_lines"])
+@pytest.mark.parametrize("method", ["uids_in_flight", "log_lines"])
 async def test_error_while_a_loss_is_handled_ends_the_engine(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: ProcessChild) -> NoReturn:
         raise ZeroDivisionError("unforeseen")

@@ -56,7 +56,7 @@ async def test_deadline_of_the_queue_passes_also_during_a_long_step() -> None:
     async with fake_async_engine({"": "x"}, step_time_s=step_s, max_running=1) as engine:
         params = {"max_new_tokens": 1}
         computed = asyncio.ensure_future(engine.async_generate("one", params, queue_timeout=0.5))
-        await until(lambda: frontend_of(engine).parts.processes.rows_in_flight())
+        await until(lambda: frontend_of(engine).parts.processes.uids_in_flight())
         waiting = await engine.async_generate("two", params, queue_timeout=0.3)
         assert waiting["meta_info"]["finish_reason"] == {"type": "deadline", "which": "queue"}
         assert not computed.done()

@@ -357,7 +357,7 @@ class Call:
             their start.
         ending: how the unstarted rows end; None: they may start.
         is_start_pending: the next rows wait for other work (tokens, images, the import of numpy), or start in the next
-            turn of the loop.
+            iteration of the loop.
         is_accepted: its first rows are submitted. compiling: positions of the rows of a stream whose grammars are being
             compiled; the stream is accepted when all are compiled.
         live: started rows without an end, by position. num_open: number of rows without an end, started or not.

@@ -15,7 +15,7 @@ MAX_DIGITS: Final = 10
 """Digits of such a number. No batch has more rows, and Python converts only some thousand digits."""
 
 MAX_IDS_FREED: Final = 1024
-"""Maximum number of ids that are freed in one turn of the loop."""
+"""Maximum number of ids that are freed in one iteration of the loop."""
 
 WHOLE: Final = -1
 """In place of a prompt: the id means all rows of the call."""

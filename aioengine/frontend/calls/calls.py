@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from aioengine.frontend.sessions.sessions import Sessions
 
 BACKSTOP_S: Final = 0.5
-"""How long the scheduler has to end a request at its deadline before the frontend does it."""
+"""The frontend ends a request this long after its deadline, if the scheduler has not ended it."""
 
 MAX_ROWS_FREED_AT_ONCE: Final = 4096
-"""Unread rows that are freed in one turn of the loop."""
+"""Unread rows that are freed in one iteration of the loop."""
 
 
 class Calls:
@@ -132,7 +132,7 @@ class Calls:
             self.submitter.submit_next(call)
 
     def _free_row(self, row: CallRow, now: float) -> None:
-        """Free the memory and the part of the limits of an ended row whose call continues.
+        """Free what an ended row has reserved, while its call continues: memory, images, its part of the queue limits.
 
         Its output may still be unread, so the logprobs of its tokens stay counted.
         """
@@ -178,7 +178,7 @@ class Calls:
             self.idle.set()
 
     def _free_ids(self, call: Call) -> None:
-        """Free the ids of a call, a bounded number in each turn of the loop."""
+        """Free the ids of a call, a bounded number in each iteration of the loop."""
         with self._lock:
             if not self.ids.free(call):
                 post(self._loop, self._free_ids, call)
@@ -191,7 +191,7 @@ class Calls:
         self.attachments.discard(call)
 
     def on_left(self, call: Call, ready: deque[CallRow]) -> None:
-        """The reader with this ``Reader.ready`` has left."""
+        """A reader has left. ``ready``: its ``Reader.ready``, which identifies it."""
         with self._lock:
             if call.is_attachable:
                 call.has_reader = call.has_reader and call.ready is not ready
@@ -208,7 +208,7 @@ class Calls:
             self.close_if_over(call)
 
     def _free(self, rows: list[CallRow]) -> None:
-        """Free unread rows, a bounded number in each turn of the loop: each takes about a microsecond."""
+        """Free unread rows, a bounded number in each iteration of the loop: each takes about a microsecond."""
         del rows[-MAX_ROWS_FREED_AT_ONCE:]
         if rows:
             self._loop.call_soon(self._free, rows)
@@ -234,9 +234,8 @@ class Calls:
         with self._lock:
             named = self.ids.find(rid)
         if named is None and any(call.number <= num_opened for call in self.submitter.checking):
-            self.submitter.after_checks.append(
-                partial(self.abort_named, rid, num_opened)
-            )  # the id may belong to an unchecked row
+            # the id may belong to an unchecked row
+            self.submitter.after_checks.append(partial(self.abort_named, rid, num_opened))
         if named is None or named[0].number > num_opened or named[0] not in self.opened:
             return
         call, rows = named
@@ -272,11 +271,14 @@ class Calls:
             call.timer = self._loop.call_later(max(0.0, min(later) - time.monotonic()), self._expire, call)
 
     def _expire(self, call: Call) -> None:
-        """End the rows that were not started in time. The scheduler ends the others, or they are given up."""
+        """End the rows that were not started before a deadline.
+
+        The scheduler ends the started rows. If it does not, ``give_up`` ends them.
+        """
         now = time.monotonic()  # one reading: a deadline is either over or waited for again
-        which = call.expired_deadline(now)
-        if which is not None and call.num_started < call.request.num_rows:
-            self.submitter.end_unstarted(call, Ending(FinishCode.DEADLINE, matched=which))
+        expired = call.expired_deadline(now)
+        if expired is not None and call.num_started < call.request.num_rows:
+            self.submitter.end_unstarted(call, Ending(FinishCode.DEADLINE, matched=expired))
         for name, deadline in call.deadlines.items():
             if now >= deadline + BACKSTOP_S:
                 self.give_up(call, FinishCode.DEADLINE, name)
@@ -284,19 +286,19 @@ class Calls:
         if call in self.opened:
             self._set_timer(call, now)
 
-    def give_up(self, call: Call, code: FinishCode, which: str | None = None) -> None:
-        """End rows here, with their output so far, because the scheduler did not end them (at deadline ``which``)."""
+    def give_up(self, call: Call, code: FinishCode, deadline: str | None = None) -> None:
+        """End rows here, with their output so far, because the scheduler did not end them (at this deadline)."""
         now = time.monotonic()
         with self._lock:
-            rows = [row for row in call.live.values() if which in (None, "total") or row.first_token is None]
-            if which == "queue" and rows:
+            rows = [row for row in call.live.values() if deadline in (None, "total") or row.first_token is None]
+            if deadline == "queue" and rows:
                 # The scheduler checks deadlines between steps. A row certainly waits if no step has ended since the
                 # call, and the steps that run now do not compute it.
                 has_stepped = self.step_ended_at > call.called_at
-                computed = () if has_stepped else self._processes.rows_in_flight()
+                computed = () if has_stepped else self._processes.uids_in_flight()
                 rows = [] if has_stepped else [row for row in rows if row.uid not in computed]
             for row in rows:
-                call.end_row(row, End(row.uid, code, which, ended_at=now), now)
+                call.end_row(row, End(row.uid, code, deadline, ended_at=now), now)
                 self._free_row(row, now)
         uids = [row.uid for row in rows]
         for uid in uids:

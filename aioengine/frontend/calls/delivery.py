@@ -1,7 +1,7 @@
 """Delivery: puts the output of the processes into rows, and handles slow readers.
 
 By default, slow readers have no effect: their unread output is merged into one chunk, about 50 bytes per token.
-Otherwise a timer checks all streams, so that reading and writing do no extra work.
+With ``slow_reader`` "pause" or "abort", a timer checks all streams. Reading and writing do no extra work.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ if TYPE_CHECKING:
 
 
 MAX_WOKEN = 128
-"""Readers that are woken in one turn of the loop. They read in the next turn, and the objects that they make are freed
-before other readers are woken. So a thousand streams do not trigger garbage collection at every step."""
+"""Readers that are woken in one iteration of the loop. They read in the next one, and the objects that they make are
+freed before other readers are woken. So a thousand streams do not trigger garbage collection at every step."""
 
 MAX_EXTRA_BYTES: Final = 256 * 1024
-"""Size of the extras that are read in one turn of the loop: 33,000 to 65,000 logprobs, some milliseconds."""
+"""Size of the extras that are read in one iteration of the loop: 33,000 to 65,000 logprobs, some milliseconds."""
 
 EXTRA_BYTES: Final = 128
-"""Bytes that every extra counts in addition to its data: reading the smallest extra takes about as long as these."""
+"""Added to the size of each extra, because reading a tiny extra takes as long as reading this many bytes."""
 
 NUM_READ_TOGETHER: Final = 8
-"""Waiting rows that share one turn of the loop."""
+"""Rows that were set aside, and share one iteration of the loop."""
 
 
-class Router:
+class Delivery:
     """Puts chunks into their rows, and wakes their readers. On the engine's loop.
 
-    Reading many extras takes long. If a frame has more extras than one turn of the loop may read, some rows wait with
-    all their later output. The next turns read one piece of each waiting row after the other.
+    Reading many extras takes long. If a frame has more extras than one iteration of the loop may read, some rows are
+    set aside, and their later output is queued behind these extras. Each later iteration reads pieces of rows that are
+    set aside, one row after the other.
 
     Attributes:
         rows: ``Calls.rows``. num_detokenizing: open requests in the detokenizer.
@@ -53,12 +54,12 @@ class Router:
         self.num_detokenizing = 0
         self._lock = lock
         self._on_ended = on_ended
-        self._fresh: list[Call] = []
-        self._waiting: dict[int, deque[TextChunks]] = {}
-        self._bytes_left = MAX_EXTRA_BYTES  # of extras, in this turn
+        self._calls_to_wake: list[Call] = []
+        self._aside: dict[int, deque[TextChunks]] = {}
+        self._bytes_left = MAX_EXTRA_BYTES  # of extras, in this iteration of the loop
 
     def deliver(self, chunks: TextChunks) -> None:
-        """Put the chunks of one frame into their rows, as far as this turn allows. Call ``wake`` afterwards."""
+        """Put the chunks of one frame into their rows, as far as this iteration allows. Call ``wake`` afterwards."""
         with self._lock:
             rows = self.rows
             for first_token in chunks.first_tokens:
@@ -70,7 +71,7 @@ class Router:
             for uid in chunks.compiled:
                 if (row := rows.get(uid)) is not None:
                     row.call.note_compiled(row)
-            if chunks.tokens.extras or self._waiting:
+            if chunks.tokens.extras or self._aside:
                 chunks = self._set_aside(chunks)
             ended = self._put(chunks)
         if chunks.num_open is not None:
@@ -80,7 +81,7 @@ class Router:
 
     def _put(self, chunks: TextChunks) -> list[CallRow]:
         """Put chunks into their rows; return the ended rows."""
-        rows, fresh = self.rows, self._fresh
+        rows, calls_to_wake = self.rows, self._calls_to_wake
         ended: list[CallRow] = []
         tokens = chunks.tokens
         for extra in tokens.extras:
@@ -89,7 +90,7 @@ class Router:
         for uid, text, new in zip(tokens.uids, chunks.texts, tokens.rows(), strict=True):
             row = rows.get(uid)
             if row is not None and row.put(text, new):
-                fresh.append(row.call)
+                calls_to_wake.append(row.call)
         if chunks.ended:
             now = time.monotonic()
             for end in chunks.ended:
@@ -100,11 +101,11 @@ class Router:
         return ended
 
     def _set_aside(self, chunks: TextChunks) -> TextChunks:
-        """Queue the output of rows that cannot be read in this turn or wait already; return the other output."""
+        """Queue the output of rows that cannot be read now or are set aside already; return the other output."""
         sizes: dict[int, int] = {}
         for extra in chunks.tokens.extras:
             sizes[extra.uid] = sizes.get(extra.uid, 0) + len(extra.data) + EXTRA_BYTES
-        parts = {uid: TextChunks() for uid in self._waiting}
+        parts = {uid: TextChunks() for uid in self._aside}
         for uid, size in sizes.items():
             if size > self._bytes_left:
                 parts[uid] = TextChunks()
@@ -112,10 +113,10 @@ class Router:
                 self._bytes_left -= size
         if not parts:
             return chunks
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._read_waiting)
+        if not self._aside:
+            asyncio.get_running_loop().call_soon(self._read_aside)
         others = TextChunks(num_open=chunks.num_open)
-        for extra in reversed(chunks.tokens.extras):  # waiting extras are read from the end
+        for extra in chunks.tokens.extras:
             parts.get(extra.uid, others).tokens.extras.append(extra)
         for uid, text, new in zip(chunks.tokens.uids, chunks.texts, chunks.tokens.rows(), strict=True):
             part = parts.get(uid, others)
@@ -125,17 +126,18 @@ class Router:
             parts.get(end.uid, others).ended.append(end)
         for uid, part in parts.items():
             if part.has_news:
-                self._waiting.setdefault(uid, deque()).append(part)
+                part.tokens.extras.reverse()  # they are read from the end
+                self._aside.setdefault(uid, deque()).append(part)
         return others
 
-    def _read_waiting(self) -> None:
-        """Read a bounded number of extras of waiting rows, and more in the next turns of the loop."""
+    def _read_aside(self) -> None:
+        """Read a bounded number of extras of rows that were set aside, and more in the next iterations of the loop."""
         ended: list[CallRow] = []
         bytes_left = MAX_EXTRA_BYTES
         with self._lock:
-            while self._waiting and bytes_left > 0:
-                uid = next(iter(self._waiting))
-                parts = self._waiting.pop(uid)
+            while self._aside and bytes_left > 0:
+                uid = next(iter(self._aside))
+                parts = self._aside.pop(uid)
                 row, extras = self.rows.get(uid), parts[0].tokens.extras
                 if row is None:
                     continue  # it was ended elsewhere
@@ -153,29 +155,29 @@ class Router:
                 if not extras:
                     ended += self._put(parts.popleft())
                 if parts:
-                    self._waiting[uid] = parts
+                    self._aside[uid] = parts
         for row in ended:
             self._on_ended(row)
         self.wake()
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._read_waiting)
+        if self._aside:
+            asyncio.get_running_loop().call_soon(self._read_aside)
 
     def wake(self) -> None:
-        """Wake some readers, and the others in later turns of the loop.
+        """Wake some readers, and the others in later iterations of the loop.
 
         Later chunks are merged with unread chunks meanwhile.
         """
-        fresh = self._fresh
+        calls_to_wake = self._calls_to_wake
         self._bytes_left = MAX_EXTRA_BYTES
         with self._lock:
-            for call in fresh[:MAX_WOKEN]:
+            for call in calls_to_wake[:MAX_WOKEN]:
                 call.wake()
-        del fresh[:MAX_WOKEN]
-        if fresh:
+        del calls_to_wake[:MAX_WOKEN]
+        if calls_to_wake:
             asyncio.get_running_loop().call_soon(self.wake)
 
 
-NUM_LOOKS: Final = 4
+CHECKS_PER_TIMEOUT: Final = 4
 """Checks per ``slow_reader_timeout``. So a slow reader is noticed up to a quarter of the timeout later."""
 
 
@@ -194,11 +196,11 @@ class SlowReaders:
     def watch(self) -> None:
         """Check the readers periodically, unless slow readers have no effect."""
         if self._config.slow_reader != "coalesce":
-            every_s = self._config.slow_reader_timeout_s / NUM_LOOKS
-            self._timer = asyncio.get_running_loop().call_later(every_s, self._look)
+            every_s = self._config.slow_reader_timeout_s / CHECKS_PER_TIMEOUT
+            self._timer = asyncio.get_running_loop().call_later(every_s, self._check)
 
     def release(self) -> None:
-        """Stop suspending calls, and resume the suspended ones, because the engine waits for their ends."""
+        """Stop suspending calls, and resume suspended calls. For ``drain``, which waits for all calls."""
         if self._config.slow_reader == "pause":
             self.stop()
             for call in list(self._calls.opened):
@@ -210,17 +212,17 @@ class SlowReaders:
             self._timer.cancel()
         self._timer = None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         config = self._config
         positions: dict[Call, tuple[ReadPosition, int]] = {}
         for call in list(self._calls.opened):
             position = call.read_position
             if position is None:
                 continue
-            before, num_looks = self._positions.get(call, (None, 0))
-            num_looks = num_looks + 1 if before == position else 0
-            positions[call] = position, num_looks
-            if num_looks != NUM_LOOKS:
+            before, num_checks = self._positions.get(call, (None, 0))
+            num_checks = num_checks + 1 if before == position else 0
+            positions[call] = position, num_checks
+            if num_checks != CHECKS_PER_TIMEOUT:
                 continue
             if config.slow_reader == "pause":
                 self._calls.suspend(call, position)

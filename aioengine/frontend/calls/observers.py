@@ -50,7 +50,7 @@ Observer = Callable[[FinishedRequest], object]
 def report_rows(
     call: Call, observers: list[Observer], loop: asyncio.AbstractEventLoop, model_path: str
 ) -> Callable[[CallRow, End, BaseException | None], None]:
-    """Return ``Call.on_row_end``, which calls the observers in the next turn of the loop.
+    """Return ``Call.on_row_end``, which calls the observers in the next iteration of the loop.
 
     They run in a copy of the context in which this function is called.
     """

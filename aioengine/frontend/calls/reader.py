@@ -39,7 +39,7 @@ class ReaderActions(Protocol):
     def leave(self, call: Call, ready: deque[CallRow], *, later: bool = False) -> None:
         """Stop reading: end the rows without an error, unless another reader may attach to the call.
 
-        ``later``: in a later turn of the engine's loop, because a finalizer may run anywhere.
+        ``later``: in a later iteration of the engine's loop, because a finalizer may run anywhere.
         """
         ...
 

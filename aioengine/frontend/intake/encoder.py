@@ -1,6 +1,6 @@
 """Encoder: converts prompts to token ids, on threads of its own.
 
-Prompts that arrive in one turn of the loop, or while the thread is busy, are encoded together, up to the size of a
+Prompts that arrive in one iteration of the loop, or while the thread is busy, are encoded together, up to the size of a
 large step. Long prompts have their own thread, so that short prompts never wait for them.
 The tokenizer releases the GIL.
 """
@@ -259,7 +259,7 @@ class Encoder:
         self.has_tokenizer = tokenizer is not None
         self.sizes = sizes
         self._in_text = in_text
-        self._tokenizer = cast("Tokenizer", tokenizer)
+        self._tokenizer = cast("Tokenizer", tokenizer)  # ``RequestChecks`` refuses texts if there is none
         self._pool_encoder = pool_encoder
         self._short = Lane("encode", self._encode)
         self._long = Lane("encode-long", self._encode)

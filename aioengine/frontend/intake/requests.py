@@ -1,7 +1,7 @@
 """The arguments of a call, checked: prompts, sampling parameters and the options of a request.
 
 Checks that need the tokenizer or the engine's state come later. The call itself checks the first rows of a long batch.
-The tokenizer's thread checks the other rows, some at a time. The size of a batch has no limit.
+The encoder's thread for long prompts checks the other rows, some at a time. The size of a batch has no limit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from aioengine.frontend.intake.row_options import (
     logprob_options,
     per_prompt,
 )
-from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # the first: a field of a Struct
+from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # msgspec needs the class
 from aioengine.frontend.sessions.session_params import SessionParams, session_params
 from aioengine.media.intake.sources import NOT_TRUNCATED, GivenImages, given_images
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, Sampling, TextRules
@@ -63,7 +63,7 @@ WORD_WEIGHT: Final = 64
 PATTERN_WEIGHT: Final = 4096
 
 _TIMEOUTS: Final = (("total", "timeout"), ("queue", "queue_timeout"), ("first_token", "first_token_timeout"))
-"""Words of a finish reason, and the options that they belong to."""
+"""Name of each deadline in finish reasons, and its option."""
 
 
 PromptCheck = Callable[[str, object, CheckBudget], Prompt]
@@ -85,16 +85,16 @@ class CallRequest(Struct):
     Attributes:
         name: the argument with the prompts. values: its entries. check_prompt: returns a checked prompt.
         is_batch: whether the caller gave a list of prompts.
-        prompts: the checked prompts; an exception is the error of a row that fails alone. A thread may add some.
+        prompts: the checked prompts; an exception is the error of a row that fails alone. The encoder's thread may
+            add more.
         num_known: number of prompts that may start: they are checked, and their ids are registered.
         num_samples: samples of each prompt. gives_batch: whether the answer is a batch.
-        num_bytes: bytes of the prompt. 0 for a batch: the caller keeps it anyway, and its rows start one after the
-            other.
+        num_bytes: bytes of the prompt. 0 for a batch, because the caller keeps the batch and its rows start gradually.
         params: one for all prompts, or one for each checked prompt.
         given_params: the sampling parameters of each prompt as the caller gave them; None: all prompts share one.
         parsed: parsed parameters, or the error of parsing, by the ``id()`` of an entry of ``given_params``.
-        message_parts: parts of the ``Submit`` messages, by the ``id()`` of parsed parameters. The request refers to all
-            these objects, so their ids stay unique.
+        message_parts: parts of the ``Submit`` messages, by the ``id()`` of parsed parameters. The request keeps these
+            objects alive, so no other object gets the same id.
         pooled: options for vectors; None: the call generates tokens.
         adapters: the adapters of the prompts; None: all use the base model.
         images: images from ``image_data``; None: there are none.

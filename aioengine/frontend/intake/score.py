@@ -126,7 +126,7 @@ class ScoreRequest(Struct, kw_only=True):
 async def score_request(
     query: object, items: object, labels: object, options: Mapping[str, object], *, parts: EngineParts
 ) -> ScoreRequest:
-    """Check a call of ``score``, many items in several turns of the loop.
+    """Check a call of ``score``, many items in several iterations of the loop.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message has its name and value.
@@ -157,13 +157,13 @@ async def score_request(
 
 
 class _Turns:
-    """Long lists are read in several turns of the event loop."""
+    """Long lists are read in several iterations of the event loop."""
 
     def __init__(self) -> None:
         self._num_left = _ENTRIES_PER_TURN
 
     async def read(self, num: int = 1) -> None:
-        """Count entries that were read. After many of them, wait for the next turn of the loop."""
+        """Count entries that were read. After many of them, wait for the next iteration of the loop."""
         self._num_left -= num
         if self._num_left <= 0:
             self._num_left = _ENTRIES_PER_TURN

@@ -48,20 +48,20 @@ if TYPE_CHECKING:
     from aioengine.frontend.sessions.sessions import Sessions
 
 MAX_ROWS_AT_ONCE: Final = 64
-"""Rows of a batch that are started in one turn of the loop."""
+"""Rows of a batch that are started in one iteration of the loop."""
 
 MAX_ROWS_ENDED_AT_ONCE: Final = 512
-"""Rows that are ended in one turn of the loop. Each takes up to 10 microseconds."""
+"""Rows that are ended in one iteration of the loop. Each takes up to 10 microseconds."""
 
 MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
-"""Bytes of messages that are sent in one turn of the loop. The message of each row contains the whole prompt, even for
-samples of one prompt."""
+"""Bytes of messages that are sent in one iteration of the loop. The message of each row contains the whole prompt, even
+for samples of one prompt."""
 
 GENERATE, POOL, SCORE = RequestKind
 
 MIN_SHARED_BYTES: Final = 1024
-"""If the first message of a scored call is larger, its other rows start in the next turn of the loop. If their prompts
-begin like the first one, they may find that beginning in the prefix cache."""
+"""If the first message of a scored call is larger, its other rows start in the next iteration of the loop. If their
+prompts begin like the first one, they may find that beginning in the prefix cache."""
 
 
 class Submitter:
@@ -140,7 +140,7 @@ class Submitter:
     # ------------------------------------------------------------ rows
 
     def submit_next(self, call: Call) -> None:
-        """Start as many rows of the call as may be open at a time: some now, more in the next turns of the loop.
+        """Start as many rows of the call as may be open at a time: some now, more in the next iterations of the loop.
 
         An exception ends the call. Usually the loop calls this as a callback, and would only log the exception.
         """
@@ -246,9 +246,9 @@ class Submitter:
         self.submit_next(call)
 
     def _start_rows(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
-        """Start the rows of the next prompts, whose ids are known, then the next rows of the call in later turns.
+        """Start the rows of the next prompts, whose ids are known, then the next rows of the call, later.
 
-        After ``MAX_BYTES_AT_ONCE``, or after a large first row of a scored call, the other rows start in the next turn.
+        After ``MAX_BYTES_AT_ONCE``, or after a large first row of a scored call, the other rows start later.
         """
         call.is_start_pending = False
         if call.ending is not None or call.is_over:
@@ -429,8 +429,8 @@ class Submitter:
     def end_unstarted(self, call: Call, ending: Ending) -> None:
         """Start no more rows of the call, and end the rows that were not started.
 
-        They end in the next turns of the loop, because a large batch would block it. If the call is ending already,
-        nothing changes.
+        They end in the next iterations of the loop, because a large batch would block it. If the call is ending
+        already, nothing changes.
         """
         if call.ending is None and call.num_started < call.request.num_rows:
             call.ending = ending
@@ -446,7 +446,7 @@ class Submitter:
             await asyncio.sleep(0)
 
     def end_some(self, max_rows: int = MAX_ROWS_ENDED_AT_ONCE) -> None:
-        """End some rows of ``end_unstarted``, one call after the other, and more in the next turn of the loop."""
+        """End some rows of ``end_unstarted``, one call after the other, and more in the next iteration of the loop."""
         try:
             while self._ending and max_rows > 0:
                 call = self._ending[0]

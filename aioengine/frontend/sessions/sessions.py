@@ -7,7 +7,7 @@ its parent, which may be cut) and new ids. The first turns are children of an em
                                └── "c": + prompt, answer
 
 For the scheduler, a turn is a plain request with the ids of its whole history and the number of its session. The
-scheduler pins the pages of answered requests. When the session is closed and no turn runs, the control message
+scheduler pins the pages of answered requests. When the session is closed and no turn runs, the control call
 "close_sessions" unpins them. Until then the session also keeps the files of its images. If a process is lost, the pages
 are computed again from the ids, so no session is lost.
 """

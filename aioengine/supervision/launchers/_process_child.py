@@ -113,7 +113,7 @@ class ProcessChild:
             return ()
         return tuple(line for line in text.splitlines() if line.strip())[-_NUM_LOG_LINES:]
 
-    def rows_in_flight(self) -> dict[int, int]:
+    def uids_in_flight(self) -> dict[int, int]:
         """Return the rows of its current steps, or of its last steps before its exit: uid -> end of the row."""
         try:
             with self._spare.lent():

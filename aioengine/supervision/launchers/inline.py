@@ -76,7 +76,7 @@ class InlineChild:
     def log_lines(self) -> tuple[str, ...]:
         return self._log
 
-    def rows_in_flight(self) -> dict[int, int]:
+    def uids_in_flight(self) -> dict[int, int]:
         """Return {}, because a task ends between two steps."""
         return {}
 

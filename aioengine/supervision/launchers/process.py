@@ -92,7 +92,7 @@ class ProcessLauncher:
             with self._spare.lent(num_used, used=num_used):
                 context = Context()
                 self._closing.callback(end_context, context)  # also closes a socket that was not opened completely
-                self.sender = AsyncZmqSender(context, self._inboxes[SCHEDULER], self._epoch, reader="it")
+                self.sender = AsyncZmqSender(context, self._inboxes[SCHEDULER], self._epoch, receiver="it")
                 self._closing.callback(self.sender.close)
                 self.receiver = AsyncZmqReceiver(context, self._epoch, spare=self._spare)
                 self._closing.callback(self.receiver.close)

@@ -44,7 +44,7 @@ def reload(model: Model, folder: Path) -> None:
 
 
 def load_weights(model: Model, control: Control) -> Reply:
-    """Answer a control message with the folder of new weights."""
+    """Answer a control call with the folder of new weights."""
     reload(model, Path(str(control.arguments["folder"])))
     return Reply(control.call_id, success=True)
 

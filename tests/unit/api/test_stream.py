@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from aioengine.errors import EngineDeadError, RequestError
 from aioengine.frontend.calls.call import MAX_UNJOINED_TEXTS, CallRow, NotifyOn
-from aioengine.frontend.calls.delivery import MAX_WOKEN, Router
+from aioengine.frontend.calls.delivery import MAX_WOKEN, Delivery
 from aioengine.frontend.calls.reader import EndOfOutput
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import End, FinishCode, FirstToken, TextChunks
@@ -248,56 +248,56 @@ class TestHandingOver:
 class TestRouter:
     def test_a_frame_reaches_its_rows(self) -> None:
         slot, ended = Slot(3), list[CallRow]()
-        router = Router({}, slot.lock, ended.append)
-        router.rows = dict(zip((7, 8, 9), slot.rows, strict=True))
+        delivery = Delivery({}, slot.lock, ended.append)
+        delivery.rows = dict(zip((7, 8, 9), slot.rows, strict=True))
         frame = TextChunks(
             TokenColumns([8, 99, 7], [1, 2, 3, 4], [2, 1, 1]),
             ["bee", "lost", ""],
             [End(8, FinishCode.LENGTH)],
             num_open=2,
         )
-        router.deliver(frame)
+        delivery.deliver(frame)
         assert ended == [slot.rows[1]]
         assert (slot.rows[1].text, slot.rows[1].unread) == ("bee", [1, 2])
         assert (slot.rows[0].text, slot.rows[0].unread) == ("", [4])
-        assert set(router.rows) == {7, 9}
-        assert router.num_detokenizing == 2
+        assert set(delivery.rows) == {7, 9}
+        assert delivery.num_detokenizing == 2
 
     def test_delivering_one_id_per_row_makes_few_objects_for_the_garbage_collector(self) -> None:
         slot = Slot(500)
-        router = Router({}, slot.lock, print)
-        router.rows = dict(enumerate(slot.rows))
+        delivery = Delivery({}, slot.lock, print)
+        delivery.rows = dict(enumerate(slot.rows))
         frame = TextChunks(TokenColumns(list(range(500)), list(range(500))), ["a"] * 500)
         gc.collect()
         before = gc.get_count()[0]
-        router.deliver(frame)
+        delivery.deliver(frame)
         assert gc.get_count()[0] - before < 50
         assert [row.unread for row in slot.rows] == list(range(500))
 
     async def test_frames_that_come_together_are_one_chunk_with_the_end(self) -> None:
         slot = Slot()
-        router = Router({}, slot.lock, print)
-        router.rows = {7: slot.rows[0]}
+        delivery = Delivery({}, slot.lock, print)
+        delivery.rows = {7: slot.rows[0]}
         waiter = await wait_here(slot)
-        router.deliver(TextChunks(TokenColumns([7], [1]), ["a"]))
-        router.deliver(TextChunks(TokenColumns([7], [2]), ["b"], [End(7, FinishCode.LENGTH)]))
+        delivery.deliver(TextChunks(TokenColumns([7], [1]), ["a"]))
+        delivery.deliver(TextChunks(TokenColumns([7], [2]), ["b"], [End(7, FinishCode.LENGTH)]))
         chunk = waiter.result()
         assert chunk is not None
         assert (chunk["text"], chunk["meta_info"]["finish_reason"]) == ("ab", "length")
-        router.wake()
+        delivery.wake()
         assert slot.reader.wait_here(asyncio.get_running_loop()) is None
 
     async def test_readers_are_woken_some_at_a_time_and_finally_all(self) -> None:
         slots = [Slot() for _ in range(2 * MAX_WOKEN + 1)]
-        router = Router({}, slots[0].lock, print)
-        router.rows = {uid: slot.rows[0] for uid, slot in enumerate(slots)}
+        delivery = Delivery({}, slots[0].lock, print)
+        delivery.rows = {uid: slot.rows[0] for uid, slot in enumerate(slots)}
         waiters = [await wait_here(slot) for slot in slots]
         count = len(slots)
-        router.deliver(TextChunks(TokenColumns(list(range(count)), [1] * count), ["a"] * count))
+        delivery.deliver(TextChunks(TokenColumns(list(range(count)), [1] * count), ["a"] * count))
         assert sum(waiter.done() for waiter in waiters) == 0
-        router.wake()
+        delivery.wake()
         assert [waiter.done() for waiter in waiters] == [True] * MAX_WOKEN + [False] * (MAX_WOKEN + 1)
-        router.deliver(TextChunks(TokenColumns([0, count - 1], [2, 2]), ["b", "b"]))  # meanwhile, another step
+        delivery.deliver(TextChunks(TokenColumns([0, count - 1], [2, 2]), ["b", "b"]))  # meanwhile, another step
         for _ in range(3):
             await asyncio.sleep(0)
         assert all(waiter.done() for waiter in waiters)
@@ -307,12 +307,12 @@ class TestRouter:
 
     def test_chunks_report_cached_tokens_and_preemptions(self) -> None:
         slot = Slot(2)
-        router = Router({}, slot.lock, print)
-        router.rows = dict(zip((7, 8), slot.rows, strict=True))
+        delivery = Delivery({}, slot.lock, print)
+        delivery.rows = dict(zip((7, 8), slot.rows, strict=True))
         begun = [FirstToken(uid, 16 * (uid - 7), 1.0, 2.0) for uid in (7, 8, 99)]
-        router.deliver(TextChunks(TokenColumns([7, 8], [1, 2]), ["a", "b"], first_tokens=begun))
+        delivery.deliver(TextChunks(TokenColumns([7, 8], [1, 2]), ["a", "b"], first_tokens=begun))
         first = [slot.reader.take(), slot.reader.take()]
-        router.deliver(TextChunks(TokenColumns([7, 8], [1, 2]), ["a", "b"], preempted=[7, 99, 7]))
+        delivery.deliver(TextChunks(TokenColumns([7, 8], [1, 2]), ["a", "b"], preempted=[7, 99, 7]))
         second = [slot.reader.take(), slot.reader.take()]
         keys = ("cached_tokens", "num_preemptions", "num_retractions")
         told = [tuple(chunk["meta_info"][key] for key in keys) for chunk in (*first, *second) if chunk is not None]  # type: ignore[literal-required]

@@ -1,4 +1,4 @@
-"""Frames with more logprobs than are read in one turn of the loop: their rows wait, in order, and others do not."""
+"""Frames with more logprobs than one iteration of the loop reads: their rows wait, in order, and others do not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from aioengine.errors import RequestError
 from aioengine.frontend.calls.call import CallRow
-from aioengine.frontend.calls.delivery import EXTRA_BYTES, MAX_EXTRA_BYTES, Router
+from aioengine.frontend.calls.delivery import EXTRA_BYTES, MAX_EXTRA_BYTES, Delivery
 from aioengine.protocol.columns import HIDDEN_STATES, Extra, TokenColumns, block_extras
 from aioengine.protocol.messages import LAST_STATES, End, FinishCode, TextChunks
 from aioengine.protocol.packed_logprobs import (
@@ -39,7 +39,7 @@ class CountingDecoder(LogprobDecoder):
 
 
 class World:
-    """One call of rows with logprobs, by uid, and a router of their frames."""
+    """One call of rows with logprobs, by uid, and a delivery of their frames."""
 
     def __init__(self, num_rows: int, num_prompt: int = 0, *, is_stream: bool = False) -> None:
         lock = threading.RLock()
@@ -48,18 +48,18 @@ class World:
         self.ended: list[CallRow] = []
         decoders = [CountingDecoder(RULES, num_prompt) for _ in range(num_rows)]
         rows = {uid: add_row(self.call, uid, decoders=(decoder,)) for uid, decoder in enumerate(decoders)}
-        self.router = Router(rows, lock, self.ended.append)
+        self.delivery = Delivery(rows, lock, self.ended.append)
 
     def deliver(self, *frames: TextChunks) -> int:
-        """Deliver them in one turn of the loop; returns how many bytes were read."""
+        """Deliver them in one iteration of the loop; returns how many bytes were read."""
         CountingDecoder.num_bytes = 0
         for frame in frames:
-            self.router.deliver(frame)
-        self.router.wake()
+            self.delivery.deliver(frame)
+        self.delivery.wake()
         return CountingDecoder.num_bytes
 
-    async def turn(self) -> int:
-        """One more turn of the loop."""
+    async def iterate(self) -> int:
+        """One more iteration of the loop."""
         CountingDecoder.num_bytes = 0
         await asyncio.sleep(0)
         return CountingDecoder.num_bytes
@@ -85,11 +85,11 @@ def entries_of(piece: Any, side: str = "output") -> list[int]:
     return [token_id for _, token_id, _ in piece["meta_info"][f"{side}_token_logprobs"]]
 
 
-async def test_a_large_prompt_is_read_in_several_turns_before_its_row_ends() -> None:
+async def test_a_large_prompt_is_read_in_several_iterations_before_its_row_ends() -> None:
     world = World(1, 4 * LARGE_PROMPT)
     read = [world.deliver(frame([0], 0, num_prompt=4 * LARGE_PROMPT, ends=True))]
     while not world.ended:
-        read.append(await world.turn())
+        read.append(await world.iterate())
     assert len(read) >= 5
     assert 0 < max(read) <= MAX_EXTRA_BYTES + 70_000  # a block is read as a whole
     answer = world.reader.result()
@@ -98,13 +98,13 @@ async def test_a_large_prompt_is_read_in_several_turns_before_its_row_ends() -> 
     assert entries_of(answer[0], "input") == [7] * 4 * LARGE_PROMPT
 
 
-async def test_many_rows_that_end_together_are_read_in_several_turns() -> None:
+async def test_many_rows_that_end_together_are_read_in_several_iterations() -> None:
     world = World(100)
     uids = list(range(100))
     frames = [frame(uids, 0), frame(uids, 1), frame(uids, 2, ends=True)]
     read = [world.deliver(*frames)]
     while len(world.ended) < 100:
-        read.append(await world.turn())
+        read.append(await world.iterate())
     assert len(read) > 100 * 3 * len(position(0)) / MAX_EXTRA_BYTES
     assert max(read) <= MAX_EXTRA_BYTES + 70_000
     answers = world.reader.result()
@@ -120,11 +120,20 @@ async def test_a_row_that_waits_holds_up_no_other_one() -> None:
     world.deliver(frame([2], 0, num_prompt=4 * LARGE_PROMPT))
     world.deliver(frame([2], 1, ends=True))
     while len(world.ended) < 3:
-        await world.turn()
+        await world.iterate()
     assert [row.position for row in world.ended] == [1, 0, 2]
     answers = world.reader.result()
     assert answers is not None
     assert [entries_of(answer) for answer in answers] == [[0, 1]] * 3
+
+
+async def test_extras_beside_a_row_that_waits_keep_their_order() -> None:
+    world = World(2, 4 * LARGE_PROMPT)
+    old, new = (Extra(1, 0, HIDDEN_STATES, pack("<f", value)) for value in (1, 2))
+    chunks = frame([0], 0, num_prompt=4 * LARGE_PROMPT)
+    chunks.tokens.extras += [old, new]
+    world.deliver(chunks)
+    assert world.delivery.rows[1].extras == {(0, HIDDEN_STATES): new}, "the second one replaces the first"
 
 
 async def test_a_stream_gets_each_chunk_with_its_entries() -> None:
@@ -134,7 +143,7 @@ async def test_a_stream_gets_each_chunk_with_its_entries() -> None:
     world.deliver(frame([0], 1), frame([0], 2, ends=True))
     chunks: list[Any] = []
     while not chunks or chunks[-1]["meta_info"]["finish_reason"] is None:
-        await world.turn()
+        await world.iterate()
         if (chunk := world.reader.take()) is not None:
             chunks.append(chunk)
     assert "".join(chunk["text"] for chunk in chunks) == "012"
@@ -157,7 +166,7 @@ async def test_a_row_whose_logprobs_cannot_be_read_fails_alone() -> None:
     broken.tokens.extras[-2] = Extra(0, broken.tokens.extras[-2].index, PROMPT_LOGPROBS, b"123")
     world.deliver(broken, frame([1], 0, num_prompt=4 * LARGE_PROMPT, ends=True))
     while len(world.ended) < 2:
-        await world.turn()
+        await world.iterate()
     answers: Any = world.reader.result()
     assert isinstance(answers[0], RequestError)
     assert entries_of(answers[1]) == [0]
@@ -166,12 +175,12 @@ async def test_a_row_whose_logprobs_cannot_be_read_fails_alone() -> None:
 async def test_waiting_extras_of_an_ended_row_are_dropped() -> None:
     world = World(2, 4 * LARGE_PROMPT)
     world.deliver(frame([0, 1], 0, num_prompt=4 * LARGE_PROMPT, ends=True))
-    del world.router.rows[0]
+    del world.delivery.rows[0]
     while not world.ended:
-        await world.turn()
+        await world.iterate()
     assert [row.position for row in world.ended] == [1]
-    await world.turn()
-    assert await world.turn() == 0
+    await world.iterate()
+    assert await world.iterate() == 0
 
 
 @pytest.mark.parametrize("is_batch", [True, False])

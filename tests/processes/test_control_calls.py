@@ -32,7 +32,7 @@ def controls_of(engine: AsyncEngine) -> Controls:
 
 @pytest.mark.process
 @pytest.mark.parametrize("has_answers", [True, False])
-async def test_orders_are_answered_while_requests_run_with_equal_output(has_answers: bool) -> None:
+async def test_control_calls_are_answered_while_requests_run_with_equal_output(has_answers: bool) -> None:
     """With both fake runners. Requests are repeated until control calls have run at several steps."""
     answers = ANSWERS if has_answers else None
     steps: set[int] = set()
@@ -52,8 +52,8 @@ async def test_orders_are_answered_while_requests_run_with_equal_output(has_answ
 
 
 @pytest.mark.process
-async def test_order_that_is_lost_with_its_process_fails_alone(tmp_path: Path) -> None:
-    faults = Faults(kill_order=ECHO, once=str(tmp_path / "once"))
+async def test_control_call_that_is_lost_with_its_process_fails_alone(tmp_path: Path) -> None:
+    faults = Faults(kill_at_control=ECHO, once=str(tmp_path / "once"))
     async with fake_async_engine(ANSWERS, faults=faults, step_time_s=0.002) as engine:
         asking = asyncio.create_task(ask_all(engine, stream=True))
         await until(lambda: engine.stats()["output_tokens"] > 3)
@@ -67,34 +67,36 @@ async def test_order_that_is_lost_with_its_process_fails_alone(tmp_path: Path) -
 
 
 @pytest.mark.process
-async def test_order_that_raises_fails_alone() -> None:
-    async with fake_async_engine(ANSWERS, processes=True, faults=Faults(raise_order=ECHO)) as engine:
-        with pytest.raises(RequestError, match="echo failed: InjectedFault: order 'echo', as asked for") as caught:
+async def test_control_call_that_raises_fails_alone() -> None:
+    async with fake_async_engine(ANSWERS, processes=True, faults=Faults(raise_at_control=ECHO)) as engine:
+        with pytest.raises(
+            RequestError, match="echo failed: InjectedFault: control call 'echo', as asked for"
+        ) as caught:
             await controls_of(engine).ask(ECHO)
         assert caught.value.stage == "control"
         assert await ask_all(engine, stream=False) == await undisturbed(has_answers=True)
         assert engine.stats()["num_restarts"] == 0
 
 
-def test_unknown_order_is_refused_with_the_known_names() -> None:
+def test_unknown_control_call_is_refused_with_the_known_names() -> None:
     reply = Loop().call("load_adaptor")
     assert (reply.success, reply.stage) == (False, "")
     assert reply.message.startswith("unknown control call 'load_adaptor'; there are flush_cache, pause, continue, ")
     assert reply.message.endswith("stop_profile, echo")
 
 
-def test_failed_order_is_a_reply_with_stage_and_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop(raise_order=ECHO)
+def test_failed_control_call_is_a_reply_with_stage_and_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(raise_at_control=ECHO)
     reply = loop.call(ECHO)
     assert (reply.success, reply.stage) == (False, "control")
-    assert reply.message == "echo failed: InjectedFault: order 'echo', as asked for by raise_order"
+    assert reply.message == "echo failed: InjectedFault: control call 'echo', as asked for by raise_at_control"
     answers = [
         (lambda: Reply(0, True, data="0" * (MAX_REPLY_BYTES + 1)), "ValueError: its reply has 33,554,433 bytes"),
         (lambda: None, "AttributeError"),
         (lambda: Reply(0, False, "no file /a\udc80"), "no file /a\\udc80"),
     ]
     for answer, words in answers:
-        monkeypatch.setattr(FakeRunner, "_echo", lambda _self, _order, answer=answer: answer())
+        monkeypatch.setattr(FakeRunner, "_echo", lambda _self, _call, answer=answer: answer())
         assert words in loop.call(ECHO).message
     loop.give(1.0, submit(1))
     loop.run(1.0)

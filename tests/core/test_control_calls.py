@@ -18,7 +18,7 @@ def world_of(depth: int) -> World:
 
 
 class Echoes:
-    """Sends orders to the runner of a world and keeps the replies."""
+    """Sends control calls to the runner of a world and keeps the replies."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -27,8 +27,8 @@ class Echoes:
 
     def send(self) -> None:
         self.num_sent += 1
-        order = Control(self.num_sent, ECHO)
-        self._world.core.call_between_steps(lambda: self.replies.append(self._world.runner.controls[ECHO](order)))
+        control = Control(self.num_sent, ECHO)
+        self._world.core.call_between_steps(lambda: self.replies.append(self._world.runner.controls[ECHO](control)))
 
     def states(self) -> list[tuple[int, int]]:
         """Return for each reply the number of launched steps, and the number of steps in flight."""
@@ -38,7 +38,7 @@ class Echoes:
 
 @DEPTHS
 @pytest.mark.parametrize("num_steps", range(7))
-def test_an_order_runs_when_no_step_is_in_flight(depth: int, num_steps: int) -> None:
+def test_a_control_call_runs_when_no_step_is_in_flight(depth: int, num_steps: int) -> None:
     world = world_of(depth)
     echoes = Echoes(world)
     world.submit(submit_of(1, list(range(20))), submit_of(2, [1, 2, 3]), submit_of(3, [4, 5]))
@@ -55,7 +55,7 @@ def test_an_order_runs_when_no_step_is_in_flight(depth: int, num_steps: int) -> 
 
 
 @DEPTHS
-def test_orders_between_all_steps_change_no_output(depth: int) -> None:
+def test_control_calls_between_all_steps_change_no_output(depth: int) -> None:
     world = world_of(depth)
     echoes = Echoes(world)
     world.submit(submit_of(1, list(range(20))), submit_of(2, [1, 2, 3], temperature=1.0), submit_of(3, [4, 5]))
@@ -71,7 +71,7 @@ def test_orders_between_all_steps_change_no_output(depth: int) -> None:
     world.check_all_over()
 
 
-def test_an_idle_or_paused_core_runs_an_order_in_its_next_step() -> None:
+def test_an_idle_or_paused_core_runs_a_control_call_in_its_next_step() -> None:
     world = world_of(1)
     echoes = Echoes(world)
     echoes.send()
@@ -88,7 +88,7 @@ def test_an_idle_or_paused_core_runs_an_order_in_its_next_step() -> None:
     world.check_all_over()
 
 
-def test_deadlines_are_kept_while_an_order_waits() -> None:
+def test_deadlines_are_kept_while_a_control_call_waits() -> None:
     world = world_of(2)
     world.submit(submit_of(1, [1, 2, 3]), submit_of(2, [1], limits=Limits(max_new_tokens=8, deadlines={"total": 2.5})))
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_deadlines_are_kept_while_an_order_waits() -> None:
     world.check_all_over()
 
 
-def test_forget_all_drops_waiting_orders() -> None:
+def test_forget_all_drops_waiting_control_calls() -> None:
     """The ledger sends both again."""
     world = world_of(1)
     echoes = Echoes(world)
