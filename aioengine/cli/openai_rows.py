@@ -59,10 +59,9 @@ class OpenAIRows:
             response = await self._post(*_call_of(item))
         except (ValueError, httpx.InvalidURL) as error:
             return {**row, "error": {"code": "invalid_request", "message": failure(error)["message"]}}, 0
-        if response.headers.get("content-type") == "application/json":
-            body = response.json()
-        else:  # an endpoint raised an error that it does not expect
-            body = {"error": {"message": response.text}}
+        is_json = response.headers.get("content-type") == "application/json"
+        # otherwise an endpoint raised an error that it does not expect
+        body: Any = response.json() if is_json else {"error": {"message": response.text}}
         request_id = response.headers.get("x-request-id")
         row["response"] = {"status_code": response.status_code, "request_id": request_id, "body": body}
         return row, (body.get("usage") or {}).get("completion_tokens", 0)
