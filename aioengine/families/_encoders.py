@@ -124,7 +124,6 @@ class BertFamily(EncoderFamily, frozen=True, kw_only=True):
 
     base: ClassVar[str] = "bert"
     classifier: ClassVar[HeadConfig] = HeadConfig(dense="bert.pooler.dense", scores="classifier")
-    position_offset: ClassVar[int] = 0
     norms = ("embeddings.LayerNorm",)
     blocks = "encoder.layer"
     block_norms = ("attention.output.LayerNorm", "output.LayerNorm")
@@ -148,6 +147,10 @@ class BertFamily(EncoderFamily, frozen=True, kw_only=True):
     @property
     def prefix(self) -> str:
         return f"{self.base}."
+
+    @property
+    def position_offset(self) -> int:
+        return 0
 
     @property
     def gelu(self) -> Gelu:

@@ -219,8 +219,8 @@ class LlavaFamily(VisionFamily, frozen=True, kw_only=True):
         default_placeholder_id: the placeholder token of files that do not name it.
     """
 
-    text_types = ("llama", "mistral", "qwen2")
-    tower_types = ("clip_vision_model", "siglip_vision_model")
+    text_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2")
+    tower_types: ClassVar[tuple[str, ...]] = ("clip_vision_model", "siglip_vision_model")
     renamed = (
         ("language_model.model.", "model."),
         ("language_model.lm_head.", "lm_head."),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from aioengine.supervision.launchers._process_child import ProcessChild
     from aioengine.supervision.launchers.inline import InlineChild, InlineLauncher
-    from aioengine.supervision.launchers.process import ProcessChild, ProcessLauncher
+    from aioengine.supervision.launchers.process import ProcessLauncher
 
     Launcher = ProcessLauncher | InlineLauncher
 
