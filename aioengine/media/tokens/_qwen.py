@@ -10,14 +10,14 @@ from msgspec import Struct
 from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, Size
 
 
-class _Tower(Struct, frozen=True):
+class _QwenTower(Struct, frozen=True):
     """``spatial_merge_size``: side of the square of patches that become one token."""
 
     spatial_merge_size: Size = 2
 
 
 class QwenImages(ImageFamily, frozen=True, kw_only=True):
-    vision_config: _Tower = _Tower()
+    vision_config: _QwenTower = _QwenTower()
 
     default_id = 151_655
     placeholder = "<|vision_start|><|image_pad|><|vision_end|>"

@@ -10,14 +10,14 @@ _AROUND = "<fake_token_around_image>"
 _WHOLE = "<global-img>"
 
 
-class _Tower(Struct, frozen=True):
+class _TileTower(Struct, frozen=True):
     patch_size: Size = 32
 
 
 class TiledImages(ImageFamily, frozen=True, kw_only=True):
     """``scale_factor``: side of the square of patches that become one token."""
 
-    vision_config: _Tower = _Tower()
+    vision_config: _TileTower = _TileTower()
     scale_factor: Size = 2
 
     default_id = 128_257

@@ -11,7 +11,7 @@ from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, Siz
 _CLIP = "clip_vision_model"
 
 
-class _Tower(Struct, frozen=True):
+class _ClipTower(Struct, frozen=True):
     model_type: Literal["clip_vision_model", "siglip_vision_model"] = _CLIP
     patch_size: Size = 14
 
@@ -19,7 +19,7 @@ class _Tower(Struct, frozen=True):
 class LlavaImages(ImageFamily, frozen=True, kw_only=True):
     """``vision_feature_select_strategy``: "default" drops the feature of the class token, which only CLIP has."""
 
-    vision_config: _Tower = _Tower()
+    vision_config: _ClipTower = _ClipTower()
     vision_feature_select_strategy: Literal["default", "full"] = "default"
 
     placeholder = "<image>"
