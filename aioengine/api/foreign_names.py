@@ -91,6 +91,7 @@ MISSING_OPTIONS: Final = _missing(
         "routed experts": "return_routed_experts=False routed_experts_start_len=0",
         "routing by session (session_params continues earlier requests)": "session_id",
         "parts of the prefix cache": "extra_key=''",
+        "data parallelism by this name (use routed_dp_rank)": "data_parallel_rank=0",
         "separate prefill and decode engines": "bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank "
         "kv_hints",
     }

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import pytest
@@ -217,14 +217,19 @@ async def test_engine_started_with_two_replicas_answers_like_one() -> None:
 
 async def test_call_may_choose_its_replica() -> None:
     setup = FakeSetup()
+    old_name: dict[str, Any] = {"data_parallel_rank": 1}
     async with fleet_engine(setup, setup, launcher="inline") as engine:
         for replica in (1, 0, 1):
             answers = await engine.async_generate(["a", "b"], {"max_new_tokens": 2}, routed_dp_rank=replica)
             assert [answer["meta_info"]["dp_rank"] for answer in answers] == [replica, replica]
+            vector = await engine.async_encode("a", routed_dp_rank=replica)
+            assert vector["meta_info"]["dp_rank"] == replica
         with pytest.raises(ValueError, match="routed_dp_rank must be less than dp_size, which is 2, got 2"):
             await engine.async_generate("a", routed_dp_rank=2)
         with pytest.raises(ValueError, match="routed_dp_rank"):
             await engine.async_generate("a", routed_dp_rank=-1)
+        with pytest.raises(ValueError, match="data_parallel_rank=1: .*use routed_dp_rank"):
+            await engine.async_generate("a", **old_name)
     async with fleet_engine(setup, launcher="inline") as engine:
         answer = await engine.async_generate("a", {"max_new_tokens": 2}, routed_dp_rank=0)
         assert answer["meta_info"]["completion_tokens"] == 2

@@ -44,6 +44,7 @@ class CommonOptions(TypedDict, total=False):
     external_trace_header: Mapping[str, str] | None
     cache_salt: str | Sequence[str | None] | None
     lora_path: str | Sequence[str | None] | None
+    routed_dp_rank: int | None
 
 
 class PlainRequestOptions(CommonOptions, total=False):
@@ -63,7 +64,6 @@ class PlainRequestOptions(CommonOptions, total=False):
     top_logprobs_num: int | Sequence[int | None] | None
     token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | checks.Array | None
     return_text_in_logprobs: bool | Sequence[bool | None] | None
-    routed_dp_rank: int | None
 
 
 class RequestOptions(PlainRequestOptions, total=False):
