@@ -155,7 +155,9 @@ def _chat_template(config: EngineConfig) -> str | None:
     if template is None:
         return None
     if not config.model.tokenizer:
-        raise ValueError("chat_template needs a tokenizer, and skip_tokenizer_init=True loads none: leave out one")
+        raise ValueError(
+            "chat_template needs a tokenizer, and skip_tokenizer_init=True loads none: leave out one of them"
+        )
     return checked_template(template)
 
 

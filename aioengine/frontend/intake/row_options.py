@@ -155,7 +155,9 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
         for option, off in zip(more, (-1, 0, (), False), strict=True):
             if option.is_list or option.of(0) != off:
                 setting = f"{option.name}={checks.shown(options[option.name])}"
-                raise ValueError(f"{setting} is given without return_logprob; add return_logprob=True, or False")
+                raise ValueError(
+                    f"{setting} is given without return_logprob; add return_logprob=True, or False for none"
+                )
     is_off = not logprobs.wanted.is_list and not logprobs.wanted.of(0)
     return None if is_off else logprobs
 

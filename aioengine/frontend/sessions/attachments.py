@@ -108,7 +108,7 @@ class Attachments:
                 if self._closed is not None:
                     raise copy(self._closed)
                 raise ValueError(
-                    f"no request {checks.shown(rid)} can be attached to: no resume_ttl, or its time is over"
+                    f"no request {checks.shown(rid)} can be attached to: it had no resume_ttl, or its time is over"
                 )
             call, row, ready = attachment.call, attachment.row, deque[CallRow]()
             (Log() if row is None else row.log).token_index(offset)  # raises ValueError
