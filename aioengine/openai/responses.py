@@ -160,6 +160,8 @@ def _add_item(messages: list[dict[str, Any]], name: str, item: dict[str, Any]) -
 def _content(name: str, content: Any) -> Any:
     if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise CallError(f"{name} must have a text or a list of parts, got {str(content)[:200]}")
     parts: list[dict[str, Any]] = []
     for part in content:
         match part:

@@ -112,6 +112,7 @@ def test_short_response_is_incomplete(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "web_search"}]}, "only functions"),
         ({"input": [{"type": "computer_call"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input_audio"),
+        ({"input": [{"role": "user", "content": None}]}, "input[0] must have a text or a list of parts, got None"),
         ({"temprature": 1}, "did you mean"),
     ],
 )

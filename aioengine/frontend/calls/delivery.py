@@ -41,8 +41,8 @@ class Delivery:
     """Puts chunks into their rows, and wakes their readers. On the engine's loop.
 
     Reading many extras takes long. If a frame has more extras than one iteration of the loop may read, some rows are
-    set aside, and their later output is queued behind these extras. Each later iteration reads pieces of rows that are
-    set aside, one row after the other.
+    set aside. Their later output is queued behind these extras. Each later iteration reads pieces of rows that are set
+    aside, one row after the other.
 
     Attributes:
         rows: ``Calls.rows``. num_detokenizing: open requests in the detokenizer.
