@@ -54,7 +54,8 @@ _EXPECTED: Final[dict[str, tuple[object, ...]]] = {
 
 _READ: Final = (
     "vocab_size",  # equals the number of rows of the embedding
-    *("attention.value_length", "rope.dimension_count"),
+    "attention.value_length",
+    "rope.dimension_count",
     *(f"rope.scaling.{key}" for key in ("type", "factor", "original_context_length", "finetuned")),
 )
 """Other keys that are used or checked below."""

@@ -42,8 +42,18 @@ _LAYER: Final = "aioengine_layer"
 
 _IRRELEVANT: Final = frozenset(
     (
-        *("dropout", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"),
-        *("return_dict", "past_key_values", "logits_to_keep", "output_router_logits", "is_causal", "deterministic"),
+        "dropout",
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "past_key_values",
+        "logits_to_keep",
+        "output_router_logits",
+        "is_causal",
+        "deterministic",
     )
 )
 """Arguments of attention functions that do not change results here."""
@@ -181,7 +191,10 @@ def _try(
     step.layers.append(
         FoundLayer(
             module,
-            *(num_heads, num_kv_heads, head_size, value.shape[3]),
+            num_heads,
+            num_kv_heads,
+            head_size,
+            value.shape[3],
             scale=head_size**-0.5 if scaling is None else float(scaling),
             window=None if window is None or window >= step.max_positions else window,
             soft_cap=None if soft_cap is None else float(soft_cap),

@@ -241,8 +241,21 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
         rows, block, num_warps = shape_of_vector_programs(num_outputs, size)
         num_programs = -(-num_outputs // rows)
         arguments = (
-            *(x, weight, bias, y, *memory, tiles.slots, partials, *numbers, num_outputs, num_programs),
-            *(size, rows, block, weights.max_rank, unit_words),
+            x,
+            weight,
+            bias,
+            y,
+            *memory,
+            tiles.slots,
+            partials,
+            *numbers,
+            num_outputs,
+            num_programs,
+            size,
+            rows,
+            block,
+            weights.max_rank,
+            unit_words,
         )
         key = common, weight.shape, bias is None, *alignments(x, weight)
         _vector((num_programs + width // rows, 1, 1), key, arguments, options(num_warps))
@@ -250,17 +263,46 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
         y = matmul(x)
         is_ahead = x.shape[0] <= MAX_AHEAD_ROWS
         arguments = (
-            *(x, *memory, tiles.order, tiles.slots, partials, *numbers, num_tiles, weights.size, num_rows),
-            *(shape.ranks, shape.block, shape.split, weights.max_rank, width, unit_words, is_ahead),
+            x,
+            *memory,
+            tiles.order,
+            tiles.slots,
+            partials,
+            *numbers,
+            num_tiles,
+            weights.size,
+            num_rows,
+            shape.ranks,
+            shape.block,
+            shape.split,
+            weights.max_rank,
+            width,
+            unit_words,
+            is_ahead,
         )
         num_chunks = len(weights.sizes) * -(-weights.max_rank // shape.ranks)
         key = common, x.data_ptr() % 16, is_ahead
         _shrink((num_tiles, num_splits, num_chunks), key, arguments, options(shape.shrink_warps))
     out = y.new_empty((y.shape[0], sizes[0])) if is_gated else y
     arguments = (
-        *(y, out, *memory, tiles.order, tiles.slots, partials, *numbers, num_tiles),
-        *(*sizes, num_rows, shape.expand_ranks, shape.outputs, num_splits, next_power_of_2(num_splits)),
-        *(weights.max_rank, width, unit_words, is_gated),
+        y,
+        out,
+        *memory,
+        tiles.order,
+        tiles.slots,
+        partials,
+        *numbers,
+        num_tiles,
+        *sizes,
+        num_rows,
+        shape.expand_ranks,
+        shape.outputs,
+        num_splits,
+        next_power_of_2(num_splits),
+        weights.max_rank,
+        width,
+        unit_words,
+        is_gated,
     )
     num_blocks = sum(-(-size // shape.outputs) for size in (sizes[:1] if is_gated else sizes))
     key = common, num_splits, y.data_ptr() % 16, is_gated

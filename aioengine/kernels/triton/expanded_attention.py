@@ -140,10 +140,16 @@ def attend(q: Tensor, kv: ExpandedKV, rows: PagedRows, tiles: ExpandedTiles, *, 
     rotated_size, value_size = rotated.shape[1], out.shape[2]
     key_size = size - rotated_size
     sizes = (
-        *(*q.stride()[:2], out.stride(0), rotated.stride(0), page_size),
-        *(key_size, rotated_size, value_size),
+        *q.stride()[:2],
+        out.stride(0),
+        rotated.stride(0),
+        page_size,
+        key_size,
+        rotated_size,
+        value_size,
         *(max(next_power_of_2(width), 16) for width in (key_size, rotated_size, value_size)),
-        *(tile.rows, tile.block),
+        tile.rows,
+        tile.block,
     )
     tensors = q, expanded, rotated, rows.query_starts, rows.page_starts, rows.last_lengths, starts, out
     stride = expanded.stride(0)

@@ -104,7 +104,13 @@ def rotate(
     copies = not keeps_key and out.data_ptr() != q.data_ptr()
     slots, keys = (None, None) if target is None else target[:2]
     sizes = (
-        *(q.stride(0), latents.stride(0), *out.stride()[:2], num_heads, query_size, value_size, half),
+        q.stride(0),
+        latents.stride(0),
+        *out.stride()[:2],
+        num_heads,
+        query_size,
+        value_size,
+        half,
         *(next_power_of_2(value_size), next_power_of_2(half), next_power_of_2(query_size - 2 * half) if copies else 0),
         keeps_key,
     )
