@@ -442,6 +442,11 @@ _ROWS: Final = {
         place="supervision.stall_timeout_s",
     ),
     "startup_timeout": Argument(_seconds, "maximum seconds for the start", place="supervision.startup_timeout_s"),
+    "enable_weights_cpu_backup": Argument(
+        checks.switch,
+        "keep weights that come by tensor in host memory, for replaced processes",
+        place="supervision.keeps_tensors",
+    ),
     "stream_interval": Argument(whole_from(1), "output tokens between two chunks of a stream"),
     "logprobs_mode": Argument(
         _words("raw", "processed"),

@@ -436,6 +436,10 @@ class AsyncEngine(BaseEngine):
 
     map = map_items.map
     update_weights_from_disk = weight_calls.update_weights_from_disk
+    update_weights_from_tensor = weight_calls.update_weights_from_tensor
+    begin_weight_update = weight_calls.begin_weight_update
+    end_weight_update = weight_calls.end_weight_update
+    get_weights_by_name = weight_calls.get_weights_by_name
     selfcheck = selfcheck.selfcheck
 
     # ------------------------------------------------------------ sessions

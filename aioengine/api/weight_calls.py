@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any
 from aioengine.api import signatures
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
     from pathlib import PurePath
 
+    from torch import Tensor
+
+    from aioengine.frontend.controls import Outcome
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.live_weights import WeightUpdate
 
@@ -41,3 +45,70 @@ async def update_weights_from_disk(
     """
     frontend: Frontend = self._frontend_here()
     return await frontend.weights.from_disk(model_path, load_format, weight_version)
+
+
+@signatures.own_arguments
+async def update_weights_from_tensor(
+    self: Any,
+    named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
+    load_format: str | None = None,
+    *,
+    weight_version: str | None = None,
+) -> WeightUpdate:
+    """Replace some or all weights by tensors of this program. They have the names and shapes of the checkpoint.
+
+    As ``update_weights_from_disk``, but any part of the tensors is enough. All are checked before the first one is
+    replaced, and the tensors may change again after this call. Tensors on a CPU are copied to memory that the processes
+    share, in a thread. Tensors on the GPU of the engine are read where they are, if it is the only GPU of the engine.
+
+    Between ``begin_weight_update`` and ``end_weight_update``, tensors may come in several calls. If the process that
+    computes is lost later, these weights are lost, and open requests end with ``RequestError``;
+    ``enable_weights_cpu_backup=True`` of the constructor keeps a copy, with which they continue.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
+    """
+    frontend: Frontend = self._frontend_here()
+    return await frontend.weights.from_tensors(named_tensors, load_format, weight_version)
+
+
+@signatures.own_arguments
+async def begin_weight_update(self: Any, selector: str = "all") -> Outcome:
+    """Compute no more steps until ``end_weight_update``. In between, all weights are replaced, in any number of calls.
+
+    ``update_weights_from_disk`` ends the update, too. The result is false if an update is open already. selector: "all"
+    or "target".
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
+    """
+    frontend: Frontend = self._frontend_here()
+    return await frontend.weights.begin(selector)
+
+
+@signatures.own_arguments
+async def end_weight_update(self: Any, *, weight_version: str | None = None) -> Outcome:
+    """Continue with the new weights.
+
+    The result is false if no update is open, or if tensors are missing: then the update stays open, and the message
+    names them. After the loss of a process, the update is not open any more, and the old weights compute.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
+    """
+    frontend: Frontend = self._frontend_here()
+    return await frontend.weights.end(weight_version)
+
+
+@signatures.own_arguments
+async def get_weights_by_name(self: Any, name: str, truncate_size: int = 100) -> list[Any] | None:
+    """Return the first ``truncate_size`` rows of a tensor of the checkpoint as lists of numbers; None: unknown name.
+
+    With several replicas, return the list of their results.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the tensor is quantized or divided among ranks.
+        EngineClosedError, EngineDeadError.
+    """
+    frontend: Frontend = self._frontend_here()
+    return await frontend.weights.get(name, truncate_size)

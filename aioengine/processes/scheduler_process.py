@@ -346,6 +346,7 @@ class SchedulerService:
             message = f"{control.name} failed: {type(error).__name__}: {error}"
             return Reply(control.call_id, False, message, stage=stage)
         facts = self._runner.facts
+        self._core.is_held = bool(facts.get("lacks_weights", False))
         if (num_loads := num_weight_loads_in(facts)) != self._num_weight_loads:
             self._num_weight_loads = num_loads
             version, keeps_kv = weight_version_in(facts), self._core.is_paused

@@ -182,6 +182,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         runner.facts,
         make_empty=lambda: _model(settings, config, dataclasses.replace(options, device=torch.device("meta"))),
         on_loaded=runner.forget_features,
+        ranks=shard.group,
     )
     runner.controls |= loader.controls
     runner.facts |= memory.facts() | times.facts()
