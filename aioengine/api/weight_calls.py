@@ -1,4 +1,4 @@
-"""The methods of both engines for new weights."""
+"""The methods of both engines for new weights, and pauses."""
 
 from __future__ import annotations
 
@@ -7,14 +7,28 @@ from typing import TYPE_CHECKING, Any
 from aioengine.api import signatures
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import PurePath
 
-    from torch import Tensor
-
-    from aioengine.frontend.controls import Outcome
+    from aioengine.frontend.controls import Outcome, PauseMode
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.live_weights import WeightUpdate
+
+
+async def pause_generation(self: Any, mode: PauseMode = "abort") -> Outcome:
+    """Stop computing until ``continue_generation``; new calls wait.
+
+    ``mode``: "abort" ends all requests. "in_place" keeps them and their KV. "retract" keeps them; their KV is computed
+    again when they continue.
+    """
+    frontend: Frontend = self._frontend_here()
+    return await frontend.controls.pause(mode)
+
+
+async def continue_generation(self: Any) -> Outcome:
+    """Continue after ``pause_generation``."""
+    frontend: Frontend = self._frontend_here()
+    return await frontend.controls.unpause()
 
 
 @signatures.own_arguments
@@ -50,12 +64,12 @@ async def update_weights_from_disk(
 @signatures.own_arguments
 async def update_weights_from_tensor(
     self: Any,
-    named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
+    named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
     load_format: str | None = None,
     *,
     weight_version: str | None = None,
 ) -> WeightUpdate:
-    """Replace some or all weights by tensors of this program. They have the names and shapes of the checkpoint.
+    """Replace some or all weights by torch tensors with names and shapes of the checkpoint.
 
     As ``update_weights_from_disk``, but any part of the tensors is enough. All are checked before the first one is
     replaced, and the tensors may change again after this call. Tensors on a CPU are copied to memory that the processes
@@ -112,3 +126,59 @@ async def get_weights_by_name(self: Any, name: str, truncate_size: int = 100) ->
     """
     frontend: Frontend = self._frontend_here()
     return await frontend.weights.get(name, truncate_size)
+
+
+@signatures.own_arguments
+async def init_weights_update_group(
+    self: Any,
+    master_address: str,
+    master_port: int,
+    rank_offset: int,
+    world_size: int,
+    group_name: str = "weight_update_group",
+    backend: str = "nccl",
+) -> Outcome:
+    """Join a process group that the training program opens, in which it has rank 0.
+
+    Rank ``r`` of the engine joins with rank ``rank_offset + r``; with several replicas, the ranks of the next one
+    follow. No step runs until all have joined. backend: "nccl", or "gloo" for tensors on a CPU. The result is false if
+    the program cannot be reached within five minutes.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong. EngineClosedError, EngineDeadError.
+    """
+    frontend: Frontend = self._frontend_here()
+    return await frontend.weights.join(master_address, master_port, rank_offset, world_size, group_name, backend)
+
+
+@signatures.own_arguments
+async def destroy_weights_update_group(self: Any, group_name: str = "weight_update_group") -> Outcome:
+    """Leave a group of ``init_weights_update_group``. The result is false if the engine is in no such group.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong. EngineClosedError, EngineDeadError.
+    """
+    frontend: Frontend = self._frontend_here()
+    return await frontend.weights.leave(group_name)
+
+
+@signatures.own_arguments
+async def update_weights_from_distributed(
+    self: Any,
+    names: Sequence[str],
+    dtypes: Sequence[Any],
+    shapes: Sequence[Sequence[int]],
+    group_name: str = "weight_update_group",
+    *,
+    weight_version: str | None = None,
+) -> WeightUpdate:
+    """Replace some or all weights by tensors that rank 0 of the group broadcasts, in the order of ``names``.
+
+    As ``update_weights_from_tensor``; no step runs meanwhile. A copy is never kept (``enable_weights_cpu_backup``).
+    dtypes: of torch, or their names.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong. EngineClosedError, EngineDeadError.
+    """
+    frontend: Frontend = self._frontend_here()
+    return await frontend.weights.from_group(names, dtypes, shapes, group_name, weight_version)

@@ -25,8 +25,11 @@ from aioengine.protocol.weight_messages import (
     DTYPE_NAMES,
     END_WEIGHTS,
     GET_WEIGHTS,
+    JOIN_GROUP,
+    LEAVE_GROUP,
     LOAD_WEIGHTS,
     NOT_OPEN,
+    RECEIVE,
     CudaTensor,
 )
 from aioengine.supervision.ledger import LOST_WEIGHTS
@@ -75,12 +78,14 @@ class _OpenUpdate:
     """An update from ``begin_weight_update`` to ``end_weight_update``.
 
     number: unique. version: given by the user; None: none was given. files: with its tensors, if they are kept.
+    is_kept: all its tensors are in files.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.version: str | None = None
         self.files: list[_TensorFile] = []
+        self.is_kept = True
 
 
 class LiveWeights:
@@ -165,20 +170,65 @@ class LiveWeights:
         checked = await self._ask(CHECK_WEIGHTS, arguments)
         if not checked.success:
             return WeightUpdate(False, checked.message)
+        return await self._load_checked(arguments, version, file)
+
+    async def _load_checked(
+        self, arguments: dict[str, Argument], version: str | None, file: _TensorFile | None
+    ) -> WeightUpdate:
+        """Load checked tensors."""
         new_files = [file] if file is not None and self._keeps else []
         if (update := self._update) is not None:
             result = await self._load(arguments)
             if result:
                 update.version = version or update.version
                 update.files += new_files
+                update.is_kept &= bool(new_files)
             return result
         files = _needed([*self._files, *new_files])
         paths = tuple(file.path for file in files)
-        loaded = replace(self._next(version), tensor_files=paths, are_kept=self._keeps)
+        are_kept = bool(new_files) and self.loaded.are_kept
+        loaded = replace(self._next(version), tensor_files=paths, are_kept=are_kept)
         result = await self._load(arguments, loaded)
         if result:
             self._keep(files)
         return result
+
+    async def join(
+        self, address: object, port: object, rank_offset: object, world_size: object, group: object, backend: object
+    ) -> Outcome:
+        """See ``AsyncEngine.init_weights_update_group``."""
+        arguments: dict[str, Argument] = {
+            "address": checks.text("master_address", address),
+            "port": checks.whole("master_port", port, 1, 65535),
+            "rank_offset": checks.whole("rank_offset", rank_offset, 1),
+            "world_size": checks.whole("world_size", world_size, 2),
+            "group": checks.text("group_name", group),
+            "backend": checks.choice("backend", backend, {"nccl": "nccl", "gloo": "gloo"}),
+        }
+        async with self._lock:
+            reply = await self._ask(JOIN_GROUP, arguments)
+            return Outcome(reply.success, reply.message)
+
+    async def leave(self, group: object) -> Outcome:
+        """See ``AsyncEngine.destroy_weights_update_group``."""
+        async with self._lock:
+            reply = await self._ask(LEAVE_GROUP, {"group": checks.text("group_name", group)})
+            return Outcome(reply.success, reply.message)
+
+    async def from_group(
+        self, names: object, dtypes: object, shapes: object, group: object, weight_version: object
+    ) -> WeightUpdate:
+        """See ``AsyncEngine.update_weights_from_distributed``."""
+        listed = json.dumps(_listed(names, dtypes, shapes))
+        version = _version(weight_version)
+        arguments: dict[str, Argument] = {"tensors": listed, "group": checks.text("group_name", group)}
+        async with self._lock:
+            reply = await self._ask(RECEIVE, arguments)
+            if not reply.success:
+                return WeightUpdate(False, reply.message)
+            if self._update is None and self.loaded.are_lost:
+                return WeightUpdate(False, LOST_WEIGHTS)
+            return await self._load_checked({"received": True, "is_part": True}, version, None)
 
     async def begin(self, selector: object) -> Outcome:
         """See ``AsyncEngine.begin_weight_update``."""
@@ -206,7 +256,7 @@ class LiveWeights:
             loaded = replace(
                 self._next(version or update.version),
                 tensor_files=tuple(file.path for file in files),
-                are_kept=self._keeps,
+                are_kept=update.is_kept,
                 are_lost=False,
             )
             result = await self._load({}, loaded, END_WEIGHTS)
@@ -314,6 +364,25 @@ def _tensors(value: object) -> dict[str, Any]:
         raise
     if not tensors:
         raise ValueError("named_tensors is empty; give at least one tensor")
+    return tensors
+
+
+def _listed(names: object, dtypes: object, shapes: object) -> list[tuple[str, str, list[int]]]:
+    """Return name, dtype and shape of each tensor to receive. dtypes: of torch, or their names."""
+    lists = [
+        checks.items(name, value, 1 << 20) for name, value in (("names", names), ("dtypes", dtypes), ("shapes", shapes))
+    ]
+    if len({len(values) for values in lists}) > 1:
+        raise ValueError(
+            f"names, dtypes and shapes have different lengths: {', '.join(str(len(own)) for own in lists)}"
+        )
+    tensors: list[tuple[str, str, list[int]]] = []
+    for name, dtype, shape in zip(*lists, strict=True):
+        text = str(dtype).removeprefix("torch.")
+        if text not in DTYPE_NAMES:
+            raise checks.wrong_value("dtypes entries", f"one of {', '.join(DTYPE_NAMES)}", dtype)
+        sizes = [checks.whole("sizes in shapes", size, 0) for size in checks.items("shapes entries", shape, 16)]
+        tensors.append((checks.text("names entries", name), DTYPE_NAMES[text], sizes))
     return tensors
 
 

@@ -5,12 +5,17 @@
     BEGIN_WEIGHTS   compute no step until END_WEIGHTS; the weights arrive in several LOAD_WEIGHTS
     END_WEIGHTS     end this update; CHECK_WEIGHTS with ``ends`` checks first that all tensors have arrived
     GET_WEIGHTS     return the first rows of a tensor
+    JOIN_GROUP      join the process group of a training program (``TrainerGroup``)
+    LEAVE_GROUP     leave it
+    RECEIVE         receive tensors in the group, and check them; a LOAD_WEIGHTS with ``received`` follows
 
 Arguments:
 
     path       of a whole checkpoint: a folder or a GGUF file. With ``is_part``, of a safetensors file with any part of
                it. "": the source is ``handles``
     handles    ``CudaTensor``s as JSON, any part of a checkpoint
+    received   the source is what RECEIVE has received
+    tensors    name, dtype and shape of the tensors to receive, as JSON
     update     the number of the open update; 0: none is open
     weights    the ``LoadedWeights`` after the call, as JSON; "" while an update is open
 """
@@ -26,6 +31,9 @@ LOAD_WEIGHTS: Final = "load_weights"
 BEGIN_WEIGHTS: Final = "begin_weights"
 END_WEIGHTS: Final = "end_weights"
 GET_WEIGHTS: Final = "get_weights"
+JOIN_GROUP: Final = "join_group"
+LEAVE_GROUP: Final = "leave_group"
+RECEIVE: Final = "receive_weights"
 
 NOT_OPEN: Final = '"not open"'
 """The data of a reply if the process has no open update with this number, because it was replaced."""

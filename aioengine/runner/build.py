@@ -178,7 +178,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
             warm_up_device(runner, parts, report=report, times=times)
     loader = WeightLoader(
         model,
-        settings.model,
+        settings,
         runner.facts,
         make_empty=lambda: _model(settings, config, dataclasses.replace(options, device=torch.device("meta"))),
         on_loaded=runner.forget_features,

@@ -22,11 +22,15 @@ from aioengine.protocol.weight_messages import (
     CHECK_WEIGHTS,
     END_WEIGHTS,
     GET_WEIGHTS,
+    JOIN_GROUP,
+    LEAVE_GROUP,
     LOAD_WEIGHTS,
     NOT_OPEN,
+    RECEIVE,
     CudaTensor,
 )
 from aioengine.runner import weights
+from aioengine.runner.trainer_group import TrainerGroup
 from aioengine.runner.weight_reading import DTYPES, check_all, check_finite
 from aioengine.settings.config import TRANSFORMERS, LoadedWeights
 
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from aioengine.layers.ranks import RankGroup
     from aioengine.models._base import Model
     from aioengine.protocol.messages import Argument
-    from aioengine.settings.config import ModelSettings
+    from aioengine.settings.config import Settings
 
     Facts = dict[str, str | int | float | bool]
 
@@ -99,7 +103,7 @@ class WeightLoader:
     def __init__(
         self,
         model: Model,
-        settings: ModelSettings,
+        settings: Settings,
         facts: Facts,
         *,
         make_empty: Callable[[], Model],
@@ -118,6 +122,9 @@ class WeightLoader:
             BEGIN_WEIGHTS: self._begin,
             END_WEIGHTS: self._end,
             GET_WEIGHTS: self._get,
+            JOIN_GROUP: self._join,
+            LEAVE_GROUP: self._leave,
+            RECEIVE: self._receive,
         }
         self._model = model
         self._settings = settings
@@ -128,11 +135,13 @@ class WeightLoader:
         self._empty: dict[str, Target] | None = None
         self._update = 0  # number of the open update
         self._arrived: set[str] = set()  # names of its tensors
+        self._groups: dict[str, TrainerGroup] = {}
+        self._received: _PresentPart | None = None
         self._opened: tuple[str, _PresentPart] | None = None
         """The checked tensors of another process, and their handles, which may be opened only once."""
-        for path in settings.weights.tensor_files:
+        for path in settings.model.weights.tensor_files:
             self._replace(self._part_of({"path": path, "is_part": True}))
-        self._note(settings.weights)
+        self._note(settings.model.weights)
 
     def _note(self, loaded: LoadedWeights) -> None:
         self._facts |= {"weight_version": loaded.version, "num_weight_loads": loaded.number, "lacks_weights": False}
@@ -167,7 +176,7 @@ class WeightLoader:
             self._replace(part)
         except Exception as error:
             raise WeightsBrokenError(f"new weights could not be loaded: {error}") from error
-        self._opened = None
+        self._opened = self._received = None
         if loaded is None:
             self._arrived |= part.names
         else:
@@ -206,6 +215,45 @@ class WeightLoader:
         self._model.finish_loading()
         return Reply(control.call_id, True, data=json.dumps(rows))
 
+    def _join(self, control: Control) -> Reply:
+        arguments = control.arguments
+        name, runner = str(arguments["group"]), self._settings.runner
+        offset, size, port = (int(str(arguments[key])) for key in ("rank_offset", "world_size", "port"))
+        num_ranks, rank = (1, 0) if runner.ranks is None else (runner.ranks.size, runner.ranks.rank)
+        rank += offset + runner.replica * num_ranks
+        if name in self._groups:
+            return Reply(control.call_id, False, f"the engine is in a group {name!r} already; destroy it first")
+        if arguments["backend"] == "nccl" and not torch.cuda.is_available():
+            return Reply(control.call_id, False, "backend='nccl' needs a GPU; backend='gloo' works")
+        try:
+            backend, address = str(arguments["backend"]), str(arguments["address"])
+            self._groups[name] = TrainerGroup(name, backend, address, port, rank=rank, size=size)
+        except RuntimeError as error:
+            return Reply(control.call_id, False, f"rank {rank} could not join the group at {address}:{port}: {error}")
+        return Reply(control.call_id, True)
+
+    def _leave(self, control: Control) -> Reply:
+        is_known = self._groups.pop(name := str(control.arguments["group"]), None) is not None
+        return Reply(control.call_id, is_known, "" if is_known else _no_group(name))
+
+    def _receive(self, control: Control) -> Reply:
+        """Receive tensors before they are checked, because the program waits until all have received them."""
+        name = str(control.arguments["group"])
+        if refusal := self._refusal(control):
+            return refusal
+        if (group := self._groups.get(name)) is None:
+            return Reply(control.call_id, False, _no_group(name))
+        listed = msgspec.json.decode(str(control.arguments["tensors"]), type=list[tuple[str, str, tuple[int, ...]]])
+        try:
+            tensors = group.receive((tensor, DTYPES[dtype], shape) for tensor, dtype, shape in listed)
+            self._check_model(None)
+            part = self._present(tensors)
+            part.check(self._targets())
+        except (ValueError, RuntimeError) as error:
+            return Reply(control.call_id, False, str(error))
+        self._received = part
+        return Reply(control.call_id, True)
+
     def _refusal(self, control: Control) -> Reply | None:
         """Return a refusal if this process does not have the open update of the call."""
         if _update_of(control) == self._update:
@@ -232,6 +280,9 @@ class WeightLoader:
             shown = "this call" if is_part else ""
             entries = weights.checked_entries(self._model, Path(path), self._targets(), is_part=is_part, shown=shown)
             return _StoredPart(entries)
+        if arguments.get("received"):
+            assert self._received is not None, "nothing was received"
+            return self._received
         handles = str(arguments["handles"])
         if self._opened is None or self._opened[0] != handles:
             tensors = msgspec.json.decode(handles, type=list[CudaTensor])
@@ -268,13 +319,13 @@ class WeightLoader:
 
         The sizes of tensors do not show all differences. A folder may lack config.json. path: of a whole checkpoint.
         """
-        if self._settings.implementation == TRANSFORMERS:
+        if self._settings.model.implementation == TRANSFORMERS:
             raise ValueError("a model in transformers' code cannot take new weights; start an engine with them")
         if (layer := self._fixed_layer()) is not None:
             raise ValueError(f"the layer {layer} is quantized, and its weights on a GPU cannot be replaced")
-        if path is None or folder_files.is_gguf(path) or folder_files.is_gguf(Path(self._settings.path)):
+        if path is None or folder_files.is_gguf(path) or folder_files.is_gguf(Path(self._settings.model.path)):
             return
-        old, new = read_config(Path(self._settings.path)), read_config(path)
+        old, new = read_config(Path(self._settings.model.path)), read_config(path)
         if old is None or new is None:
             return
         if old.get("model_type") != new.get("model_type") or _described(old) != _described(new):
@@ -288,6 +339,10 @@ def _loaded_by(control: Control) -> LoadedWeights | None:
     """Return the weights after a control call; None: they are incomplete."""
     text = control.arguments.get("weights")
     return msgspec.json.decode(str(text), type=LoadedWeights) if text else None
+
+
+def _no_group(name: str) -> str:
+    return f"the engine is in no group {name!r}; call init_weights_update_group (again, if its process was replaced)"
 
 
 def _update_of(control: Control) -> int:

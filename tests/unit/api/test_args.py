@@ -30,7 +30,7 @@ DOCUMENTED = """
     lora_target_modules max_loaded_loras
     logits_processors logprobs_mode max_hidden_state_bytes allowed_local_media_path allow_private_urls max_image_bytes
     max_image_pixels max_images_per_prompt media_timeout
-    speculative_algorithm speculative_num_draft_tokens speculative_num_steps
+    speculative_algorithm speculative_num_draft_tokens speculative_num_steps enable_weights_cpu_backup
 """.split()
 
 WRONG_TYPES = {int: [True, "1", 1.5], float: [True, "1", []], bool: [0, "yes"], str: [5, b"x"]}
