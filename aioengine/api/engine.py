@@ -445,6 +445,8 @@ class AsyncEngine(BaseEngine):
     init_weights_update_group = weight_calls.init_weights_update_group
     update_weights_from_distributed = weight_calls.update_weights_from_distributed
     destroy_weights_update_group = weight_calls.destroy_weights_update_group
+    release_memory_occupation = weight_calls.release_memory_occupation
+    resume_memory_occupation = weight_calls.resume_memory_occupation
     selfcheck = selfcheck.selfcheck
 
     # ------------------------------------------------------------ sessions

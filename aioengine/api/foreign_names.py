@@ -59,7 +59,7 @@ MISSING_ARGUMENTS: Final = _missing(
         "speculation with a second model": "speculative_draft_model_path speculative_draft_model_quantization "
         "speculative_eagle_topk=1 speculative_draft_model_revision speculative_token_map speculative_model",
         "speculation in this form (use speculative_algorithm)": "speculative_config num_speculative_tokens",
-        "releasing memory": "enable_memory_saver=False enable_weights_cpu_backup=False enable_sleep_mode=False",
+        "releasing memory": "enable_sleep_mode=False",
         "audio and video": "enable_multimodal=False",
         "a KV cache in several tiers": "enable_hierarchical_cache=False enable_lmcache=False kv_transfer_config",
         "torch.compile": "enable_torch_compile=False compilation_config",

@@ -281,6 +281,8 @@ class Engine(BaseEngine):
     init_weights_update_group = _on_loop(AsyncEngine.init_weights_update_group)
     update_weights_from_distributed = _on_loop(AsyncEngine.update_weights_from_distributed)
     destroy_weights_update_group = _on_loop(AsyncEngine.destroy_weights_update_group)
+    release_memory_occupation = _on_loop(AsyncEngine.release_memory_occupation)
+    resume_memory_occupation = _on_loop(AsyncEngine.resume_memory_occupation)
     selfcheck = _on_loop(AsyncEngine.selfcheck)
     freeze_gc = _on_loop(AsyncEngine.freeze_gc)
     start_profile = _on_loop(AsyncEngine.start_profile)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aioengine.api import signatures
+from aioengine.protocol.weight_messages import RELEASE_MEMORY, RESUME_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -182,3 +183,32 @@ async def update_weights_from_distributed(
     """
     frontend: Frontend = self._frontend_here()
     return await frontend.weights.from_group(names, dtypes, shapes, group_name, weight_version)
+
+
+@signatures.own_arguments
+async def release_memory_occupation(self: Any, tags: Sequence[str] | str | None = None) -> None:
+    """Free memory for another program until ``resume_memory_occupation``. Requests wait until then.
+
+    The engine needs ``enable_memory_saver=True``. No request may be running: finish them, or call
+    ``pause_generation("retract")`` before. tags: "kv_cache" (the prefix cache is emptied, too), "weights" (they are
+    loaded again later) and "cuda_graph". On a GPU only "kv_cache" can be released, and comes back at the same
+    addresses. None: all that can be released.
+
+    Raises:
+        TypeError, ValueError: ``tags`` is wrong. EngineClosedError, EngineDeadError.
+        RuntimeError: this memory is released already, or cannot be released; the message says why.
+    """
+    frontend: Frontend = self._frontend_here()
+    await frontend.weights.change_memory(tags, RELEASE_MEMORY)
+
+
+@signatures.own_arguments
+async def resume_memory_occupation(self: Any, tags: Sequence[str] | str | None = None) -> None:
+    """Allocate released memory again. tags: as of ``release_memory_occupation``.
+
+    Raises:
+        TypeError, ValueError: ``tags`` is wrong. EngineClosedError, EngineDeadError.
+        RuntimeError: this memory is not released.
+    """
+    frontend: Frontend = self._frontend_here()
+    await frontend.weights.change_memory(tags, RESUME_MEMORY)

@@ -28,8 +28,10 @@ from aioengine.protocol.weight_messages import (
     JOIN_GROUP,
     LEAVE_GROUP,
     LOAD_WEIGHTS,
+    MEMORY_TAGS,
     NOT_OPEN,
     RECEIVE,
+    RELEASE_MEMORY,
     CudaTensor,
 )
 from aioengine.supervision.ledger import LOST_WEIGHTS
@@ -99,10 +101,12 @@ class LiveWeights:
         self._processes = processes
         self._keeps = keeps
         self._first_version = str(facts.get("weight_version", processes.weights.version))
+        self._is_on_cpu = facts.get("device") == "cpu"
         self._gpu = str(facts.get("device_uuid", "")) if is_alone and not keeps else ""
         self._lock = asyncio.Lock()
         self._update: _OpenUpdate | None = None
         self._num_updates = 0
+        self._released: set[str] = set()  # tags of memory
         self._files: list[_TensorFile] = []
 
     @property
@@ -265,6 +269,21 @@ class LiveWeights:
                 self._keep(files)
             self._end_update()
             return Outcome(result.success, result.message)
+
+    async def change_memory(self, tags: object, name: str) -> None:
+        """Release or resume memory. See ``AsyncEngine.release_memory_occupation``."""
+        known = MEMORY_TAGS if self._is_on_cpu else ("kv_cache",)
+        chosen = known if tags is None else checks.items("tags", [tags] if isinstance(tags, str) else tags, 8)
+        words = {checks.choice("tags entries", tag, {tag: tag for tag in MEMORY_TAGS}) for tag in chosen}
+        is_release = name == RELEASE_MEMORY
+        async with self._lock:
+            if wrong := words & self._released if is_release else words - self._released:
+                state = "already released" if is_release else "not released"
+                raise RuntimeError(f"the memory of {', '.join(sorted(wrong))} is {state}")
+            reply = await self._ask(name, {"tags": sorted(words)})
+            if not reply.success:
+                raise RuntimeError(reply.message)
+            self._released = self._released | words if is_release else self._released - words
 
     async def get(self, name: object, truncate_size: object) -> Any:
         """See ``AsyncEngine.get_weights_by_name``."""

@@ -7,6 +7,7 @@
     GET_WEIGHTS     return the first rows of a tensor
     JOIN_GROUP      join the process group of a training program (``TrainerGroup``)
     LEAVE_GROUP     leave it
+    RELEASE_MEMORY  free memory until RESUME_MEMORY, and compute no step until then; ``tags``: of ``MEMORY_TAGS``
     RECEIVE         receive tensors in the group, and check them; a LOAD_WEIGHTS with ``received`` follows
 
 Arguments:
@@ -34,6 +35,9 @@ GET_WEIGHTS: Final = "get_weights"
 JOIN_GROUP: Final = "join_group"
 LEAVE_GROUP: Final = "leave_group"
 RECEIVE: Final = "receive_weights"
+RELEASE_MEMORY: Final = "release_memory"
+RESUME_MEMORY: Final = "resume_memory"
+MEMORY_TAGS: Final = ("weights", "kv_cache", "cuda_graph")
 
 NOT_OPEN: Final = '"not open"'
 """The data of a reply if the process has no open update with this number, because it was replaced."""

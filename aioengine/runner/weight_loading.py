@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
@@ -27,6 +28,8 @@ from aioengine.protocol.weight_messages import (
     LOAD_WEIGHTS,
     NOT_OPEN,
     RECEIVE,
+    RELEASE_MEMORY,
+    RESUME_MEMORY,
     CudaTensor,
 )
 from aioengine.runner import weights
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from aioengine.layers.ranks import RankGroup
     from aioengine.models._base import Model
     from aioengine.protocol.messages import Argument
+    from aioengine.runner.model_runner import ModelRunner
     from aioengine.settings.config import Settings
 
     Facts = dict[str, str | int | float | bool]
@@ -107,13 +111,13 @@ class WeightLoader:
         facts: Facts,
         *,
         make_empty: Callable[[], Model],
-        on_loaded: Callable[[], None],
+        runner: ModelRunner,
         ranks: RankGroup | None = None,
     ) -> None:
         """Load the tensors that were loaded after the checkpoint, if there are any.
 
         facts: of the runner; the facts about weights are kept in them.
-        make_empty: returns the same model on the device "meta". on_loaded: called after the weights have changed.
+        make_empty: returns the same model on the device "meta".
         ranks: None: there is one rank.
         """
         self.controls: dict[str, Callable[[Control], Reply]] = {
@@ -125,12 +129,15 @@ class WeightLoader:
             JOIN_GROUP: self._join,
             LEAVE_GROUP: self._leave,
             RECEIVE: self._receive,
+            RELEASE_MEMORY: self._release,
+            RESUME_MEMORY: self._resume,
         }
         self._model = model
         self._settings = settings
         self._facts = facts
         self._make_empty = make_empty
-        self._on_loaded = on_loaded
+        self._runner = runner
+        self._released: set[str] = set()  # tags
         self._ranks = ranks
         self._empty: dict[str, Target] | None = None
         self._update = 0  # number of the open update
@@ -144,6 +151,7 @@ class WeightLoader:
         self._note(settings.model.weights)
 
     def _note(self, loaded: LoadedWeights) -> None:
+        self._loaded = loaded
         self._facts |= {"weight_version": loaded.version, "num_weight_loads": loaded.number, "lacks_weights": False}
 
     # ------------------------------------------------------------ control calls
@@ -254,6 +262,53 @@ class WeightLoader:
         self._received = part
         return Reply(control.call_id, True)
 
+    def _release(self, control: Control) -> Reply:
+        tags = set(cast("list[str]", control.arguments["tags"])) - self._released
+        is_on_gpu = self._settings.runner.device != "cpu"
+        reason = ""
+        if not self._settings.memory.can_release:
+            reason = "this engine cannot release memory; give its constructor enable_memory_saver=True"
+        elif is_on_gpu and tags - {"kv_cache"}:
+            reason = "on a GPU, only the memory of 'kv_cache' can be released"
+        elif "weights" in tags and not self._loaded.are_kept:
+            reason = "weights that came by tensor would be lost; enable_weights_cpu_backup=True keeps a copy"
+        elif "weights" in tags and self._settings.model.implementation == TRANSFORMERS:
+            reason = "the weights of a model in transformers' code cannot be released"
+        if reason:
+            return Reply(control.call_id, False, reason)
+        if "kv_cache" in tags:
+            self._runner.release_pools()
+        if "weights" in tags:
+            self._model.free_weights()
+            if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+                trim(0)  # otherwise the C library keeps the memory for this process
+        self._released |= tags
+        self._facts["lacks_memory"] = True
+        return Reply(control.call_id, True)
+
+    @torch.no_grad()
+    def _resume(self, control: Control) -> Reply:
+        tags = set(cast("list[str]", control.arguments["tags"])) & self._released
+        if "kv_cache" in tags:
+            self._runner.resume_pools()
+        if "weights" in tags:
+            try:
+                self._load_all()
+            except Exception as error:
+                raise WeightsBrokenError(f"the weights could not be loaded again: {error}") from error
+        self._released -= tags
+        self._facts["lacks_memory"] = bool(self._released)
+        return Reply(control.call_id, True)
+
+    def _load_all(self) -> None:
+        """Load all weights again."""
+        model, loaded = self._settings.model, self._loaded
+        path, load_format = Path(loaded.path or model.path), "auto" if loaded.path else model.load_format
+        seed = self._settings.random_seed
+        weights.load(self._model, path, load_format=load_format, seed=seed, report=lambda done, total: None)
+        for file in loaded.tensor_files:
+            self._replace(self._part_of({"path": file, "is_part": True}))
+
     def _refusal(self, control: Control) -> Reply | None:
         """Return a refusal if this process does not have the open update of the call."""
         if _update_of(control) == self._update:
@@ -269,7 +324,7 @@ class WeightLoader:
         self._model.open_for_loading("", {name.rpartition(".")[0] for name in part.names})
         part.write(self._model.weights())
         self._model.finish_loading()
-        self._on_loaded()
+        self._runner.forget_features()
         if self._ranks is not None:
             self._ranks.smallest(0)  # all have read the files, which may be removed after the reply
 

@@ -75,6 +75,7 @@ class MemoryConfig(Struct, frozen=True, kw_only=True):
     max_total_tokens: int | None = None
     mem_fraction_static: float | None = None
     prefix_cache: bool = True
+    can_release: bool = False
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -318,12 +319,14 @@ class MemorySettings(Struct, frozen=True, kw_only=True):
         num_pages: its size in tokens divided by ``page_size``; page groups need a multiple (``PageGroups.pages_in``).
             None: the runner takes as many as fit into ``mem_fraction_static`` of the memory.
         kv_dtype: of keys and values, as in ``kv_cache_dtype``; None: the dtype of the model.
+        can_release: the memory of a running engine can be freed for a while.
     """
 
     page_size: int
     num_pages: int | None
     mem_fraction_static: float
     kv_dtype: str | None = None
+    can_release: bool = False
 
 
 class SchedulerSettings(Struct, frozen=True, kw_only=True):

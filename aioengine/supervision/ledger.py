@@ -19,7 +19,7 @@ The ledger has no clock and no I/O. Times are arguments.
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 from msgspec import Struct
@@ -40,6 +40,7 @@ from aioengine.protocol.messages import (
     Suspend,
     TextChunks,
 )
+from aioengine.protocol.weight_messages import RELEASE_MEMORY, RESUME_MEMORY
 from aioengine.settings.config import LoadedWeights
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ class ControlCalls:
         lost: the ledger's replies to control calls that were lost with a scheduler.
         pinned: adapter id -> the control call that loaded this pinned adapter. It is sent to each new scheduler.
         weights: the weights of the scheduler. A new one starts with ``weights.after_loss()``.
+        released: tags of released memory, which each new scheduler releases, too.
     """
 
     def __init__(self) -> None:
@@ -176,6 +178,7 @@ class ControlCalls:
         self.lost: list[Reply] = []
         self.pinned: dict[Argument, Control] = {}
         self.weights = LoadedWeights()
+        self.released: set[str] = set()
         self._waiting: dict[int, Control] = {}
         self._sent: dict[int, Control] = {}
 
@@ -205,6 +208,9 @@ class ControlCalls:
         control = self._sent.pop(reply.call_id, None)
         if control is not None and reply.success and control.name in ("pause", "continue"):
             self.is_paused = control.name == "pause"
+        if control is not None and reply.success and control.name in (RELEASE_MEMORY, RESUME_MEMORY):
+            tags = set(cast("list[str]", control.arguments["tags"]))
+            self.released = self.released | tags if control.name == RELEASE_MEMORY else self.released - tags
         if control is not None and reply.success and control.name == LOAD_ADAPTER and control.arguments["is_pinned"]:
             self.pinned[control.arguments["id"]] = replace(control, call_id=_OWN_CALL)
 
@@ -298,6 +304,8 @@ class Ledger:
         self.is_connected = True
         self._quarantine.choose_next()
         pause = [Control(_OWN_CALL, "pause")] if self.calls.is_paused else []
+        if released := sorted(self.calls.released):
+            pause.append(Control(_OWN_CALL, RELEASE_MEMORY, {"tags": released}))
         return [*pause, *self.calls.pinned.values(), *self._release(), *self.calls.take()]
 
     def _abort(self, abort: Abort, now: float) -> list[ToScheduler]:
