@@ -101,8 +101,8 @@ class Turn(Struct, eq=False):
     def has_failed(self) -> bool:
         """Whether a turn that is over has no answer that another turn can continue."""
         row = self.row
-        if row is None:  # failed turns without a row are dropped
-            return False
+        if row is None:  # it was aborted before its start, or its call is over (failed turns are then dropped)
+            return not self.has_ended
         if row.end is None or row.error is not None:
             return True
         return self.session.is_streaming and row.end.code not in ANSWERED
@@ -417,7 +417,7 @@ class Sessions:
 
     def _end_turn(self, turn: Turn) -> None:
         session, row = turn.session, turn.row
-        has_failed = row is None or turn.has_failed
+        has_failed = turn.has_failed
         if row is not None:
             turn.ids.extend(row.kept_ids)
             turn.row = None
