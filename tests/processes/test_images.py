@@ -391,7 +391,7 @@ async def test_each_file_holds_its_own_picture_for_a_gpu(tmp_path: Path) -> None
         picture(seed).save(file, "JPEG", quality=90)
         prompt, is_over = ImagesOfPrompt([ImageSource("bytes", file.getvalue())], ""), asyncio.Event()
         intake.begin(prompt)
-        prompt.when_over(is_over.set)
+        prompt.when_done(is_over.set)
         await is_over.wait()
         assert prompt.error is None
         [prepared] = prompt.prepared
