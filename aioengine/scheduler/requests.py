@@ -5,9 +5,7 @@
                   │  └── end ──> ENDED │
                   └──── preempt ───────┘
 
-A waiting request with a closed gate stays in the queue for PREFIX. For any other gate, it leaves the queue and is GATED
-until all gates are open. A running request stays RUNNING, unless it is preempted or the gate releases its pages; then
-it is GATED too.
+``Gate`` describes the requests that must wait, and when they are GATED.
 """
 
 from __future__ import annotations
