@@ -127,8 +127,8 @@ def checked(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt | 
     return checked_prompt
 
 
-class Lane:
-    """One thread and the jobs that wait for it. On the loop."""
+class EncodeThread:
+    """A thread that encodes prompts, and the jobs that wait for it. On the loop."""
 
     def __init__(self, name: str, encode: Callable[[Sequence[EncodeJob]], tuple[list[list[Encoded]], float]]) -> None:
         """Start the thread now, so that a lack of threads is an error of the start and not of a request.
@@ -242,7 +242,7 @@ class PoolEncoder(NamedTuple):
 
 
 class Encoder:
-    """The two lanes, for short and for long prompts. On the engine's loop."""
+    """The two threads, for short and for long prompts. On the engine's loop."""
 
     def __init__(
         self,
@@ -261,8 +261,8 @@ class Encoder:
         self._in_text = in_text
         self._tokenizer = cast("Tokenizer", tokenizer)  # ``RequestChecks`` refuses texts if there is none
         self._pool_encoder = pool_encoder
-        self._short = Lane("encode", self._encode)
-        self._long = Lane("encode-long", self._encode)
+        self._short = EncodeThread("encode", self._encode)
+        self._long = EncodeThread("encode-long", self._encode)
 
     def encode(self, job: EncodeJob) -> None:
         num_bytes = 0
