@@ -134,7 +134,7 @@ class DetokenizerService:
                     chunks.num_open = len(self._open)
                     self._chunks.append(chunks)
         if self._matching.used_s:
-            self._matching.end(now, rests=self._matching.is_exhausted)
+            self._matching.end(now, pauses=self._matching.is_exhausted)
 
     def step(self, now: float) -> Outbox:
         """Return the results of the messages since the last call. Without results, return a heartbeat if it is due."""
@@ -234,7 +234,7 @@ class DetokenizerService:
             chunks.num_open = len(self._open)
             self._chunks.append(chunks)
         # no pause if all open requests wait in the queue
-        self._matching.end(now, rests=len(self._open) > len(self._matching.waiting))
+        self._matching.end(now, pauses=len(self._open) > len(self._matching.waiting))
 
     def _begin(self, opened: TextOpened, chunks: TextChunks, now: float) -> None:
         request = OpenText(opened)
