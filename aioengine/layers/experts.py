@@ -183,4 +183,4 @@ class SparseMLP(Layer):
         """[T, D] -> [T, D]. ``rows`` is unused, since adapters do not change experts."""
         assert self._experts is not None, "finish_loading was not called"
         outputs = self._experts(x, self._router(x), None if self._shared is None else self._shared(x))
-        return outputs if self._shard.group is None else self._shard.group.sum(outputs)
+        return outputs if self._shard.group is None else self._shard.group.all_reduce(outputs)

@@ -367,12 +367,12 @@ class RankSettings(Struct, frozen=True, kw_only=True):
     Attributes:
         size: the number of ranks.
         rank: of this process. The scheduler process has rank 0.
-        meeting_file: a path in which the ranks exchange their addresses. The processes set it.
+        store_file: path of the file in which the ranks exchange their addresses. Each process sets it at its start.
     """
 
     size: int
     rank: int = 0
-    meeting_file: str = ""
+    store_file: str = ""
 
 
 class RunnerSettings(Struct, frozen=True, kw_only=True):

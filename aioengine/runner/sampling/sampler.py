@@ -141,7 +141,7 @@ class RankSampler:
             token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         else:
             token_ids = self._sampler.sample(logits, rows).contiguous()
-        return self._ranks.from_first(token_ids)
+        return self._ranks.broadcast(token_ids)
 
     def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
         """Return the logits [S, V] after the processors."""
