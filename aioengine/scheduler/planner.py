@@ -284,7 +284,7 @@ class Planner:
             if answer is Refusal.LATER:
                 num_later += self._admission.waits(request)
                 if num_later == MAX_LATER:
-                    self._requests.is_stalled = False  # the next step continues with the others
+                    self._requests.is_blocked = False  # the next step continues with the others
                     return
                 continue
             if isinstance(answer, Refusal):

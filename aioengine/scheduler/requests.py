@@ -1,13 +1,13 @@
 """Requests: all requests that have not ended, and every change of their state.
 
-    submit ──> WAITING ── admit ──> RUNNING ── end ──> ENDED
-                  ^  │                 │
-                  │  └── end ──> ENDED │
-                  └──── preempt ───────┘
-
-A waiting request with a closed gate stays in the queue for PREFIX. For any other gate, it leaves the queue and is GATED
-until all gates are open. A running request stays RUNNING, unless it is preempted or the gate releases its pages; then
-it is GATED too.
+from      to        when
+(new)     WAITING   it is submitted
+WAITING   RUNNING   it is admitted
+RUNNING   WAITING   it is preempted, or must be recomputed
+WAITING   GATED     a gate other than PREFIX closes
+RUNNING   GATED     the gate SUSPENDED closes, or it is preempted while a gate is closed
+GATED     WAITING   all gates are open; it returns to its old position in the queue
+any       ENDED     it ends
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Requests:
     Attributes:
         waiting: the queue, sorted by ``order``. running: sorted by ``running_order``. gated: by uid, the requests
             outside the queue. Read-only for callers.
-        is_stalled: nothing can be computed until a gate opens, or a request is added or ends. Set by
+        is_blocked: nothing can be computed until a gate opens, or a request is added or ends. Set by
             ``Scheduler.schedule``.
         closed: uids for ``StepPlan.closed``: the runner knows them, and they have ended or lost their pages.
         events: not reported yet. cache: the pages. adapters: the adapter slots. pace: estimates of step and queue time.
@@ -132,7 +132,7 @@ class Requests:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.gated: dict[int, Request] = {}
-        self.is_stalled = False
+        self.is_blocked = False
         self.closed: list[int] = []
         self.pace = Pace(settings.chunk_tokens)
         self._tenants = Tenants(settings.tenant_weights)
@@ -147,7 +147,7 @@ class Requests:
     @property
     def is_idle(self) -> bool:
         """Whether no request can be computed now."""
-        return self.is_stalled or not (self.waiting or self.running)
+        return self.is_blocked or not (self.waiting or self.running)
 
     def candidates(self) -> Iterable[Request]:
         """Return the waiting requests in the order of admission. An admission can reorder the requests after it."""
@@ -185,7 +185,7 @@ class Requests:
         self._requests[request.uid] = request
         self._tenants.enter(submit.tenant)
         insort(self.waiting, request, key=_order)
-        self.is_stalled = False
+        self.is_blocked = False
         if submit.limits.deadlines:
             self.deadlines.add(request.uid, submit.limits.deadlines, self._requests)
         if submit.continuation is not None:
@@ -227,7 +227,7 @@ class Requests:
         """Continue these requests, unless another gate is closed. Ignores unknown uids and open gates."""
         for request in self._living(uids):
             request.open_gate(gate)
-            self.is_stalled = False
+            self.is_blocked = False
             if request.state is State.GATED and not request.gates:
                 self._let_wait(request)
 
@@ -330,7 +330,7 @@ class Requests:
 
     def _take_out(self, request: Request, state: State, *, is_invalid: bool = False) -> None:
         """Remove a request from its current list."""
-        self.is_stalled = False
+        self.is_blocked = False
         if request.submit.adapter is not None and (request.state is not State.GATED or Gate.ADAPTER in request.gates):
             self.adapters.leave(request.uid)
         if request.state is State.RUNNING:
