@@ -30,8 +30,9 @@ from aioengine.protocol.messages import (
     Totals,
 )
 from aioengine.scheduler.admission import Pace, refusal_of_late
-from aioengine.scheduler.queue import Deadlines, Tenants
+from aioengine.scheduler.deadlines import Deadlines
 from aioengine.scheduler.request import Gate, Request, State, refusal_of
+from aioengine.scheduler.tenants import Tenants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
