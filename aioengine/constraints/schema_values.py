@@ -1,4 +1,4 @@
-"""JSON Schema keywords for strings, numbers and counts, and the location of a subschema."""
+"""Compiles the JSON Schema keywords for strings, numbers and counts. llguidance compiles the result."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 MAX_LENGTH: Final = 1_000_000
 MAX_MULTIPLE: Final = 1000
 MAX_INTEGER: Final = 2**53
+"""Larger integers are refused, because llguidance computes with 64-bit floats."""
 MAX_NUMBER: Final = 1e15
 MIN_NUMBER: Final = 1e-9
+"""Largest and smallest magnitude of a bound of the type "number". The bound 0 is allowed, too."""
 MAX_DIGITS: Final = 15
 MIN_EXPONENT: Final = -22
 """Smallest exponent of the last digit: 10**22 is the largest power of ten that a 64-bit float represents exactly."""
@@ -34,7 +36,7 @@ _DATE: Final = (
 _HOUR_AND_MINUTE: Final = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME: Final = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_HOUR_AND_MINUTE})"
 _OWN_FORMATS: Final = {"date-time": f"{_DATE}T{_TIME}", "time": _TIME, "date": _DATE}
-"""Patterns for formats, because the library allows 29 February in every year. They allow only values that most programs
+"""Patterns for formats, because llguidance allows 29 February in every year. They allow only values that most programs
 read: no year 0, no leap seconds, no lower-case letters.
 """
 _FORMATS: Final = (*_OWN_FORMATS, "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
@@ -90,7 +92,7 @@ def check_constant(schema: Subschema, keyword: str) -> None:
 
 
 def _is_exact(value: float) -> bool:
-    """Return whether the library reads and writes the number without rounding. It computes with 64-bit floats."""
+    """Return whether llguidance reads and writes the number without rounding. It computes with 64-bit floats."""
     if value % 1 == 0 or math.isinf(value):
         return abs(value) <= MAX_INTEGER
     _, digits, exponent = Decimal(repr(value)).as_tuple()
@@ -98,7 +100,7 @@ def _is_exact(value: float) -> bool:
 
 
 def compile_pattern(pattern: str, pointer: str) -> str:
-    """Return the pattern in the syntax of the library, anchored at both ends."""
+    """Return the pattern in the syntax of llguidance, anchored at both ends."""
     return f"^(?:{translate(pattern, pointer=pointer, is_searched=True)})$"
 
 
@@ -146,7 +148,7 @@ def compile_counts(schema: Subschema, least: str, most: str) -> dict[str, int]:
 
 
 def compile_number(schema: Subschema, *, is_integer: bool) -> Schema:
-    """Compile the keywords for numbers to inclusive bounds that the library does not round."""
+    """Compile the keywords for numbers to inclusive bounds that llguidance does not round."""
     compiled: Schema = {}
     low = max(_bound(schema, name, 1, is_integer=is_integer) for name in ("minimum", "exclusiveMinimum"))
     high = min(_bound(schema, name, -1, is_integer=is_integer) for name in ("maximum", "exclusiveMaximum"))
