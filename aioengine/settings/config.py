@@ -334,13 +334,13 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
         return most + self.whole_image_tokens
 
 
-ADAPTER_RANKS: Final = 16
+ADAPTER_RANK_UNIT: Final = 16
 """The kernels pad the ranks of LoRA adapters to a multiple of this number."""
 
 
 def padded_rank(rank: int) -> int:
     """Return the rank of an adapter as the kernels store it."""
-    return -(-rank // ADAPTER_RANKS) * ADAPTER_RANKS
+    return -(-rank // ADAPTER_RANK_UNIT) * ADAPTER_RANK_UNIT
 
 
 class LoraSettings(Struct, frozen=True, kw_only=True):
