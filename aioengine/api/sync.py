@@ -162,16 +162,17 @@ class Engine(BaseEngine):
         self._model_name = model_name
         self._observers: list[Observer] = []
         self._pid = os.getpid()
-        run = _EngineLoop()
-        self._portal = run.portal
-        self._finalizer = weakref.finalize(self, run.end)  # before the start, so that an exception leaves no process
+        engine_loop = _EngineLoop()
+        self._portal = engine_loop.portal
+        # before the start, so that an exception leaves no process
+        self._finalizer = weakref.finalize(self, engine_loop.end)
         try:
-            self._frontend = run.start(partial(start_frontend, prepare, progress, self._observers))
+            self._frontend = engine_loop.start(partial(start_frontend, prepare, progress, self._observers))
         except BaseException:
             try:
                 self._finalizer()
             except BaseException:  # a second interrupt; the finalizer runs only once
-                run.end()
+                engine_loop.end()
                 raise
             raise
 
