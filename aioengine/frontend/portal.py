@@ -23,7 +23,11 @@ Value = TypeVar("Value")
 
 JOIN_TIMEOUT_S = 5.0
 _SLICE_S = 0.5
+"""A thread that waits for an outcome wakes this often, to run signal handlers."""
+
 _FOR_THE_LOOP = 8
+"""File descriptors of an event loop."""
+
 _CANCELLED = "the call was cancelled, as all tasks of the engine's event loop were"
 
 

@@ -122,7 +122,7 @@ class Planner:
                 if pages is None:
                     continue
                 row = Row(request.uid, start, 1, TOKENS, [], pages)
-            rows.append(row)
+            rows.append(row)  # as in ``Flight.add``; most rows are such decodes, and a call would cost time
             requests.append(request)
             allocations.append(allocation)
             request.num_computed = start + 1
