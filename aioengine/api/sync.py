@@ -266,7 +266,7 @@ class Engine(BaseEngine):
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
         self._frontend_here().check_waiting(blocks=True)
-        self._portal.call(self._frontend_here().overload.wait(threading.get_ident()))
+        self._portal.call(self._frontend_here().caller_queue.wait(threading.get_ident()))
 
     flush_cache = _on_loop(AsyncEngine.flush_cache)
     load_lora_adapter = _on_loop(AsyncEngine.load_lora_adapter)
