@@ -85,12 +85,12 @@ class ChunkIterator(Iterator["Chunk"]):
 
 def wait_for_news(reader: Reader) -> None:
     """Block this thread until there may be new output. An interrupt during the wait ends the reader."""
-    gate = threading.Lock()
-    gate.acquire()
-    if not reader.wait(gate.release, blocks=True):
+    until_news = threading.Lock()  # locked until the engine releases it
+    until_news.acquire()
+    if not reader.wait(until_news.release, blocks=True):
         return
     try:
-        gate.acquire()
+        until_news.acquire()
     except BaseException:
         reader.leave()
         raise
