@@ -60,12 +60,12 @@ class Subschema(NamedTuple):
         """Return the JSON pointer to a value inside it."""
         return self.pointer + "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
 
-    def refuse(self, keyword: str, reason: str) -> NoReturn:
+    def raise_unsupported(self, keyword: str, reason: str) -> NoReturn:
         """Raise UnsupportedSchemaError: the keyword cannot be enforced."""
         message = f"{keyword!r} at {self.pointer or '#'} {reason}"
         raise UnsupportedSchemaError(message, pointer=self.pointer, keyword=keyword)
 
-    def wrong(self, keyword: str, allowed: str, value: object) -> NoReturn:
+    def raise_invalid(self, keyword: str, allowed: str, value: object) -> NoReturn:
         """Raise ValueError: the value of the keyword is not valid in a JSON schema."""
         message = f"{keyword!r} at {self.pointer or '#'} must be {allowed}, got {repr(value)[:80]}"
         raise ValueError(message)
@@ -85,10 +85,12 @@ def check_constant(schema: Subschema, keyword: str) -> None:
         elif isinstance(value, list):
             unchecked += cast("Sequence[Any]", value)
         elif isinstance(value, str) and _CONTROL.search(value):
-            schema.refuse(keyword, f"has a control character other than \\b \\f \\n \\r \\t, in {checks.shown(value)}")
+            schema.raise_unsupported(
+                keyword, f"has a control character other than \\b \\f \\n \\r \\t, in {checks.shown(value)}"
+            )
         elif isinstance(value, int | float) and not _is_exact(value):
             reason = f"has {checks.shown(value)}; integers up to 2**53 are enforced, and numbers of 15 digits"
-            schema.refuse(keyword, reason)
+            schema.raise_unsupported(keyword, reason)
 
 
 def _is_exact(value: float) -> bool:
@@ -114,13 +116,13 @@ def compile_string(schema: Subschema) -> Schema:
     compiled: Schema = compile_counts(schema, "minLength", "maxLength")
     if "pattern" in keywords:
         if not isinstance(keywords["pattern"], str):
-            schema.wrong("pattern", "a string", keywords["pattern"])
+            schema.raise_invalid("pattern", "a string", keywords["pattern"])
         compiled["pattern"] = compile_pattern(keywords["pattern"], schema.at("pattern"))
     if "format" not in keywords:
         return compiled
     name = keywords["format"]
     if name not in _FORMATS:
-        schema.refuse("format", f"{name!r} is not enforced; {', '.join(_FORMATS)} are")
+        schema.raise_unsupported("format", f"{name!r} is not enforced; {', '.join(_FORMATS)} are")
     if name in _OWN_FORMATS:
         own: Schema = {"pattern": f"^{_OWN_FORMATS[name]}$"}
         return compiled | ({"allOf": [own]} if "pattern" in compiled else own)
@@ -138,12 +140,12 @@ def compile_counts(schema: Subschema, least: str, most: str) -> dict[str, int]:
             continue
         value = schema.keywords[keyword]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf or value % 1:
-            schema.wrong(keyword, "an integer from 0", value)
+            schema.raise_invalid(keyword, "an integer from 0", value)
         if value > MAX_LENGTH:
-            schema.refuse(keyword, f"is more than {MAX_LENGTH:,}")
+            schema.raise_unsupported(keyword, f"is more than {MAX_LENGTH:,}")
         compiled[keyword] = int(value)
     if compiled.get(least, 0) > compiled.get(most, MAX_LENGTH):
-        schema.refuse(least, f"is more than {most!r}: no value is valid")
+        schema.raise_unsupported(least, f"is more than {most!r}: no value is valid")
     return compiled
 
 
@@ -153,7 +155,7 @@ def compile_number(schema: Subschema, *, is_integer: bool) -> Schema:
     low = max(_bound(schema, name, 1, is_integer=is_integer) for name in ("minimum", "exclusiveMinimum"))
     high = min(_bound(schema, name, -1, is_integer=is_integer) for name in ("maximum", "exclusiveMaximum"))
     if low > high:
-        schema.refuse("minimum", "and its maximum leave no number")
+        schema.raise_unsupported("minimum", "and its maximum leave no number")
     if low > -math.inf:
         compiled["minimum"] = low
     if high < math.inf:
@@ -161,9 +163,9 @@ def compile_number(schema: Subschema, *, is_integer: bool) -> Schema:
     if "multipleOf" in schema.keywords:
         value = schema.keywords["multipleOf"]
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            schema.wrong("multipleOf", "a number above 0", value)
+            schema.raise_invalid("multipleOf", "a number above 0", value)
         if value > MAX_MULTIPLE or value != math.floor(value) or not is_integer:
-            schema.refuse("multipleOf", f"is enforced only for integers, and up to {MAX_MULTIPLE}")
+            schema.raise_unsupported("multipleOf", f"is enforced only for integers, and up to {MAX_MULTIPLE}")
         compiled["multipleOf"] = int(value)
     return compiled
 
@@ -177,9 +179,11 @@ def _bound(schema: Subschema, keyword: str, direction: int, *, is_integer: bool)
         return -direction * math.inf
     value = schema.keywords[keyword]
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # NaN
-        schema.wrong(keyword, "a number", value)
+        schema.raise_invalid(keyword, "a number", value)
     if abs(value) > MAX_INTEGER if is_integer else (abs(value) > MAX_NUMBER or 0 < abs(value) < MIN_NUMBER):
-        schema.refuse(keyword, "is beyond the enforced bounds: integers up to 2**53, numbers from 1e-9 to 1e15, and 0")
+        schema.raise_unsupported(
+            keyword, "is beyond the enforced bounds: integers up to 2**53, numbers from 1e-9 to 1e15, and 0"
+        )
     is_exclusive = keyword.startswith("exclusive")
     if is_integer:
         rounded = math.ceil(value) if direction > 0 else math.floor(value)
