@@ -193,7 +193,7 @@ class Fleet:
         text = "replica %d has failed; its requests continue in the other replicas (number left: %d): %s"
         warn(logger, text, number, len(self._living), reason)
         self._stops.append(EngineTask(replica.stop(_STOP_TIMEOUT_S), name="aioengine-stop", on_failure=_ignore))
-        requests, quarantined = replica.ledger.hand_over(describe_loss(error), time.monotonic())
+        requests, quarantined = replica.ledger.hand_over(reason, time.monotonic())
         reports = replica.ledger.take_reports()
         if number in self._stats:  # keep its totals; the current counts become 0
             reports.append(Stats(*msgspec.structs.astuple(self._stats[number])[:_NUM_TOTALS]))
