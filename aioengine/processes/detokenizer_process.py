@@ -96,7 +96,6 @@ class TextSource:
         return source
 
 
-_STAGE = "detokenize"
 _WITH_ALL_TEXT = FinishCode.STOP, FinishCode.LENGTH
 """For these ends from the scheduler, queued tokens are matched first, and a stop in the last text changes the end. For
 other ends, queued tokens are dropped, and the end stays as it is.
@@ -296,8 +295,10 @@ class DetokenizerService:
 
     def _fail(self, request: OpenText, error: Exception, chunks: TextChunks, now: float) -> None:
         """End a request with an error. Other requests continue."""
-        message = error.cause if isinstance(error, RequestError) else describe(error)
-        self._end_here(request, End(request.uid, FinishCode.FAILED, stage=_STAGE, message=message), chunks, now)
+        if not isinstance(error, RequestError):
+            error = RequestError("detokenize", describe(error))
+        end = End(request.uid, FinishCode.FAILED, stage=error.stage, message=error.cause)
+        self._end_here(request, end, chunks, now)
 
 
 def _ends(output: StepOutput) -> list[End | None]:
