@@ -478,7 +478,7 @@ class AsyncEngine(BaseEngine):
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
-        await self._frontend_here().overload.wait()
+        await self._frontend_here().caller_queue.wait()
 
     async def flush_cache(self) -> Outcome:
         """Empty the prefix cache. If requests run or wait, do nothing and return a false outcome."""

@@ -24,7 +24,7 @@ from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import Delivery, SlowReaders
 from aioengine.frontend.calls.observers import Observer, report_rows
-from aioengine.frontend.calls.overload import Overload, QueueLimits
+from aioengine.frontend.calls.overload import CallerQueue, QueueLimits
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.intake.encoder import Encoder, PoolEncoder, TextSizes
@@ -75,7 +75,7 @@ class Frontend:
             max_running=settings.scheduler.max_running,
             max_total_tokens=parts.max_total_tokens * cast("int", parts.facts.get("num_replicas", 1)),
         )
-        self.overload = Overload(self.limits, lock, self.loop)
+        self.caller_queue = CallerQueue(self.limits, lock, self.loop)
         self.controls = Controls(parts.processes.send, abort_all=lambda: self.calls.abort_opened(self.calls.num_opened))
         self.adapters = LoadedAdapters(parts.blueprint.adapters, self.controls, lock)
         self.sessions = Sessions(parts, self.controls, lock, self.limits)

@@ -439,7 +439,7 @@ def prepare_process(child: Child) -> Settings:
         show_one_gpu(runner.base_gpu_id + runner.replica * runner.num_runners // runner.num_replicas + rank)
     if ranks is None:
         return settings
-    ranks = replace(ranks, rank=rank, meeting_file=str(Path(child.orders.board).with_name("ranks")))
+    ranks = replace(ranks, rank=rank, store_file=str(Path(child.orders.board).with_name("ranks")))
     return replace(settings, runner=replace(settings.runner, ranks=ranks))
 
 

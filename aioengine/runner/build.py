@@ -120,7 +120,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     demand = PoolDemand.of(settings, kv_cache_of(shape), state_bytes=state_bytes)
     pool = fit_pool(demand, memory.pool_budget(model, settings, adapters))
     if shard.group is not None:
-        pool = PoolFit(*(shard.group.smallest(number) for number in pool))
+        pool = PoolFit(*(shard.group.all_reduce_min(number) for number in pool))
     if state_bytes:
         graph_rows = min(settings.runner.cuda_graph_max_rows, pool.num_rows)
         scheduler = replace(settings.scheduler, max_running=pool.num_rows)
@@ -184,9 +184,7 @@ def _shard(settings: Settings, device: torch.device) -> Shard:
     if ranks is None:
         return WHOLE
     is_invariant = device.type == "cpu" or settings.runner.batch_invariant
-    group = RankGroup(
-        ranks.rank, ranks.size, meeting_file=ranks.meeting_file, device=device, batch_invariant=is_invariant
-    )
+    group = RankGroup(ranks.rank, ranks.size, store_file=ranks.store_file, device=device, batch_invariant=is_invariant)
     return Shard(ranks.rank, ranks.size, group)
 
 

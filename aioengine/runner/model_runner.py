@@ -371,11 +371,11 @@ class ModelRunner:
         hidden: [S, D] after all drafts of each row. before_drafts: [K, D] before each draft, row by row.
         rows: with the positions of the first tokens.
         """
-        is_stateful = (rows.records["processors"] != 0).tolist()
+        has_processors = (rows.records["processors"] != 0).tolist()
         proposed = [drafts.proposed.get(request.uid, []) for request in rows.requests]
         one_by_one = [
-            processes or request.logprobs is not None or bool(request.sampling.hidden_states)
-            for processes, request in zip(is_stateful, rows.requests, strict=True)
+            is_processed or request.logprobs is not None or bool(request.sampling.hidden_states)
+            for is_processed, request in zip(has_processors, rows.requests, strict=True)
         ]
         num_before = np.cumsum([0, *map(len, proposed)]).tolist()
         hidden = torch.cat((hidden, before_drafts))

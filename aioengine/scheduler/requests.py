@@ -1,11 +1,13 @@
 """Requests: all requests that have not ended, and every change of their state.
 
-    submit ──> WAITING ── admit ──> RUNNING ── end ──> ENDED
-                  ^  │                 │
-                  │  └── end ──> ENDED │
-                  └──── preempt ───────┘
-
-``Gate`` describes the requests that must wait, and when they are GATED.
+from      to        when
+(new)     WAITING   it is submitted
+WAITING   RUNNING   it is admitted
+RUNNING   WAITING   it is preempted, or must be recomputed
+WAITING   GATED     a gate other than PREFIX closes
+RUNNING   GATED     the gate SUSPENDED closes, or it is preempted while a gate is closed
+GATED     WAITING   all gates are open; it returns to its old position in the queue
+any       ENDED     it ends
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from aioengine.protocol.messages import (
     Totals,
 )
 from aioengine.scheduler.admission import Pace, refusal_of_late
-from aioengine.scheduler.queue import Deadlines, Tenants
+from aioengine.scheduler.deadlines import Deadlines
 from aioengine.scheduler.request import Gate, Request, State, refusal_of
+from aioengine.scheduler.tenants import Tenants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -113,7 +116,7 @@ class Requests:
     Attributes:
         waiting: the queue, sorted by ``order``. running: sorted by ``running_order``. gated: by uid, the requests
             outside the queue. Read-only for callers.
-        is_stalled: nothing can be computed until a gate opens, or a request is added or ends. Set by
+        is_blocked: nothing can be computed until a gate opens, or a request is added or ends. Set by
             ``Scheduler.schedule``.
         closed: uids for ``StepPlan.closed``: the runner knows them, and they have ended or lost their pages.
         events: not reported yet. cache: the pages. adapters: the adapter slots. pace: estimates of step and queue time.
@@ -130,7 +133,7 @@ class Requests:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.gated: dict[int, Request] = {}
-        self.is_stalled = False
+        self.is_blocked = False
         self.closed: list[int] = []
         self.pace = Pace(settings.chunk_tokens)
         self._tenants = Tenants(settings.tenant_weights)
@@ -145,7 +148,7 @@ class Requests:
     @property
     def is_idle(self) -> bool:
         """Whether no request can be computed now."""
-        return self.is_stalled or not (self.waiting or self.running)
+        return self.is_blocked or not (self.waiting or self.running)
 
     def candidates(self) -> Iterable[Request]:
         """Return the waiting requests in the order of admission. An admission can reorder the requests after it."""
@@ -183,7 +186,7 @@ class Requests:
         self._requests[request.uid] = request
         self._tenants.enter(submit.tenant)
         insort(self.waiting, request, key=_order)
-        self.is_stalled = False
+        self.is_blocked = False
         if submit.limits.deadlines:
             self.deadlines.add(request.uid, submit.limits.deadlines, self._requests)
         if submit.continuation is not None:
@@ -225,7 +228,7 @@ class Requests:
         """Continue these requests, unless another gate is closed. Ignores unknown uids and open gates."""
         for request in self._requests_of(uids):
             request.open_gate(gate)
-            self.is_stalled = False
+            self.is_blocked = False
             if request.state is State.GATED and not request.gates:
                 self._let_wait(request)
 
@@ -328,7 +331,7 @@ class Requests:
 
     def _take_out(self, request: Request, state: State, *, is_invalid: bool = False) -> None:
         """Remove a request from its current list."""
-        self.is_stalled = False
+        self.is_blocked = False
         if request.submit.adapter is not None and (request.state is not State.GATED or Gate.ADAPTER in request.gates):
             self.adapters.leave(request.uid)
         if request.state is State.RUNNING:

@@ -1,8 +1,8 @@
 """Encoder: converts prompts to token ids, on threads of its own.
 
 Prompts that arrive in one iteration of the loop, or while the thread is busy, are encoded together, up to the size of a
-large step. Long prompts have their own thread, so that short prompts never wait for them.
-The tokenizer releases the GIL.
+large step. Long prompts have their own thread, so that short prompts never wait for them. This thread also checks the
+rows of long batches. The tokenizer releases the GIL.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def checked(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt | 
     return checked_prompt
 
 
-class EncodeThread:
-    """A thread that encodes prompts, and the jobs that wait for it. On the loop."""
+class EncoderThread:
+    """One thread and the jobs that wait for it. On the loop."""
 
     def __init__(self, name: str, encode: Callable[[Sequence[EncodeJob]], tuple[list[list[Encoded]], float]]) -> None:
         """Start the thread now, so that a lack of threads is an error of the start and not of a request.
@@ -261,8 +261,8 @@ class Encoder:
         self._in_text = in_text
         self._tokenizer = cast("Tokenizer", tokenizer)  # ``RequestChecks`` refuses texts if there is none
         self._pool_encoder = pool_encoder
-        self._short = EncodeThread("encode", self._encode)
-        self._long = EncodeThread("encode-long", self._encode)
+        self._short = EncoderThread("encode", self._encode)
+        self._long = EncoderThread("encode-long", self._encode)
 
     def encode(self, job: EncodeJob) -> None:
         num_bytes = 0

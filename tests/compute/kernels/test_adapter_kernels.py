@@ -24,7 +24,7 @@ from aioengine.kernels.triton import adapter_linear
 from aioengine.runner.lora.pool import tile
 
 torch.manual_seed(0)
-NUM_SLOTS, UNIT, RANKS = 3, 16, 16
+NUM_SLOTS, UNIT, RANK_UNIT = 3, 16, 16
 
 
 def slots_of(size, sizes, ranks_of_slots, max_rank, dtype):
@@ -37,7 +37,7 @@ def slots_of(size, sizes, ranks_of_slots, max_rank, dtype):
         for part, (rank, outputs) in enumerate(zip(ranks, sizes)):
             first_b = end + -(-rank * size // UNIT) * UNIT
             entry = (first_part + part) * 4
-            table[slot, entry : entry + 4] = torch.tensor([rank // RANKS, end // UNIT, first_b // UNIT, 0])
+            table[slot, entry : entry + 4] = torch.tensor([rank // RANK_UNIT, end // UNIT, first_b // UNIT, 0])
             pool[slot, end : end + rank * size] = torch.randn(rank * size) * size**-0.5
             pool[slot, first_b : first_b + outputs * rank] = torch.randn(outputs * rank)
             end = first_b + -(-outputs * rank // UNIT) * UNIT
