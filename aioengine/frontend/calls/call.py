@@ -62,13 +62,13 @@ class CallRow(Struct, eq=False):
 
     Attributes:
         position: its index in the call. index: the same number in its chunks; None: the call has one row.
-        tokenize_s: how long the tokenizer worked on its prompt, with the prompts of the same batch.
+        tokenize_s: seconds that the tokenizer worked on the batch with its prompt.
         decoders: convert the logprobs and hidden states of the row.
         hidden_states: which hidden states it returns (``Sampling.hidden_states``).
         newest_hidden_state: the newest hidden state that was read, if the row returns only the last one.
         drafts: extras of kind ``DRAFTS`` by token index, for ``meta_info``; None: the engine does not speculate.
         num_image_tokens: positions of the prompt that hold features of images.
-        info: the ``meta_info`` that all its chunks share.
+        info: the ``meta_info`` so far. Each chunk gets a copy.
         uid: the engine's number of the row; -1: not submitted.
         first_token: when and how the row began; None: it has no token yet.
         text, more_texts: the unread text, in pieces.
