@@ -49,14 +49,15 @@ STOP_TIMEOUT_S: Final = 5.0
 class Frontend:
     """A started engine: opens calls, and delivers the messages of the processes. Created on the engine's loop.
 
-    The first methods may be called from any thread, the others only on the loop. It implements ``ReaderActions``.
+    The methods up to ``stats``, and ``close_now``, may be called from any thread, the others only on the loop. It
+    implements ``ReaderActions``.
 
     Attributes:
         images: the images of prompts; None: the model reads only text.
-        weight_version: version of the weights; a row reports the version of its own computation.
+        weight_version: version of the weights at the start. A row reports the version with which it was computed.
         failure: the error of all calls once the engine is dead or closed. Copies are raised, because a raised error
             keeps its frames alive, and all objects in them.
-        observers: get each finished request; calls that begin later get added ones.
+        observers: get each finished request. An added observer gets the requests of later calls.
     """
 
     def __init__(self, parts: EngineParts, observers: list[Observer]) -> None:

@@ -96,7 +96,6 @@ class TextSource:
         return source
 
 
-_STAGE = "detokenize"
 _WITH_ALL_TEXT = FinishCode.STOP, FinishCode.LENGTH
 """For these ends from the scheduler, queued tokens are matched first, and a stop in the last text changes the end. For
 other ends, queued tokens are dropped, and the end stays as it is.
@@ -142,7 +141,7 @@ class DetokenizerService:
                     chunks.num_open = len(self._open)
                     self._chunks.append(chunks)
         if self._matching.used_s:  # begin a pause if these steps used up their time for patterns
-            self._matching.end(now, rests=self._matching.is_exhausted)
+            self._matching.end(now, pauses=self._matching.is_exhausted)
 
     def step(self, now: float) -> Outbox:
         """Return the results of the messages since the last call. Without results, return a heartbeat if it is due."""
@@ -242,7 +241,7 @@ class DetokenizerService:
             chunks.num_open = len(self._open)
             self._chunks.append(chunks)
         # without a pause if all open requests wait in the queue, because no other text would be delayed
-        self._matching.end(now, rests=len(self._open) > len(self._matching.waiting))
+        self._matching.end(now, pauses=len(self._open) > len(self._matching.waiting))
 
     def _begin(self, opened: TextOpened, chunks: TextChunks, now: float) -> None:
         request = OpenText(opened)
@@ -296,8 +295,10 @@ class DetokenizerService:
 
     def _fail(self, request: OpenText, error: Exception, chunks: TextChunks, now: float) -> None:
         """End a request with an error. Other requests continue."""
-        message = error.cause if isinstance(error, RequestError) else describe(error)
-        self._end_here(request, End(request.uid, FinishCode.FAILED, stage=_STAGE, message=message), chunks, now)
+        if not isinstance(error, RequestError):
+            error = RequestError("detokenize", describe(error))
+        end = End(request.uid, FinishCode.FAILED, stage=error.stage, message=error.cause)
+        self._end_here(request, end, chunks, now)
 
 
 def _ends(output: StepOutput) -> list[End | None]:

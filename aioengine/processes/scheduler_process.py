@@ -119,7 +119,7 @@ class SchedulerService:
         self._sent_step_ended_at = -1.0
         self._was_busy = False
         self._has_replied = False
-        # each returns (success, message, data) of its ``Reply``
+        # name -> a function that returns success, message and data of the ``Reply``
         self._controls: dict[str, Callable[..., tuple[bool, str, str]]] = {
             "flush_cache": self._flush_cache,
             "pause": partial(self._set_paused, True),
@@ -224,13 +224,13 @@ class SchedulerService:
         self._core.requests.close_gate([submit.uid], Gate.GRAMMAR)
 
     def _needed_grammars(self) -> set[tuple[str, str]]:
-        """Return the grammars of all requests. They must stay cached.
+        """Return the grammars of all open requests. They must stay cached.
 
         A step that needs an evicted grammar would wait for its compilation.
         """
         requests = self._core.requests
-        living = (*requests.waiting, *requests.running, *requests.gated.values())
-        grammars = (request.submit.sampling.grammar for request in living)
+        open_requests = (*requests.waiting, *requests.running, *requests.gated.values())
+        grammars = (request.submit.sampling.grammar for request in open_requests)
         return {(grammar.kind, grammar.text) for grammar in grammars if grammar is not None}
 
     def _take_compiled(self) -> list[int]:
@@ -298,8 +298,8 @@ class SchedulerService:
         if control.name in (LOAD_ADAPTER, UNLOAD_ADAPTER) and self.adapters is not None:
             self.adapters.control(control, lambda reply: self._answer(reply, now))
         elif control.name in self._controls:
-            values = self._controls[control.name]
-            reply = self._reply(control, lambda _: Reply(control.call_id, *values(**control.arguments)))
+            function = self._controls[control.name]
+            reply = self._reply(control, lambda _: Reply(control.call_id, *function(**control.arguments)))
             self._answer(reply, now)
         elif (call := self._runner.controls.get(control.name)) is not None:
             self._core.call_between_steps(lambda: self._answer(self._reply(control, call, _CONTROL_STAGE), now))
@@ -389,15 +389,14 @@ def build_service(
     lora = settings.runner.lora
     if lora is not None and runner.adapters is None:
         raise ValueError("enable_lora: the runner of this engine applies no LoRA adapters")
-    pool = runner.facts
-    max_running = min(settings.scheduler.max_running, int(pool.get("max_running_requests", sys.maxsize)))
+    max_running = min(settings.scheduler.max_running, int(runner.facts.get("max_running_requests", sys.maxsize)))
     scheduler = Scheduler(
         replace(settings.scheduler, max_running=max_running),
-        num_pages=int(pool["num_pages"]),
+        num_pages=int(runner.facts["num_pages"]),
         page_size=settings.memory.page_size,
         num_adapter_slots=0 if runner.adapters is None else runner.adapters.num_slots,
-        num_snapshots=int(pool.get("num_snapshots", 0)),
-        windows=page_windows(pool),
+        num_snapshots=int(runner.facts.get("num_snapshots", 0)),
+        windows=page_windows(runner.facts),
     )
     profile = Profile(report)
     depth = settings.scheduler.depth

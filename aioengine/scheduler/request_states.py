@@ -206,7 +206,7 @@ class Requests:
         stage: where they failed, if ``code`` is FAILED.
         """
         stage = stage if code is FinishCode.FAILED else ""
-        for request in self._living(uids):
+        for request in self._requests_of(uids):
             self.end(request, End(request.uid, code, stage=stage, message=message), is_known=code is FinishCode.STOP)
 
     def close_gate(self, uids: Iterable[int], gate: Gate) -> None:
@@ -216,7 +216,7 @@ class Requests:
         in flight are accepted. To gate a new request, call this right after ``submit``. The gates of admission are not
         allowed.
         """
-        for request in self._living(uids):
+        for request in self._requests_of(uids):
             if Gate.ADAPTER in request.gates:  # it does not need a slot now
                 self.adapters.leave(request.uid)
                 request.open_gate(Gate.ADAPTER)
@@ -226,7 +226,7 @@ class Requests:
 
     def open_gate(self, uids: Iterable[int], gate: Gate) -> None:
         """Continue these requests, unless another gate is closed. Ignores unknown uids and open gates."""
-        for request in self._living(uids):
+        for request in self._requests_of(uids):
             request.open_gate(gate)
             self.is_blocked = False
             if request.state is State.GATED and not request.gates:
@@ -234,7 +234,7 @@ class Requests:
 
     def requeue(self, uids: Iterable[int]) -> None:
         """Put these requests back into the queue: their adapters are ready, or they must be recomputed."""
-        for request in self._living(uids):
+        for request in self._requests_of(uids):
             request.open_gate(Gate.ADAPTER)
             self._let_wait(request)
 
@@ -316,7 +316,7 @@ class Requests:
         if end is not None:
             self.events.end(end, is_known=is_known)
 
-    def _living(self, uids: Iterable[int]) -> list[Request]:
+    def _requests_of(self, uids: Iterable[int]) -> list[Request]:
         """Return the requests of these uids that have not ended, each once."""
         return [self._requests[uid] for uid in dict.fromkeys(uids) if uid in self._requests]
 

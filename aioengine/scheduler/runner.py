@@ -51,7 +51,7 @@ class Runner(Protocol[Ticket]):
 
     @property
     def controls(self) -> Mapping[str, Callable[[Control], Reply]]:
-        """The control calls of the runner by name. ``ModelRunner`` has none yet; replacing weights will be one.
+        """The control calls of the runner by name. ``ModelRunner`` has none.
 
         A function is called when every launched plan has been collected. Its reply has the ``call_id`` of the call. An
         exception becomes the reply. Requests continue after it, so the runner must be unchanged. The same call can

@@ -112,7 +112,7 @@ class Heartbeats:
 
 
 MEND_TIMEOUT_S: Final = 20.0
-"""Maximum time for a mend: the scheduler ends its step, then a detokenizer starts. Else both are replaced."""
+"""Maximum time for a mend: the scheduler ends its step, then a detokenizer starts. Otherwise both are replaced."""
 
 
 class ProcessState(Struct, frozen=True):

@@ -104,7 +104,7 @@ def longest_token(facts: Mapping[str, object]) -> int | None:
 
 
 class EncodeJob(NamedTuple):
-    """Prompts to encode. ``done`` gets their ids, in order, and the seconds, on the loop.
+    """Prompts to encode. ``done`` is called on the loop with their ids, in order, and the seconds of their batch.
 
     ``check_ids`` raises ValueError for ids that were not checked at the call because they are too many.
     """
