@@ -23,7 +23,7 @@ from aioengine.scheduler.drafting import DraftCosts
 from aioengine.scheduler.plan import DISTRIBUTION, TOKENS, VECTOR, Row, StepPlan, StepResult
 from aioengine.scheduler.planner import Flight, Planner
 from aioengine.scheduler.request import Request, end_of
-from aioengine.scheduler.requests import Requests
+from aioengine.scheduler.request_states import Requests
 from aioengine.settings.page_groups import PageGroups
 
 if TYPE_CHECKING:
