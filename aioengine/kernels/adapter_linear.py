@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aioengine.kernels.activation import activate_and_mul
-from aioengine.kernels.adapter_slots import RANK_UNIT, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights
+from aioengine.kernels.adapter_types import RANK_UNIT, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:

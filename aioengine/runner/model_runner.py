@@ -264,6 +264,11 @@ class ModelRunner:
         num_proposed = {uid: len(ids) for uid, ids in drafts.proposed.items()}
         return StepResult(tokens, failed, ticket.complete, drafts.rejected, num_proposed)
 
+    def forget_features(self) -> None:
+        """Compute the features of images again, because the weights have changed."""
+        if self._table.images is not None:
+            self._table.images.forget_features()
+
     def close(self) -> None:
         """Free the memory of the pool. May be called twice. No step can be launched after it."""
         self._is_closed = True

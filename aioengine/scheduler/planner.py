@@ -26,7 +26,7 @@ from aioengine.scheduler.plan import DISTRIBUTION, NOTHING, TOKENS, VECTOR, NewR
 from aioengine.scheduler.request import Request
 
 if TYPE_CHECKING:
-    from aioengine.scheduler.requests import Requests
+    from aioengine.scheduler.request_states import Requests
     from aioengine.settings.config import SchedulerSettings
 
 OUTPUTS = {RequestKind.GENERATE: TOKENS, RequestKind.POOL: VECTOR, RequestKind.SCORE: DISTRIBUTION}

@@ -52,7 +52,7 @@ class Gate(Enum):
     ended. ADAPTER is opened by ``Requests.requeue``. The other gates are closed and opened by ``Requests.close_gate``
     and ``open_gate``.
 
-    The table in ``requests`` has the state of a request with closed gates.
+    The table in ``request_states`` has the state of a request with closed gates.
     """
 
     PREFIX = 0

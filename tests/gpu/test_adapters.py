@@ -11,7 +11,7 @@ import torch
 
 from aioengine.kernels import linear
 from aioengine.kernels.adapter_linear import add
-from aioengine.kernels.adapter_slots import RANK_UNIT, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights, rows_of_tile
+from aioengine.kernels.adapter_types import RANK_UNIT, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights, rows_of_tile
 from aioengine.protocol.messages import Adapter, Sampling
 from aioengine.runner.build import build
 from aioengine.runner.lora.pool import tile

@@ -31,7 +31,7 @@ from aioengine.frontend.engine_parts import Blueprint
 from aioengine.frontend.intake import image_prompts
 from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt, folder_base
 from aioengine.media.intake.sources import ImageSource
-from aioengine.media.service.worker import PixelGate
+from aioengine.media.service.worker import PixelLimit
 from aioengine.media.tokens._base import find_image_model
 from aioengine.protocol.media import JobWaiting, encode_line
 from aioengine.protocol.messages import Submit
@@ -429,14 +429,14 @@ async def test_waiting_time_does_not_count_for_the_timeout(
 
 
 async def test_waiting_pictures_are_decoded_in_order() -> None:
-    gate, ended, reports = PixelGate(10), list[int](), list[tuple[int, bool]]()
+    limit, ended, reports = PixelLimit(10), list[int](), list[tuple[int, bool]]()
 
     def decode(num_pixels: int) -> None:
-        with gate.holding(num_pixels, lambda is_over: reports.append((num_pixels, is_over))):
+        with limit.holding(num_pixels, lambda is_over: reports.append((num_pixels, is_over))):
             ended.append(num_pixels)
 
     threads = [threading.Thread(target=decode, args=(num_pixels,)) for num_pixels in (10, 1)]
-    with gate.holding(8, lambda _: pytest.fail("the picture fits")):
+    with limit.holding(8, lambda _: pytest.fail("the picture fits")):
         for number, thread in enumerate(threads):
             thread.start()
             await until(lambda number=number: len(reports) > number)

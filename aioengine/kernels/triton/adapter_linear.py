@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.adapter_slots import (
+from aioengine.kernels.adapter_types import (
     FEW_ROWS_OF_TILE,
     RANK_UNIT,
     TABLE_COLUMNS,

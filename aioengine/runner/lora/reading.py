@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.kernels.adapter_slots import RANK_UNIT, TABLE_COLUMNS, UNIT
+from aioengine.kernels.adapter_types import RANK_UNIT, TABLE_COLUMNS, UNIT
 from aioengine.layers.adapters import LayerMatrices
 from aioengine.model_files import folder_files
 from aioengine.model_files.adapter_folder import read_folder
@@ -129,7 +129,7 @@ class PartOffsets:
 class Layout:
     """The layout of all slots, for the layers of a model.
 
-    A slot starts with a table of all parts of all layers (``kernels.adapter_slots``), followed by the matrices of the
+    A slot starts with a table of all parts of all layers (``kernels.adapter_types``), followed by the matrices of the
     parts that the adapter changes, at the offsets in the table. So an adapter uses only the memory for its ranks.
 
     Attributes:

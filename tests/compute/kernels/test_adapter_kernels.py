@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.kernels.adapter_slots import AdapterTiles, max_tiles
+from aioengine.kernels.adapter_types import AdapterTiles, max_tiles
 from aioengine.runner.graphs.piece_graphs import PaddedAdapters
 from aioengine.runner.lora.pool import FixedTiles, StepAdapters, TileRows, tile
 from tests.compute.interpreted import run_interpreted
@@ -19,7 +19,7 @@ import torch
 
 from aioengine.kernels import linear
 from aioengine.kernels.adapter_linear import add
-from aioengine.kernels.adapter_slots import AdapterWeights, AdapterTiles
+from aioengine.kernels.adapter_types import AdapterWeights, AdapterTiles
 from aioengine.kernels.triton import adapter_linear
 from aioengine.runner.lora.pool import tile
 
