@@ -255,10 +255,6 @@ class CallRow(Struct, eq=False):
         """Return the ``meta_info`` of the row with this end."""
         info = self.info.copy()
         info["completion_tokens"] = self.num_known()
-        if self.versions is not None:
-            info["weight_version"] = answers.version_spans(info["weight_version"], self.versions, self.num_known())[-1][
-                0
-            ]
         self._add_end(info, end)
         return info
 
@@ -290,7 +286,7 @@ class CallRow(Struct, eq=False):
             info["hidden_states"] = [answers.array(self.newest_hidden_state.data)]
         info["finish_reason"] = answers.finish_reason(end, info["completion_tokens"], self.error)
         spans = answers.version_spans(self.info["weight_version"], self.versions or {}, info["completion_tokens"])
-        info["weight_versions"] = spans
+        info["weight_versions"], info["weight_version"] = spans, spans[-1][0]
         num_cached = info["cached_tokens"] = max(end.num_cached, info["cached_tokens"])
         info["cached_tokens_details"] = {"device": num_cached, "host": 0}
         info["num_preemptions"] = info["num_retractions"] = max(end.num_preemptions, info["num_preemptions"])
