@@ -1,11 +1,15 @@
-"""Draft models whose drafts are always accepted."""
+"""Models with draft models whose drafts are always accepted."""
 
 from __future__ import annotations
 
 import copy
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoModelForCausalLM
+
+from aioengine.model_files.model_folder import DEMO_MODEL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,3 +32,12 @@ def save_with_draft(model: Any, folder: Path, draft_folder: Path) -> None:
     if getattr(draft.config, "layer_types", None):
         draft.config.layer_types = draft.config.layer_types[:1]
     draft.save_pretrained(draft_folder)
+
+
+def save_demo_with_draft(folder: Path) -> tuple[Path, Path]:
+    """Save the demo model with a draft model to folders in ``folder``, and return them."""
+    folders = folder / "model", folder / "draft"
+    for copied in folders:
+        shutil.copytree(DEMO_MODEL, copied)
+    save_with_draft(AutoModelForCausalLM.from_pretrained(str(DEMO_MODEL), dtype=torch.float32), *folders)
+    return folders
