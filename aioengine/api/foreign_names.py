@@ -38,7 +38,6 @@ ALIASES: Final[dict[str, str]] = {
     "tokenizer": "tokenizer_path",
     "max_model_len": "context_length",
     "max_num_seqs": "max_running_requests",
-    "speculative_model": "speculative_draft_model_path",
     "max_num_batched_tokens": "chunked_prefill_size",
     "gpu_memory_utilization": "mem_fraction_static",
     "block_size": "page_size",
@@ -60,7 +59,8 @@ MISSING_ARGUMENTS: Final = _missing(
         "trees of drafts": "speculative_eagle_topk=1",
         "speculation with EAGLE heads": "speculative_token_map",
         "revisions of draft models": "speculative_draft_model_revision",
-        "speculation in this form (use speculative_algorithm)": "speculative_config num_speculative_tokens",
+        "speculation in this form (use speculative_algorithm and speculative_draft_model_path)": "speculative_config "
+        "num_speculative_tokens speculative_model",
         "releasing memory": "enable_memory_saver=False enable_weights_cpu_backup=False enable_sleep_mode=False",
         "audio and video": "enable_multimodal=False",
         "a KV cache in several tiers": "enable_hierarchical_cache=False enable_lmcache=False kv_transfer_config",
