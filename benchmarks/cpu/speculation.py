@@ -114,7 +114,7 @@ def main() -> None:
     drafts: dict[str, Any] = {"speculative_algorithm": "NGRAM"}
     if arguments.models is not None:
         shared |= {"model_path": write_model(arguments.models, QWEN25_05B), "max_total_tokens": 16384}
-    if arguments.draft_model is not None:
+    if arguments.draft_model is not None and arguments.models is not None:
         drafts = write_models(arguments.models, arguments.draft_model)
         shared["model_path"] = drafts.pop("model_path")
     plain = Engine(**shared)
