@@ -41,6 +41,7 @@ from aioengine.runner.speculation.draft_model import DraftParts
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
 from aioengine.runner.warmup import warm_up_device
+from aioengine.runner.weight_loading import WeightLoader
 from aioengine.settings.config import TRANSFORMERS, DraftSettings, RunnerSettings, Settings
 from aioengine.settings.memory_model import PoolDemand, PoolFit
 
@@ -121,7 +122,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     demand = PoolDemand.of(settings, kv_cache_of(shape), state_bytes=state_bytes, draft=draft_cache)
     pool = fit_pool(demand, memory.pool_budget(model, settings, adapters, None if draft is None else draft.model))
     if shard.group is not None:
-        pool = PoolFit(*(shard.group.smallest(number) for number in pool))
+        pool = PoolFit(*(shard.group.all_reduce_min(number) for number in pool))
     if state_bytes:
         graph_rows = min(settings.runner.cuda_graph_max_rows, pool.num_rows)
         scheduler = replace(settings.scheduler, max_running=pool.num_rows)
@@ -179,16 +180,25 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
             warm_up_device(runner, parts, report=report, times=times)
+    loader = WeightLoader(
+        model,
+        settings.model,
+        runner.facts,
+        make_empty=lambda: _model(settings, config, dataclasses.replace(options, device=torch.device("meta"))),
+        on_loaded=runner.forget_features,
+    )
+    runner.controls |= loader.controls
     runner.facts |= memory.facts() | times.facts()
     return runner
 
 
 def _load_weights(model: Model, settings: Settings, purpose: str, report: Callable[[Progress], None]) -> int:
     """Load the weights of ``settings.model``, and return their bytes. purpose: for the progress bar."""
+    loaded = settings.model.weights
     return weights.load(
         model,
-        Path(settings.model.path),
-        load_format=settings.model.load_format,
+        Path(loaded.path or settings.model.path),
+        load_format="auto" if loaded.path else settings.model.load_format,
         seed=settings.random_seed,
         report=lambda done, total: report(Progress(purpose, done, total, "B")),
     )
@@ -259,9 +269,7 @@ def _shard(settings: Settings, device: torch.device) -> Shard:
     if ranks is None:
         return WHOLE
     is_invariant = device.type == "cpu" or settings.runner.batch_invariant
-    group = RankGroup(
-        ranks.rank, ranks.size, meeting_file=ranks.meeting_file, device=device, batch_invariant=is_invariant
-    )
+    group = RankGroup(ranks.rank, ranks.size, store_file=ranks.store_file, device=device, batch_invariant=is_invariant)
     return Shard(ranks.rank, ranks.size, group)
 
 
