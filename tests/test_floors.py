@@ -64,8 +64,9 @@ FLOORS = {
     "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop"),
     "4": Floor(
         (
-            "utils, http > api.sync > api.engine, settings.planning > api.signatures, api.selfcheck > api.map_items"
-            " > api.jobs > api.stream, api.journal > frontend > api.args, api.answers, media.intake > frontend.portal",
+            "utils, http > api.sync > api.engine, settings.planning > api.selfcheck, api.weight_calls > api.signatures"
+            " > api.map_items > api.jobs > api.stream, api.journal > frontend > api.args, api.answers, media.intake"
+            " > frontend.portal",
         ),
         "0 1 1' 2' 2t 3s",
         "uvloop msgspec tqdm numpy typing_extensions",

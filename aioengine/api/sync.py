@@ -274,6 +274,7 @@ class Engine(BaseEngine):
     list_lora_adapters = _on_loop(AsyncEngine.list_lora_adapters)
     pause_generation = _on_loop(AsyncEngine.pause_generation)
     continue_generation = _on_loop(AsyncEngine.continue_generation)
+    update_weights_from_disk = _on_loop(AsyncEngine.update_weights_from_disk)
     selfcheck = _on_loop(AsyncEngine.selfcheck)
     freeze_gc = _on_loop(AsyncEngine.freeze_gc)
     start_profile = _on_loop(AsyncEngine.start_profile)

@@ -31,6 +31,7 @@ from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from aioengine.protocol.messages import Control
     from aioengine.protocol.rank_step import RankStep
     from aioengine.protocol.service import Service
 
@@ -58,12 +59,12 @@ class Child:
         self._senders.append(sender)
         return sender
 
-    def connect_ranks(self) -> Callable[[RankStep], None]:
+    def connect_ranks(self) -> Callable[[RankStep | Control], None]:
         """Return a function that sends a message to the other ranks."""
         roles = [role for role in roles_of(self.settings) if role.rank]
         self._to_ranks = [self._connect(self.orders.endpoints[str(role)], f"the {role} process") for role in roles]
 
-        def send(message: RankStep) -> None:
+        def send(message: RankStep | Control) -> None:
             for sender in self._to_ranks:
                 sender.send([message])
 

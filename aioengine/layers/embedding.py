@@ -13,6 +13,8 @@ from aioengine.layers.linear import unplaced_targets
 from aioengine.quantization._base import LinearSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import Tensor
 
     from aioengine.kernels.codes import Codes
@@ -98,13 +100,18 @@ class CodeTable(Layer):
         self._codes: Codes | None = None
 
     def own_weights(self) -> dict[str, Target]:
+        if not self._tensors:
+            return {}
         return {name: target for name, [target] in unplaced_targets(self._format, self._spec, self._tensors)}
 
     def finish_loading(self) -> None:
-        self._codes = self._format.codes(self._spec, self._tensors)
-        self._tensors = {}
+        if self._tensors:
+            self._codes = self._format.codes(self._spec, self._tensors)
+            self._tensors = {}
 
-    def open_for_loading(self) -> None:
+    def open_for_loading(self, prefix: str = "", modules: Collection[str] | None = None) -> None:
+        if modules is not None and prefix.removesuffix(".") not in modules:
+            return
         assert self._codes is not None, "the table is open for loading already"
         self._tensors = self._format.tensors(self._spec, self._codes)
         self._codes = None

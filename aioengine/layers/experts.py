@@ -26,6 +26,8 @@ from aioengine.quantization._base import CodesFormat
 from aioengine.quantization.plain import plain
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import Tensor
 
     from aioengine.families._experts import ExpertsConfig, SharedConfig
@@ -128,7 +130,8 @@ class SparseMLP(Layer):
             self._tensors = expert_tensors.empty(config, size, placement)
 
     def own_weights(self) -> dict[str, Target]:
-        assert self._is_open, "the layer is not open for loading"
+        if not self._is_open:
+            return {}
         if self._coded:
             return self._coded[0].targets() | self._coded[1].targets()
         assert self._tensors is not None, "weights was not called"
@@ -142,8 +145,9 @@ class SparseMLP(Layer):
         return Target(tensor, source, is_preset=name.endswith("_scales"))
 
     def finish_loading(self) -> None:
-        assert self._is_open, "the layer is not open for loading"
         super().finish_loading()
+        if not self._is_open:
+            return
         self._is_open = False
         try:
             weights = self._assembled()
@@ -167,9 +171,12 @@ class SparseMLP(Layer):
         weights, self._tensors = self._tensors.assemble(), None
         return weights
 
-    def open_for_loading(self) -> None:
+    def open_for_loading(self, prefix: str = "", modules: Collection[str] | None = None) -> None:
+        super().open_for_loading(prefix, modules)
+        stems = [f"{prefix}{name.partition('.')[0]}" for name in ("experts", *self._config.names)]
+        if modules is not None and not any(name.startswith((*stems,)) for name in modules):
+            return
         assert self._experts is not None, "the layer is open for loading already"
-        super().open_for_loading()
         self._is_open = True
         weights = self._experts.weights()
         if not self._coded:

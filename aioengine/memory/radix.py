@@ -22,8 +22,10 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-Salt = str | tuple[int, str] | tuple[int, str, str]
-"""Cache namespace: the user's salt, or (adapter id, user salt), or (adapter id, user salt, "long") with long RoPE."""
+Salt = str | tuple[int, str] | tuple[int, str, str] | tuple[str, int, "Salt"]
+"""Cache namespace: the user's salt, or (adapter id, user salt), or (adapter id, user salt, "long") with long RoPE.
+After the weights were replaced: ("weights", number of replacements, one of these).
+"""
 
 Key = tuple[int | Salt, ...]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
 import msgspec
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 from aioengine.errors import describe
 from aioengine.protocol.messages import Control, Reply, RequestKind, Sampling
 from aioengine.protocol.rank_step import RankStep
+from aioengine.protocol.weight_messages import CHECK_WEIGHTS
 from aioengine.scheduler.plan import NewRow, StepPlan, StepResult
 from aioengine.scheduler.runner import DeviceAdapters, Runner, Ticket
 
@@ -31,7 +33,7 @@ class LeadingRunner(Generic[Ticket]):
     collected since the last plan.
     """
 
-    def __init__(self, runner: Runner[Ticket], send: Callable[[RankStep], None]) -> None:
+    def __init__(self, runner: Runner[Ticket], send: Callable[[RankStep | Control], None]) -> None:
         """runner: of rank 0. send: sends a message to all other ranks.
 
         Raises ValueError if the runner cannot send its plans to other ranks.
@@ -45,7 +47,10 @@ class LeadingRunner(Generic[Ticket]):
         self.facts: Mapping[str, str | int | float | bool] = runner.facts
         self.adapters: DeviceAdapters | None = runner.adapters
         self.use_grammars: Callable[[Any], None] | None = runner.use_grammars
-        self.controls: Mapping[str, Callable[[Control], Reply]] = runner.controls
+        self.controls: Mapping[str, Callable[[Control], Reply]] = {
+            name: call if name == CHECK_WEIGHTS else partial(self._call_ranks, call)
+            for name, call in runner.controls.items()
+        }
         self.use_ranks = None
         runner.use_ranks(self._send_plan)
 
@@ -74,6 +79,11 @@ class LeadingRunner(Generic[Ticket]):
 
     def close(self) -> None:
         self._runner.close()
+
+    def _call_ranks(self, call: Callable[[Control], Reply], control: Control) -> Reply:
+        """Make a control call on all ranks. If it fails on another rank, that process ends, and all are replaced."""
+        self._send(control)
+        return call(control)
 
     def _send_plan(self, plan: StepPlan, failed: Collection[int]) -> None:
         message = RankStep(self._num_collected, self._encoder.encode(plan_for_ranks(plan, failed)))

@@ -11,7 +11,7 @@ import logging
 import pkgutil
 import sys
 import time
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -52,6 +52,7 @@ from aioengine.protocol.messages import (
     TextChunks,
 )
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
+from aioengine.protocol.weight_messages import CHECK_WEIGHTS
 from aioengine.runner.profile import Profile
 from aioengine.runner.time_limit import install_timer_signal
 from aioengine.scheduler.adapter_loading import Adapters, Copies
@@ -113,6 +114,9 @@ class SchedulerService:
         if grammars is not None:
             grammars.needed = self._needed_grammars
         self._compiling: dict[int, Future[Any]] = {}  # uid -> grammar of a request that waits for it
+        self._checks: dict[Future[Reply], Control] = {}  # of new weights
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="aioengine-check")
+        self._num_weight_loads = num_weight_loads_in(runner.facts)
         self._failed_submits: list[End] = []
         self._replies: list[Message] = []
         self._stats_sent_at = 0.0
@@ -147,6 +151,7 @@ class SchedulerService:
                     self._control(message, now)
                 case NewEpoch():
                     self._compiling.clear()
+                    self._checks.clear()
                     if self.adapters is not None:
                         self.adapters.forget_loads()
                     self._core.forget_all()
@@ -162,6 +167,10 @@ class SchedulerService:
                 wait(set(self._compiling.values()), _WAIT_S, FIRST_COMPLETED)
             if streams := self._take_compiled():
                 to_frontend.append(TextChunks(compiled=streams))
+        if self._checks:
+            if not self._core.has_work:
+                wait(self._checks, _WAIT_S)
+            self._answer_checks(now)
         if self.adapters is not None and self.adapters.is_busy:
             if not self._core.has_work:
                 self.adapters.wait(_WAIT_S)
@@ -188,7 +197,7 @@ class SchedulerService:
 
     def wait_s(self, now: float) -> float:
         """Return 0 if there is work or unsent results, else the seconds until the next deadline or heartbeat."""
-        if self._was_busy or self._compiling:
+        if self._was_busy or self._compiling or self._checks:
             return 0.0
         if self.adapters is not None and self.adapters.is_busy:
             return 0.0
@@ -200,6 +209,7 @@ class SchedulerService:
         self._profile.close()
         if self._grammars is not None:
             self._grammars.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
         self._runner.close()
 
     def _submit(self, submit: Submit, now: float) -> None:
@@ -301,12 +311,21 @@ class SchedulerService:
             function = self._controls[control.name]
             reply = self._reply(control, lambda _: Reply(control.call_id, *function(**control.arguments)))
             self._answer(reply, now)
-        elif (call := self._runner.controls.get(control.name)) is not None:
-            self._core.call_between_steps(lambda: self._answer(self._reply(control, call, _CONTROL_STAGE), now))
-        else:
+        elif (call := self._runner.controls.get(control.name)) is None:
             known = ", ".join([*self._controls, *self._runner.controls])
             message = f"unknown control call {control.name!r}; there are {known}"
             self._answer(Reply(control.call_id, False, message), now)
+        elif control.name == CHECK_WEIGHTS:
+            self._report(Progress(control.name, 0, 1, ""))
+            self._checks[self._readers.submit(call, control)] = control
+        else:
+            self._core.call_between_steps(lambda: self._answer(self._reply(control, call, _CONTROL_STAGE), now))
+
+    def _answer_checks(self, now: float) -> None:
+        """Answer the calls whose checks are done."""
+        for check in [check for check in self._checks if check.done()]:
+            control = self._checks.pop(check)
+            self._answer(self._reply(control, lambda _, done=check: done.result(), _CONTROL_STAGE), now)
 
     def _answer(self, reply: Reply, now: float) -> None:
         """Queue a reply, with new statistics that show the effect of the call. now: arrival time of the call."""
@@ -326,7 +345,11 @@ class SchedulerService:
             logger.warning("the control call %r failed", control.name, exc_info=error)
             message = f"{control.name} failed: {type(error).__name__}: {error}"
             return Reply(control.call_id, False, message, stage=stage)
-        self._core.requests.events.weight_version = weight_version_in(self._runner.facts)
+        facts = self._runner.facts
+        if (num_loads := num_weight_loads_in(facts)) != self._num_weight_loads:
+            self._num_weight_loads = num_loads
+            version, keeps_kv = weight_version_in(facts), self._core.is_paused
+            reply.data = str(self._core.requests.change_weights(version, keeps_kv=keeps_kv))
         return reply
 
     def _flush_cache(self) -> tuple[bool, str, str]:
@@ -342,8 +365,10 @@ class SchedulerService:
             self._core.requests.close_session(int(session))
         return True, "", ""
 
-    def _set_paused(self, is_paused: bool) -> tuple[bool, str, str]:
+    def _set_paused(self, is_paused: bool, *, retracts: bool = False) -> tuple[bool, str, str]:
         self._core.is_paused = is_paused
+        if retracts:
+            self._core.requests.preempt_all()
         return True, "", ""
 
     def _server_info(self) -> tuple[bool, str, str]:
@@ -365,7 +390,7 @@ def build_service(
     settings: Settings,
     report: Callable[[Progress], None],
     board: CrashBoard | None = None,
-    send_to_ranks: Callable[[RankStep], None] | None = None,
+    send_to_ranks: Callable[[RankStep | Control], None] | None = None,
 ) -> SchedulerService:
     """Build the runner with the factory in the settings, and a scheduler with the runner's number of pages.
 
@@ -424,6 +449,11 @@ def page_windows(facts: Mapping[str, str | int | float | bool]) -> tuple[int | N
 def weight_version_in(facts: Mapping[str, str | int | float | bool]) -> str:
     """Return the version of the weights from the facts of a runner."""
     return str(facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
+
+
+def num_weight_loads_in(facts: Mapping[str, str | int | float | bool]) -> int:
+    """Return how often the weights were replaced, from the facts of a runner."""
+    return int(facts.get("num_weight_loads", 0))
 
 
 def prepare_process(child: Child) -> Settings:

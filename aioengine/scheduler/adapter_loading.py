@@ -169,7 +169,7 @@ class Adapters:
         """Drop unanswered load calls. Their callers repeat them."""
         self._loads.clear()
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private
 
     @property
     def _futures(self) -> list[Future[Any]]:

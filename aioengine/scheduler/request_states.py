@@ -120,6 +120,7 @@ class Requests:
             ``Scheduler.schedule``.
         closed: uids for ``StepPlan.closed``: the runner knows them, and they have ended or lost their pages.
         events: not reported yet. cache: the pages. adapters: the adapter slots. pace: estimates of step and queue time.
+        reweighted: requests whose next token is the first one with other weights than their last one.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Requests:
         self.gated: dict[int, Request] = {}
         self.is_blocked = False
         self.closed: list[int] = []
+        self.reweighted: set[int] = set()
         self.pace = Pace(settings.chunk_tokens)
         self._tenants = Tenants(settings.tenant_weights)
         share = settings.max_running // max(1, num_adapter_slots)
@@ -191,6 +193,9 @@ class Requests:
             self.deadlines.add(request.uid, submit.limits.deadlines, self._requests)
         if submit.continuation is not None:
             self.events.reopen_text(request, submit.continuation)
+            versions = {self.events.weight_version, submit.continuation.first_token.weight_version}
+            if versions != {DEFAULT_WEIGHT_VERSION}:  # the weights of its last token are unknown
+                self.reweighted.add(request.uid)
 
     def abort(
         self,
@@ -259,6 +264,29 @@ class Requests:
         self.deadlines = Deadlines()
         self.events.take()
 
+    def preempt_all(self) -> None:
+        """Preempt all running requests. Their KV is computed again later."""
+        for request in list(self.running):
+            self._let_wait(request)
+            self.events.preempt(request)
+
+    def change_weights(self, version: str, *, keeps_kv: bool) -> int:
+        """Compute the next steps with other weights. Return the number of running requests.
+
+        keeps_kv: the running requests keep their KV. Otherwise they are preempted.
+        """
+        num_running = len(self.running)
+        self.events.weight_version = version
+        self.cache.change_weights()
+        if not keeps_kv:
+            self.preempt_all()
+        for request in self._requests.values():
+            request.wait_for(None)  # the prefix that it waits for has other weights
+            if request.is_text_open:
+                self.reweighted.add(request.uid)
+        self.is_stalled = False
+        return num_running
+
     # ------------------------------------------------------------ from the steps
 
     def wait_unless_ready(self, request: Request, adapter: Adapter) -> bool:
@@ -306,6 +334,7 @@ class Requests:
         is_invalid: its KV is wrong and must not be reused by other requests.
         """
         del self._requests[request.uid]
+        self.reweighted.discard(request.uid)
         session = request.submit.session
         if session in self._sessions and end is not None and end.code in ANSWERED_CODES and not is_invalid:
             self.cache.pin(session, request.allocation)

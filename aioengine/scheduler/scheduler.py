@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 from aioengine.memory.prefix_cache import PrefixCache
 from aioengine.memory.snapshots import Snapshots
 from aioengine.memory.windowed_cache import WindowedCache
-from aioengine.protocol.columns import POOLED_VECTOR, draft_extra
+from aioengine.protocol.columns import POOLED_VECTOR, WEIGHT_VERSION, Extra, draft_extra
 from aioengine.protocol.messages import End, FinishCode, Stats, StepOutput
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS
 from aioengine.scheduler.drafting import DraftCosts
@@ -27,6 +27,7 @@ from aioengine.scheduler.request_states import Requests
 from aioengine.settings.page_groups import PageGroups
 
 if TYPE_CHECKING:
+    from aioengine.protocol.columns import TokenColumns
     from aioengine.settings.config import SchedulerSettings
 
 _OUTPUT_NAMES = {TOKENS: "token", VECTOR: "vector", DISTRIBUTION: "distribution"}
@@ -109,6 +110,8 @@ class Scheduler:
                 may_draft=flight.num_drafts > 0,
             )
         cache = self.cache
+        # a copy, because requests that end are removed from it
+        reweighted = self.requests.reweighted.copy() if self.requests.reweighted else None
         row_tokens, others = result.tokens.token_ids, dict[int, list[int]]()
         has_one_each = result.tokens.counts is None and len(row_tokens) == len(plan.rows)
         if not has_one_each or flight.num_drafts or flight.rejected or result.failed:
@@ -146,6 +149,8 @@ class Scheduler:
                 if row.uid in result.complete and request.allocation is allocation:
                     self.requests.end(request, End(row.uid, FinishCode.STOP))
         tokens = result.tokens.limited(limits) if limits else result.tokens
+        if reweighted:
+            self._note_weights(flight, tokens, reweighted)
         self._events.totals.num_steps += 1
         self._events.totals.output_tokens += len(tokens.token_ids)
         return self._events.take(tokens)
@@ -204,6 +209,16 @@ class Scheduler:
         else:
             request.count_forced()
         return None
+
+    def _note_weights(self, flight: Flight, tokens: TokenColumns, reweighted: set[int]) -> None:
+        """Report the version of the weights with the first token of each request since they were replaced."""
+        num_output = {request.uid: request.num_output for request in flight.requests}
+        version = self._events.weight_version.encode()
+        for uid, new in zip(tokens.uids, tokens.rows(), strict=True):
+            if uid in reweighted and (isinstance(new, int) or new):
+                first = num_output[uid] - (1 if isinstance(new, int) else len(new))
+                tokens.extras.append(Extra(uid, first, WEIGHT_VERSION, version))
+                self.requests.reweighted.discard(uid)
 
     def _note_drafts(self, row: Row, request: Request, result: StepResult) -> None:
         """Count the drafts of a row, and report them with the first token of the row."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 OWN: Final = "aioengine"
 TRANSFORMERS: Final = "transformers"
@@ -250,6 +251,22 @@ class PoolingSettings(Struct, frozen=True, kw_only=True):
     has_sigmoid: bool = False
 
 
+class LoadedWeights(Struct, frozen=True, kw_only=True):
+    """Weights that have replaced those of the model folder. A new runner starts with them.
+
+    Attributes:
+        version: the user's name of the weights.
+        number: number of replacements so far.
+        path: folder or GGUF file of a whole checkpoint; "": the model folder.
+        files: digests of its weight files (``checkpoint.file_states``).
+    """
+
+    version: str = "default"
+    number: int = 0
+    path: str = ""
+    files: dict[str, str] = {}
+
+
 class ModelSettings(Struct, frozen=True, kw_only=True):
     """The model folder and how to read it.
 
@@ -264,6 +281,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
         quantization_group_size: inputs that share a scale in int4.
         implementation: whose code computes the model, "aioengine" or "transformers". Only the latter may run code in
             the folder, with ``trust_remote_code``.
+        weights: the weights to load instead of those in the folder.
     """
 
     path: str
@@ -281,6 +299,13 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
     sampling_defaults: dict[str, float] = {}
     quantization: str = ""
     quantization_group_size: int = DEFAULT_GROUP_SIZE
+    weights: LoadedWeights = LoadedWeights()
+
+    def with_weights(self, weights: LoadedWeights) -> ModelSettings:
+        """Return the settings of a runner that starts with these weights. The folder still has its config.json."""
+        files = {path: digest for path, digest in self.files.items() if not path.endswith(".safetensors")}
+        own = files | weights.files if weights.path else self.files
+        return replace(self, files=own, weights=weights)
 
 
 class MemorySettings(Struct, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ from msgspec import Struct
 
 from aioengine.api import answers
 from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, RowError, Timings
-from aioengine.protocol.columns import DRAFTS, HIDDEN_STATES, Extra
+from aioengine.protocol.columns import DRAFTS, HIDDEN_STATES, WEIGHT_VERSION, Extra
 from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End, FinishCode, FirstToken
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class CallRow(Struct, eq=False):
         hidden_states: which hidden states it returns (``Sampling.hidden_states``).
         newest_hidden_state: the newest hidden state that was read, if the row returns only the last one.
         drafts: extras of kind ``DRAFTS`` by token index, for ``meta_info``; None: the engine does not speculate.
+        versions: index of an output token -> version of the weights from this token on; None: they have not changed.
         num_image_tokens: positions of the prompt that hold features of images.
         info: the ``meta_info`` that all its chunks share.
         uid: the engine's number of the row; -1: not submitted.
@@ -99,6 +100,7 @@ class CallRow(Struct, eq=False):
     first_token: FirstToken | None = None
     newest_hidden_state: Extra | None = None
     drafts: dict[int, Extra] | None = None
+    versions: dict[int, str] | None = None
     info: ChunkInfo = {}  # type: ignore[typeddict-item]  # set in __post_init__
     text: str = ""
     more_texts: list[str] = []
@@ -171,6 +173,9 @@ class CallRow(Struct, eq=False):
             if self.drafts is not None:
                 self.drafts[extra.index] = extra
             return
+        if extra.kind == WEIGHT_VERSION:
+            self.versions = (self.versions or {}) | {extra.index: extra.data.decode()}
+            return
         if extra.index >= self.token_offset or not self.token_offset:
             self.extras[extra.index, extra.kind] = extra
         if self.hidden_states == LAST_STATES:
@@ -214,6 +219,8 @@ class CallRow(Struct, eq=False):
         text, text_offset, token_offset = self.text, self.text_offset, self.token_offset
         info = self.info.copy()
         num_tokens = info["completion_tokens"] = token_offset + len(token_ids)
+        if self.versions is not None:
+            info["weight_version"] = answers.version_spans(info["weight_version"], self.versions, num_tokens)[-1][0]
         chunk: Chunk = {  # type: ignore[typeddict-item]
             "text": text,
             "output_ids": token_ids,
@@ -248,6 +255,10 @@ class CallRow(Struct, eq=False):
         """Return the ``meta_info`` of the row with this end."""
         info = self.info.copy()
         info["completion_tokens"] = self.num_known()
+        if self.versions is not None:
+            info["weight_version"] = answers.version_spans(info["weight_version"], self.versions, self.num_known())[-1][
+                0
+            ]
         self._add_end(info, end)
         return info
 
@@ -278,6 +289,8 @@ class CallRow(Struct, eq=False):
         if self.newest_hidden_state is not None:
             info["hidden_states"] = [answers.array(self.newest_hidden_state.data)]
         info["finish_reason"] = answers.finish_reason(end, info["completion_tokens"], self.error)
+        spans = answers.version_spans(self.info["weight_version"], self.versions or {}, info["completion_tokens"])
+        info["weight_versions"] = spans
         num_cached = info["cached_tokens"] = max(end.num_cached, info["cached_tokens"])
         info["cached_tokens_details"] = {"device": num_cached, "host": 0}
         info["num_preemptions"] = info["num_retractions"] = max(end.num_preemptions, info["num_preemptions"])
