@@ -64,8 +64,9 @@ FLOORS = {
     "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop"),
     "4": Floor(
         (
-            "utils, http > api.sync > api.engine, settings.planning > api.signatures, api.selfcheck > api.map_items"
-            " > api.jobs > api.stream, api.journal > frontend > api.args, api.answers, media.intake > frontend.portal",
+            "utils, http > api.sync > api.engine, settings.planning > api.selfcheck, api.weight_calls > api.signatures"
+            " > api.map_items > api.jobs > api.stream, api.journal > frontend > api.args, api.answers, media.intake"
+            " > frontend.portal",
         ),
         "0 1 1' 2' 2t 3s",
         "uvloop msgspec tqdm numpy typing_extensions",
@@ -240,7 +241,7 @@ def test_a_circle_is_found(with_typing: bool, found: set[str]) -> None:
         ("api/engine.py", "import torch", "torch"),
         ("api/engine.py", "from aioengine.runner.rows import Rows", "floor 2"),
         ("api/stream.py", "from aioengine.api.engine import AsyncEngine", "above"),
-        ("supervision/ledger.py", "from aioengine.transport.base import Sender", "floor 2'"),
+        ("supervision/ledger.py", "from aioengine.transport.base import BacklogFullError", "floor 2'"),
         ("supervision/routing.py", "import asyncio", "asyncio"),
         ("errors.py", "from aioengine import Engine", "package root"),
         ("settings/config.py", "from aioengine.settings.resolve import resolve", "above"),

@@ -61,6 +61,9 @@ class FinishReason(dict[str, str | int | None]):
         return self["type"]
 
 
+VersionSpan = tuple[str, int, int]
+"""A version of the weights, and the output tokens (from, to) that they computed."""
+
 OutputEntry = tuple[float, int, str | None]
 """Logprob, token id and text of an output token."""
 
@@ -87,6 +90,7 @@ class CommonInfo(TypedDict):
     ``output_ids``, ``input_...`` to the prompt; in a stream, the first chunk has the latter. Only position 0 of a
     prompt has no logprob.
 
+    weight_version: version of the weights that computed the last token of this output.
     image_tokens: number of tokens of the prompt's images. num_retractions: another name of ``num_preemptions``.
     reasoning_tokens: always 0, because tokens of reasoning are not counted separately.
     """
@@ -128,6 +132,7 @@ class MetaInfo(CommonInfo):
     cached_tokens_details: dict[str, int]
     e2e_latency: float
     timings: Timings
+    weight_versions: list[VersionSpan]
 
 
 class ChunkInfo(CommonInfo):
@@ -137,6 +142,7 @@ class ChunkInfo(CommonInfo):
     cached_tokens_details: NotRequired[dict[str, int]]
     e2e_latency: NotRequired[float]
     timings: NotRequired[Timings]
+    weight_versions: NotRequired[list[VersionSpan]]
 
 
 class Answer(TypedDict):
@@ -333,6 +339,24 @@ def draft_info(drafts: Mapping[int, Extra], num_output: int) -> dict[str, int | 
         "spec_accept_rate": num_correct / num_proposed if num_proposed else 0.0,
         "spec_accept_length": num_output / num_steps if num_steps else 0.0,
     }
+
+
+def version_spans(first: str, changes: Mapping[int, str], num_output: int) -> list[VersionSpan]:
+    """Return the versions of the weights that computed the output tokens. There is at least one span.
+
+    first: of the first token. changes: index of a token -> version from this token on.
+    """
+    spans: list[VersionSpan] = [(first, 0, num_output)]
+    for index in sorted(changes):
+        version, start, stop = spans[-1]
+        if index >= num_output or changes[index] == version:
+            continue
+        if index > start:
+            spans[-1] = (version, start, index)
+        else:
+            spans.pop()
+        spans.append((changes[index], index, stop))
+    return spans
 
 
 def ranked(results: Sequence[Answer | BaseException | None], top_n: int | None) -> list[Answer | BaseException | None]:

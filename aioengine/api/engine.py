@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from aioengine.api import map_items, selfcheck, signatures
+from aioengine.api import map_items, selfcheck, signatures, weight_calls
 from aioengine.api.answers import Answer, BatchOutput
 from aioengine.api.args import engine_config
 from aioengine.api.foreign_names import no_attribute
@@ -303,6 +303,11 @@ class BaseEngine(ABC):
         """Whether the engine accepts requests or still finishes some."""
         return self.health()["state"] in ("running", "draining", "recovering")
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether ``pause_generation`` was called, and ``continue_generation`` was not."""
+        return self._frontend_anywhere().controls.is_paused
+
     def stats(self) -> dict[str, int]:
         """Return the last counters that the scheduler reported. May be called from any thread."""
         return self._frontend_anywhere().stats()
@@ -430,6 +435,7 @@ class AsyncEngine(BaseEngine):
         return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
 
     map = map_items.map
+    update_weights_from_disk = weight_calls.update_weights_from_disk
     selfcheck = selfcheck.selfcheck
 
     # ------------------------------------------------------------ sessions
@@ -478,7 +484,7 @@ class AsyncEngine(BaseEngine):
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
-        await self._frontend_here().overload.wait()
+        await self._frontend_here().caller_queue.wait()
 
     async def flush_cache(self) -> Outcome:
         """Empty the prefix cache. If requests run or wait, do nothing and return a false outcome."""
@@ -512,13 +518,13 @@ class AsyncEngine(BaseEngine):
     async def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
         """Stop computing until ``continue_generation``; new calls wait.
 
-        ``mode``: "abort" ends all requests, "in_place" keeps them.
+        ``mode``: "abort" ends all requests, "in_place" keeps them, "retract" keeps them without their KV.
         """
         return await self._frontend_here().controls.pause(mode)
 
     async def continue_generation(self) -> Outcome:
         """Continue after ``pause_generation``."""
-        return await self._frontend_here().controls.call("continue")
+        return await self._frontend_here().controls.unpause()
 
     async def freeze_gc(self) -> None:
         """Exclude all present objects from garbage collection (``gc.freeze``), here and in the scheduler process."""
@@ -587,7 +593,7 @@ class AsyncEngine(BaseEngine):
     async def get_model_info(self) -> ModelInfo:
         """Return facts about the served model."""
         frontend = self._frontend_here()
-        return info.model_info(frontend.parts.settings, frontend.weight_version)
+        return info.model_info(frontend.parts.settings, frontend.weights.loaded)
 
     async def wait_failed(self) -> EngineError | None:
         """Wait until the engine dies, and return the error. Return None if it is shut down."""

@@ -24,7 +24,7 @@ MAX_ACTIVITIES: Final = 16
 WRITE_TIMEOUT_S: Final = 600.0
 """A trace of many steps is long."""
 
-PauseMode = Literal["abort", "in_place"]
+PauseMode = Literal["abort", "in_place", "retract"]
 
 
 class Outcome(NamedTuple):
@@ -53,12 +53,17 @@ class ProfileOptions(TypedDict, total=False):
 
 
 class Controls:
-    """Sends control calls and waits for their replies. On the engine's loop."""
+    """Sends control calls and waits for their replies. On the engine's loop.
+
+    Attributes:
+        is_paused: whether the scheduler was paused.
+    """
 
     def __init__(self, send: Callable[[list[Control]], None], abort_all: Callable[[], None]) -> None:
         """``abort_all`` aborts every open call."""
         self._send = send
         self._abort_all = abort_all
+        self.is_paused = False
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._num_asked = 0
         self._failure: EngineError | None = None
@@ -110,10 +115,24 @@ class Controls:
         return Outcome(reply.success, reply.message)
 
     async def pause(self, mode: PauseMode) -> Outcome:
-        """Pause the scheduler. The mode "abort" ends all its requests before."""
-        if checks.choice("mode", mode, {"abort": True, "in_place": False}):
+        """Pause the scheduler. "abort" ends all its requests before, "retract" releases the pages of running ones."""
+        checks.choice("mode", mode, dict.fromkeys(("abort", "in_place", "retract")))
+        if mode == "abort":
             self._abort_all()
-        return await self.call("pause")
+        reply = await self.ask("pause", {"retracts": True} if mode == "retract" else None)
+        self.is_paused |= reply.success
+        return Outcome(reply.success, reply.message)
+
+    async def unpause(self) -> Outcome:
+        """Continue after a pause."""
+        outcome = await self.call("continue")
+        self.is_paused &= not outcome.success
+        return outcome
+
+    def resume(self) -> None:
+        """Continue after a pause, without waiting for the reply."""
+        self.send("continue")
+        self.is_paused = False
 
     async def freeze_gc(self) -> None:
         """Exclude all present objects from garbage collection, here and in the scheduler process."""

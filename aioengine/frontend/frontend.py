@@ -24,13 +24,14 @@ from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import Delivery, SlowReaders
 from aioengine.frontend.calls.observers import Observer, report_rows
-from aioengine.frontend.calls.overload import Overload, QueueLimits
+from aioengine.frontend.calls.overload import CallerQueue, QueueLimits
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.intake.encoder import Encoder, PoolEncoder, TextSizes
 from aioengine.frontend.intake.image_prompts import PromptImages
 from aioengine.frontend.intake.request_checks import RequestChecks
 from aioengine.frontend.intake.requests import MAX_TIMEOUT_S, CallRequest
+from aioengine.frontend.live_weights import LiveWeights
 from aioengine.frontend.loaded_adapters import LoadedAdapters
 from aioengine.frontend.sessions.sessions import Sessions
 from aioengine.frontend.throughput import Throughput
@@ -49,14 +50,15 @@ STOP_TIMEOUT_S: Final = 5.0
 class Frontend:
     """A started engine: opens calls, and delivers the messages of the processes. Created on the engine's loop.
 
-    The first methods may be called from any thread, the others only on the loop. It implements ``ReaderActions``.
+    The methods up to ``stats``, and ``close_now``, may be called from any thread, the others only on the loop. It
+    implements ``ReaderActions``.
 
     Attributes:
         images: the images of prompts; None: the model reads only text.
-        weight_version: version of the weights; a row reports the version of its own computation.
+        weights: updates of the weights.
         failure: the error of all calls once the engine is dead or closed. Copies are raised, because a raised error
             keeps its frames alive, and all objects in them.
-        observers: get each finished request; calls that begin later get added ones.
+        observers: get each finished request. An added observer gets the requests of later calls.
     """
 
     def __init__(self, parts: EngineParts, observers: list[Observer]) -> None:
@@ -64,7 +66,6 @@ class Frontend:
         self.parts = parts
         self.observers = observers
         self.loop = asyncio.get_running_loop()
-        self.weight_version = str(parts.facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
         self.failure: EngineError | None = None
         self.last_stats: Stats | None = None
         self._throughput = Throughput(settings.log_level)
@@ -74,8 +75,10 @@ class Frontend:
             max_running=settings.scheduler.max_running,
             max_total_tokens=parts.max_total_tokens * cast("int", parts.facts.get("num_replicas", 1)),
         )
-        self.overload = Overload(self.limits, lock, self.loop)
+        self.caller_queue = CallerQueue(self.limits, lock, self.loop)
         self.controls = Controls(parts.processes.send, abort_all=lambda: self.calls.abort_opened(self.calls.num_opened))
+        version = str(parts.facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
+        self.weights = LiveWeights(self.controls, version)
         self.adapters = LoadedAdapters(parts.blueprint.adapters, self.controls, lock)
         self.sessions = Sessions(parts, self.controls, lock, self.limits)
         self._pid = os.getpid()
@@ -129,6 +132,11 @@ class Frontend:
                 post(self.loop, self.calls.discard, call)
             raise
         return reader
+
+    @property
+    def weight_version(self) -> str:
+        """Version of the newest weights; a row reports the versions of its own computation."""
+        return self.weights.loaded.version
 
     @property
     def is_interrupted(self) -> bool:
@@ -255,7 +263,7 @@ class Frontend:
             timeout_s = checks.number("timeout", timeout_s, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
         with self._lock:
             self.limits.refuse(EngineDrainingError("the engine is draining and takes no new requests"))
-        self.controls.send("continue")
+        self.controls.resume()
         self._slow_readers.release()
         if not await self._become_idle(timeout_s):
             self.calls.end(list(self.calls.opened), FinishCode.SHUTDOWN)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from aioengine.frontend.intake.image_prompts import PromptImages
-    from aioengine.settings.config import Settings
+    from aioengine.settings.config import LoadedWeights, Settings
     from aioengine.supervision.incarnation import ProcessState
 
 __version__: Final = "0.1.0"
@@ -72,14 +72,14 @@ def child_pids(processes: Iterable[ProcessState], images: PromptImages | None) -
     return [*pids, child.pid] if child is not None and child.is_alive else pids
 
 
-def model_info(settings: Settings, weight_version: str) -> ModelInfo:
+def model_info(settings: Settings, weights: LoadedWeights) -> ModelInfo:
     """Return the result of ``get_model_info``."""
     defaults = asdict(Sampling(0)) | settings.model.sampling_defaults
     return {
-        "model_path": settings.model.path,
+        "model_path": weights.path or settings.model.path,
         "tokenizer_path": settings.text.tokenizer_path,
         "is_generation": settings.model.task == "generate",
-        "weight_version": weight_version,
+        "weight_version": weights.version,
         "load_format": settings.model.load_format,
         "dtype": settings.model.dtype,
         "context_length": settings.model.context_length,

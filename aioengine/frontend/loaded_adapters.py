@@ -333,7 +333,7 @@ class LoadedAdapters:
             await self._controls.ask(UNLOAD_ADAPTER, _arguments(load.adapter))
         return self._result("")
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private
 
     def _result(self, why_not: str) -> AdapterResult:
         with self._lock:

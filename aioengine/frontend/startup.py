@@ -237,7 +237,7 @@ async def start_frontend(
         if loading is not None:
             # asyncio logs an error that nobody retrieves, and a failed start does not wait for the tokenizer
             loading.add_done_callback(lambda work: work.cancelled() or work.exception())
-        patience = asyncio.get_running_loop().call_later(_QUIET_S, bars.show, _ANNOUNCEMENT)
+        announcing = asyncio.get_running_loop().call_later(_QUIET_S, bars.show, _ANNOUNCEMENT)
         try:
             facts = await processes.start()
         except EngineStartupError:
@@ -245,7 +245,7 @@ async def start_frontend(
                 await loading  # if the tokenizer is the cause, its ValueError names the file
             raise
         finally:
-            patience.cancel()
+            announcing.cancel()
         for warning in filter(None, (blueprint.warning, facts.get("warning"))):
             warn_caller(str(warning), stacklevel=2)
         tokenizer, longest = (None, None) if loading is None else await loading

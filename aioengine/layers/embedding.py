@@ -13,6 +13,8 @@ from aioengine.layers.linear import unplaced_targets
 from aioengine.quantization._base import LinearSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import Tensor
 
     from aioengine.kernels.codes import Codes
@@ -77,7 +79,7 @@ class TableShard(EmbeddingTable):
         rows = input_ids - self._first
         is_missing = (rows < 0) | (rows >= len(self.weight))
         embeddings = super().__call__(rows.masked_fill_(is_missing, 0)).masked_fill_(is_missing.unsqueeze(1), 0)
-        return embeddings if self._group is None else self._group.sum(embeddings)
+        return embeddings if self._group is None else self._group.all_reduce(embeddings)
 
 
 class CodeTable(Layer):
@@ -98,13 +100,18 @@ class CodeTable(Layer):
         self._codes: Codes | None = None
 
     def own_weights(self) -> dict[str, Target]:
+        if not self._tensors:
+            return {}
         return {name: target for name, [target] in unplaced_targets(self._format, self._spec, self._tensors)}
 
     def finish_loading(self) -> None:
-        self._codes = self._format.codes(self._spec, self._tensors)
-        self._tensors = {}
+        if self._tensors:
+            self._codes = self._format.codes(self._spec, self._tensors)
+            self._tensors = {}
 
-    def open_for_loading(self) -> None:
+    def open_for_loading(self, prefix: str = "", modules: Collection[str] | None = None) -> None:
+        if modules is not None and prefix.removesuffix(".") not in modules:
+            return
         assert self._codes is not None, "the table is open for loading already"
         self._tensors = self._format.tensors(self._spec, self._codes)
         self._codes = None

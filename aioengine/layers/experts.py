@@ -26,6 +26,8 @@ from aioengine.quantization._base import CodesFormat
 from aioengine.quantization.plain import plain
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import Tensor
 
     from aioengine.families._experts import ExpertsConfig, SharedConfig
@@ -89,16 +91,16 @@ class SparseMLP(Layer):
         self._router = ExpertRouter(hidden_size, config, placement)
         unsummed = replace(placement, shard=placement.shard._replace(group=None))
         self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, unsummed)
-        # Open for loading: ``_tensors`` or ``_coded`` is set. Otherwise ``_experts`` has the weights for the kernels.
+        # While it is open for loading, ``_tensors`` or ``_coded`` has the weights, then ``_experts`` for the kernels.
         self._is_open = True
         self._name = ""
         self._tensors: ExpertTensors | None = None
-        self._coded: tuple[CodedExperts | JoinedExperts, ...] = ()
+        self._coded: tuple[CodedExperts | JoinedExperts, ...] = ()  # gate_up and down, if they are quantized
         self._experts: Experts | None = None
         self.parts = ("", self._router), ("", self._shared)
 
     def weights(self, prefix: str = "") -> dict[str, Target]:
-        """Map names to targets. The first call allocates them, in the format for the names of the experts.
+        """Map names to targets. The first call allocates them, because the format depends on the names of the experts.
 
         Raises:
             ValueError: the experts have different formats.
@@ -117,18 +119,19 @@ class SparseMLP(Layer):
             names = [name.removesuffix(".weight") for name in config.names]
         linear_format, *others = [placement.format_of(f"{prefix}{name}") for name in names]
         if any(other is not linear_format for other in others):
-            raise ValueError(f"the experts {self._name} have several formats; what works: one for all of them")
+            raise ValueError(f"the experts {self._name} have several formats; what works: one format for all of them")
         if isinstance(linear_format, CodesFormat) and config.stored in {"separate", "packed"}:
-            matrix, rows = (CodedExperts, inner) if config.stored == "separate" else (JoinedExperts, 2 * inner)
+            kind, outputs = (CodedExperts, inner) if config.stored == "separate" else (JoinedExperts, 2 * inner)
             self._coded = (
-                matrix(linear_format, config.names[:-1], size, rows, num_experts, placement),
-                matrix(linear_format, config.names[-1:], inner, size, num_experts, placement),
+                kind(linear_format, config.names[:-1], size, outputs, num_experts, placement),
+                kind(linear_format, config.names[-1:], inner, size, num_experts, placement),
             )
         else:
             self._tensors = expert_tensors.empty(config, size, placement)
 
     def own_weights(self) -> dict[str, Target]:
-        assert self._is_open, "the layer is not open for loading"
+        if not self._is_open:
+            return {}
         if self._coded:
             return self._coded[0].targets() | self._coded[1].targets()
         assert self._tensors is not None, "weights was not called"
@@ -142,8 +145,9 @@ class SparseMLP(Layer):
         return Target(tensor, source, is_preset=name.endswith("_scales"))
 
     def finish_loading(self) -> None:
-        assert self._is_open, "the layer is not open for loading"
         super().finish_loading()
+        if not self._is_open:
+            return
         self._is_open = False
         try:
             weights = self._assembled()
@@ -167,9 +171,12 @@ class SparseMLP(Layer):
         weights, self._tensors = self._tensors.assemble(), None
         return weights
 
-    def open_for_loading(self) -> None:
+    def open_for_loading(self, prefix: str = "", modules: Collection[str] | None = None) -> None:
+        super().open_for_loading(prefix, modules)
+        stems = [f"{prefix}{name.partition('.')[0]}" for name in ("experts", *self._config.names)]
+        if modules is not None and not any(name.startswith((*stems,)) for name in modules):
+            return
         assert self._experts is not None, "the layer is open for loading already"
-        super().open_for_loading()
         self._is_open = True
         weights = self._experts.weights()
         if not self._coded:
@@ -183,4 +190,4 @@ class SparseMLP(Layer):
         """[T, D] -> [T, D]. ``rows`` is unused, since adapters do not change experts."""
         assert self._experts is not None, "finish_loading was not called"
         outputs = self._experts(x, self._router(x), None if self._shared is None else self._shared(x))
-        return outputs if self._shard.group is None else self._shard.group.sum(outputs)
+        return outputs if self._shard.group is None else self._shard.group.all_reduce(outputs)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
@@ -34,7 +34,7 @@ class Layer:
     def weights(self, prefix: str = "") -> dict[str, Target]:
         """Map tensor names in the checkpoint to targets, for this layer and its parts.
 
-        Valid until ``finish_loading``, and again after ``open_for_loading``.
+        Layers that are not open for loading may have no targets.
         """
         targets = {f"{prefix}{name}": target for name, target in self.own_weights().items()}
         for part_prefix, part in self.parts:
@@ -43,19 +43,23 @@ class Layer:
         return targets
 
     def finish_loading(self) -> None:
-        """Convert the loaded weights to the form that the kernels read."""
+        """Convert the loaded weights to the form that the kernels read, in all layers that are open for loading."""
         for _, part in self.parts:
             if part is not None:
                 part.finish_loading()
 
-    def open_for_loading(self) -> None:
-        """Make ``weights`` valid again. The tensors have the current values.
+    def open_for_loading(self, prefix: str = "", modules: Collection[str] | None = None) -> None:
+        """Make targets of ``weights`` valid again. Their tensors have the current values.
 
-        Only tests call this now; it is for replacing the weights of a running engine.
+        Args:
+            prefix: of the tensor names of this layer, as in ``weights``.
+            modules: names of tensors without their last part, such as "model.layers.0.mlp.up_proj". Only layers with
+                such tensors are opened, because opening copies weights that the kernels read in another form. None:
+                all layers.
         """
-        for _, part in self.parts:
+        for part_prefix, part in self.parts:
             if part is not None:
-                part.open_for_loading()
+                part.open_for_loading(f"{prefix}{part_prefix}", modules)
 
 
 class Shard(NamedTuple):

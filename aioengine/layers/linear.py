@@ -14,7 +14,7 @@ from aioengine.layers.layer import Layer, Slice, Target, Units, rank_ranges
 from aioengine.quantization._base import CodesFormat, LinearSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -135,8 +135,7 @@ class Linear(Layer):
         self.parts = [("", layer) for layer in self.joined]
 
     def own_weights(self) -> dict[str, Target]:
-        assert self._is_open, "the layer is not open for loading"
-        if self.joined:
+        if self.joined or not self._is_open:
             return {}
         return {
             f"{part}.{name}": self._as_stored(name, target)._replace(source=self._source(part, name, target.tensor))
@@ -182,7 +181,8 @@ class Linear(Layer):
 
     def finish_loading(self) -> None:
         """Prepare the matmul, and free the tensors that it does not read."""
-        assert self._is_open, "the layer is not open for loading"
+        if not self._is_open:
+            return
         self._is_open = False
         if self._order is not None:
             self._reorder(self._order)
@@ -196,7 +196,7 @@ class Linear(Layer):
                 try:
                     self._prepared = self._format.prepare(self._spec, self._tensors)
                 except ValueError as error:
-                    raise ValueError(f"{', '.join(self._names)}: {error}") from error
+                    raise ValueError(f"{self.name}: {error}") from error
             self._matmul = self._prepared.gated or self._prepared.matmul
         self._tensors = {}
 
@@ -209,15 +209,24 @@ class Linear(Layer):
     def use_adapters(self, adapters: LayerAdapters) -> None:
         self._adapters = adapters
 
-    def open_for_loading(self) -> None:
-        """Make ``weights`` valid again. Its tensors have the current values.
+    @property
+    def name(self) -> str:
+        """The names of the parts in the checkpoint."""
+        return ", ".join(self._names)
 
-        A matmul that reads these tensors directly is kept. Otherwise ``finish_loading`` prepares a new one.
-        """
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether weights can be loaded again while CUDA graphs contain their addresses. Without a GPU, always."""
+        return self._spec.device.type == "cpu" or self._prepared is None or self._prepared.is_in_place
+
+    def open_for_loading(self, prefix: str = "", modules: Collection[str] | None = None) -> None:
+        """See ``Layer``. A matmul that reads these tensors directly is kept; others are prepared again at the end."""
+        if modules is not None and not any(f"{prefix}{part}" in modules for part in self.sizes):
+            return
         assert not self._is_open, "the layer is open for loading already"
         assert self._prepared is not None
         self._is_open = True
-        super().open_for_loading()
+        super().open_for_loading(prefix, modules)
         self._tensors = self._prepared.restore()
         if self._order is not None:
             self._reorder(self._order.argsort())
@@ -232,7 +241,7 @@ class Linear(Layer):
         else:
             assert self._matmul is not None, "finish_loading was not called"
             outputs = self._matmul(x)
-        return outputs if self._group is None else self._group.sum(outputs)
+        return outputs if self._group is None else self._group.all_reduce(outputs)
 
 
 def unplaced_targets(

@@ -78,6 +78,7 @@ class PrefixCache:
 
     Attributes:
         enabled: False: pages are never shared. snapshots: of recurrent states; None for a model without states.
+        weights: the number of times that the weights were replaced, see ``change_weights``.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class PrefixCache:
         self.page_size = page_size
         self.enabled = enabled
         self.snapshots = snapshots
+        self.weights = 0
         self._free = list(range(num_pages - 1, -1, -1))  # the last freed page is allocated first
         self._tree = RadixTree(page_size)
         self._pins: OrderedDict[int, dict[Node, None]] = OrderedDict()
@@ -111,7 +113,7 @@ class PrefixCache:
         """Return the largest number of pages that a request of ``num_tokens`` tokens uses at one time."""
         return -(-num_tokens // self.page_size)
 
-    # ------------------------------------------------------------ ask
+    # ------------------------------------------------------------ questions
 
     def match(self, token_ids: list[int], salt: Salt = "", *, known: Node | None = None) -> Match:
         """Return the computed prefix of ``token_ids`` in whole pages. It never includes the last token.
@@ -120,6 +122,8 @@ class PrefixCache:
         """
         if not self.enabled:
             return Match([], None)
+        if self.weights:
+            salt = ("weights", self.weights, salt)
         path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size, salt, known=known)
         if (snapshots := self.snapshots) is not None:
             num_usable = snapshots.num_usable(path)
@@ -142,7 +146,7 @@ class PrefixCache:
         num_missing = self.pages_for(num_tokens) - len(match.path)
         return self.num_allocatable - num_unlocked - num_missing - promised
 
-    # ------------------------------------------------------------ do
+    # ------------------------------------------------------------ changes
 
     def lock(self, token_ids: list[int], match: Match) -> Allocation:
         """Lock the matched pages, allocate pages for the rest of ``token_ids``, and add the full ones as pending.
@@ -232,6 +236,12 @@ class PrefixCache:
         """Remove all pins of a session. Its pages stay cached as most recently used. Ignores unknown sessions."""
         self._tree.unpin(reversed(self._pins.pop(session, {})))
 
+    def change_weights(self) -> None:
+        """Match no pages that were computed so far, because the weights have changed. They will be evicted."""
+        self.weights += 1
+        for session in list(self._pins):
+            self.unpin(session)
+
     def evict(self, num_pages: int) -> int:
         """Free up to ``num_pages`` cached, unlocked pages, least recently used first. Return how many were freed.
 
@@ -271,7 +281,7 @@ class PrefixCache:
                 allocation.snapshots for allocation in allocations if allocation.snapshots is not None
             )
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private
 
     def _allocate(self, count: int) -> list[int]:
         """Allocate ``count`` pages. Evicts cached pages if needed. Raises ValueError if ``num_allocatable`` is less."""

@@ -22,8 +22,10 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-Salt = str | tuple[int, str] | tuple[int, str, str]
-"""Cache namespace: the user's salt, or (adapter id, user salt), or (adapter id, user salt, "long") with long RoPE."""
+Salt = str | tuple[int, str] | tuple[int, str, str] | tuple[str, int, "Salt"]
+"""Cache namespace: the user's salt, or (adapter id, user salt), or (adapter id, user salt, "long") with long RoPE.
+After the weights were replaced: ("weights", number of replacements, one of these).
+"""
 
 Key = tuple[int | Salt, ...]
 
@@ -174,6 +176,8 @@ class RadixTree:
 
 
 def _salted(pages: Iterator[Key], salt: Salt) -> Iterator[Key]:
-    for first in pages:
+    """Yield the pages, the first one with the salt at its end."""
+    first = next(pages, None)
+    if first is not None:
         yield (*first, salt)
-        yield from pages
+    yield from pages

@@ -107,8 +107,8 @@ def check_num_layers(entries: Sized, num_layers: int, folder: Path) -> None:
         )
 
 
-def check_entries(entries: list[Entry], specs: Mapping[str, TensorSpec], folder: Path) -> None:
-    """Raise ValueError for tensors that are missing, unexpected, or have a wrong shape or dtype."""
+def check_entries(entries: list[Entry], specs: Mapping[str, TensorSpec], folder: Path | str) -> None:
+    """Raise ValueError for tensors that are missing, unexpected, or have a wrong shape or dtype. folder: shown."""
     names = {entry.name for entry in entries}
     problems = [
         f"{checks.counted(len(wrong), 'tensor')} {problem}: {listed(wrong)}"

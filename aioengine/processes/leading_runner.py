@@ -1,7 +1,8 @@
-"""Rank 0 of several ranks: launches plans in this process, and sends them to the other ranks."""
+"""The runner of rank 0: launches plans in this process, and sends them to the other ranks."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
 import msgspec
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 from aioengine.errors import describe
 from aioengine.protocol.messages import Control, Reply, RequestKind, Sampling
 from aioengine.protocol.rank_step import RankStep
+from aioengine.protocol.weight_messages import CHECK_WEIGHTS
 from aioengine.scheduler.plan import NewRow, StepPlan, StepResult
 from aioengine.scheduler.runner import DeviceAdapters, Runner, Ticket
 
@@ -25,9 +27,13 @@ class RanksBrokenError(BaseException):
 
 
 class LeadingRunner(Generic[Ticket]):
-    """Implements ``scheduler.runner.Runner`` for all ranks."""
+    """Implements ``scheduler.runner.Runner`` for all ranks.
 
-    def __init__(self, runner: Runner[Ticket], send: Callable[[RankStep], None]) -> None:
+    The other ranks must launch and collect in the same order. So each plan is sent with the number of steps that were
+    collected since the last plan.
+    """
+
+    def __init__(self, runner: Runner[Ticket], send: Callable[[RankStep | Control], None]) -> None:
         """runner: of rank 0. send: sends a message to all other ranks.
 
         Raises ValueError if the runner cannot send its plans to other ranks.
@@ -41,7 +47,10 @@ class LeadingRunner(Generic[Ticket]):
         self.facts: Mapping[str, str | int | float | bool] = runner.facts
         self.adapters: DeviceAdapters | None = runner.adapters
         self.use_grammars: Callable[[Any], None] | None = runner.use_grammars
-        self.controls: Mapping[str, Callable[[Control], Reply]] = runner.controls
+        self.controls: Mapping[str, Callable[[Control], Reply]] = {
+            name: call if name == CHECK_WEIGHTS else partial(self._call_ranks, call)
+            for name, call in runner.controls.items()
+        }
         self.use_ranks = None
         runner.use_ranks(self._send_plan)
 
@@ -71,6 +80,11 @@ class LeadingRunner(Generic[Ticket]):
     def close(self) -> None:
         self._runner.close()
 
+    def _call_ranks(self, call: Callable[[Control], Reply], control: Control) -> Reply:
+        """Make a control call on all ranks. If it fails on another rank, that process ends, and all are replaced."""
+        self._send(control)
+        return call(control)
+
     def _send_plan(self, plan: StepPlan, failed: Collection[int]) -> None:
         message = RankStep(self._num_collected, self._encoder.encode(plan_for_ranks(plan, failed)))
         self._num_collected = 0
@@ -88,11 +102,11 @@ def plan_for_ranks(plan: StepPlan, failed: Collection[int]) -> StepPlan:
 
 
 def _without_sampling(row: NewRow) -> NewRow:
-    """Remove the parameters of sampling, because rank 0 samples, and logprobs of output tokens.
+    """Remove the parameters that only rank 0 needs: of sampling, and of logprobs of output tokens.
 
-    Hidden states and logprobs of a prompt decide which outputs a step computes.
+    Hidden states and prompt logprobs are kept, because they decide which outputs a step computes.
     """
     sampling = Sampling(seed=0, temperature=0.0, hidden_states=row.sampling.hidden_states)
     rules = row.logprobs
-    has_prompt = rules is not None and (rules.start >= 0 or row.kind is RequestKind.SCORE)
-    return replace(row, sampling=sampling, logprobs=rules if has_prompt else None)
+    has_prompt_logprobs = rules is not None and (rules.start >= 0 or row.kind is RequestKind.SCORE)
+    return replace(row, sampling=sampling, logprobs=rules if has_prompt_logprobs else None)

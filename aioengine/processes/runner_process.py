@@ -13,7 +13,7 @@ import msgspec
 
 from aioengine.child_process.child import Child, run_child
 from aioengine.processes.scheduler_process import prepare_process
-from aioengine.protocol.messages import SCHEDULER, Message
+from aioengine.protocol.messages import SCHEDULER, Control, Message
 from aioengine.protocol.rank_step import RankStep
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.scheduler.plan import StepPlan
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RankService:
-    """Launches and collects steps in the order of rank 0. The results are dropped.
+    """Launches and collects steps in the order of rank 0, and makes its control calls. The results are dropped.
 
     Attributes:
         facts: empty, because rank 0 reports the facts.
@@ -38,12 +38,14 @@ class RankService:
         self._in_flight: deque[Any] = deque()
 
     def handle(self, messages: list[Message], now: float) -> None:
-        """Compute the steps."""
+        """Compute the steps. Raises the exception of a control call."""
         for message in messages:
             if isinstance(message, RankStep):
                 for _ in range(message.num_collected):
                     self._runner.collect(self._in_flight.popleft())
                 self._in_flight.append(self._runner.launch(self._decoder.decode(message.plan)))
+            elif isinstance(message, Control):
+                self._runner.controls[message.name](message)
 
     def step(self, now: float) -> Outbox:
         """Return nothing to send."""

@@ -11,7 +11,7 @@ import logging
 import pkgutil
 import sys
 import time
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -51,6 +51,7 @@ from aioengine.protocol.messages import (
     TextChunks,
 )
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
+from aioengine.protocol.weight_messages import CHECK_WEIGHTS
 from aioengine.runner.profile import Profile
 from aioengine.runner.time_limit import install_timer_signal
 from aioengine.scheduler.adapter_loading import Adapters, Copies
@@ -113,13 +114,16 @@ class SchedulerService:
         if grammars is not None:
             grammars.needed = self._needed_grammars
         self._compiling: dict[int, Future[Any]] = {}  # uid -> grammar of a request that waits for it
+        self._checks: dict[Future[Reply], Control] = {}  # of new weights
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="aioengine-check")
+        self._num_weight_loads = num_weight_loads_in(runner.facts)
         self._failed_submits: list[End] = []
         self._replies: list[Message] = []
         self._stats_sent_at = 0.0
         self._sent_step_ended_at = -1.0
         self._was_busy = False
         self._has_replied = False
-        # each returns (success, message, data) of its ``Reply``
+        # name -> a function that returns success, message and data of the ``Reply``
         self._controls: dict[str, Callable[..., tuple[bool, str, str]]] = {
             "flush_cache": self._flush_cache,
             "pause": partial(self._set_paused, True),
@@ -147,6 +151,7 @@ class SchedulerService:
                     self._control(message, now)
                 case NewEpoch():
                     self._compiling.clear()
+                    self._checks.clear()
                     if self.adapters is not None:
                         self.adapters.forget_loads()
                     self._core.forget_all()
@@ -162,6 +167,10 @@ class SchedulerService:
                 wait(set(self._compiling.values()), _WAIT_S, FIRST_COMPLETED)
             if streams := self._take_compiled():
                 to_frontend.append(TextChunks(compiled=streams))
+        if self._checks:
+            if not self._core.has_work:
+                wait(self._checks, _WAIT_S)
+            self._answer_checks(now)
         if self.adapters is not None and self.adapters.is_busy:
             if not self._core.has_work:
                 self.adapters.wait(_WAIT_S)
@@ -188,7 +197,7 @@ class SchedulerService:
 
     def wait_s(self, now: float) -> float:
         """Return 0 if there is work or unsent results, else the seconds until the next deadline or heartbeat."""
-        if self._was_busy or self._compiling:
+        if self._was_busy or self._compiling or self._checks:
             return 0.0
         if self.adapters is not None and self.adapters.is_busy:
             return 0.0
@@ -200,6 +209,7 @@ class SchedulerService:
         self._profile.close()
         if self._grammars is not None:
             self._grammars.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
         self._runner.close()
 
     def _submit(self, submit: Submit, now: float) -> None:
@@ -224,13 +234,13 @@ class SchedulerService:
         self._core.requests.close_gate([submit.uid], Gate.GRAMMAR)
 
     def _needed_grammars(self) -> set[tuple[str, str]]:
-        """Return the grammars of all requests. They must stay cached.
+        """Return the grammars of all open requests. They must stay cached.
 
         A step that needs an evicted grammar would wait for its compilation.
         """
         requests = self._core.requests
-        living = (*requests.waiting, *requests.running, *requests.gated.values())
-        grammars = (request.submit.sampling.grammar for request in living)
+        open_requests = (*requests.waiting, *requests.running, *requests.gated.values())
+        grammars = (request.submit.sampling.grammar for request in open_requests)
         return {(grammar.kind, grammar.text) for grammar in grammars if grammar is not None}
 
     def _take_compiled(self) -> list[int]:
@@ -298,15 +308,24 @@ class SchedulerService:
         if control.name in (LOAD_ADAPTER, UNLOAD_ADAPTER) and self.adapters is not None:
             self.adapters.control(control, lambda reply: self._answer(reply, now))
         elif control.name in self._controls:
-            values = self._controls[control.name]
-            reply = self._reply(control, lambda _: Reply(control.call_id, *values(**control.arguments)))
+            function = self._controls[control.name]
+            reply = self._reply(control, lambda _: Reply(control.call_id, *function(**control.arguments)))
             self._answer(reply, now)
-        elif (call := self._runner.controls.get(control.name)) is not None:
-            self._core.call_between_steps(lambda: self._answer(self._reply(control, call, _CONTROL_STAGE), now))
-        else:
+        elif (call := self._runner.controls.get(control.name)) is None:
             known = ", ".join([*self._controls, *self._runner.controls])
             message = f"unknown control call {control.name!r}; there are {known}"
             self._answer(Reply(control.call_id, False, message), now)
+        elif control.name == CHECK_WEIGHTS:
+            self._report(Progress(control.name, 0, 1, ""))
+            self._checks[self._readers.submit(call, control)] = control
+        else:
+            self._core.call_between_steps(lambda: self._answer(self._reply(control, call, _CONTROL_STAGE), now))
+
+    def _answer_checks(self, now: float) -> None:
+        """Answer the calls whose checks are done."""
+        for check in [check for check in self._checks if check.done()]:
+            control = self._checks.pop(check)
+            self._answer(self._reply(control, lambda _, done=check: done.result(), _CONTROL_STAGE), now)
 
     def _answer(self, reply: Reply, now: float) -> None:
         """Queue a reply, with new statistics that show the effect of the call. now: arrival time of the call."""
@@ -326,7 +345,11 @@ class SchedulerService:
             logger.warning("the control call %r failed", control.name, exc_info=error)
             message = f"{control.name} failed: {type(error).__name__}: {error}"
             return Reply(control.call_id, False, message, stage=stage)
-        self._core.requests.events.weight_version = weight_version_in(self._runner.facts)
+        facts = self._runner.facts
+        if (num_loads := num_weight_loads_in(facts)) != self._num_weight_loads:
+            self._num_weight_loads = num_loads
+            version, keeps_kv = weight_version_in(facts), self._core.is_paused
+            reply.data = str(self._core.requests.change_weights(version, keeps_kv=keeps_kv))
         return reply
 
     def _flush_cache(self) -> tuple[bool, str, str]:
@@ -342,8 +365,10 @@ class SchedulerService:
             self._core.requests.close_session(int(session))
         return True, "", ""
 
-    def _set_paused(self, is_paused: bool) -> tuple[bool, str, str]:
+    def _set_paused(self, is_paused: bool, *, retracts: bool = False) -> tuple[bool, str, str]:
         self._core.is_paused = is_paused
+        if retracts:
+            self._core.requests.preempt_all()
         return True, "", ""
 
     def _server_info(self) -> tuple[bool, str, str]:
@@ -365,7 +390,7 @@ def build_service(
     settings: Settings,
     report: Callable[[Progress], None],
     board: CrashBoard | None = None,
-    send_to_ranks: Callable[[RankStep], None] | None = None,
+    send_to_ranks: Callable[[RankStep | Control], None] | None = None,
 ) -> SchedulerService:
     """Build the runner with the factory in the settings, and a scheduler with the runner's number of pages.
 
@@ -391,15 +416,14 @@ def build_service(
     lora = settings.runner.lora
     if lora is not None and runner.adapters is None:
         raise ValueError("enable_lora: the runner of this engine applies no LoRA adapters")
-    pool = runner.facts
-    max_running = min(settings.scheduler.max_running, int(pool.get("max_running_requests", sys.maxsize)))
+    max_running = min(settings.scheduler.max_running, int(runner.facts.get("max_running_requests", sys.maxsize)))
     scheduler = Scheduler(
         replace(settings.scheduler, max_running=max_running),
-        num_pages=int(pool["num_pages"]),
+        num_pages=int(runner.facts["num_pages"]),
         page_size=settings.memory.page_size,
         num_adapter_slots=0 if runner.adapters is None else runner.adapters.num_slots,
-        num_snapshots=int(pool.get("num_snapshots", 0)),
-        windows=page_windows(pool),
+        num_snapshots=int(runner.facts.get("num_snapshots", 0)),
+        windows=page_windows(runner.facts),
     )
     profile = Profile(report)
     depth = settings.scheduler.depth
@@ -429,6 +453,11 @@ def weight_version_in(facts: Mapping[str, str | int | float | bool]) -> str:
     return str(facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
 
 
+def num_weight_loads_in(facts: Mapping[str, str | int | float | bool]) -> int:
+    """Return how often the weights were replaced, from the facts of a runner."""
+    return int(facts.get("num_weight_loads", 0))
+
+
 def prepare_process(child: Child) -> Settings:
     """Prepare a process with a runner. Return its settings, with its rank."""
     settings = child.settings
@@ -442,7 +471,7 @@ def prepare_process(child: Child) -> Settings:
         show_one_gpu(runner.base_gpu_id + runner.replica * runner.num_runners // runner.num_replicas + rank)
     if ranks is None:
         return settings
-    ranks = replace(ranks, rank=rank, meeting_file=str(Path(child.orders.board).with_name("ranks")))
+    ranks = replace(ranks, rank=rank, store_file=str(Path(child.orders.board).with_name("ranks")))
     return replace(settings, runner=replace(settings.runner, ranks=ranks))
 
 

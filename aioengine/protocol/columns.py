@@ -35,6 +35,11 @@ DRAFTS: Final = "drafts"
 accepted drafts are this token and the next ones.
 """
 
+WEIGHT_VERSION: Final = "weight_version"
+"""``Extra.kind`` of the version of the weights (text), at the first token of an output that they computed. Rows whose
+weights do not change have none.
+"""
+
 _DRAFT_FORMAT: Final = Format("<HH")
 
 BLOCK_BYTES: Final = 64 * 1024

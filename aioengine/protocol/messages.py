@@ -1,10 +1,10 @@
 """The messages between processes.
 
     frontend --> scheduler      Submit, Abort, Suspend, Resume, Control, NewEpoch
-    scheduler --> other ranks   RankStep              one per step; NewEpoch
+    scheduler --> other ranks   RankStep              one per step; Control, NewEpoch
     scheduler --> detokenizer   StepOutput            one per step, for all requests
     detokenizer --> scheduler   Abort (at a stop string, or after an error)
-    detokenizer --> frontend    TextChunks            at most one per StepOutput
+    detokenizer --> frontend    TextChunks            one per StepOutput with news; more for queued stop patterns
     scheduler --> frontend      Stats, Reply, TextChunks (vectors, scores, compiled grammars)
     all children --> frontend   Ready, Failed, Progress, LogRecord
 
@@ -189,7 +189,7 @@ DEFAULT_WEIGHT_VERSION = "default"
 class FirstToken(Struct, frozen=True, array_like=True, gc=False):
     """A request has its first token.
 
-    num_cached: prompt tokens taken from the prefix cache. weight_version: of the model. replica: added by a fleet.
+    num_cached: prompt tokens taken from the prefix cache. weight_version: of this token. replica: added by a fleet.
     """
 
     uid: int

@@ -40,6 +40,7 @@ from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
 from aioengine.runner.warmup import warm_up_device
+from aioengine.runner.weight_loading import WeightLoader
 from aioengine.settings.config import TRANSFORMERS, RunnerSettings, Settings
 from aioengine.settings.memory_model import PoolDemand, PoolFit
 
@@ -107,10 +108,11 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         shape = dataclasses.replace(model.attention_shape, dtype=dtype)
         choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
         times.end("attention")
+        loaded = settings.model.weights
         weights_bytes = weights.load(
             model,
-            Path(settings.model.path),
-            load_format=settings.model.load_format,
+            Path(loaded.path or settings.model.path),
+            load_format="auto" if loaded.path else settings.model.load_format,
             seed=settings.random_seed,
             report=lambda done, total: report(Progress("loading weights", done, total, "B")),
         )
@@ -120,7 +122,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     demand = PoolDemand.of(settings, kv_cache_of(shape), state_bytes=state_bytes)
     pool = fit_pool(demand, memory.pool_budget(model, settings, adapters))
     if shard.group is not None:
-        pool = PoolFit(*(shard.group.smallest(number) for number in pool))
+        pool = PoolFit(*(shard.group.all_reduce_min(number) for number in pool))
     if state_bytes:
         graph_rows = min(settings.runner.cuda_graph_max_rows, pool.num_rows)
         scheduler = replace(settings.scheduler, max_running=pool.num_rows)
@@ -174,6 +176,14 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
             warm_up_device(runner, parts, report=report, times=times)
+    loader = WeightLoader(
+        model,
+        settings.model,
+        runner.facts,
+        make_empty=lambda: _model(settings, config, dataclasses.replace(options, device=torch.device("meta"))),
+        on_loaded=runner.forget_features,
+    )
+    runner.controls |= loader.controls
     runner.facts |= memory.facts() | times.facts()
     return runner
 
@@ -184,9 +194,7 @@ def _shard(settings: Settings, device: torch.device) -> Shard:
     if ranks is None:
         return WHOLE
     is_invariant = device.type == "cpu" or settings.runner.batch_invariant
-    group = RankGroup(
-        ranks.rank, ranks.size, meeting_file=ranks.meeting_file, device=device, batch_invariant=is_invariant
-    )
+    group = RankGroup(ranks.rank, ranks.size, store_file=ranks.store_file, device=device, batch_invariant=is_invariant)
     return Shard(ranks.rank, ranks.size, group)
 
 

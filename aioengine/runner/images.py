@@ -128,6 +128,11 @@ class Images:
                     break
         return errors
 
+    def forget_features(self) -> None:
+        """Empty the cache of features."""
+        self._cache.clear()
+        self._num_bytes = 0
+
     def positions(self, spans: Sequence[Span], indices: Ints) -> Ints:
         """Return the positions [A, T], or [T] for one axis, of the tokens at ``indices`` [T] of their requests."""
         if self._axes == 1:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aioengine.runner.speculation.ngram import NgramProposer
     from aioengine.runner.transfer import Ints, Readback
 
-    Awaited = tuple[int, int, RequestRow, OpenConstraint]
+    ConstrainedToken = tuple[int, int, RequestRow, OpenConstraint]
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class Ticket:
     logprobs: StepLogprobs | None = None
     hidden_states: StepHiddenStates | None = None
     pooled: PooledRows | None = None
-    constrained: list[Awaited] = field(default_factory=list["Awaited"])
+    constrained: list[ConstrainedToken] = field(default_factory=list["ConstrainedToken"])
     repeated: set[int] = field(default_factory=set[int])
     forced: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     complete: list[int] = field(default_factory=list[int])

@@ -22,14 +22,15 @@ import torch
 
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.gguf_blocks import dequantized
+from aioengine.layers.layer import Target
 from aioengine.model_files import checkpoint, folder_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
-    from aioengine.layers.layer import Slice, Target
+    from aioengine.layers.layer import Slice
     from aioengine.model_files.checkpoint import Entry
     from aioengine.quantization._base import RowWriter
 
@@ -141,11 +142,7 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
     sums: dict[str, float] = defaultdict(float)
     done = reported = 0
     with ExitStack() as stack:
-        paths = {piece.entry.path for piece in pieces}
-        files = {
-            path: stack.enter_context(folder_files.open_existing(path, f"cannot read {path}: it was removed"))
-            for path in paths
-        }
+        files = _open_files(stack, pieces)
         idle: SimpleQueue[_PinnedCopier] = SimpleQueue()
         if device.type == "cuda":
             buffer_bytes = min(PIECE_BYTES, max(piece.num_bytes for piece in pieces))
@@ -175,6 +172,58 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
                 reported = done
                 report(done, total)
     _check_finite(entries, targets, sums)
+
+
+def check_all(entries: list[Entry], targets: Mapping[str, Target]) -> None:
+    """Read the tensors of ``entries``, and check that their numbers are finite in the dtypes of ``targets``.
+
+    targets: on the device "meta", so nothing is written.
+
+    Raises:
+        ValueError: see ``read_all``.
+    """
+    whole = {
+        entry.name: Target(torch.empty(entry.shape, dtype=targets[entry.name].tensor.dtype, device="meta"))
+        for entry in entries
+    }
+    pieces = [piece for entry in entries for piece in _pieces(entry, whole[entry.name])]
+    with ExitStack() as stack:
+        files = _open_files(stack, pieces)
+
+        @torch.inference_mode()
+        def check(piece: _FilePart) -> None:
+            values = piece.values(
+                _fill(files[piece.entry.path], piece, torch.empty(piece.num_bytes, dtype=torch.uint8))
+            )
+            check_finite(values, piece.target.dtype, f"{piece.entry.path}: tensor {piece.entry.stored_name}")
+
+        pool = stack.enter_context(ThreadPoolExecutor(NUM_CPU_READERS, thread_name_prefix="aioengine-weights"))
+        for _ in pool.map(check, pieces):
+            pass
+
+
+def _open_files(stack: ExitStack, pieces: list[_FilePart]) -> dict[Path, BinaryIO]:
+    return {
+        path: stack.enter_context(folder_files.open_existing(path, f"cannot read {path}: it was removed"))
+        for path in {piece.entry.path for piece in pieces}
+    }
+
+
+def check_finite(values: Tensor, dtype: torch.dtype, shown: str) -> None:
+    """Raise ValueError if values [...] are not finite in ``dtype``. shown: their name, for the message."""
+    if not dtype.is_floating_point or not values.is_floating_point():
+        return
+    stored = values.to(dtype)
+    if not math.isfinite(float(_finite_sum(stored))) and (dtype == FP8 or not bool(stored.isfinite().all())):
+        raise ValueError(_not_finite(shown, dtype))
+
+
+def _not_finite(shown: str, dtype: torch.dtype) -> str:
+    kind = str(dtype).removeprefix("torch.")
+    return (
+        f"{shown} has numbers that are not finite in {kind} (NaN, infinite, or too large): the file is damaged, or the "
+        "model needs a larger dtype"
+    )
 
 
 def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
@@ -317,11 +366,7 @@ def _check_finite(entries: list[Entry], targets: dict[str, Target], sums: dict[s
         if math.isfinite(sums.get(entry.name, 0.0)):
             continue
         if tensor.dtype == FP8 or not tensor.isfinite().all():
-            kind = str(target.tensor.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"{entry.path}: tensor {entry.stored_name} has numbers that are not finite in {kind} (NaN, infinite, "
-                "or too large): the file is damaged, or the model needs a larger dtype"
-            )
+            raise ValueError(_not_finite(f"{entry.path}: tensor {entry.stored_name}", target.tensor.dtype))
 
 
 def _fill(file: BinaryIO, piece: _FilePart, content: Tensor) -> Tensor:

@@ -16,14 +16,22 @@ from msgspec.structs import replace
 from aioengine.families._block_config import FLOAT_BYTES, TensorSpec
 from aioengine.kernels.codes import FP8
 from aioengine.layers.layer import Target
-from aioengine.model_files.checkpoint import check_entries, check_unchanged, file_states, read_headers
+from aioengine.model_files.checkpoint import (
+    check_entries,
+    check_unchanged,
+    entries_of_file,
+    file_states,
+    new_name,
+    read_headers,
+)
 from aioengine.model_files.quantization import TEXTS, UNUSED
 from aioengine.runner.weight_reading import DTYPES, read_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from aioengine.model_files.checkpoint import Entry
     from aioengine.models._base import Model
 
     Report = Callable[[int, int], None]
@@ -53,24 +61,60 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
     if load_format == "dummy":
         fill_dummy(targets, seed=seed)
     else:
-        entries = [
-            entry
-            for entry in read_headers(folder, model.prefix, model.renamed)
-            if entry.name in targets or not (model.is_ignored(entry.name) or entry.name.endswith(UNUSED))
-        ]
+        entries = checked_entries(model, folder, targets)
+        read(entries, targets, report)
         stored = {entry.name for entry in entries}
-        targets = {name: target for name, target in targets.items() if name in stored or not target.is_optional}
-        specs = {name: TensorSpec(target.shape, _exact_type(target)) for name, target in targets.items()}
-        check_entries(entries, specs, folder)
-        for entry in entries:
-            if entry.name.endswith(TEXTS):  # the rest of a shorter text stays 0
-                text = targets[entry.name].tensor.zero_()
-                targets[entry.name] = Target(text[: math.prod(entry.shape)])
-        entries = [replace(entry, shape=targets[entry.name].shape) for entry in entries]
-        before = file_states(entry.path for entry in entries)
-        read_all(entries, targets, report)
-        check_unchanged(before, "while it was read")
+        targets = {name: target for name, target in targets.items() if name in stored}
     return sum(target.num_bytes for target in targets.values())
+
+
+def checked_entries(
+    model: Model, path: Path, targets: Mapping[str, Target], *, is_part: bool = False, shown: str = ""
+) -> list[Entry]:
+    """Return the tensors of a checkpoint, with names, shapes and dtypes that match ``targets``.
+
+    Args:
+        path: a folder or a GGUF file; with ``is_part`` a safetensors file.
+        is_part: it may have any part of the tensors.
+        shown: the name of the checkpoint, for messages; "": the path.
+
+    Raises:
+        ValueError: see ``load``.
+    """
+    entries = _part_entries(model, path, targets) if is_part else read_headers(path, model.prefix, model.renamed)
+    entries = [
+        entry
+        for entry in entries
+        if entry.name in targets or not (model.is_ignored(entry.name) or entry.name.endswith(UNUSED))
+    ]
+    stored = {entry.name for entry in entries}
+    specs = {
+        name: TensorSpec(target.shape, _exact_type(target))
+        for name, target in targets.items()
+        if name in stored or not (target.is_optional or is_part)
+    }
+    check_entries(entries, specs, shown or path)
+    return entries
+
+
+def _part_entries(model: Model, path: Path, targets: Mapping[str, Target]) -> list[Entry]:
+    """Return the tensors of a file. Names may lack the prefix of the base model."""
+    entries = entries_of_file(path)
+    names = [new_name(entry.name, model.renamed) for entry in entries]
+    names = [name if name in targets or (full := model.prefix + name) not in targets else full for name in names]
+    return [replace(entry, name=name) for entry, name in zip(entries, names, strict=True)]
+
+
+def read(entries: list[Entry], targets: Mapping[str, Target], report: Report) -> None:
+    """Read the tensors of ``checked_entries`` into their targets."""
+    own = {entry.name: targets[entry.name] for entry in entries}
+    for entry in entries:
+        if entry.name.endswith(TEXTS):  # the rest of a shorter text stays 0
+            text = own[entry.name].tensor.zero_()
+            own[entry.name] = Target(text[: math.prod(entry.shape)])
+    before = file_states(entry.path for entry in entries)
+    read_all([replace(entry, shape=own[entry.name].shape) for entry in entries], own, report)
+    check_unchanged(before, "while it was read")
 
 
 def _exact_type(target: Target) -> str:

@@ -28,7 +28,8 @@ class Runner(Protocol[Ticket]):
     def facts(self) -> Mapping[str, str | int | float | bool]:
         """Facts about the device, for ``Ready``. ``num_pages`` (int) is the size of the KV pool.
 
-        ``weight_version`` (str) is the version of the weights. It may change in a function of ``controls``.
+        ``weight_version`` (str) is the version of the weights, and ``num_weight_loads`` (int) how often they were
+        replaced. A function of ``controls`` may change both.
         """
         ...
 
@@ -51,11 +52,12 @@ class Runner(Protocol[Ticket]):
 
     @property
     def controls(self) -> Mapping[str, Callable[[Control], Reply]]:
-        """The control calls of the runner by name. ``ModelRunner`` has none yet; replacing weights will be one.
+        """The control calls of the runner by name.
 
-        A function is called when every launched plan has been collected. Its reply has the ``call_id`` of the call. An
-        exception becomes the reply. Requests continue after it, so the runner must be unchanged. The same call can
-        arrive twice if the detokenizer process was replaced before the reply arrived.
+        A function is called when every launched plan has been collected; CHECK_WEIGHTS at any time, in a thread. Its
+        reply has the ``call_id`` of the call. An exception becomes the reply. Requests continue after it, so the runner
+        must be unchanged. The same call can arrive twice if the detokenizer process was replaced before the reply
+        arrived.
         """
         ...
 

@@ -391,7 +391,7 @@ def _lora_settings(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[Ada
         )
     if wanted.max_loaded is not None and wanted.max_loaded < num_slots:
         raise ValueError(f"max_loaded_loras must be at least max_loras_per_batch={num_slots}, got {wanted.max_loaded}")
-    ranks = [module.rank for folder in adapters for module in folder.modules]
+    ranks = [part.rank for folder in adapters for part in folder.stored_parts]
     return LoraSettings(
         num_slots=num_slots,
         max_rank=max(ranks) if wanted.max_rank is None else wanted.max_rank,

@@ -39,6 +39,7 @@ from aioengine.protocol.messages import (
     Suspend,
     TextChunks,
 )
+from aioengine.protocol.weight_messages import LOAD_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
@@ -161,16 +162,21 @@ class ControlCalls:
         is_paused: a control call has paused the scheduler.
         lost: the ledger's replies to control calls that were lost with a scheduler.
         pinned: adapter id -> the control call that loaded this pinned adapter. It is sent to each new scheduler.
+        weights: the ``LoadedWeights`` of the last control call for new weights, as JSON. Each new scheduler starts with
+            them. "": there was none.
     """
 
     def __init__(self) -> None:
         self.is_paused = False
         self.lost: list[Reply] = []
         self.pinned: dict[Argument, Control] = {}
+        self.weights = ""
         self._waiting: dict[int, Control] = {}
         self._sent: dict[int, Control] = {}
 
     def add(self, control: Control) -> None:
+        if control.name == LOAD_WEIGHTS:
+            self.weights = str(control.arguments["weights"])
         if control.name == UNLOAD_ADAPTER:
             number = control.arguments["id"]
             self.pinned.pop(number, None)
@@ -197,11 +203,11 @@ class ControlCalls:
     def lose(self, reason: str) -> None:
         """Fail all sent control calls, because the scheduler was lost. ``reason``: beginning of the error texts.
 
-        "continue" succeeds, because the next scheduler is not paused.
+        "continue" succeeds, because the next scheduler is not paused, and LOAD_WEIGHTS, because it starts with them.
         """
         for control in self._sent.values():
-            if control.name == "continue":
-                self.is_paused = False
+            if control.name in ("continue", LOAD_WEIGHTS):
+                self.is_paused &= control.name != "continue"
                 self.lost.append(Reply(control.call_id, True))
                 continue
             text = f"{reason} before it answered {control.name!r}; this call was not repeated"

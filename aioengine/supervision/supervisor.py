@@ -24,6 +24,7 @@ from aioengine.errors import EngineError
 from aioengine.logs import log, warn
 from aioengine.protocol.messages import SCHEDULER, Progress, Reply, Stats, TextChunks, ToFrontend, Totals
 from aioengine.protocol.orders import ROLES
+from aioengine.settings.config import LoadedWeights
 from aioengine.supervision.incarnation import Incarnation, Loss, ProcessState
 from aioengine.supervision.ledger import CrashCause, Ledger
 from aioengine.supervision.tasks import EngineTask
@@ -179,6 +180,10 @@ class Supervisor:
     # ------------------------------------------------------------ from the children
 
     def _make(self) -> Incarnation:
+        if weights := self.ledger.calls.weights:
+            loaded = msgspec.json.decode(weights, type=LoadedWeights)
+            model = self._settings.model.with_weights(loaded)
+            self._settings = msgspec.structs.replace(self._settings, model=model)
         return Incarnation(
             self._settings,
             self._roles,

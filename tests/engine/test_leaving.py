@@ -238,7 +238,7 @@ class TestAbort:
         assert await world.engine.continue_generation()
         assert [control.name for control in world.double.controls] == ["pause", "continue"]
         with pytest.raises(ValueError, match="'in_place'"):
-            await world.engine.pause_generation("retract")  # type: ignore[arg-type]
+            await world.engine.pause_generation("keep")  # type: ignore[arg-type]
 
 
 class TestSlowReaders:

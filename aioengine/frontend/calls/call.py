@@ -14,7 +14,7 @@ after the ready chunks:
     left       ``is_left``: the rest has no reader                its end       RequestError
 
 A reader is open or closed. It is closed after it left, or after another reader attached to the call. A closed reader
-of a stream gets the end immediately, even if chunks are ready. These methods of ``Reader`` end the reading, and may be
+of a stream gets the end immediately, even if chunks are ready. These methods of ``Reader`` end a call early, and may be
 repeated:
 
     method                 used for                              effect
@@ -38,7 +38,7 @@ from msgspec import Struct
 
 from aioengine.api import answers
 from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, RowError, Timings
-from aioengine.protocol.columns import DRAFTS, HIDDEN_STATES, Extra
+from aioengine.protocol.columns import DRAFTS, HIDDEN_STATES, WEIGHT_VERSION, Extra
 from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End, FinishCode, FirstToken
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class CallRow(Struct, eq=False):
         decoders: convert the logprobs and hidden states of the row.
         hidden_states: which hidden states it returns (``Sampling.hidden_states``).
         newest_hidden_state: the newest hidden state that was read, if the row returns only the last one.
-        drafts: extras of kind ``DRAFTS`` by token index; None: the engine does not speculate.
+        drafts: extras of kind ``DRAFTS`` by token index, for ``meta_info``; None: the engine does not speculate.
+        versions: index of an output token -> version of the weights from this token on; None: they have not changed.
         num_image_tokens: positions of the prompt that hold features of images.
         info: the ``meta_info`` that all its chunks share.
         uid: the engine's number of the row; -1: not submitted.
@@ -78,7 +79,7 @@ class CallRow(Struct, eq=False):
             twice, the second one replaces the first.
         text_offset, token_offset: number of characters and ids that were read.
         token_ids: the ids of the last chunk that was taken.
-        end: its end; None: it has none yet. error: why it has no answer.
+        end: its end; None: it has none yet. delivered_at: when its end arrived. error: why it has no answer.
         is_queued: whether it is in ``Call.ready``; always true if the call is no stream.
         num_logprob_bytes: memory reserved for its logprobs (``QueueLimits.reserve_logprobs``).
     """
@@ -99,6 +100,7 @@ class CallRow(Struct, eq=False):
     first_token: FirstToken | None = None
     newest_hidden_state: Extra | None = None
     drafts: dict[int, Extra] | None = None
+    versions: dict[int, str] | None = None
     info: ChunkInfo = {}  # type: ignore[typeddict-item]  # set in __post_init__
     text: str = ""
     more_texts: list[str] = []
@@ -112,8 +114,8 @@ class CallRow(Struct, eq=False):
     error: RowError | None = None
     num_logprob_bytes: int = 0
 
-    keeps: ClassVar[bool] = False
-    """Whether output may be read again."""
+    keeps_output: ClassVar[bool] = False
+    """Whether output is kept after it was read, for later readers."""
 
     def __post_init__(self) -> None:
         self.info = {  # type: ignore[typeddict-item]  # keys that the call asks for are added later
@@ -171,6 +173,9 @@ class CallRow(Struct, eq=False):
             if self.drafts is not None:
                 self.drafts[extra.index] = extra
             return
+        if extra.kind == WEIGHT_VERSION:
+            self.versions = (self.versions or {}) | {extra.index: extra.data.decode()}
+            return
         if extra.index >= self.token_offset or not self.token_offset:
             self.extras[extra.index, extra.kind] = extra
         if self.hidden_states == LAST_STATES:
@@ -206,7 +211,7 @@ class CallRow(Struct, eq=False):
     # ------------------------------------------------------------ read
 
     def take(self) -> Chunk:
-        """Return all unread output as one chunk. Remove the row from ``Call.ready`` first."""
+        """Return all unread output as one chunk. The caller has removed the row from ``Call.ready``."""
         token_ids = self.token_ids = [self.unread] if isinstance(self.unread, int) else self.unread
         if self.more_texts:
             self.text += "".join(self.more_texts)
@@ -214,6 +219,8 @@ class CallRow(Struct, eq=False):
         text, text_offset, token_offset = self.text, self.text_offset, self.token_offset
         info = self.info.copy()
         num_tokens = info["completion_tokens"] = token_offset + len(token_ids)
+        if self.versions is not None:
+            info["weight_version"] = answers.version_spans(info["weight_version"], self.versions, num_tokens)[-1][0]
         chunk: Chunk = {  # type: ignore[typeddict-item]
             "text": text,
             "output_ids": token_ids,
@@ -248,6 +255,10 @@ class CallRow(Struct, eq=False):
         """Return the ``meta_info`` of the row with this end."""
         info = self.info.copy()
         info["completion_tokens"] = self.num_known()
+        if self.versions is not None:
+            info["weight_version"] = answers.version_spans(info["weight_version"], self.versions, self.num_known())[-1][
+                0
+            ]
         self._add_end(info, end)
         return info
 
@@ -256,7 +267,7 @@ class CallRow(Struct, eq=False):
         info, token_offset = output["meta_info"], self.token_offset
         end = token_offset + len(self.token_ids)
         for decoder in self.decoders:
-            cast("dict[str, object]", info).update(decoder.lists(token_offset, end, keeps=self.keeps))
+            cast("dict[str, object]", info).update(decoder.lists(token_offset, end, keeps=self.keeps_output))
         extras = [extra for extra in self.extras.values() if extra.index < end]
         self.extras = {key: extra for key, extra in self.extras.items() if extra.index >= end}
         if self.hidden_states == LAST_STATES:
@@ -278,6 +289,8 @@ class CallRow(Struct, eq=False):
         if self.newest_hidden_state is not None:
             info["hidden_states"] = [answers.array(self.newest_hidden_state.data)]
         info["finish_reason"] = answers.finish_reason(end, info["completion_tokens"], self.error)
+        spans = answers.version_spans(self.info["weight_version"], self.versions or {}, info["completion_tokens"])
+        info["weight_versions"] = spans
         num_cached = info["cached_tokens"] = max(end.num_cached, info["cached_tokens"])
         info["cached_tokens_details"] = {"device": num_cached, "host": 0}
         info["num_preemptions"] = info["num_retractions"] = max(end.num_preemptions, info["num_preemptions"])
@@ -349,7 +362,7 @@ class Call:
 
     Attributes:
         number: the number of the call in the engine, from 1; 0: not registered.
-        deadlines: name in a finish reason -> absolute time. ids: its ids in ``CallIds``.
+        deadlines: name in a finish reason -> absolute time. timer: for the next of them. ids: its ids in ``CallIds``.
         is_reserved: True from ``QueueLimits.reserve`` to ``QueueLimits.release``.
         num_bytes: bytes of its prompts. num_tokens: number of prompt tokens of its rows in the scheduler.
         num_rows_of: index of a prompt -> number of its rows in the scheduler.
@@ -361,7 +374,7 @@ class Call:
         is_accepted: its first rows are submitted. compiling: positions of the rows of a stream whose grammars are being
             compiled; the stream is accepted when all are compiled.
         live: started rows without an end, by position. num_open: number of rows without an end, started or not.
-        is_over: no row is open, the call has failed or was left, so the engine will add nothing more.
+        is_over: True if no row is open, or if the call has failed or was left. The engine then adds nothing more.
         num_held: number of started rows whose end was not read. It is limited, so a batch starts its rows gradually.
         results: answers or exceptions by position, if the call is no stream.
         error: the error of the whole call. is_left: the rest of its output has no reader.
@@ -540,7 +553,7 @@ class Call:
         self.is_left = self.is_over = True
 
     def wake(self) -> None:
-        """Wake the reader. If it waits in ``waiter``, it receives the next chunk immediately."""
+        """Wake the reader. If it waits in ``waiter``, this takes the next chunk for it."""
         waiter = self.waiter
         if waiter is not None:
             self.waiter = None

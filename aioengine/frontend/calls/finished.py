@@ -35,7 +35,7 @@ def recorded_request(row: CallRow, output_ids: list[int] | None) -> RecordedRequ
     Files of images are deleted with their request, and embeddings need too much memory.
     """
     request, prompt_ids = row.call.request, row.prompt_token_ids
-    if not output_ids:
+    if not output_ids or row.versions is not None:  # the weights were replaced meanwhile
         return None
     if isinstance(prompt_ids, EmbedsIds | MediaIds) or len(prompt_ids) > MAX_FINISHED_TOKENS:
         return None

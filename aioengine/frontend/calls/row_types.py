@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from aioengine.api import answers
 from aioengine.errors import RequestError
 from aioengine.frontend.calls.call import CallRow, drop_old_hidden_states
-from aioengine.protocol.columns import DRAFTS, POOLED_VECTOR, Extra
+from aioengine.protocol.columns import DRAFTS, POOLED_VECTOR, WEIGHT_VERSION, Extra
 from aioengine.protocol.messages import LAST_STATES, End
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class LoggedRow(CallRow):
 
     log: Log = field(default_factory=Log)
 
-    keeps: ClassVar[bool] = True
+    keeps_output: ClassVar[bool] = True
 
     @property
     def kept_ids(self) -> list[int]:
@@ -146,7 +146,9 @@ class LoggedRow(CallRow):
 
     def put_extra(self, extra: Extra) -> None:
         super().put_extra(extra)
-        if extra.kind != DRAFTS and not any(extra.kind in decoder.kinds for decoder in self.decoders):
+        if extra.kind not in (DRAFTS, WEIGHT_VERSION) and not any(
+            extra.kind in decoder.kinds for decoder in self.decoders
+        ):
             self.log.extras[extra.index, extra.kind] = extra
             if self.hidden_states == LAST_STATES:
                 drop_old_hidden_states(self.log.extras, self.num_known())

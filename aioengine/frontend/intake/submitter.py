@@ -93,7 +93,7 @@ class Submitter:
         self._sessions = sessions
         self._ids = ids
         self._rows = rows
-        self._submit = checks.parts.processes.send
+        self._send = checks.parts.processes.send
         self._close_if_over = close_if_over
         self._loop = asyncio.get_running_loop()
         self._has_numpy = False
@@ -272,7 +272,7 @@ class Submitter:
                 if not call.compiling and not (request.refuses_late and submits):
                     call.accept()
             if submits:
-                self._submit(submits)
+                self._send(submits)
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))
             raise

@@ -1,0 +1,100 @@
+"""New weights of a runner: each kind of layer computes as in a model that was loaded with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aioengine.protocol.messages import Control
+from aioengine.protocol.weight_messages import CHECK_WEIGHTS, LOAD_WEIGHTS
+from aioengine.runner.weight_loading import WeightsBrokenError
+from aioengine.settings.config import LoadedWeights
+from tests.compute.runner_world import World, make_settings, save_model
+from tests.compute.stepping import Stepper
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from aioengine.protocol.messages import Reply
+    from aioengine.settings.config import Settings
+
+PROMPT = list(range(20, 60))
+
+
+def save_pair(family: str, folder: Path, **changes: object) -> tuple[Path, Path]:
+    """Save two checkpoints with one config. The second has flipped and scaled weights of the first."""
+    first, second = folder / "first", folder / "second"
+    for path in (first, second):
+        save_model(family, path, **changes)
+    tensors = load_file(second / "model.safetensors")
+    changed = {name: (tensor.flip(0) * 1.25).contiguous() for name, tensor in tensors.items()}
+    save_file(changed, second / "model.safetensors", metadata={"format": "pt"})
+    return first, second
+
+
+def logits_of(world: World) -> Tensor:
+    return Stepper(world.runner._model).run(PROMPT, [30, 1, 3])
+
+
+def call(world: World, name: str, path: Path, number: int = 1) -> Reply:
+    loaded = LoadedWeights(version=f"v{number}", number=number, path=str(path))
+    text = msgspec.json.encode(loaded).decode()
+    return world.runner.controls[name](Control(3, name, {"path": str(path), "weights": text}))
+
+
+def quantized(settings: Settings, method: str) -> Settings:
+    return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, quantization=method))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "quantization"),
+    [
+        ("llama", {}, ""),
+        ("llama", {}, "int8"),
+        ("qwen2", {"tie_word_embeddings": True}, ""),
+        ("qwen2", {"tie_word_embeddings": True}, "int4"),
+        ("qwen3", {}, "fp8"),
+        ("gemma3_text", {}, ""),
+        ("gpt_oss", {}, ""),
+        ("deepseek_v3", {}, ""),
+        ("deepseek_v3", {}, "int8"),
+    ],
+)
+def test_new_weights_are_those_of_a_new_model(
+    family: str, changes: dict[str, object], quantization: str, tmp_path: Path
+) -> None:
+    first, second = save_pair(family, tmp_path, **changes)
+    world, new = (World(quantized(make_settings(folder), quantization)) for folder in (first, second))
+    old, expected = logits_of(world), logits_of(new)
+    assert not torch.equal(old, expected)
+    assert call(world, CHECK_WEIGHTS, second).success
+    assert torch.equal(logits_of(world), old)
+    reply = call(world, LOAD_WEIGHTS, second)
+    assert reply.success, reply.message
+    assert torch.equal(logits_of(world), expected)
+    assert world.runner.facts["weight_version"] == "v1"
+
+
+def test_a_call_that_arrives_twice_loads_once(tmp_path: Path) -> None:
+    first, second = save_pair("llama", tmp_path)
+    world = World(make_settings(first))
+    assert call(world, LOAD_WEIGHTS, second).success
+    expected = logits_of(world)
+    assert call(world, LOAD_WEIGHTS, first).success  # the same number
+    assert torch.equal(logits_of(world), expected)
+
+
+def test_failure_while_weights_are_replaced_ends_the_process(tmp_path: Path) -> None:
+    first, second = save_pair("llama", tmp_path)
+    world = World(make_settings(first))
+    assert call(world, CHECK_WEIGHTS, second).success
+    tensors = load_file(second / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": torch.full((300, 64), torch.inf)}, second / "model.safetensors")
+    with pytest.raises(WeightsBrokenError, match=r"lm_head\.weight has numbers that are not finite"):
+        call(world, LOAD_WEIGHTS, second)

@@ -1,0 +1,227 @@
+"""New weights for a running engine: every token is computed by the version that its answer names."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aioengine import AsyncEngine, Engine
+from tests.kit.waiting import until
+from tests.kit.weight_versions import ARGUMENTS, GREEDY, Reference, save_version
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+pytestmark = pytest.mark.process
+
+PROMPT = [5, 9, 200, 31, 7]
+PROMPTS = [PROMPT, [1, 2, 3], list(range(20, 60))]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two versions of a model: version -> folder."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("default", "v2")}
+    for seed, folder in enumerate(folders.values()):
+        save_version(folder, seed)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def reference(folders: dict[str, Path]) -> Reference:
+    return Reference(folders)
+
+
+def engine_of(folders: dict[str, Path], **options: Any) -> AsyncEngine:
+    return AsyncEngine(model_path=str(folders["default"]), **ARGUMENTS, **options)
+
+
+async def collect(stream: Any) -> Any:
+    """Return the chunks of a stream as one answer. Each chunk must have the version of its last token."""
+    ids: list[int] = []
+    logprobs: list[Any] = []
+    versions: list[str] = []
+    info: Any = {}
+    async for chunk in stream:
+        info = chunk["meta_info"]
+        ids += chunk["output_ids"]
+        logprobs += info.get("output_token_logprobs", [])
+        versions += [info["weight_version"]] * len(chunk["output_ids"])
+    assert versions == [version for version, start, stop in info["weight_versions"] for _ in range(start, stop)]
+    return {"output_ids": ids, "meta_info": {**info, "output_token_logprobs": logprobs}}
+
+
+def started(engine: AsyncEngine, prompt: list[int], count: int, **options: Any) -> asyncio.Task[Any]:
+    """Start a stream that delivers every token alone."""
+    stream = engine.async_generate(
+        input_ids=prompt,
+        sampling_params={**GREEDY, "max_new_tokens": count},
+        stream=True,
+        return_logprob=True,
+        **options,
+    )
+    return asyncio.create_task(collect(stream))
+
+
+async def until_tokens(engine: AsyncEngine, count: int) -> None:
+    await until(lambda: engine.stats()["output_tokens"] >= count)
+
+
+async def test_running_requests_continue_with_the_new_weights(folders: dict[str, Path], reference: Reference) -> None:
+    async with engine_of(folders) as engine:
+        tasks = [started(engine, prompt, 150) for prompt in PROMPTS]
+        await until_tokens(engine, 30)
+        result = await engine.update_weights_from_disk(folders["v2"], weight_version="v2")
+        assert result == (True, "", 3)
+        for prompt, task in zip(PROMPTS, tasks, strict=True):
+            answer = await task
+            assert reference.check(prompt, answer) == ["default", "v2"]
+            assert answer["meta_info"]["num_retractions"] == 1
+        again = await engine.async_generate(input_ids=PROMPTS[2], sampling_params={**GREEDY, "max_new_tokens": 9})
+        assert again["meta_info"]["cached_tokens"] > 0  # of the new weights
+        assert reference.check(PROMPTS[2], again) == ["v2"]
+        info = await engine.get_model_info()
+        assert (info["weight_version"], info["model_path"]) == ("v2", str(folders["v2"]))
+
+
+async def test_requests_paused_in_place_keep_their_kv(folders: dict[str, Path]) -> None:
+    async with engine_of(folders) as engine:
+        task = started(engine, PROMPT, 100)
+        await until_tokens(engine, 20)
+        assert await engine.pause_generation("in_place")
+        assert engine.is_paused
+        assert (await engine.update_weights_from_disk(folders["v2"])).num_paused_requests == 1
+        assert await engine.continue_generation()
+        assert not engine.is_paused
+        info = (await task)["meta_info"]
+        assert [version for version, _, _ in info["weight_versions"]] == ["default", "1"]
+        assert info["num_retractions"] == 0
+
+
+async def test_retracted_requests_continue_after_a_pause(folders: dict[str, Path], reference: Reference) -> None:
+    async with engine_of(folders) as engine:
+        task = started(engine, PROMPT, 100)
+        await until_tokens(engine, 20)
+        assert await engine.pause_generation("retract")
+        await until(lambda: engine.stats()["num_running"] == 0)
+        assert engine.stats()["num_free_pages"] == engine.stats()["num_pages"]
+        assert await engine.flush_cache() == (
+            False,
+            "the cache is not flushed while requests use it: 0 running, 1 waiting",
+        )
+        assert await engine.update_weights_from_disk(folders["v2"], weight_version="v2") == (True, "", 0)
+        assert await engine.continue_generation()
+        assert reference.check(PROMPT, await task) == ["default", "v2"]
+
+
+async def test_prefixes_of_old_weights_are_not_reused(folders: dict[str, Path], reference: Reference) -> None:
+    async with engine_of(folders) as engine:
+        for version, path in (("default", None), ("v2", folders["v2"]), ("default", folders["default"])):
+            if path is not None:
+                assert await engine.update_weights_from_disk(path, weight_version=version)
+            for num_cached in (0, 32):
+                answer = await engine.async_generate(
+                    input_ids=PROMPTS[2], sampling_params={**GREEDY, "max_new_tokens": 5}, return_logprob=True
+                )
+                assert answer["meta_info"]["cached_tokens"] == num_cached
+                assert reference.check(PROMPTS[2], answer) == [version]
+
+
+def nan_in(tensor: Tensor) -> Tensor:
+    return tensor.index_fill(0, torch.tensor([3]), float("nan"))
+
+
+DAMAGES = {
+    r"1 tensor missing: model\.norm\.weight": lambda tensors: tensors.pop("model.norm.weight"),
+    r"1 tensor not expected by this model: model\.extra": lambda tensors: tensors.update(
+        {"model.extra": torch.ones(3)}
+    ),
+    r"model\.norm\.weight has shape \[65\], and the model expects \[64\]": lambda tensors: tensors.update(
+        {"model.norm.weight": torch.ones(65)}
+    ),
+    r"model\.norm\.weight is of type I64": lambda tensors: tensors.update(
+        {"model.norm.weight": torch.ones(64, dtype=torch.int64)}
+    ),
+    r"lm_head\.weight has numbers that are not finite": lambda tensors: tensors.update(
+        {"lm_head.weight": nan_in(tensors["lm_head.weight"])}
+    ),
+}
+
+
+async def test_refused_weights_change_nothing(folders: dict[str, Path], reference: Reference, tmp_path: Path) -> None:
+    async with engine_of(folders) as engine:
+        task = started(engine, PROMPT, 200)
+        await until_tokens(engine, 10)
+        for number, (message, damage) in enumerate(DAMAGES.items()):
+            folder = tmp_path / str(number)
+            shutil.copytree(folders["v2"], folder)
+            tensors = load_file(folder / "model.safetensors")
+            damage(tensors)
+            save_file(tensors, folder / "model.safetensors")
+            result = await engine.update_weights_from_disk(folder, weight_version="v2")
+            assert not result
+            with pytest.raises(ValueError, match=message):
+                raise ValueError(result.message)
+        result = await engine.update_weights_from_disk(tmp_path / "missing")
+        assert not result
+        assert "missing" in result.message
+        config = folders["v2"] / "config.json"
+        other = tmp_path / "other"
+        shutil.copytree(folders["v2"], other)
+        (other / "config.json").write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.5'))
+        result = await engine.update_weights_from_disk(other)
+        assert "describes another model than the config.json of this engine: rms_norm_eps" in result.message
+        assert reference.check(PROMPT, await task) == ["default"]
+        assert (await engine.get_model_info())["weight_version"] == "default"
+
+
+async def test_lost_scheduler_starts_with_the_newest_weights(folders: dict[str, Path], reference: Reference) -> None:
+    async with engine_of(folders) as engine:
+        task = started(engine, PROMPT, 200)
+        await until_tokens(engine, 10)
+        assert await engine.update_weights_from_disk(folders["v2"], weight_version="v2")
+        await until_tokens(engine, 30)
+        for process in engine.health()["processes"]:
+            if process["role"] == "scheduler":
+                os.kill(process["pid"], signal.SIGKILL)
+        assert reference.check(PROMPT, await task) == ["default", "v2"]
+        assert engine.stats()["num_restarts"] == 1
+        answer = await engine.async_generate(input_ids=PROMPT, sampling_params={**GREEDY, "max_new_tokens": 9})
+        assert reference.check(PROMPT, answer) == ["v2"]
+
+
+@pytest.mark.parametrize("options", [{"tp_size": 2}, {"dp_size": 2, "load_balance_method": "round_robin"}])
+async def test_all_ranks_and_replicas_get_the_new_weights(
+    folders: dict[str, Path], reference: Reference, options: dict[str, Any], tmp_path: Path
+) -> None:
+    async with engine_of(folders, **options) as engine:
+        tasks = [started(engine, prompt, 150) for prompt in PROMPTS]
+        await until_tokens(engine, 30)
+        shutil.copytree(folders["v2"], tmp_path / "damaged")
+        tensors = load_file(tmp_path / "damaged" / "model.safetensors")
+        save_file(tensors | {"extra": torch.ones(3)}, tmp_path / "damaged" / "model.safetensors")
+        assert "extra" in (await engine.update_weights_from_disk(tmp_path / "damaged")).message
+        assert (await engine.update_weights_from_disk(folders["v2"], weight_version="v2")).num_paused_requests == 3
+        for prompt, task in zip(PROMPTS, tasks, strict=True):
+            assert reference.check(prompt, await task) == ["default", "v2"]
+
+
+def test_engine_for_synchronous_code_updates_weights(folders: dict[str, Path], reference: Reference) -> None:
+    with Engine(model_path=str(folders["default"]), **ARGUMENTS) as engine:
+        assert engine.update_weights_from_disk(str(folders["v2"]), weight_version="v2").success
+        assert not engine.is_paused
+        answer = engine.generate(input_ids=PROMPT, sampling_params={**GREEDY, "max_new_tokens": 9})
+        assert reference.check(PROMPT, answer) == ["v2"]
+        with pytest.raises(ValueError, match="load_format must be"):
+            engine.update_weights_from_disk(str(folders["v2"]), "pickle")
+        with pytest.raises(TypeError, match="model_path must be"):
+            engine.update_weights_from_disk(3)  # type: ignore[arg-type]
