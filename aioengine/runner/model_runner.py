@@ -25,6 +25,7 @@ from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.pooler import PooledRows, Pooler
 from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
+from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
 from aioengine.runner.speculation.draft_rows import DraftRows
 from aioengine.runner.speculation.verification import Verification, row_groups
 from aioengine.runner.ticket import StepDrafts, Ticket
@@ -63,6 +64,7 @@ class DeviceParts:
         adapters: None: LoRA is not enabled.
         states: None: the model has no states.
         ranks: None: there is one rank.
+        draft: None: there is no draft model.
     """
 
     settings: Settings
@@ -74,6 +76,7 @@ class DeviceParts:
     adapters: AdapterPool | None
     states: StatePool | None
     ranks: RankGroup | None = None
+    draft: DraftParts | None = None
 
 
 class ModelRunner:
@@ -134,7 +137,11 @@ class ModelRunner:
         self._constrained = ConstrainedRows(masks, parts.device, may_force=may_force)
         self._drafts: DraftRows | None = None
         if settings.scheduler.max_drafts:
-            self._drafts = DraftRows(with_grammars=settings.scheduler.depth == 0)
+            draft_model = None
+            if parts.draft is not None:
+                draft_model = DraftModel(parts.draft, self._table, self._sampler, processors, num_embeddings)
+            with_grammars = settings.scheduler.depth == 0
+            self._drafts = DraftRows(self._table.requests, draft_model, with_grammars=with_grammars)
         self._is_closed = False
 
     @torch.inference_mode()
@@ -167,6 +174,8 @@ class ModelRunner:
             if self._drafts is not None:
                 if any(row.num_drafts for row in plan_rows):
                     self._constrained.sample_deferred()
+                failed = self._failed.reasons
+                plan_rows = [row for row in plan_rows if row.uid not in failed] if failed else plan_rows
                 plan_rows, drafts = self._drafts.propose(plan_rows)
             rows = self._read(plan_rows)
         if self._send_plan is not None:
@@ -205,7 +214,7 @@ class ModelRunner:
             drafts=drafts,
         )
         if self._drafts is not None:
-            self._drafts.launched(ticket)
+            self._drafts.launched(ticket, plan_rows)
         if self._table.num_with_grammar:
             self._constrained.note(ticket, sampled, positions, () if drafts is None else drafts.followed)
         return ticket
@@ -275,6 +284,8 @@ class ModelRunner:
         if self.adapters is not None:
             self.adapters.close()
         self._kv_pool.release()
+        if self._drafts is not None:
+            self._drafts.release()
         if self._inputs.states is not None:
             self._inputs.states.release()
 

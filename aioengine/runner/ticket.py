@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from aioengine.runner.logprobs import StepLogprobs
     from aioengine.runner.pooler import PooledRows
     from aioengine.runner.request_row import OpenConstraint, RequestRow
+    from aioengine.runner.speculation.draft_model import DraftedRequest
     from aioengine.runner.speculation.ngram import NgramProposer
     from aioengine.runner.transfer import Ints, Readback
 
@@ -24,11 +25,11 @@ class OpenDrafts:
     """An open request.
 
     Attributes:
-        proposer: None: it gets no proposals.
+        text: its tokens, for its proposals; None: it gets no proposals.
         num_rejected: drafts rejected in flight, which the scheduler does not know yet.
     """
 
-    proposer: NgramProposer | None
+    text: NgramProposer | DraftedRequest | None
     num_rejected: int = 0
 
 

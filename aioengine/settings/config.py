@@ -100,11 +100,14 @@ class SpeculationConfig(Struct, frozen=True, kw_only=True):
     Attributes:
         algorithm: "": off.
         num_steps: maximum drafts of a row. num_draft_tokens: ``num_steps`` + 1, as in other engines. One is enough.
+        draft_model_path, draft_quantization: the draft model, as in ``ModelConfig``.
     """
 
     algorithm: str = ""
     num_steps: int | None = None
     num_draft_tokens: int | None = None
+    draft_model_path: str | None = None
+    draft_quantization: str | None = None
 
 
 class GivenAdapter(Struct, frozen=True):
@@ -222,6 +225,22 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     random_seed: int | None = None
     log_level: str = "error"
     progress: bool | None = None
+
+    @property
+    def draft_model(self) -> ModelConfig | None:
+        """The draft model of speculation; None: there is none."""
+        if self.speculation.draft_model_path is None:
+            return None
+        return ModelConfig(
+            path=self.speculation.draft_model_path,
+            quantization=self.speculation.draft_quantization,
+            download_dir=self.model.download_dir,
+            load_format="dummy" if self.model.load_format == "dummy" else "auto",
+            is_embedding=False,
+            implementation=OWN,
+            tokenizer=False,
+            sampling_defaults="engine",
+        )
 
 
 # ---------------------------------------------------------------- resolved values
@@ -413,6 +432,13 @@ class RankSettings(Struct, frozen=True, kw_only=True):
     store_file: str = ""
 
 
+class DraftSettings(Struct, frozen=True, kw_only=True):
+    """A draft model. It proposes no drafts for requests beyond its context length."""
+
+    model: ModelSettings
+    attention_backend: str
+
+
 class RunnerSettings(Struct, frozen=True, kw_only=True):
     """The runner and its device.
 
@@ -427,6 +453,7 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
             before top-k, top-p and min-p).
         logits_processors: "module:Class" of the user's logits processors, which requests may name.
         lora: None: only the base model is served.
+        draft: None: there is no draft model.
         ranks: None: one process computes the whole model.
         replica: the number of this copy of the model, below ``num_replicas``.
         base_gpu_id: the first GPU of the first replica. Rank r of replica i uses the GPU
@@ -445,6 +472,7 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
     logprobs_mode: str = "raw"
     logits_processors: tuple[str, ...] = ()
     lora: LoraSettings | None = None
+    draft: DraftSettings | None = None
     ranks: RankSettings | None = None
     replica: int = 0
     num_replicas: int = 1
