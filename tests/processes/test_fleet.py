@@ -242,12 +242,12 @@ async def test_streams_of_the_other_replica_continue_when_one_scheduler_is_kille
         asking = asyncio.create_task(ask_all(engine, stream=True))
         await until(lambda: engine.stats()["output_tokens"] > 0)
         first, other = fleet_of(engine)._replicas
-        pids = [state.pid for state in other.processes()]
-        os.kill(first.processes()[0].pid, signal.SIGKILL)
+        pids = [state.pid for state in other.process_states()]
+        os.kill(first.process_states()[0].pid, signal.SIGKILL)
         assert await asking == expected
         await until_restarted(engine, 1)
         assert (first.num_restarts, other.num_restarts) == (1, 0)
-        assert [state.pid for state in other.processes()] == pids
+        assert [state.pid for state in other.process_states()] == pids
         await until_idle(engine)
 
 
