@@ -187,9 +187,10 @@ class RequestError(EngineError):
 
     ``cause`` is the error, and ``stage`` the part of the engine where it happened: ``tokenize``; ``image``: an image
     could not be prepared; ``submit``; ``schedule``, also for an aborted ``encode``, ``score`` or ``beam_search``;
-    ``forward``; ``sample``; ``detokenize``; ``deliver``; ``engine``; ``adapter``: the LoRA adapter could not be read;
-    ``control``: a control call failed in the runner; ``crash``: the request killed a process of the engine repeatedly,
-    or a process was lost during a control call (control calls are not repeated).
+    ``forward``; ``sample``; ``detokenize``; ``stop_regex``: a pattern of the caller was too slow (``status_code`` is
+    400); ``deliver``; ``engine``; ``adapter``: the LoRA adapter could not be read; ``control``: a control call failed
+    in the runner; ``crash``: the request killed a process of the engine repeatedly, or a process was lost during a
+    control call (control calls are not repeated).
     """
 
     status_code = 500
@@ -197,6 +198,8 @@ class RequestError(EngineError):
     def __init__(self, stage: str, cause: str) -> None:
         self.stage = stage
         self.cause = cause
+        if stage == "stop_regex":
+            self.status_code = 400
         super().__init__(f"the request failed in stage {stage!r}: {cause}")
 
 

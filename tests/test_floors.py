@@ -241,7 +241,7 @@ def test_a_circle_is_found(with_typing: bool, found: set[str]) -> None:
         ("api/engine.py", "import torch", "torch"),
         ("api/engine.py", "from aioengine.runner.rows import Rows", "floor 2"),
         ("api/stream.py", "from aioengine.api.engine import AsyncEngine", "above"),
-        ("supervision/ledger.py", "from aioengine.transport.base import Sender", "floor 2'"),
+        ("supervision/ledger.py", "from aioengine.transport.base import BacklogFullError", "floor 2'"),
         ("supervision/routing.py", "import asyncio", "asyncio"),
         ("errors.py", "from aioengine import Engine", "package root"),
         ("settings/config.py", "from aioengine.settings.resolve import resolve", "above"),

@@ -51,7 +51,7 @@ OTHER_WORDS = {
 INNER_FLOORS = ("0", "1", "2", "2'", "2t", "3")
 PUBLIC_ONLY = {"rid": "uid", "meta_info": "(floor 4 only)"}
 
-SAME_NAME = {"__init__", "_base", "base", "requests", "torch"}
+SAME_NAME = {"__init__", "_base", "base", "torch"}
 """File names that may stand in several folders: the same role in each. (A kernel is named after its operation.)"""
 
 

@@ -124,10 +124,10 @@ def _algorithm(name: str, value: object) -> str:
     word = checks.text(name, value).upper()
     if word in MISSING_ALGORITHMS:
         raise ValueError(
-            f"{name}={value!r}: {MISSING_ALGORITHMS[word]} are not available yet; NGRAM needs no other model"
+            f"{name}={value!r}: {MISSING_ALGORITHMS[word]} are not available yet; NGRAM and STANDALONE work"
         )
-    if word != "NGRAM":
-        raise checks.wrong_value(name, "'NGRAM' or None", value)
+    if word not in ("NGRAM", resolve.STANDALONE):
+        raise checks.wrong_value(name, "'NGRAM', 'STANDALONE' or None", value)
     return word
 
 
@@ -249,7 +249,6 @@ MAX_HIDDEN_STATE_BYTES: Final = 192 * 1024 * 1024
 MAX_PROCESSORS: Final = 64
 MAX_DRAFT_TOKENS: Final = 16
 MISSING_ALGORITHMS: Final = {
-    "STANDALONE": "drafts of a second model",
     "EAGLE": "drafts of EAGLE heads",
     "EAGLE3": "drafts of EAGLE-3 heads",
     "MTP": "drafts of the multi-token-prediction layers of a checkpoint",
@@ -262,6 +261,8 @@ MAX_MODULES: Final = 1024
 ADAPTERS: Final = "a list of paths, of 'name=path' or of dicts with lora_name, lora_path and pinned; or a dict of them"
 ALL_MODULES: Final = frozenset(("all", "all-linear"))
 
+_method = _words(*METHODS, *(row.name for row in FORMATS["quant_method"]), "gguf")
+
 _ROWS: Final = {
     "model_path": Argument(_path, "folder, hub id or GGUF file of the model", "the demo model", place="model.path"),
     "tokenizer_path": Argument(_path, "folder or hub id of the tokenizer", "the model's folder"),
@@ -271,7 +272,7 @@ _ROWS: Final = {
         _words("auto", "safetensors", "gguf", "dummy"), "auto, safetensors, gguf or dummy (random weights)"
     ),
     "quantization": Argument(
-        _words(*METHODS, *(row.name for row in FORMATS["quant_method"]), "gguf"),
+        _method,
         "fp8, int8 or int4: quantize while loading; other methods only check config.json",
         "the method in config.json",
     ),
@@ -404,7 +405,8 @@ _ROWS: Final = {
     ),
     "speculative_algorithm": Argument(
         _algorithm,
-        "NGRAM: propose the tokens that followed the same tokens before, and compute several tokens of a row per step",
+        "compute several tokens of a row per step; NGRAM: propose the tokens that followed the same tokens before; "
+        "STANDALONE: propose the tokens of a draft model",
         "no speculation",
         place="speculation.algorithm",
     ),
@@ -419,6 +421,18 @@ _ROWS: Final = {
         "maximum drafts of a row per step",
         "speculative_num_draft_tokens - 1",
         place="speculation.num_steps",
+    ),
+    "speculative_draft_model_path": Argument(
+        _path,
+        "folder, hub id or GGUF file of the draft model, for STANDALONE",
+        "none",
+        place="speculation.draft_model_path",
+    ),
+    "speculative_draft_model_quantization": Argument(
+        _method,
+        "quantization of the draft model",
+        "the method in its config.json",
+        place="speculation.draft_quantization",
     ),
     "max_queued_requests": Argument(whole_from(0), "maximum waiting requests", place="queue.max_requests"),
     "max_queued_tokens": Argument(whole_from(0), "maximum prompt tokens of waiting requests", place="queue.max_tokens"),

@@ -56,9 +56,11 @@ MISSING_ARGUMENTS: Final = _missing(
         "data parallelism inside a model": "enable_dp_attention=False",
         "expert parallelism": "ep_size=1 enable_expert_parallel=False",
         "several machines": "nnodes=1 node_rank=0",
-        "speculation with a second model": "speculative_draft_model_path speculative_draft_model_quantization "
-        "speculative_eagle_topk=1 speculative_draft_model_revision speculative_token_map speculative_model",
-        "speculation in this form (use speculative_algorithm)": "speculative_config num_speculative_tokens",
+        "trees of drafts": "speculative_eagle_topk=1",
+        "speculation with EAGLE heads": "speculative_token_map",
+        "revisions of draft models": "speculative_draft_model_revision",
+        "speculation in this form (use speculative_algorithm and speculative_draft_model_path)": "speculative_config "
+        "num_speculative_tokens speculative_model",
         "releasing memory": "enable_sleep_mode=False",
         "audio and video": "enable_multimodal=False",
         "a KV cache in several tiers": "enable_hierarchical_cache=False enable_lmcache=False kv_transfer_config",

@@ -105,7 +105,7 @@ class Job:
         index = self.num_items
         self.num_items += 1
         if self._journal is not None:
-            self._journal.check(index, as_json(item, f"item {index}"))
+            self._journal.record_item(index, as_json(item, f"item {index}"))
             if self._journal.is_done(index):
                 if self.returns_done:
                     self._rows[index] = _restored(self._journal.read(index))

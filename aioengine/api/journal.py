@@ -6,8 +6,8 @@ A job has two files:
     PATH.journal    a JSON line with the parameters of the job, then 8 bytes per item: a digest of the item.
 
 A row is in PATH as soon as it has ended, and is not computed again. If the program is killed while it writes a row, the
-end of this row is missing; the next start removes the rest of it. Every second both files are written to the disk, so a
-power failure costs at most the rows of the last second.
+end of this row is missing, and the next start removes its beginning. Both files are synced to the disk every second, so
+a power failure costs at most the rows of the last second.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def _plain(value: object) -> object:
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, checks.Array):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is none")
+    raise TypeError(f"{type(value).__name__} is not a JSON type")
 
 
 class Journal:
-    """The files of one job. Belongs to one thread at a time, except ``sync``."""
+    """The files of one job. Used by one thread at a time, but ``sync`` may run in another thread."""
 
     def __init__(self, path: str | os.PathLike[str], parameters: Mapping[str, object]) -> None:
         """Create the files of a new job, or open the files of a job with the same ``parameters``.
@@ -90,10 +90,10 @@ class Journal:
             BlockingIOError: another process writes them. OSError: they cannot be written.
         """
         self.path = os.fspath(path)
-        self._num_bytes = 0  # of complete rows
+        self._num_bytes = 0  # of the complete rows in the file
         self._is_done = bytearray()
-        self._rows_read: dict[int, bytes] = {}
-        self._earlier: BinaryIO | None = None
+        self._earlier_rows: BinaryIO | None = None  # the file of the rows, for ``read``
+        self._read_ahead: dict[int, bytes] = {}  # index -> row in the file before a row that was asked for
         self._synced_at = time.monotonic()
         header = as_json(parameters, "the parameters") + b"\n"
         has_rows = os.path.exists(self.path) and os.path.getsize(self.path) > 0
@@ -102,16 +102,16 @@ class Journal:
                 f"{self.path} exists, but not the journal {self.path + SUFFIX} of the job that wrote it; choose "
                 "another file, or move this one away"
             )
-        self._journal = os.open(self.path + SUFFIX, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._rows = -1
+        self._journal_fd = os.open(self.path + SUFFIX, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._rows_fd = -1
         try:
             try:
-                fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._journal_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise BlockingIOError(f"another process is writing {self.path}; wait for its end") from None
             self._write_header(header, may_be_new=not has_rows)
             self._digests_at = len(header)
-            self._rows = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._rows_fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             self._read_rows()
             self.sync()
             self._sync_folder()
@@ -124,8 +124,8 @@ class Journal:
         with open(self.path + SUFFIX, "rb") as journal:
             known = journal.readline()
         if may_be_new and not known.endswith(b"\n"):  # a new job, or one that was killed at this moment
-            os.truncate(self._journal, 0)
-            _write(self._journal, header)
+            os.truncate(self._journal_fd, 0)
+            _write(self._journal_fd, header)
         elif known != header:
             changed = _first_difference(known, header)
             raise ValueError(
@@ -146,7 +146,7 @@ class Journal:
                     raise ValueError(f"line {number} of {self.path} repeats the row {index}; restore the file")
                 self._mark_done(index)
                 self._num_bytes += len(line)
-        os.truncate(self._rows, self._num_bytes)
+        os.truncate(self._rows_fd, self._num_bytes)
 
     # ------------------------------------------------------------ items
 
@@ -154,17 +154,17 @@ class Journal:
         """Return whether the file has the row ``index``."""
         return index < len(self._is_done) and bool(self._is_done[index])
 
-    def check(self, index: int, item: bytes) -> None:
-        """Compare an item with the item of this index in the earlier run, or record it.
+    def record_item(self, index: int, item: bytes) -> None:
+        """Record the digest of an item.
 
         Raises:
-            ValueError: it is another item.
+            ValueError: an earlier run recorded another item with this index.
         """
         digest = blake2b(item, digest_size=_DIGEST_BYTES).digest()
         position = self._digests_at + _DIGEST_BYTES * index
-        known = os.pread(self._journal, _DIGEST_BYTES, position)
+        known = os.pread(self._journal_fd, _DIGEST_BYTES, position)
         if len(known) < _DIGEST_BYTES or not any(known):  # it is new, or its digest was lost in a power failure
-            os.pwrite(self._journal, digest, position)
+            os.pwrite(self._journal_fd, digest, position)
         elif known != digest:
             raise ValueError(
                 f"item {index} of the input is another one than in the job that wrote {self.path}; repeat the job with "
@@ -182,21 +182,24 @@ class Journal:
     # ------------------------------------------------------------ rows
 
     def read(self, index: int) -> dict[str, Any]:
-        """Return a row of an earlier run. Each row may be read once. The items should come in order."""
-        if self._earlier is None:
-            self._earlier = open(self.path, "rb")  # noqa: SIM115  # closed by close
-        while index not in self._rows_read:
-            line = self._earlier.readline()
-            self._rows_read[_decode_index(line).find()] = line
-        return msgspec.json.decode(self._rows_read.pop(index), type=dict[str, Any])
+        """Return a row of an earlier run. Each row may be read once.
+
+        Rows that come before it in the file stay in memory until they are read.
+        """
+        if self._earlier_rows is None:
+            self._earlier_rows = open(self.path, "rb")  # noqa: SIM115  # closed by close
+        while index not in self._read_ahead:
+            line = self._earlier_rows.readline()
+            self._read_ahead[_decode_index(line).find()] = line
+        return msgspec.json.decode(self._read_ahead.pop(index), type=dict[str, Any])
 
     def append(self, index: int, row: Mapping[str, object]) -> None:
         """Write a row. Raises OSError, for example if the disk is full."""
         line = encode_row(row) + b"\n"
         try:
-            _write(self._rows, line)
+            _write(self._rows_fd, line)
         except OSError:
-            os.truncate(self._rows, self._num_bytes)  # otherwise the next row would continue a part of this one
+            os.truncate(self._rows_fd, self._num_bytes)  # otherwise the next row would continue a part of this one
             raise
         self._num_bytes += len(line)
         self._mark_done(index)
@@ -216,8 +219,8 @@ class Journal:
     def sync(self) -> None:
         """Write both files to the disk. Blocks for some milliseconds."""
         self._synced_at = time.monotonic()
-        os.fsync(self._journal)  # first, because it has the digests of the rows
-        os.fsync(self._rows)
+        os.fsync(self._journal_fd)  # first, because it has the digests of the rows
+        os.fsync(self._rows_fd)
 
     def _sync_folder(self) -> None:
         folder = os.open(os.path.dirname(os.path.abspath(self.path)), os.O_RDONLY)
@@ -228,12 +231,12 @@ class Journal:
 
     def close(self) -> None:
         """Close the files. May be called twice."""
-        for file in (self._journal, self._rows):
+        for file in (self._journal_fd, self._rows_fd):
             if file >= 0:
                 os.close(file)
-        self._journal = self._rows = -1
-        if self._earlier is not None:
-            self._earlier.close()
+        self._journal_fd = self._rows_fd = -1
+        if self._earlier_rows is not None:
+            self._earlier_rows.close()
 
 
 def _write(file: int, data: bytes) -> None:

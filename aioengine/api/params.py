@@ -128,7 +128,7 @@ class SamplingParams(
         "syntax of the `regex` package, without recursion, fuzzy matching, `\\G`, `\\K` and the flags f, r, x and V1. "
         "The bytes of a pattern times all its counted repetitions `{m,n}` are limited to 50,000, for all patterns of a "
         "request together. Matching is limited to 50 ms per token, and to 1 s plus 1 ms per token for a request. A "
-        "request that exceeds a limit fails with `RequestError`",
+        "request that exceeds a limit fails with a `RequestError` of stage `stop_regex`",
         wire="text",
         columns=table.strings_column,
         read=str,

@@ -85,12 +85,12 @@ class ChunkIterator(Iterator["Chunk"]):
 
 def wait_for_news(reader: Reader) -> None:
     """Block this thread until there may be new output. An interrupt during the wait ends the reader."""
-    gate = threading.Lock()
-    gate.acquire()
-    if not reader.wait(gate.release, blocks=True):
+    until_news = threading.Lock()  # locked until the engine releases it
+    until_news.acquire()
+    if not reader.wait(until_news.release, blocks=True):
         return
     try:
-        gate.acquire()
+        until_news.acquire()
     except BaseException:
         reader.leave()
         raise
@@ -162,16 +162,17 @@ class Engine(BaseEngine):
         self._model_name = model_name
         self._observers: list[Observer] = []
         self._pid = os.getpid()
-        run = _EngineLoop()
-        self._portal = run.portal
-        self._finalizer = weakref.finalize(self, run.end)  # before the start, so that an exception leaves no process
+        engine_loop = _EngineLoop()
+        self._portal = engine_loop.portal
+        # before the start, so that an exception leaves no process
+        self._finalizer = weakref.finalize(self, engine_loop.end)
         try:
-            self._frontend = run.start(partial(start_frontend, prepare, progress, self._observers))
+            self._frontend = engine_loop.start(partial(start_frontend, prepare, progress, self._observers))
         except BaseException:
             try:
                 self._finalizer()
             except BaseException:  # a second interrupt; the finalizer runs only once
-                run.end()
+                engine_loop.end()
                 raise
             raise
 
@@ -265,7 +266,7 @@ class Engine(BaseEngine):
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
         self._frontend_here().check_waiting(blocks=True)
-        self._portal.call(self._frontend_here().overload.wait(threading.get_ident()))
+        self._portal.call(self._frontend_here().caller_queue.wait(threading.get_ident()))
 
     flush_cache = _on_loop(AsyncEngine.flush_cache)
     load_lora_adapter = _on_loop(AsyncEngine.load_lora_adapter)
@@ -296,11 +297,11 @@ class Engine(BaseEngine):
     def health(self) -> Health:
         """Return the state of the engine and of its processes. May be called at any time."""
         state = "closed" if os.getpid() != self._pid else self._frontend.state
-        return info.health(state, self._frontend.parts.processes.processes())
+        return info.health(state, self._frontend.parts.processes.process_states())
 
     def get_all_child_pids(self) -> list[int]:
         """Return the process ids of the engine's live processes."""
-        return info.child_pids(self._frontend.parts.processes.processes(), self._frontend.images)
+        return info.child_pids(self._frontend.parts.processes.process_states(), self._frontend.images)
 
 
 class _EngineLoop:

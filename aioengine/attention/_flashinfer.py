@@ -67,7 +67,8 @@ class FlashInferLayers(AttentionLayers):
     """The layers of a FlashInfer backend, and the state shared by all its plans.
 
     Attributes:
-        copied: recorded when a plan is queued for copying. The host must wait for it before it writes the next plan.
+        copied: recorded when the copy of a plan to the device is queued. FlashInfer writes plans to pinned memory, so
+            the host must wait for this event before it writes the next plan.
     """
 
     workspace: Tensor

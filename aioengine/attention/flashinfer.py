@@ -5,9 +5,8 @@ FlashInfer's decode kernels have a higher cost per row (on an H200, 256 rows of 
 layer, with our kernel 148), and their plan costs more host time. All other rows use FlashInfer's prefill kernel.
 
 At the start ``_flashinfer_ready`` checks that FlashInfer has kernels for the model's dtype and sizes, and compiles
-them. Learned sinks are applied to their results (``kernels/triton/scores.py``). FlashInfer writes plans to pinned
-memory and copies them to the device. A plan must not be overwritten during the copy (``FlashInferLayers.copied``).
-``_flashinfer`` also implements cascade attention: pages that many rows share are read once for all of them.
+them. ``_flashinfer`` plans and runs these kernels, also for cascade attention: pages that many rows share are read once
+for all of them. Learned sinks are applied to the results (``kernels/triton/scores.py``).
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -93,6 +92,7 @@ class FlashInferAttention:
 
     def warm_up(self) -> None:
         """Plan and run each kind of step once, to compile kernels."""
+        # With a quantized pool, FlashInfer computes only steps of at least ``MIN_FRESH_TOKENS`` tokens.
         counts = (1, 2, MIN_FRESH_TOKENS) if self._layers.is_quantized else (1, 2)
         for count in counts:
             run_once(self, self._layers, 1, count)
@@ -113,7 +113,10 @@ class CascadeFlashInferAttention(FlashInferAttention):
 
 
 def build(shape: AttentionShape, kv_pool: Tensor) -> FlashInferAttention:
-    """Return the backend for this model. kv_pool: [L, 2, N, K, S, E]. Cascade attention needs the dtype of queries."""
+    """Return the backend for this model. kv_pool: [L, 2, N, K, S, E].
+
+    Cascade attention needs a pool with the dtype of queries.
+    """
     has_cascade = shape.common_window is None and shape.dtype in {None, kv_pool.dtype}
     return (CascadeFlashInferAttention if has_cascade else FlashInferAttention)(shape, kv_pool)
 

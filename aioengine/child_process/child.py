@@ -25,7 +25,7 @@ from aioengine.protocol.codec import fingerprint
 from aioengine.protocol.messages import Failed, LogRecord, Message, Ready, Role, new_epoch_in
 from aioengine.protocol.orders import Orders, decode_orders, roles_of
 from aioengine.transport.addresses import Listener
-from aioengine.transport.base import BacklogFullError, Sender
+from aioengine.transport.base import BacklogFullError
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Child:
         self.receiver = ZmqReceiver(self._context, listener, orders.epoch, wake_fd=wake_fd)
         self._senders: list[ZmqSender] = []
         self._to_ranks: list[ZmqSender] = []
-        self.uplink = Uplink(self._connect(orders.frontend, "the frontend"))
+        self.uplink = Uplink(self._connect(orders.frontend, "the frontend").send)
 
     def _connect(self, endpoint: str, receiver: str) -> ZmqSender:
         sender = ZmqSender(self._context, endpoint, self.orders.epoch, receiver=receiver)
@@ -108,7 +108,7 @@ class Child:
             raise
 
     def _wait_s(self, service: Service, now: float) -> float:
-        """Return how long to wait for messages. The wait is short while unsent frames wait for a slow reader."""
+        """Return how long to wait for messages. The wait is short while unsent frames wait for a slow receiver."""
         wait_s = service.wait_s(now)
         if wait_s:
             for sender in self._senders:
@@ -164,8 +164,9 @@ _MAX_BURST = 200.0
 class Uplink:
     """Sends messages to the frontend. Messages of other threads wait for the main thread, which owns the socket."""
 
-    def __init__(self, sender: Sender) -> None:
-        self._sender = sender
+    def __init__(self, send: Callable[[list[Message]], None]) -> None:
+        """send: sends messages in one frame, without waiting."""
+        self._send = send
         self._thread = threading.get_ident()
         self._pending: deque[Message] = deque(maxlen=1000)
 
@@ -173,7 +174,7 @@ class Uplink:
         """Send pending messages, then these. Call it in the main thread."""
         if self._pending:
             messages = [*self._take_pending(), *messages]
-        self._sender.send(messages)
+        self._send(messages)
 
     def post(self, message: Message) -> None:
         """Send ``message`` now in the main thread, or with the next flush in another thread."""
@@ -184,7 +185,7 @@ class Uplink:
     def flush(self) -> None:
         """Send pending messages of other threads. Call it in the main thread."""
         if self._pending:
-            self._sender.send(self._take_pending())
+            self._send(self._take_pending())
 
     def _take_pending(self) -> list[Message]:
         return [self._pending.popleft() for _ in range(len(self._pending))]

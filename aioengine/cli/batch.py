@@ -1,4 +1,4 @@
-"""``aioengine batch``: answer the rows of a JSONL file."""
+"""``aioengine batch``: answer the items of a JSONL file. Each answer is a row of another file."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ LINES_AHEAD: Final = 64
 _decode = msgspec.json.Decoder(str | list[int] | dict[str, Any]).decode
 
 
-class BatchFiles(Struct, frozen=True, kw_only=True):
-    """The files of ``batch``; "-": standard input or output.
+class BatchArguments(Struct, frozen=True, kw_only=True):
+    """The arguments of ``batch``.
 
     Attributes:
-        window: maximum number of rows in flight; None: twice as many as the engine runs.
-        served_model_name: names of the model in rows in OpenAI's form; None: its hub id, or the name of its folder.
+        source: the file of the items. target: the file of the rows. "-": standard input or output.
+        resume: continue the job of the target.
+        window: maximum number of items in flight; None: twice as many as the engine runs.
+        served_model_name: names of the model in items in OpenAI's form; None: its hub id, or the name of its folder.
     """
 
     source: str
@@ -50,7 +52,7 @@ class BatchFiles(Struct, frozen=True, kw_only=True):
     served_model_name: list[str] | None = None
 
     def check(self) -> None:
-        """Raise ValueError for files that exist or cannot be resumed."""
+        """Raise ValueError if the target exists without ``resume``, or if the arguments contradict each other."""
         if self.window is not None:
             checks.whole("--window", self.window, 1)
         if self.target == STANDARD:
@@ -65,21 +67,21 @@ class BatchFiles(Struct, frozen=True, kw_only=True):
 
 
 async def run(
-    files: BatchFiles,
+    arguments: BatchArguments,
     config: EngineConfig,
     sampling: Mapping[str, object],
     options: Mapping[str, object],
     progress: bool | None,
 ) -> int:
-    """Answer all rows. Return how many have no answer."""
-    files.check()
-    lines = _open(files.source)
+    """Answer all items. Return how many have no answer."""
+    arguments.check()
+    lines = _open(arguments.source)
     is_file = stat.S_ISREG(os.fstat(lines.fileno()).st_mode)
     num_errors = 0
     with lines if is_file else nullcontext():  # the thread that reads a pipe closes it
-        num_rows = _num_rows(lines) if is_file and is_wanted(progress) else None
+        num_items = _num_items(lines) if is_file and is_wanted(progress) else None
         async with AsyncEngine.from_config(config) as engine:
-            answers, bar = ItemAnswers(engine, sampling, options), RowBar(num_rows, progress)
+            answers, bar = ItemAnswers(engine, sampling, options), RowBar(num_items, progress)
             openai_rows: OpenAIRows | None = None
 
             async def answer(index: int, line: bytes) -> Row:
@@ -88,7 +90,7 @@ async def run(
                 try:
                     item = _read_item(line)
                     if isinstance(item, dict) and is_openai_row(item):
-                        openai_rows = openai_rows or OpenAIRows(engine, files.served_model_name)
+                        openai_rows = openai_rows or OpenAIRows(engine, arguments.served_model_name)
                         row, num_tokens = await openai_rows.answer(index, item)
                         num_errors += has_error(row)
                         bar.add_tokens(num_tokens)
@@ -102,17 +104,18 @@ async def run(
                 bar.add_tokens(answered["meta_info"]["completion_tokens"])
                 return {**row, **answered}
 
+            target = arguments.target
             job = Job(
                 answer,
                 bar,
-                window=files.window or answers.default_window,
-                open_journal=None if files.target == STANDARD else partial(Journal, files.target, answers.parameters),
+                window=arguments.window or answers.default_window,
+                open_journal=None if target == STANDARD else partial(Journal, target, answers.parameters),
                 returns_done=False,
             )
-            items = _rows(lines) if is_file else _rows_of_pipe(lines)
+            items = _items(lines) if is_file else _items_of_pipe(lines)
             async with AsyncAnswerIterator(items, job) as rows:
                 async for row in rows:
-                    if files.target == STANDARD:
+                    if target == STANDARD:
                         print(encode_row(row).decode(), flush=True)
     return num_errors
 
@@ -130,36 +133,36 @@ def _open(path: str) -> BinaryIO:
     return open(os.dup(sys.stdin.fileno()) if path == STANDARD else path, "rb")
 
 
-def _num_rows(lines: BinaryIO) -> int:
-    """Count the rows of a file, and return to its current position."""
+def _num_items(lines: BinaryIO) -> int:
+    """Count the items after the current position of a file, and return to this position."""
     start = lines.tell()
-    num_rows = sum(1 for _ in _rows(lines))
+    num_items = sum(1 for _ in _items(lines))
     lines.seek(start)
-    return num_rows
+    return num_items
 
 
-def _rows(lines: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines that are not blank."""
+def _items(lines: BinaryIO) -> Iterator[bytes]:
+    """Yield the items: the lines that are not blank, without their ends."""
     return (line.rstrip(b"\r\n") for line in lines if not line.isspace())
 
 
-async def _rows_of_pipe(lines: BinaryIO) -> AsyncIterator[bytes]:
-    """Yield the lines that are not blank. A daemon thread reads them, because reading a pipe blocks."""
+async def _items_of_pipe(lines: BinaryIO) -> AsyncIterator[bytes]:
+    """Yield the items of a pipe. A daemon thread reads them, because reading a pipe blocks."""
     loop = asyncio.get_running_loop()
-    rows: asyncio.Queue[bytes] = asyncio.Queue()
+    items: asyncio.Queue[bytes] = asyncio.Queue()
     capacity = threading.Semaphore(LINES_AHEAD)
 
     def read() -> None:
         try:
             with lines:
-                for row in _rows(lines):
+                for item in _items(lines):
                     capacity.acquire()
-                    if not post(loop, rows.put_nowait, row):
+                    if not post(loop, items.put_nowait, item):
                         return
         finally:
-            post(loop, rows.put_nowait, b"")
+            post(loop, items.put_nowait, b"")  # the end: no item is empty
 
     start_thread(read, name="aioengine-batch")
-    while row := await rows.get():
+    while item := await items.get():
         capacity.release()
-        yield row
+        yield item

@@ -138,7 +138,7 @@ def batch(arguments: Arguments) -> int:
     """Answer the rows of a JSONL file."""
     options = {} if arguments.lora_path is None else {"lora_path": arguments.lora_path}
     progress = cast("bool | None", arguments.engine().get("progress"))
-    job = run_batch(arguments.files(), arguments.config(), arguments.sampling(), options, progress)
+    job = run_batch(arguments.batch(), arguments.config(), arguments.sampling(), options, progress)
     if num_errors := asyncio.run(job):
         print(f"aioengine: rows with an error instead of an answer: {num_errors}", file=sys.stderr)
     return 0

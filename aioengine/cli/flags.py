@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from aioengine.api import checks, foreign_names
 from aioengine.api.args import ARGUMENTS, engine_config
 from aioengine.api.params import ALIASES, PARAMETERS, SamplingParams
-from aioengine.cli.batch import BatchFiles
+from aioengine.cli.batch import BatchArguments
 from aioengine.cli.benchmark import Workload
 from aioengine.frontend.info import __version__
 from aioengine.settings.planning import read_size
@@ -128,7 +128,7 @@ class Arguments(argparse.Namespace):
                     _check_encoding(words, text)
             SamplingParams.parse({**self.sampling(), "n": self.n})
             if self.command == "batch":
-                self.files().check()
+                self.batch().check()
 
     def config(self) -> EngineConfig:
         """Return the config of the engine."""
@@ -146,9 +146,9 @@ class Arguments(argparse.Namespace):
         """Return the requests of ``bench``."""
         return Workload(**{name: vars(self)[name] for name in Workload.__struct_fields__})
 
-    def files(self) -> BatchFiles:
-        """Return the files of ``batch``."""
-        return BatchFiles(**{name: vars(self)[name] for name in BatchFiles.__struct_fields__})
+    def batch(self) -> BatchArguments:
+        """Return the arguments of ``batch``."""
+        return BatchArguments(**{name: vars(self)[name] for name in BatchArguments.__struct_fields__})
 
     def _existing(self, names: Iterable[str]) -> dict[str, object]:
         return {name: value for name in names if (value := vars(self).get(name)) is not None}

@@ -10,7 +10,7 @@ import msgspec
 
 from aioengine.api.args import ARGUMENTS, engine_config
 from aioengine.frontend.info import __version__
-from aioengine.frontend.startup import read_adapters
+from aioengine.frontend.startup import find_draft, read_adapters
 from aioengine.model_files import model_folder
 from aioengine.settings import machine
 from aioengine.settings.resolve import resolve
@@ -32,7 +32,7 @@ def facts(model_path: str | None, engine_arguments: Mapping[str, object]) -> Fac
     """
     config = engine_config(model_path, engine_arguments)
     model, device = model_folder.find_facts(config.model), machine.device_facts()
-    settings = resolve(config, model, device, read_adapters(config))
+    settings = resolve(config, model, device, read_adapters(config), find_draft(config))
     return {
         "versions": {
             "aioengine": __version__,

@@ -71,7 +71,9 @@ def run_server(arguments: Arguments) -> int:
 
     app = FastAPI(lifespan=lifespan, title="aioengine")
     app.include_router(router)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_S))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S)
+    )
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     with socket.create_server((arguments.host, arguments.port), family=family) as listening:
         server.run(sockets=[listening])

@@ -1,7 +1,7 @@
 """Grammars: compiled in threads, cached by their text, and followed token by token, with the llguidance library.
 
 A grammar is compiled once, in a thread, while steps run. Each request follows its own copy. Limits on states, items and
-work bound the time and the memory of both. Beyond them, a grammar is refused, or its request fails alone. The library
+work bound the time and the memory of both. Beyond them, a grammar is refused, or its request fails alone. llguidance
 is imported and the tokenizer is read when the engine is idle, or when the first grammar arrives.
 """
 
@@ -59,12 +59,12 @@ _SLICES: Final = (
     *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (4, 10, 30)),
     r'[^"\\\x00-\x1F\x7F]+',
 )
-"""Sets of tokens that are allowed together if a grammar allows all texts that match the pattern, so that the library
+"""Sets of tokens that are allowed together if a grammar allows all texts that match the pattern, so that llguidance
 does not look at each token. Short patterns are for the end of strings with a ``maxLength``, letters are for patterns.
 Each one makes compiling slower."""
 
 _MASK_FUEL: Final = 100_000
-"""The library's measure of work for one mask, about 7 ms."""
+"""Maximum work for one mask, about 7 ms, in the unit of llguidance."""
 
 _MAX_ITEMS: Final = 500
 _MAX_MASK_ITEMS: Final = 2000
@@ -81,7 +81,7 @@ _SPACES: Final = b" \t\r\n"
 class _Vocabulary(NamedTuple):
     """The vocabulary of the model.
 
-    tokens: the bytes of each token; special tokens have the library's mark and their text. tokenizer: the library's.
+    tokens: the bytes of each token; special tokens have llguidance's mark and their text. tokenizer: llguidance's.
     encode: tokenizes a text.
     """
 
@@ -129,7 +129,7 @@ class Constraint:
     Attributes:
         source: computes its masks. is_complete: no token is allowed any more. error: the reason why the grammar cannot
             be followed any further, or empty. forced: the next tokens, if no others are allowed. The request has
-            ``num_forced`` of them; the library gets all together. next_token: the only allowed token; -1: the mask has
+            ``num_forced`` of them; llguidance gets all together. next_token: the only allowed token; -1: the mask has
             the allowed tokens.
     """
 
@@ -176,7 +176,7 @@ class Constraint:
     def _consume(self, token_ids: list[int]) -> None:
         if self.matcher.consume_tokens(token_ids):
             self.is_complete = self.matcher.is_stopped()
-            # In this thread: threads of the library would wait for the GIL, because Python tokenizes forced text.
+            # In this thread: threads of llguidance would wait for the GIL, because Python tokenizes forced text.
             self.forced = [] if self.is_complete else self.matcher.compute_ff_tokens()
             self.num_forced = 0
             self.next_token = self.forced[0] if self.forced else -1
@@ -184,7 +184,7 @@ class Constraint:
             self.fail()
 
     def fail(self) -> None:
-        """Set ``error`` to the error of the library."""
+        """Set ``error`` to the error of llguidance."""
         self.error = f"{self.grammar.parameter} cannot be followed any further: {_why(self.matcher)}"
 
     @property
@@ -195,7 +195,7 @@ class Constraint:
 class _Template:
     """A compiled grammar.
 
-    matcher: the library's matcher at the start of the grammar. live: the constraints that share its lexer. is_spent: a
+    matcher: llguidance's matcher at the start of the grammar. live: the constraints that share its lexer. is_spent: a
     constraint failed, so the lexer may be full. New constraints use another template as soon as it is compiled.
     """
 
@@ -257,7 +257,7 @@ class Grammars:
         self._prepared: Future[None] | None = None
         self._lock = Lock()
         self._vocabulary: _Vocabulary | None = None
-        self._num_computed = self.num_words  # words of the library's masks
+        self._num_computed = self.num_words  # words of llguidance's masks
         self._compiled: OrderedDict[tuple[str, str], list[_Template]] = OrderedDict()
         self._num_bytes = 0
         num_cores = max(1, num_threads() // 2)
@@ -475,7 +475,7 @@ class Grammars:
         special = {token["id"] for token in facts["added_tokens"] if token["special"]} | set(eos_token_ids)
         tokens = [token_bytes(table[token_id], is_special=token_id in special) for token_id in range(self._vocab_size)]
         ends = [token_id for token_id in eos_token_ids if token_id < len(tokens)]
-        known = tokens if ends else [*tokens, SPECIAL + b"end"]  # the library needs an end-of-text token
+        known = tokens if ends else [*tokens, SPECIAL + b"end"]  # llguidance needs an end-of-text token
         self._num_computed = -(-len(known) // 32)
         encode = partial(own.encode, add_special_tokens=False)
         source = TokenSource(known, special, ends or [len(tokens)], encode)
@@ -522,7 +522,7 @@ def _why(matcher: Any) -> str:
 
 
 def _text_of(tokens: list[bytes], token_ids: Sequence[int]) -> bytes:
-    """Return the text of tokens, without the library's mark of special tokens."""
+    """Return the text of tokens, without llguidance's mark of special tokens."""
     return b"".join(tokens[token_id].removeprefix(SPECIAL) for token_id in token_ids)
 
 

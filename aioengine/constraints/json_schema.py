@@ -85,7 +85,7 @@ class Budget:
         """Count a schema. Raises UnsupportedSchemaError if there are too many."""
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
-            schema.refuse("schema", f"is too much: at most {MAX_SCHEMAS:,} subschemas are enforced")
+            schema.raise_unsupported("schema", f"is too much: at most {MAX_SCHEMAS:,} subschemas are enforced")
 
     def take_pattern(self, schema: Subschema, keyword: str, pattern: object) -> None:
         """Count a pattern of this keyword. Raises UnsupportedSchemaError if all patterns together are too long."""
@@ -93,7 +93,9 @@ class Budget:
             self._num_pattern_characters += len(pattern) + EXTRA_CHARACTERS_PER_PATTERN
         if self._num_pattern_characters > MAX_PATTERN_CHARACTERS:
             limit = f"all patterns together may have {MAX_PATTERN_CHARACTERS:,} characters"
-            schema.refuse(keyword, f"is too long: {limit}, and each counts {EXTRA_CHARACTERS_PER_PATTERN} more")
+            schema.raise_unsupported(
+                keyword, f"is too long: {limit}, and each counts {EXTRA_CHARACTERS_PER_PATTERN} more"
+            )
 
 
 def compile_schema(text: str, budget: Budget | None = None) -> Schema:
@@ -105,7 +107,7 @@ def compile_schema(text: str, budget: Budget | None = None) -> Schema:
     """
     root = Subschema({}, "", 0)
     if len(text) > MAX_CHARACTERS:
-        root.refuse("json_schema", f"has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
+        root.raise_unsupported("json_schema", f"has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -115,9 +117,11 @@ def compile_schema(text: str, budget: Budget | None = None) -> Schema:
         compiled = compiler.compile()
         size = len(json.dumps(compiled))
     except RecursionError:
-        root.refuse("json_schema", "is nested too deeply")
+        root.raise_unsupported("json_schema", "is nested too deeply")
     if size > MAX_BYTES:
-        root.refuse("json_schema", f"has {size:,} bytes without its annotations; at most {MAX_BYTES:,} are enforced")
+        root.raise_unsupported(
+            "json_schema", f"has {size:,} bytes without its annotations; at most {MAX_BYTES:,} are enforced"
+        )
     for subschema, keyword in compiler.constants:  # reads every nested value, so only after the check of the size
         check_constant(subschema, keyword)
     return compiled
@@ -153,7 +157,7 @@ class _Compiler:
             self._definitions[self._names[reference]] = self._schema(target, reference[1:], 0)
         self._check_recursion()
         if compiled is False:
-            Subschema({}, "", 0).refuse("false", "allows no value")
+            Subschema({}, "", 0).raise_unsupported("false", "allows no value")
         compiled = {} if compiled is True else compiled
         return {**compiled, "$defs": self._definitions} if self._definitions else compiled
 
@@ -163,16 +167,16 @@ class _Compiler:
             return value
         schema = Subschema(cast("Schema", value), pointer, depth)
         if not isinstance(value, dict):
-            schema.wrong("schema", "an object or a boolean", value)
+            schema.raise_invalid("schema", "an object or a boolean", value)
         if depth > MAX_DEPTH:
-            schema.refuse("schema", f"is nested more than {MAX_DEPTH} deep")
+            schema.raise_unsupported("schema", f"is nested more than {MAX_DEPTH} deep")
         self._budget.take_schema(schema)
         self._budget.take_pattern(schema, "pattern", schema.keywords.get("pattern"))
         for keyword in schema.keywords:
             if keyword not in _KNOWN and not keyword.startswith("x-"):
                 meant = nearest(keyword, _KNOWN, cutoff=_MIN_SIMILARITY)
                 hint = f" (did you mean {meant!r}?)" if meant else ""
-                schema.refuse(keyword, f"is not enforced{hint}; leave it out, and check for it yourself")
+                schema.raise_unsupported(keyword, f"is not enforced{hint}; leave it out, and check for it yourself")
         compiled = self._any_type(schema)
         types = compiled.get("type", TYPES)
         allowed = {types} if isinstance(types, str) else set(types)
@@ -197,16 +201,16 @@ class _Compiler:
         if "type" in keywords:
             listed: list[Any] = keywords["type"] if isinstance(keywords["type"], list) else [keywords["type"]]
             if not listed or any(name not in TYPES for name in listed):
-                schema.wrong("type", f"one of {', '.join(TYPES)}, or a list of these", keywords["type"])
+                schema.raise_invalid("type", f"one of {', '.join(TYPES)}, or a list of these", keywords["type"])
             compiled["type"] = keywords["type"]
         for keyword in ("enum", "const"):
             if keyword not in keywords:
                 continue
             if keyword == "enum" and (not isinstance(keywords["enum"], list) or not keywords["enum"]):
-                schema.wrong("enum", "a list of values", keywords["enum"])
+                schema.raise_invalid("enum", "a list of values", keywords["enum"])
             # beside other keywords, some constants might not be valid
             if others := (keywords.keys() & _ENFORCED) - {keyword, "type"}:
-                schema.refuse(keyword, f"is not enforced together with {min(others)!r}")
+                schema.raise_unsupported(keyword, f"is not enforced together with {min(others)!r}")
             self.constants.append((schema, keyword))
             compiled[keyword] = keywords[keyword]
         if "$ref" in keywords:
@@ -216,7 +220,7 @@ class _Compiler:
                 compiled[keyword] = self._list(schema, keyword)
         if "oneOf" in keywords:
             if "anyOf" in keywords:
-                schema.refuse("oneOf", "is not enforced together with 'anyOf'")
+                schema.raise_unsupported("oneOf", "is not enforced together with 'anyOf'")
             compiled["anyOf"] = exclusive(schema, self._list(schema, "oneOf"), self._resolve)
         return compiled
 
@@ -224,11 +228,11 @@ class _Compiler:
         """Compile a keyword whose value is a list of schemas."""
         value = schema.keywords[keyword]
         if not isinstance(value, list) or not value:
-            schema.wrong(keyword, "a list of schemas", value)
+            schema.raise_invalid(keyword, "a list of schemas", value)
         schemas = cast("list[object]", value)
         limit = MAX_ALL_OF if keyword == "allOf" else MAX_BRANCHES
         if len(schemas) > limit:
-            schema.refuse(keyword, f"has more than {limit} entries")
+            schema.raise_unsupported(keyword, f"has more than {limit} entries")
         return [self._schema(entry, schema.at(keyword, i), schema.depth + 1) for i, entry in enumerate(schemas)]
 
     # ------------------------------------------------------------ references
@@ -236,9 +240,9 @@ class _Compiler:
     def _reference(self, schema: Subschema) -> str:
         reference = schema.keywords["$ref"]
         if not isinstance(reference, str):
-            schema.wrong("$ref", "a string", reference)
+            schema.raise_invalid("$ref", "a string", reference)
         if reference != "#" and not reference.startswith("#/"):
-            schema.refuse("$ref", f"{reference[:80]!r} is not a reference into this schema")
+            schema.raise_unsupported("$ref", f"{reference[:80]!r} is not a reference into this schema")
         if reference not in self._names:
             self._target(reference, schema)  # raises if there is no such schema
             self._users[reference] = schema
@@ -256,7 +260,7 @@ class _Compiler:
             elif isinstance(target, list) and key.isdecimal() and int(key) < len(cast("list[object]", target)):
                 target = cast("list[object]", target)[int(key)]
             else:
-                user.wrong("$ref", "a reference to something in this schema", reference)
+                user.raise_invalid("$ref", "a reference to something in this schema", reference)
         return target
 
     def _record_needs(self, schema: Subschema, compiled: Schema, types: set[str]) -> None:
@@ -295,11 +299,11 @@ class _Compiler:
             TopologicalSorter(self._same_value).prepare()
         except CycleError as error:
             reference = next(ref for ref in self._names if ref[1:] in error.args[1])
-            self._users[reference].refuse("$ref", f"{reference[:80]!r} refers to itself")
+            self._users[reference].raise_unsupported("$ref", f"{reference[:80]!r} refers to itself")
         endless = endless_rule(self._alternatives, "")
         if endless is not None:
             reason = "can never end, because each value must contain another one; make a property or an item optional"
-            self._users[f"#{endless}"].refuse("$ref", f"{f'#{endless}'[:80]!r} {reason}")
+            self._users[f"#{endless}"].raise_unsupported("$ref", f"{f'#{endless}'[:80]!r} {reason}")
 
     def _resolve(self, schema: object) -> Schema:
         """Return the target of a schema that is only a reference, or the schema itself.
@@ -320,7 +324,7 @@ class _Compiler:
     def _object(self, schema: Subschema) -> Schema:
         value = schema.keywords.get("required", [])
         if not isinstance(value, list) or any(not isinstance(name, str) for name in cast("list[object]", value)):
-            schema.wrong("required", "a list of names", value)
+            schema.raise_invalid("required", "a list of names", value)
         required = list(dict.fromkeys(cast("list[str]", value)))
         compiled: Schema = {}
         properties = self._by_name(schema, "properties")
@@ -333,10 +337,10 @@ class _Compiler:
             compiled["patternProperties"] = patterns
         for name in required:
             if others is False and name not in properties:
-                schema.refuse("required", f"names {name[:80]!r}, which additionalProperties rules out")
+                schema.raise_unsupported("required", f"names {name[:80]!r}, which additionalProperties rules out")
         properties |= {name: others for name in required if name not in properties}
         if len(properties) - len(required) > MAX_OPTIONAL:
-            schema.refuse("properties", f"has more than {MAX_OPTIONAL} optional ones")
+            schema.raise_unsupported("properties", f"has more than {MAX_OPTIONAL} optional ones")
         if properties:
             compiled["properties"] = properties
         if required:
@@ -347,7 +351,7 @@ class _Compiler:
         """Compile a keyword that has a schema for each name."""
         schemas = schema.keywords.get(keyword, {})
         if not isinstance(schemas, dict):
-            schema.wrong(keyword, "an object", schemas)
+            schema.raise_invalid(keyword, "an object", schemas)
         return {
             name: self._schema(value, schema.at(keyword, name), schema.depth + 1)
             for name, value in cast("Schema", schemas).items()
@@ -362,9 +366,9 @@ class _Compiler:
         for pattern in compiled:
             self._budget.take_pattern(schema, "patternProperties", pattern)
         if compiled and schema.keywords.get("additionalProperties") is not False:
-            schema.refuse("patternProperties", 'is enforced only with "additionalProperties": false')
+            schema.raise_unsupported("patternProperties", 'is enforced only with "additionalProperties": false')
         if compiled and (schema.keywords.get("properties") or schema.keywords.get("required")):
-            schema.refuse("patternProperties", "is not enforced together with 'properties' or 'required'")
+            schema.raise_unsupported("patternProperties", "is not enforced together with 'properties' or 'required'")
         return {
             compile_pattern(pattern, schema.at("patternProperties", pattern)): result
             for pattern, result in compiled.items()
@@ -375,7 +379,7 @@ class _Compiler:
         compiled: Schema = compile_counts(schema, "minItems", "maxItems")
         if "items" in keywords:
             if isinstance(keywords["items"], list):
-                schema.refuse("items", "is a list, as in older JSON schemas; write 'prefixItems'")
+                schema.raise_unsupported("items", "is a list, as in older JSON schemas; write 'prefixItems'")
             compiled["items"] = self._schema(keywords["items"], schema.at("items"), schema.depth + 1)
         if "prefixItems" in keywords:
             compiled["prefixItems"] = self._list(schema, "prefixItems")
@@ -394,13 +398,13 @@ def _compile_property_counts(schema: Subschema, compiled: Schema) -> Schema:
         del limits["minProperties"]
     is_closed = compiled.get("additionalProperties") is False and "patternProperties" not in compiled
     if limits and not is_closed:
-        schema.refuse(next(iter(limits)), 'is enforced only with "additionalProperties": false')
+        schema.raise_unsupported(next(iter(limits)), 'is enforced only with "additionalProperties": false')
     if "maxProperties" in limits and limits["maxProperties"] >= num_listed:
         del limits["maxProperties"]
     for keyword, limit in limits.items():
         required = counted(num_required, "required property", "required properties")
         if not num_required <= limit <= num_listed:
-            schema.refuse(keyword, f"is {limit}; with {required} of {num_listed}, no value is valid")
+            schema.raise_unsupported(keyword, f"is {limit}; with {required} of {num_listed}, no value is valid")
         if limit != num_required + 1:
-            schema.refuse(keyword, f"is {limit}; with {required}, only {num_required + 1} can be enforced")
+            schema.raise_unsupported(keyword, f"is {limit}; with {required}, only {num_required + 1} can be enforced")
     return limits

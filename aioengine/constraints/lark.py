@@ -1,6 +1,6 @@
-"""Check grammars in Lark's syntax before the library compiles them, and compile their JSON schemas.
+"""Check grammars in Lark's syntax before llguidance compiles them, and compile their JSON schemas.
 
-The library converts GBNF to this syntax. We change escapes that it reads wrongly, and keep the names of rules.
+llguidance converts GBNF to this syntax. We change escapes that it reads wrongly, and keep the names of rules.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Body:
 
 
 def checked_lark(text: str, names: Mapping[str, str]) -> str:
-    """Check a grammar before the library compiles it, and return it with compiled JSON schemas.
+    """Check a grammar before llguidance compiles it, and return it with compiled JSON schemas.
 
     names: the user's names of rules, by their names in ``text``, if they differ.
 
@@ -157,7 +157,7 @@ _LONG_ESCAPES: Final = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)"
 
 
 def with_short_escapes(text: str) -> str:
-    """Replace long escapes in GBNF, because the library drops the zeros of ``\\u00e9``. Other text stays as it is."""
+    """Replace long escapes in GBNF, because llguidance drops the zeros of ``\\u00e9``. Other text stays as it is."""
     return _LONG_ESCAPES.sub(_short_escape, text) if "::=" in text else text
 
 
@@ -170,7 +170,7 @@ def _short_escape(escape: re.Match[str]) -> str:
 
 
 def lark_names(text: str) -> dict[str, str]:
-    """Return the names of the rules in GBNF, by the names that the library gives them in Lark's syntax."""
+    """Return the names of the rules in GBNF, by the names that llguidance gives them in Lark's syntax."""
     names = {
         re.sub("([a-z])([A-Z])", r"\1_\2", name.replace("-", "_")).lower(): name
         for name in re.findall(r"(?<![\w-])([\w-]++)\s*+::=", text)

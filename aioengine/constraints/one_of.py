@@ -33,7 +33,7 @@ def exclusive(schema: Subschema, compiled: list[Any], resolve: Callable[[object]
                     result if name in branch.get("required", ()) else {"allOf": [result, present]}
                     for result, branch in zip(compiled, branches, strict=True)
                 ]
-    schema.refuse(
+    schema.raise_unsupported(
         "oneOf",
         "has branches that may both match; give each another type, or a property with other constants in each, or "
         "write anyOf",

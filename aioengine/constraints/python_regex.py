@@ -1,4 +1,4 @@
-"""Translate Python's regular expressions to the syntax of the grammar library, with the same or a narrower meaning.
+"""Translate Python's regular expressions to the syntax of llguidance, with the same or a narrower meaning.
 
 The result matches whole texts. Parts that cannot be translated are refused: lookaround, backreferences, atomic groups,
 possessive repetitions, conditions, word boundaries, anchors in the middle.
@@ -57,7 +57,7 @@ _FOLDED_BY_ASCII: Final = "\u0130\u0131\u017f\u212a"
 
 
 def translate(pattern: str, *, pointer: str, is_searched: bool = False) -> str:
-    """Return ``pattern`` in the syntax of the library, for whole texts.
+    """Return ``pattern`` in the syntax of llguidance, for whole texts.
 
     pointer: the JSON pointer to the pattern, for errors. is_searched: it may match a part of the text, as in a schema.
 

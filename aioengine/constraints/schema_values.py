@@ -1,4 +1,4 @@
-"""JSON Schema keywords for strings, numbers and counts, and the location of a subschema."""
+"""Compiles the JSON Schema keywords for strings, numbers and counts. llguidance compiles the result."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 MAX_LENGTH: Final = 1_000_000
 MAX_MULTIPLE: Final = 1000
 MAX_INTEGER: Final = 2**53
+"""Larger integers are refused, because llguidance computes with 64-bit floats."""
 MAX_NUMBER: Final = 1e15
 MIN_NUMBER: Final = 1e-9
+"""Largest and smallest magnitude of a bound of the type "number". The bound 0 is allowed, too."""
 MAX_DIGITS: Final = 15
 MIN_EXPONENT: Final = -22
 """Smallest exponent of the last digit: 10**22 is the largest power of ten that a 64-bit float represents exactly."""
@@ -34,7 +36,7 @@ _DATE: Final = (
 _HOUR_AND_MINUTE: Final = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME: Final = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_HOUR_AND_MINUTE})"
 _OWN_FORMATS: Final = {"date-time": f"{_DATE}T{_TIME}", "time": _TIME, "date": _DATE}
-"""Patterns for formats, because the library allows 29 February in every year. They allow only values that most programs
+"""Patterns for formats, because llguidance allows 29 February in every year. They allow only values that most programs
 read: no year 0, no leap seconds, no lower-case letters.
 """
 _FORMATS: Final = (*_OWN_FORMATS, "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
@@ -58,12 +60,12 @@ class Subschema(NamedTuple):
         """Return the JSON pointer to a value inside it."""
         return self.pointer + "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
 
-    def refuse(self, keyword: str, reason: str) -> NoReturn:
+    def raise_unsupported(self, keyword: str, reason: str) -> NoReturn:
         """Raise UnsupportedSchemaError: the keyword cannot be enforced."""
         message = f"{keyword!r} at {self.pointer or '#'} {reason}"
         raise UnsupportedSchemaError(message, pointer=self.pointer, keyword=keyword)
 
-    def wrong(self, keyword: str, allowed: str, value: object) -> NoReturn:
+    def raise_invalid(self, keyword: str, allowed: str, value: object) -> NoReturn:
         """Raise ValueError: the value of the keyword is not valid in a JSON schema."""
         message = f"{keyword!r} at {self.pointer or '#'} must be {allowed}, got {repr(value)[:80]}"
         raise ValueError(message)
@@ -83,14 +85,16 @@ def check_constant(schema: Subschema, keyword: str) -> None:
         elif isinstance(value, list):
             unchecked += cast("Sequence[Any]", value)
         elif isinstance(value, str) and _CONTROL.search(value):
-            schema.refuse(keyword, f"has a control character other than \\b \\f \\n \\r \\t, in {checks.shown(value)}")
+            schema.raise_unsupported(
+                keyword, f"has a control character other than \\b \\f \\n \\r \\t, in {checks.shown(value)}"
+            )
         elif isinstance(value, int | float) and not _is_exact(value):
             reason = f"has {checks.shown(value)}; integers up to 2**53 are enforced, and numbers of 15 digits"
-            schema.refuse(keyword, reason)
+            schema.raise_unsupported(keyword, reason)
 
 
 def _is_exact(value: float) -> bool:
-    """Return whether the library reads and writes the number without rounding. It computes with 64-bit floats."""
+    """Return whether llguidance reads and writes the number without rounding. It computes with 64-bit floats."""
     if value % 1 == 0 or math.isinf(value):
         return abs(value) <= MAX_INTEGER
     _, digits, exponent = Decimal(repr(value)).as_tuple()
@@ -98,7 +102,7 @@ def _is_exact(value: float) -> bool:
 
 
 def compile_pattern(pattern: str, pointer: str) -> str:
-    """Return the pattern in the syntax of the library, anchored at both ends."""
+    """Return the pattern in the syntax of llguidance, anchored at both ends."""
     return f"^(?:{translate(pattern, pointer=pointer, is_searched=True)})$"
 
 
@@ -112,13 +116,13 @@ def compile_string(schema: Subschema) -> Schema:
     compiled: Schema = compile_counts(schema, "minLength", "maxLength")
     if "pattern" in keywords:
         if not isinstance(keywords["pattern"], str):
-            schema.wrong("pattern", "a string", keywords["pattern"])
+            schema.raise_invalid("pattern", "a string", keywords["pattern"])
         compiled["pattern"] = compile_pattern(keywords["pattern"], schema.at("pattern"))
     if "format" not in keywords:
         return compiled
     name = keywords["format"]
     if name not in _FORMATS:
-        schema.refuse("format", f"{name!r} is not enforced; {', '.join(_FORMATS)} are")
+        schema.raise_unsupported("format", f"{name!r} is not enforced; {', '.join(_FORMATS)} are")
     if name in _OWN_FORMATS:
         own: Schema = {"pattern": f"^{_OWN_FORMATS[name]}$"}
         return compiled | ({"allOf": [own]} if "pattern" in compiled else own)
@@ -136,22 +140,22 @@ def compile_counts(schema: Subschema, least: str, most: str) -> dict[str, int]:
             continue
         value = schema.keywords[keyword]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf or value % 1:
-            schema.wrong(keyword, "an integer from 0", value)
+            schema.raise_invalid(keyword, "an integer from 0", value)
         if value > MAX_LENGTH:
-            schema.refuse(keyword, f"is more than {MAX_LENGTH:,}")
+            schema.raise_unsupported(keyword, f"is more than {MAX_LENGTH:,}")
         compiled[keyword] = int(value)
     if compiled.get(least, 0) > compiled.get(most, MAX_LENGTH):
-        schema.refuse(least, f"is more than {most!r}: no value is valid")
+        schema.raise_unsupported(least, f"is more than {most!r}: no value is valid")
     return compiled
 
 
 def compile_number(schema: Subschema, *, is_integer: bool) -> Schema:
-    """Compile the keywords for numbers to inclusive bounds that the library does not round."""
+    """Compile the keywords for numbers to inclusive bounds that llguidance does not round."""
     compiled: Schema = {}
     low = max(_bound(schema, name, 1, is_integer=is_integer) for name in ("minimum", "exclusiveMinimum"))
     high = min(_bound(schema, name, -1, is_integer=is_integer) for name in ("maximum", "exclusiveMaximum"))
     if low > high:
-        schema.refuse("minimum", "and its maximum leave no number")
+        schema.raise_unsupported("minimum", "and its maximum leave no number")
     if low > -math.inf:
         compiled["minimum"] = low
     if high < math.inf:
@@ -159,9 +163,9 @@ def compile_number(schema: Subschema, *, is_integer: bool) -> Schema:
     if "multipleOf" in schema.keywords:
         value = schema.keywords["multipleOf"]
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            schema.wrong("multipleOf", "a number above 0", value)
+            schema.raise_invalid("multipleOf", "a number above 0", value)
         if value > MAX_MULTIPLE or value != math.floor(value) or not is_integer:
-            schema.refuse("multipleOf", f"is enforced only for integers, and up to {MAX_MULTIPLE}")
+            schema.raise_unsupported("multipleOf", f"is enforced only for integers, and up to {MAX_MULTIPLE}")
         compiled["multipleOf"] = int(value)
     return compiled
 
@@ -175,9 +179,11 @@ def _bound(schema: Subschema, keyword: str, direction: int, *, is_integer: bool)
         return -direction * math.inf
     value = schema.keywords[keyword]
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # NaN
-        schema.wrong(keyword, "a number", value)
+        schema.raise_invalid(keyword, "a number", value)
     if abs(value) > MAX_INTEGER if is_integer else (abs(value) > MAX_NUMBER or 0 < abs(value) < MIN_NUMBER):
-        schema.refuse(keyword, "is beyond the enforced bounds: integers up to 2**53, numbers from 1e-9 to 1e15, and 0")
+        schema.raise_unsupported(
+            keyword, "is beyond the enforced bounds: integers up to 2**53, numbers from 1e-9 to 1e15, and 0"
+        )
     is_exclusive = keyword.startswith("exclusive")
     if is_integer:
         rounded = math.ceil(value) if direction > 0 else math.floor(value)

@@ -14,7 +14,17 @@ from aioengine.api.checks import did_you_mean, shown
 from aioengine.constraints.json_schema import Budget, compile_schema
 from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import Subschema
-from aioengine.constraints.tag_grammar import FreeText, Literal, Part, Rule, TagGrammar, Terminal, Token, either, refuse
+from aioengine.constraints.tag_grammar import (
+    FreeText,
+    Literal,
+    Part,
+    Rule,
+    TagGrammar,
+    Terminal,
+    Token,
+    either,
+    raise_unsupported,
+)
 from aioengine.errors import UnsupportedSchemaError
 
 if TYPE_CHECKING:
@@ -95,9 +105,9 @@ class _TagReader:
         node = _object(value, pointer)
         kind = _string(node, "type", pointer)
         if kind not in _OPTIONS:
-            refuse(f"{pointer}/type", kind, f"is not known; known are {', '.join(_OPTIONS)}")
+            raise_unsupported(f"{pointer}/type", kind, f"is not known; known are {', '.join(_OPTIONS)}")
         if depth > MAX_DEPTH:
-            refuse(pointer, kind, f"is nested more than {MAX_DEPTH} deep")
+            raise_unsupported(pointer, kind, f"is nested more than {MAX_DEPTH} deep")
         _check_options(node, kind, pointer)
         schema = Subschema(node, pointer, depth)
         self._budget.take_schema(schema)
@@ -229,7 +239,7 @@ def _check_options(node: Format, kind: str, pointer: str) -> None:
     for key in sorted(node.keys() - {"type", *_OPTIONS[kind]}):
         if node[key] not in _UNSET:
             hint = did_you_mean(key, _OPTIONS[kind])
-            refuse(f"{pointer}/{key}", key, f"is not enforced{hint}; leave it out")
+            raise_unsupported(f"{pointer}/{key}", key, f"is not enforced{hint}; leave it out")
 
 
 def _object(value: object, pointer: str) -> Format:
@@ -277,5 +287,5 @@ def _count(node: Format, key: str, pointer: str, least: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         _wrong(f"{pointer}/{key}", f"an integer from {least}", value)
     if value > MAX_COUNT:
-        refuse(f"{pointer}/{key}", key, f"is {value:,}; at most {MAX_COUNT:,} is enforced")
+        raise_unsupported(f"{pointer}/{key}", key, f"is {value:,}; at most {MAX_COUNT:,} is enforced")
     return value

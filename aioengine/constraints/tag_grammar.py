@@ -1,6 +1,6 @@
 """Write the parts of a structural tag as rules and terminals of llguidance's dialect of Lark.
 
-The library splits a text into lexemes. A lexeme continues as long as it matches, unless it is lazy. So the end of each
+llguidance splits a text into lexemes. A lexeme continues as long as it matches, unless it is lazy. So the end of each
 part must be visible without the text after it. A literal ends with its last character, a JSON value with its last
 bracket. Free text and patterns end at the first occurrence of the literal after them. If anything else follows them,
 they are refused, because their text might never end.
@@ -24,7 +24,7 @@ TOKEN: Final = "%token"
 _NUMBER_CHARACTERS: Final = frozenset("0123456789.eE+-")
 
 
-def refuse(pointer: str, keyword: str, reason: str) -> NoReturn:
+def raise_unsupported(pointer: str, keyword: str, reason: str) -> NoReturn:
     raise UnsupportedSchemaError(f"{keyword!r} at {pointer} {reason}", pointer=pointer, keyword=keyword)
 
 
@@ -180,7 +180,7 @@ class TagGrammar:
             for text_of_end in end.texts if end else ():
                 if trigger in text_of_end[:-1]:
                     reason = f"has the trigger {trigger!r} that begins before its end {text_of_end!r} is read"
-                    refuse(part.pointer, "triggers", reason)
+                    raise_unsupported(part.pointer, "triggers", reason)
             for rule in rules:
                 _check_end(rule, after)
             begin = self._lexeme(f"({text}) {_literals([trigger])}", is_lazy=True)
@@ -243,7 +243,7 @@ def _check_beside(part: Either, *, is_last: bool) -> None:
         if not _begins_free(sequence) and not (_begins_with_token(sequence) if sequence else is_last)
     ]
     if others and any(_begins_free(sequence) and len(sequence) > 1 for sequence in part.sequences):
-        refuse(part.pointer, "format", _TAKES_ALL)
+        raise_unsupported(part.pointer, "format", _TAKES_ALL)
 
 
 def _check_end(part: Rule, after: Sequence[Part]) -> None:
@@ -251,13 +251,15 @@ def _check_end(part: Rule, after: Sequence[Part]) -> None:
     if not after or (_begins_with_token(after) and not part.repeats_free):
         return
     if part.repeats_free:
-        refuse(part.pointer, "format", _TAKES_ALL)
+        raise_unsupported(part.pointer, "format", _TAKES_ALL)
     if part.is_open:
-        refuse(part.pointer, "format", "has no visible end: put a const_string or a tag after it")
+        raise_unsupported(part.pointer, "format", "has no visible end: put a const_string or a tag after it")
     if not part.is_number or isinstance(after[0], FreeText):
         return
     if not isinstance(after[0], Literal) or any(text[:1] in _NUMBER_CHARACTERS for text in after[0].texts):
-        refuse(part.pointer, "format", "may be a number, which has no visible end: put a const_string after it")
+        raise_unsupported(
+            part.pointer, "format", "may be a number, which has no visible end: put a const_string after it"
+        )
 
 
 def _literals(texts: Sequence[str]) -> str:

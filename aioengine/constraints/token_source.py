@@ -9,19 +9,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SPECIAL: Final = b"\xff"
-"""The library's mark of special tokens, before their text."""
+"""llguidance's mark of special tokens, before their text."""
 
 MAX_KNOWN_TEXTS: Final = 16_384
 
 
 def token_bytes(text: str | bytes, *, is_special: bool) -> bytes:
-    """Return the bytes of a token, with the library's mark if it is special."""
+    """Return the bytes of a token, with llguidance's mark if it is special."""
     data = text.encode() if isinstance(text, str) else text
     return SPECIAL + data if is_special else data
 
 
 class TokenSource:
-    """The interface to a tokenizer that the library expects: its tokens, and a call that tokenizes forced text."""
+    """The interface to a tokenizer that llguidance expects: its tokens, and a call that tokenizes forced text."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True
@@ -36,7 +36,7 @@ class TokenSource:
         self._encode = encode
         self._ids = {data: token_id for token_id, data in enumerate(tokens) if data and token_id not in special}
         self._longest = max(map(len, self._ids), default=1)
-        self._cached = lru_cache(MAX_KNOWN_TEXTS)(self._tokenize)  # the library repeats its calls
+        self._cached = lru_cache(MAX_KNOWN_TEXTS)(self._tokenize)  # llguidance repeats its calls
 
     def __call__(self, text: str) -> list[int]:
         """Return the ids of ``text``."""

@@ -86,7 +86,7 @@ class SmolLM3Family(LlamaFamily, frozen=True, kw_only=True):
         self.check_length("no_rope_layers", self.rotated)
 
     def has_window(self, layer: int) -> bool:
-        return not self.rotated[layer]
+        return not self.rotated[layer]  # as in transformers, if the file sets a window
 
     @property
     def rotated(self) -> list[bool]:

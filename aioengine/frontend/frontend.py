@@ -24,7 +24,7 @@ from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import Delivery, SlowReaders
 from aioengine.frontend.calls.observers import Observer, report_rows
-from aioengine.frontend.calls.overload import Overload, QueueLimits
+from aioengine.frontend.calls.overload import CallerQueue, QueueLimits
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.intake.encoder import Encoder, PoolEncoder, TextSizes
@@ -50,14 +50,15 @@ STOP_TIMEOUT_S: Final = 5.0
 class Frontend:
     """A started engine: opens calls, and delivers the messages of the processes. Created on the engine's loop.
 
-    The first methods may be called from any thread, the others only on the loop. It implements ``ReaderActions``.
+    The methods up to ``stats``, and ``close_now``, may be called from any thread, the others only on the loop. It
+    implements ``ReaderActions``.
 
     Attributes:
         images: the images of prompts; None: the model reads only text.
         weights: updates of the weights.
         failure: the error of all calls once the engine is dead or closed. Copies are raised, because a raised error
             keeps its frames alive, and all objects in them.
-        observers: get each finished request; calls that begin later get added ones.
+        observers: get each finished request. An added observer gets the requests of later calls.
     """
 
     def __init__(self, parts: EngineParts, observers: list[Observer]) -> None:
@@ -74,7 +75,7 @@ class Frontend:
             max_running=settings.scheduler.max_running,
             max_total_tokens=parts.max_total_tokens * cast("int", parts.facts.get("num_replicas", 1)),
         )
-        self.overload = Overload(self.limits, lock, self.loop)
+        self.caller_queue = CallerQueue(self.limits, lock, self.loop)
         self.controls = Controls(parts.processes.send, abort_all=lambda: self.calls.abort_opened(self.calls.num_opened))
         self.weights = LiveWeights(
             self.controls,

@@ -23,7 +23,11 @@ Value = TypeVar("Value")
 
 JOIN_TIMEOUT_S = 5.0
 _SLICE_S = 0.5
+"""A thread that waits for an outcome wakes this often, to run signal handlers."""
+
 _FOR_THE_LOOP = 8
+"""File descriptors of an event loop."""
+
 _CANCELLED = "the call was cancelled, as all tasks of the engine's event loop were"
 
 
@@ -33,19 +37,19 @@ class _Outcome:
     ``concurrent.futures.Future`` does not work here: a signal handler that raises in it may leave it locked for ever.
     """
 
-    __slots__ = ("error", "gate", "is_done", "value")
+    __slots__ = ("error", "is_done", "until_done", "value")
 
     def __init__(self) -> None:
         self.value: object = None
         self.error: BaseException | None = None
         self.is_done = False
-        self.gate = threading.Lock()
-        self.gate.acquire()
+        self.until_done = threading.Lock()  # locked until ``set``
+        self.until_done.acquire()
 
     def set(self, value: object, error: BaseException | None = None) -> None:
         """Called once."""
         self.value, self.error, self.is_done = value, error, True
-        self.gate.release()
+        self.until_done.release()
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait for the outcome, for ``timeout_s`` seconds at most; None: without limit."""
@@ -53,7 +57,7 @@ class _Outcome:
         # a thread. This does not interrupt the main thread's wait, and the handler runs only after it.
         ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self.is_done and (left_s := ends_at - time.monotonic()) > 0:
-            self.gate.acquire(timeout=min(left_s, _SLICE_S))
+            self.until_done.acquire(timeout=min(left_s, _SLICE_S))
 
 
 class Portal:

@@ -29,7 +29,7 @@ from aioengine.media.tokens._base import find_image_model
 from aioengine.model_files import model_folder
 from aioengine.model_files.adapter_folder import AdapterFolder, read_folder
 from aioengine.model_files.checkpoint import check_unchanged
-from aioengine.model_files.vocabulary import end_ids
+from aioengine.model_files.vocabulary import check_same_vocabulary, end_ids
 from aioengine.protocol.messages import Progress, ToFrontend
 from aioengine.protocol.orders import roles_of
 from aioengine.settings import machine
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from aioengine.frontend.calls.observers import Observer
     from aioengine.media.intake.image_intake import ImageIntake
+    from aioengine.model_files.model_folder import ModelFacts
     from aioengine.settings.config import EngineConfig, Settings, TextSettings
     from aioengine.tokenization.tokenizer import Tokenizer
 
@@ -70,11 +71,13 @@ def start_arguments(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool
 
 def _with_local_model(config: EngineConfig) -> EngineConfig:
     """Check local folders, and return ``config`` with their absolute paths."""
+    draft_path = _absolute(config.speculation.draft_model_path, "speculative_draft_model_path")
+    config = replace(config, speculation=replace(config.speculation, draft_model_path=draft_path))
     adapters = tuple(replace(adapter, path=_absolute_folder(adapter.path)) for adapter in config.lora.adapters)
     config = replace(config, lora=replace(config.lora, adapters=adapters))
     model = config.model
     if not model_folder.needs_download(model.path):
-        if model_folder.needs_download(model.tokenizer_path):
+        if any(map(model_folder.needs_download, (model.tokenizer_path, draft_path))):
             model_folder.find_facts(replace(model, tokenizer_path=None))
         else:
             blueprint_of(config)
@@ -84,9 +87,9 @@ def _with_local_model(config: EngineConfig) -> EngineConfig:
     return replace(config, model=replace(model, **paths))
 
 
-def _absolute(path: str | None) -> str | None:
+def _absolute(path: str | None, argument: str = "model_path") -> str | None:
     """Return an absolute path, because the working directory may change or be removed before the start."""
-    return path if path is None or model_folder.needs_download(path) else model_folder.locate(path)
+    return path if path is None or model_folder.needs_download(path) else model_folder.locate(path, argument=argument)
 
 
 def _absolute_folder(path: str) -> str:
@@ -101,7 +104,10 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     """
     facts = model_folder.find_facts(config.model, progress=is_wanted(config.progress))
     folders = read_adapters(config)
-    settings = resolve(config, facts, machine.device_facts(), folders)
+    draft = find_draft(config, progress=is_wanted(config.progress))
+    if draft is not None:
+        check_same_vocabulary(facts, draft)
+    settings = resolve(config, facts, machine.device_facts(), folders, draft)
     adapters = None
     if settings.runner.lora is not None:
         adapters = AdapterRules(facts.linear_layers, settings.runner.lora, config.lora.adapters)
@@ -137,6 +143,15 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         adapters=adapters,
         warning=facts.warning,
         keeps_tensors=config.supervision.keeps_tensors,
+    )
+
+
+def find_draft(config: EngineConfig, *, progress: bool = False, configs_only: bool = False) -> ModelFacts | None:
+    """Return the facts about the draft model; None: there is none. The arguments are as in ``find_facts``."""
+    if config.draft_model is None:
+        return None
+    return model_folder.find_facts(
+        config.draft_model, progress=progress, configs_only=configs_only, argument="speculative_draft_model_path"
     )
 
 
@@ -238,7 +253,7 @@ async def start_frontend(
         if loading is not None:
             # asyncio logs an error that nobody retrieves, and a failed start does not wait for the tokenizer
             loading.add_done_callback(lambda work: work.cancelled() or work.exception())
-        patience = asyncio.get_running_loop().call_later(_QUIET_S, bars.show, _ANNOUNCEMENT)
+        announcing = asyncio.get_running_loop().call_later(_QUIET_S, bars.show, _ANNOUNCEMENT)
         try:
             facts = await processes.start()
         except EngineStartupError:
@@ -246,7 +261,7 @@ async def start_frontend(
                 await loading  # if the tokenizer is the cause, its ValueError names the file
             raise
         finally:
-            patience.cancel()
+            announcing.cancel()
         for warning in filter(None, (blueprint.warning, facts.get("warning"))):
             warn_caller(str(warning), stacklevel=2)
         tokenizer, longest = (None, None) if loading is None else await loading

@@ -50,8 +50,8 @@ def silu(x: Tensor) -> Tensor:
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """Return the GELU of x [...]. approximate: "none" or "tanh", as in torch.
 
-    On a CPU, torch calls oneDNN for the exact GELU of contiguous tensors, which is batch-invariant. On a GPU, the exact
-    GELU in 16 bits is our own kernel, with an error below 4e-7 before rounding.
+    On a CPU, torch calls oneDNN for the exact GELU of contiguous tensors in the dtypes of ``linear.packs``, which is
+    batch-invariant. On a GPU, the exact GELU in 16 bits is our own kernel, with an error below 4e-7 before rounding.
     """
     if x.dtype != torch.float32 and approximate == "none" and launcher.serves(x) and x.is_contiguous():
         from aioengine.kernels.triton import activation as kernels

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aioengine.kernels.activation import activate_and_mul
-from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights
+from aioengine.kernels.adapter_types import RANK_UNIT, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
         first_output = 0
         for part, num_outputs in enumerate(weights.sizes):
             entry = (weights.first_part + part) * TABLE_COLUMNS
-            num_ranks, first_a, first_b, _ = weights.table[slot - 1, entry : entry + TABLE_COLUMNS].tolist()
-            rank, elements = num_ranks * RANKS, weights.pool[slot - 1]
+            num_units, first_a, first_b, _ = weights.table[slot - 1, entry : entry + TABLE_COLUMNS].tolist()
+            rank, elements = num_units * RANK_UNIT, weights.pool[slot - 1]
             a = elements[first_a * UNIT :][: rank * weights.size].view(rank, weights.size)
             b = elements[first_b * UNIT :][: num_outputs * rank].view(num_outputs, rank)
             y[chosen, first_output : first_output + num_outputs] += x[chosen] @ a.T @ b.T

@@ -1,6 +1,6 @@
 """Heads of queries, keys and values: rotation, norms, and writes of keys and values to the KV pool.
 
-T tokens, H query heads, K kv heads, E head size, N pages of the pool, S page size.
+T tokens, H query heads, K kv heads, E head size.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate as ``rope``, in place: x [T, H, E], cos and sin [T, 1, E]."""
+def _rope_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Change x [T, H, E] to ``rope`` of x, with cos and sin [T, 1, E]."""
     wide = x.float()
     swapped = wide.roll(x.shape[-1] // 2, -1)
     x.copy_(wide.mul_(cos).addcmul_(swapped, sin))
@@ -50,22 +50,26 @@ def rotate_heads(
     norms: Norms | None = None,
     target: KVTarget | WriteKV | None = None,
 ) -> Heads:
-    """Split the fused QKV projection, rotate q and k, and write k and v to the target, in one pass over the memory.
+    """Split the fused projection of queries, keys and values, rotate q and k, and write k and v to the target.
+
+    On a GPU one kernel does all of this. Only a target that is a function is called after the kernel.
 
     Args:
         heads: [T, H + 2 K, E], may be changed.
+        num_heads: H.
         tables: cos and sin [T, 1, E], as for ``rope``.
         norms: weights [E] and epsilon [] fp32 of norms of query and key heads before the rotation.
+        target: None: k and v are not written.
 
     Returns:
         q [T, H, E], k and v [T, K, E].
     """
-    pages = target if isinstance(target, KVTarget) else None
+    kv_target = target if isinstance(target, KVTarget) else None
     if launcher.serves(heads):
         from aioengine.kernels.triton.heads import rotate
 
-        rotate(heads, num_heads, tables, norms, target=pages)
-        q, k, v = as_parts(heads if pages is None or pages.heads is None else pages.heads, num_heads)
+        rotate(heads, num_heads, tables, norms, target=kv_target)
+        q, k, v = as_parts(heads if kv_target is None or kv_target.heads is None else kv_target.heads, num_heads)
     else:
         q, k, v = as_parts(heads, num_heads)
         rotated = heads[:, : -k.shape[1]]
@@ -73,16 +77,19 @@ def rotate_heads(
             query_weight, key_weight, epsilon = norms
             weights = torch.cat((query_weight.expand(num_heads, -1), key_weight.expand(k.shape[1], -1)))
             rotated.copy_(rms_norm(rotated, weights, epsilon))
-        _rotate(rotated, *tables)
-        if pages is not None:
-            q, k, v = _written(q, k, v, pages)
+        _rope_in_place(rotated, *tables)
+        if kv_target is not None:
+            q, k, v = _written(q, k, v, kv_target)
     if target is not None and not isinstance(target, KVTarget):
         target(k, v)
     return q, k, v
 
 
 def write_heads(q: Tensor, k: Tensor, v: Tensor, target: KVTarget | WriteKV) -> Heads:
-    """Write q [T, H, E], k and v [T, K, E], any strides, to the target, and return them."""
+    """Write k and v [T, K, E] to the target, and q [T, H, E] if the target takes it. Return all three.
+
+    They may have any strides.
+    """
     if not isinstance(target, KVTarget):
         k, v = k.contiguous(), v.contiguous()
         target(k, v)
@@ -105,8 +112,8 @@ def _written(q: Tensor, k: Tensor, v: Tensor, target: KVTarget) -> Heads:
     return as_parts(target.heads, q.shape[1])
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [1, H, T, E], cos and sin [1, 1, T, E] -> [1, H, T, E]."""
+def _transformers_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [1, H, T, E] by cos and sin [1, 1, T, E]. Rounds each product, then their sum."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
@@ -121,12 +128,11 @@ def can_rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate q [1, H, T, E] and k [1, K, T, E] by cos and sin [1, T, E], as ``apply_rotary_pos_emb`` of transformers.
 
-    Like transformers, it rounds each product, and then their sum. On a GPU ``can_rotate_qk`` must be true.
-
-    In memory, the results on a GPU are [T, H, E] and [T, K, E].
+    Like transformers, it rounds each product, then their sum. On a GPU ``can_rotate_qk`` must be true, and the results
+    have the memory layouts [T, H, E] and [T, K, E].
     """
     if not launcher.serves(q):
-        return _rotated(q, cos[:, None], sin[:, None]), _rotated(k, cos[:, None], sin[:, None])
+        return _transformers_rope(q, cos[:, None], sin[:, None]), _transformers_rope(k, cos[:, None], sin[:, None])
     from aioengine.kernels.triton import heads
 
     tokens_first = [x[0].transpose(0, 1) for x in (q, k)]

@@ -91,7 +91,7 @@ class TableShard(EmbeddingTable):
         rows = input_ids - self._first
         is_missing = (rows < 0) | (rows >= len(self.weight))
         embeddings = super().__call__(rows.masked_fill_(is_missing, 0)).masked_fill_(is_missing.unsqueeze(1), 0)
-        return embeddings if self._group is None else self._group.sum(embeddings)
+        return embeddings if self._group is None else self._group.all_reduce(embeddings)
 
 
 class CodeTable(Layer):

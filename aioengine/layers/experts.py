@@ -91,16 +91,16 @@ class SparseMLP(Layer):
         self._router = ExpertRouter(hidden_size, config, placement)
         unsummed = replace(placement, shard=placement.shard._replace(group=None))
         self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, unsummed)
-        # Open for loading: ``_tensors`` or ``_coded`` is set. Otherwise ``_experts`` has the weights for the kernels.
+        # While it is open for loading, ``_tensors`` or ``_coded`` has the weights, then ``_experts`` for the kernels.
         self._is_open = True
         self._name = ""
         self._tensors: ExpertTensors | None = None
-        self._coded: tuple[CodedExperts | JoinedExperts, ...] = ()
+        self._coded: tuple[CodedExperts | JoinedExperts, ...] = ()  # gate_up and down, if they are quantized
         self._experts: Experts | None = None
         self.parts = ("", self._router), ("", self._shared)
 
     def weights(self, prefix: str = "") -> dict[str, Target]:
-        """Map names to targets. The first call allocates them, in the format for the names of the experts.
+        """Map names to targets. The first call allocates them, because the format depends on the names of the experts.
 
         Raises:
             ValueError: the experts have different formats.
@@ -119,12 +119,12 @@ class SparseMLP(Layer):
             names = [name.removesuffix(".weight") for name in config.names]
         linear_format, *others = [placement.format_of(f"{prefix}{name}") for name in names]
         if any(other is not linear_format for other in others):
-            raise ValueError(f"the experts {self._name} have several formats; what works: one for all of them")
+            raise ValueError(f"the experts {self._name} have several formats; what works: one format for all of them")
         if isinstance(linear_format, CodesFormat) and config.stored in {"separate", "packed"}:
-            matrix, rows = (CodedExperts, inner) if config.stored == "separate" else (JoinedExperts, 2 * inner)
+            kind, outputs = (CodedExperts, inner) if config.stored == "separate" else (JoinedExperts, 2 * inner)
             self._coded = (
-                matrix(linear_format, config.names[:-1], size, rows, num_experts, placement),
-                matrix(linear_format, config.names[-1:], inner, size, num_experts, placement),
+                kind(linear_format, config.names[:-1], size, outputs, num_experts, placement),
+                kind(linear_format, config.names[-1:], inner, size, num_experts, placement),
             )
         else:
             self._tensors = expert_tensors.empty(config, size, placement)
@@ -195,4 +195,4 @@ class SparseMLP(Layer):
         """[T, D] -> [T, D]. ``rows`` is unused, since adapters do not change experts."""
         assert self._experts is not None, "finish_loading was not called"
         outputs = self._experts(x, self._router(x), None if self._shared is None else self._shared(x))
-        return outputs if self._shard.group is None else self._shard.group.sum(outputs)
+        return outputs if self._shard.group is None else self._shard.group.all_reduce(outputs)

@@ -170,6 +170,7 @@ class HeadNorms(Layer):
         wide = part.flatten(1).float()
         squares = wide.square().mean(-1, keepdim=True)
         if self._shard.group is not None:
-            squares = self._shard.group.sum(squares) / self._shard.size  # ranks with the same KV head are as many each
+            # Each KV head is on the same number of ranks, so the mean over the ranks is the mean over all heads.
+            squares = self._shard.group.all_reduce(squares) / self._shard.size
         weight = norm.weight.view(-1, part.shape[-1])[kept].flatten()
         return (wide * (squares + norm.epsilon).rsqrt()).to(weight.dtype).mul_(weight).to(part.dtype)

@@ -246,7 +246,7 @@ class Linear(Layer):
         else:
             assert self._matmul is not None, "finish_loading was not called"
             outputs = self._matmul(x)
-        return outputs if self._group is None else self._group.sum(outputs)
+        return outputs if self._group is None else self._group.all_reduce(outputs)
 
 
 def unplaced_targets(

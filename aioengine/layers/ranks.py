@@ -30,19 +30,19 @@ class RankGroup:
     """
 
     def __init__(
-        self, rank: int, size: int, *, meeting_file: str, device: torch.device, batch_invariant: bool = True
+        self, rank: int, size: int, *, store_file: str, device: torch.device, batch_invariant: bool = True
     ) -> None:
         """Wait for the other ranks.
 
         Args:
-            meeting_file: a path in which the ranks exchange their addresses. It must not exist before.
+            store_file: path of the file in which the ranks exchange their addresses. It must not exist yet.
             device: of the tensors.
             batch_invariant: the sum of an element must not depend on its place in the tensor.
         """
         self.rank, self.size = rank, size
         self._device = device
-        self._is_ordered = size > 2 and batch_invariant
-        store = c10d.FileStore(meeting_file, size)
+        self._sums_in_rank_order = size > 2 and batch_invariant
+        store = c10d.FileStore(store_file, size)
         if device.type == "cpu":
             gloo = c10d.ProcessGroupGloo
             options = gloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
@@ -53,25 +53,26 @@ class RankGroup:
             nccl_options = c10d.ProcessGroupNCCL.Options()
             nccl_options._timeout = _NO_TIMEOUT
             self._backend = c10d.ProcessGroupNCCL(store, rank, size, nccl_options)
-        self.smallest(0)  # the first operation connects the ranks
+        self.all_reduce_min(0)  # the first operation connects the ranks
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of x [...] over the ranks, in place if x is contiguous."""
         x = x.contiguous()
-        if not self._is_ordered:
+        if not self._sums_in_rank_order:
             self._backend.allreduce(x).wait()
             return x
-        first, *others = self._parts(x)  # an all-reduce of parts of a tensor adds up each part in another order
+        # The all-reduce of the backend divides a tensor, and adds up each part in another order of the ranks.
+        first, *others = self._parts(x)
         total = first.float()
         for part in others:
             total = total + part
         return x.copy_(total)
 
-    def joined(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """Return the outputs of all ranks, in order: x [S, W] of each rank -> [S, size * W]."""
         return self._parts(x).transpose(0, 1).flatten(1)
 
-    def from_first(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """Return x [...] of rank 0, in place."""
         self._backend.broadcast(x, 0).wait()
         return x
@@ -82,7 +83,7 @@ class RankGroup:
         self._backend._allgather_base(parts.flatten(0, 1), x.contiguous()).wait()
         return parts
 
-    def smallest(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         """Return the smallest number of all ranks."""
-        numbers = self.joined(torch.tensor([[number]], dtype=torch.int64, device=self._device))
+        numbers = self.all_gather(torch.tensor([[number]], dtype=torch.int64, device=self._device))
         return int(numbers.min())

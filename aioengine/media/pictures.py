@@ -2,7 +2,7 @@
 
 Files are refused if Pillow needs another program for their format, if their header exceeds the limit of pixels, or if
 they consist of very many tiny parts, which Pillow reads one by one. Decoding may be slow or crash, so it runs in the
-media process. Only objects of Pillow are decoded in the caller's process, on a thread.
+media process. Only images that the caller opened with Pillow are decoded in the caller's process, on a thread.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def decode(image: Image.Image) -> Image.Image:
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB":
         return image
-    if image.mode == "I" or image.mode.startswith("I;16"):
+    if image.mode == "I" or image.mode.startswith("I;16"):  # 32 or 16 bits; Pillow also reads 16 bits as "I"
         wide = image.convert("I")
         _, peak = wide.getextrema()
         scale = 1 / 256 if isinstance(peak, tuple) or peak <= _MAX_SHORT else 1 / (1 << 23)

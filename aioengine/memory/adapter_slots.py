@@ -255,7 +255,7 @@ class AdapterSlots:
         if any(slot.running and not slot.is_ready for slot in self._slots):
             raise RuntimeError("a slot that is not ready has running requests")
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private
 
     def _takes(self, slot: _Slot, num_served: int, waiter: Waiter) -> bool:
         if not slot.is_draining or num_served < self._quantum or self._first is None:

@@ -113,7 +113,7 @@ class PrefixCache:
         """Return the largest number of pages that a request of ``num_tokens`` tokens uses at one time."""
         return -(-num_tokens // self.page_size)
 
-    # ------------------------------------------------------------ ask
+    # ------------------------------------------------------------ questions
 
     def match(self, token_ids: list[int], salt: Salt = "", *, known: Node | None = None) -> Match:
         """Return the computed prefix of ``token_ids`` in whole pages. It never includes the last token.
@@ -146,7 +146,7 @@ class PrefixCache:
         num_missing = self.pages_for(num_tokens) - len(match.path)
         return self.num_allocatable - num_unlocked - num_missing - promised
 
-    # ------------------------------------------------------------ do
+    # ------------------------------------------------------------ changes
 
     def lock(self, token_ids: list[int], match: Match) -> Allocation:
         """Lock the matched pages, allocate pages for the rest of ``token_ids``, and add the full ones as pending.
@@ -281,7 +281,7 @@ class PrefixCache:
                 allocation.snapshots for allocation in allocations if allocation.snapshots is not None
             )
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private
 
     def _allocate(self, count: int) -> list[int]:
         """Allocate ``count`` pages. Evicts cached pages if needed. Raises ValueError if ``num_allocatable`` is less."""

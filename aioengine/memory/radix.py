@@ -176,6 +176,8 @@ class RadixTree:
 
 
 def _salted(pages: Iterator[Key], salt: Salt) -> Iterator[Key]:
-    for first in pages:
+    """Yield the pages, the first one with the salt at its end."""
+    first = next(pages, None)
+    if first is not None:
         yield (*first, salt)
-        yield from pages
+    yield from pages

@@ -208,7 +208,7 @@ class Snapshots:
         if produced != {id(node) for node in self._producers}:
             raise RuntimeError(f"{len(self._producers)} nodes have a producer, but requests produce {len(produced)}")
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private
 
     def _forget_producer(self, node: Node, request: RequestSnapshots) -> None:
         if self._producers.get(node) is request:

@@ -101,7 +101,7 @@ class WindowedCache(PrefixCache):
     def pages_for(self, num_tokens: int) -> int:
         return self._groups.pages_for(num_tokens)
 
-    # ------------------------------------------------------------ ask
+    # ------------------------------------------------------------ questions
 
     def match(self, token_ids: list[int], salt: Salt = "", *, known: Node | None = None) -> Match:
         match = super().match(token_ids, salt, known=known)
@@ -120,7 +120,7 @@ class WindowedCache(PrefixCache):
         num_held = len(allocation.pages) - allocation.pages.count(RELEASED)
         return max(self.pages_for(num_tokens) - num_held, 0)
 
-    # ------------------------------------------------------------ do
+    # ------------------------------------------------------------ changes
 
     def lock(self, token_ids: list[int], match: Match) -> WindowedAllocation:
         """Lock the matched pages that the next token attends to, and add nodes for the rest as pending. ``grow``
@@ -207,7 +207,7 @@ class WindowedCache(PrefixCache):
         for page in unseen:
             del pinned[page]
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private
 
     def _seen(self, path: list[Node]) -> Iterator[tuple[int, Node]]:
         """Yield (index in the page table, page) of a valid prefix for pages that the next token attends to."""

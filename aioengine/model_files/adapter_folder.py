@@ -38,7 +38,9 @@ ALL_LINEAR: Final = "all-linear"
 _STEM: Final = "base_model.model."
 """Prefix of all tensor names. The name of the layer in the base model follows."""
 _TEXT_PARTS: Final = "language_model.", "text_model."
+"""Names of the text part of a model with images, in names of layers."""
 _TOWERS: Final = "vision_", "visual.", "connector.", "multi_modal_projector."
+"""Beginnings of the names of its other parts, which cannot be adapted."""
 _ENDS: Final = {".lora_A.weight": "A", ".lora_B.weight": "B"}
 _CONVERT: Final = (
     'python -c "import torch, safetensors.torch as s; '
@@ -51,7 +53,7 @@ _HEAD_STAYS: Final = (
     "the head of the base model cannot change; train the adapter without it, or merge the adapter into the base model"
 )
 MAX_RANK: Final = 4096
-_MATCHING_INITS: Final = True, False, None, "true", "false", "gaussian", "eva", "orthogonal"
+_SUPPORTED_INITS: Final = True, False, None, "true", "false", "gaussian", "eva", "orthogonal"
 """Values of ``init_lora_weights`` that do not change the base model."""
 
 _REFUSED: Final = {
@@ -85,10 +87,11 @@ class AdapterConfig(Struct, frozen=True):
 
 
 class AdapterPart(Struct, frozen=True):
-    """The change to one linear layer: ``scale * B (A x)``.
+    """The part of an adapter that changes one linear layer: it adds ``scale * B (A x)``.
 
     Attributes:
-        layer: name in the checkpoint of the base model. In ``AdapterFolder.modules``, name in the adapter.
+        layer: name of the layer in the checkpoint of the base model. In ``AdapterFolder.stored_parts``, its name in the
+            adapter.
         a: A [rank, inputs].
         b: the tensor that contains B [outputs, rank] from ``first_row`` on.
     """
@@ -102,22 +105,28 @@ class AdapterPart(Struct, frozen=True):
 
     @property
     def module(self) -> str:
-        """The last part of the layer's name, such as "q_proj"."""
+        """The last word of the layer's name, such as "q_proj"."""
         return self.layer.rpartition(".")[2]
 
 
 class AdapterFolder(Struct, frozen=True):
-    """A folder with matching config and tensors. ``fingerprint``: see ``fingerprint``."""
+    """A folder with matching config and tensors.
+
+    Attributes:
+        fingerprint: the result of the function ``fingerprint`` when the folder was read.
+        stored_parts: the parts with the names of layers that the adapter uses. ``parts`` returns the names of a base
+            model.
+    """
 
     path: Path
     fingerprint: str
-    modules: tuple[AdapterPart, ...]
+    stored_parts: tuple[AdapterPart, ...]
     config: AdapterConfig
 
     def parts(
         self, layers: Layers, *, max_rank: int | None = None, allowed: Collection[str] | None = None
     ) -> list[AdapterPart]:
-        """Return the changes to the layers of a base model.
+        """Return the parts for the layers of a base model.
 
         Args:
             layers: the linear layers of the base model.
@@ -128,11 +137,11 @@ class AdapterFolder(Struct, frozen=True):
         the limits.
         """
         parts: list[AdapterPart] = []
-        for module in self.modules:
-            changes = _parts_of(module, layers)
-            if not changes:
-                raise self._error(_why_unknown(module.layer, layers))
-            parts += changes
+        for stored in self.stored_parts:
+            matching = _parts_of(stored, layers)
+            if not matching:
+                raise self._error(_why_unknown(stored.layer, layers))
+            parts += matching
         layer, count = Counter(part.layer for part in parts).most_common(1)[0]
         if count > 1:
             raise self._error(f"it changes {layer} {count} times, by tensors with different names")
@@ -142,8 +151,8 @@ class AdapterFolder(Struct, frozen=True):
             if max_rank is not None and part.rank > max_rank:
                 raise self._error(f"{part.layer} has rank {part.rank}, and max_lora_rank is {max_rank}")
             if allowed is not None and part.module not in allowed:
-                listed = ", ".join(sorted(allowed))
-                raise self._error(f"it changes {part.layer}; lora_target_modules has only {listed}")
+                names = ", ".join(sorted(allowed))
+                raise self._error(f"it changes {part.layer}; lora_target_modules has only {names}")
         self._check_shapes(parts, layers)
         return parts
 
@@ -153,7 +162,7 @@ class AdapterFolder(Struct, frozen=True):
         missing = [name for name in layers if name not in changed and is_target(name)]
         if missing:
             raise self._error(f"it lacks tensors of {listed(missing)}, which target_modules in {CONFIG} names")
-        extra = [module.layer for module in self.modules if not is_target(module.layer)]
+        extra = [stored.layer for stored in self.stored_parts if not is_target(stored.layer)]
         if extra:
             raise self._error(f"it has tensors of {listed(extra)}, which target_modules in {CONFIG} does not name")
 
@@ -200,7 +209,7 @@ def read_folder(folder: Path) -> AdapterFolder:
     except msgspec.ValidationError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
     return AdapterFolder(
-        folder, fingerprint(folder), _modules(checkpoint.entries_of_file(path), config, folder), config
+        folder, fingerprint(folder), _stored_parts(checkpoint.entries_of_file(path), config, folder), config
     )
 
 
@@ -231,15 +240,15 @@ def _check_kind(raw: Json, folder: Path) -> None:
             "train it again with bias='none', or merge it into the base model"
         )
     init = raw.get("init_lora_weights")
-    if not any(init is known or (isinstance(init, str) and init.lower() == known) for known in _MATCHING_INITS):
+    if not any(init is known or (isinstance(init, str) and init.lower() == known) for known in _SUPPORTED_INITS):
         raise ValueError(
             f"{folder / CONFIG}: init_lora_weights={shown(init)} is not applied: it also changes the base model; save "
             "the adapter with peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
 
 
-def _modules(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple[AdapterPart, ...]:
-    """Return the layers in the file. Raises ValueError if a layer lacks one of its two tensors."""
+def _stored_parts(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple[AdapterPart, ...]:
+    """Return ``AdapterFolder.stored_parts``. Raises ValueError if a layer lacks one of its two tensors."""
     pairs: dict[str, dict[str, Entry]] = {}
     for entry in entries:
         end = next((end for end in _ENDS if entry.name.endswith(end)), None)
@@ -258,7 +267,7 @@ def _modules(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple
         [(patterns.compiled(field, rf"\A(.*\.)?({end})$"), value) for end, value in (values or {}).items()]
         for field, values in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern))
     )
-    modules: list[AdapterPart] = []
+    parts: list[AdapterPart] = []
     for name, pair in sorted(pairs.items()):
         if len(pair) < 2:
             missing = "B" if "A" in pair else "A"
@@ -278,8 +287,8 @@ def _modules(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple
                 f"{folder / TENSORS}: {pair['A'].name} has shape {shape}, and the rank of the layer is {rank}"
             )
         scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-        modules.append(AdapterPart(name, int(rank), scale, pair["A"], pair["B"]))
-    return tuple(modules)
+        parts.append(AdapterPart(name, int(rank), scale, pair["A"], pair["B"]))
+    return tuple(parts)
 
 
 def _why_unused(name: str) -> str:
@@ -297,11 +306,14 @@ def _why_unused(name: str) -> str:
     return f"which does not belong to LoRA; what works: {_STEM}(layer){' and '.join(_ENDS)}"
 
 
-def _parts_of(module: AdapterPart, layers: Layers) -> list[AdapterPart]:
-    """Return the changes of ``module`` to layers of the base model; [] if the base model has no such layer."""
-    name = _in_base(module.layer, layers)
+def _parts_of(stored: AdapterPart, layers: Layers) -> list[AdapterPart]:
+    """Return the parts for layers of the base model: several if the layer ``stored.layer`` is fused in the adapter.
+
+    Return [] if the base model has no such layer.
+    """
+    name = _in_base(stored.layer, layers)
     if name in layers:
-        return [replace(module, layer=name)]
+        return [replace(stored, layer=name)]
     block, _, last = name.rpartition(".")
     parts: list[AdapterPart] = []
     first_row = 0
@@ -309,7 +321,7 @@ def _parts_of(module: AdapterPart, layers: Layers) -> list[AdapterPart]:
         layer = f"{block}.{fused}"
         if layer not in layers:
             return []
-        parts.append(replace(module, layer=layer, first_row=first_row))
+        parts.append(replace(stored, layer=layer, first_row=first_row))
         first_row += layers[layer][0]
     return parts
 
@@ -345,19 +357,20 @@ def _matcher(field: str, names: list[str] | str | None, patterns: ConfigPatterns
     """
     if isinstance(names, str):
         return partial(patterns.matches, patterns.compiled(field, rf"\A(?:{names})\Z"))
-    ends = frozenset(names or ())
-    return lambda name: not ends.isdisjoint(name.split(".", count)[-1] for count in range(name.count(".") + 1))
+    ends = tuple(f".{end}" for end in names or ())
+    return lambda name: f".{name}".endswith(ends)
 
 
 def _target_matcher(config: AdapterConfig, patterns: ConfigPatterns) -> Callable[[str], bool]:
     """Return a function that tells whether a config names a layer, by peft's rules."""
-    targets, lists = config.target_modules, config.layers_pattern
+    targets = config.target_modules
     whole_names = frozenset(targets) if isinstance(targets, list) else ()
     has_name = _matcher("target_modules", None if targets == ALL_LINEAR else targets, patterns)
     excludes = _matcher("exclude_modules", config.exclude_modules, patterns)
     layers = [config.layers_to_transform] if isinstance(config.layers_to_transform, int) else config.layers_to_transform
-    blocks = "|".join(map(re.escape, [lists] if isinstance(lists, str) else lists or ())) or r"[^.]*"
-    index = re.compile(rf"(?:.*?\.)??(?:{blocks})\.([0-9]+)\.")
+    list_names = [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern or ()
+    list_name = "|".join(map(re.escape, list_names)) or r"[^.]*"  # of the list of all blocks, such as "layers"
+    index = re.compile(rf"(?:.*?\.)??(?:{list_name})\.([0-9]+)\.")
 
     def is_target(name: str) -> bool:
         if excludes(name):

@@ -75,7 +75,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         eos_token_ids: from generation_config.json and config.json.
         tokenizer_path: the folder with tokenizer.json; None if there is no such file.
         task: "generate", "embed" or "classify".
-        is_causal, keeps_states, short_length: see ``TransformerConfig``.
+        is_causal, keeps_states, short_length, windows: see ``TransformerConfig``.
         is_encoder: an encoder such as BERT, not a decoder.
         is_latent: latent attention (DeepSeek).
         is_quantized: the weights are quantized in the files.
@@ -108,6 +108,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     keeps_states: bool = False
     whole_image_tokens: int = 0
     short_length: int = 0
+    windows: tuple[int | None, ...] = ()
     pooling: PoolingSettings = PoolingSettings()
     linear_layers: dict[str, tuple[int, int]] = {}
     implementation: str = OWN
@@ -133,7 +134,7 @@ def locate(
 
     Args:
         model_path: a folder, a GGUF file, a folder with one GGUF file, or a hub id; None for the demo model.
-        argument: the constructor's argument, for messages: "model_path" or "tokenizer_path".
+        argument: the constructor's argument, for messages, such as "tokenizer_path".
         configs_only: do not download weights.
 
     Raises:
@@ -236,10 +237,13 @@ class _GenerationConfig(Struct):
     eos_token_id: int | list[int] | None = None
 
 
-def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: bool = False) -> ModelFacts:
+def find_facts(
+    wanted: ModelConfig, *, progress: bool = False, configs_only: bool = False, argument: str = "model_path"
+) -> ModelFacts:
     """Locate a model and its tokenizer, and read the facts about them.
 
     Args:
+        argument: the constructor's argument with the path, for messages.
         configs_only: read no weights. For a model in transformers' code, the headers of the weight files are read, or
             downloaded, because only they contain its size.
 
@@ -251,6 +255,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         revision=wanted.revision,
         download_dir=wanted.download_dir,
         progress=progress,
+        argument=argument,
         configs_only=configs_only,
     )
     tokenizer = folder = Path(path)
@@ -313,6 +318,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         has_soft_cap=attention.soft_cap is not None,
         keeps_states=model.keeps_states,
         short_length=model.short_length,
+        windows=model.windows,
         whole_image_tokens=model.whole_image_tokens if isinstance(model, VisionConfig) else 0,
         pooling=pooling,
         linear_layers=layers,

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from aioengine.api import checks
 from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aioengine.model_files.model_folder import ModelFacts
     from aioengine.settings.config import Settings
 
 
@@ -42,18 +44,62 @@ def num_token_ids(tokenizer_path: str) -> int:
     Raises ValueError if a file cannot be read.
     """
     file = Path(tokenizer_path) / folder_files.TOKENIZER
-    tokenizer = folder_files.read_json(file, _Tokenizer, folder_files.MAX_TOKENIZER_BYTES)
-    if tokenizer is None:
-        raise ValueError(f"cannot read {folder_files.shown_path(file)}: there is no such file")
+    tokenizer = _read(file)
     vocab = tokenizer.model.vocab
     ids = [len(vocab) - 1] if isinstance(vocab, list) else vocab.values()
     num_ids = 1 + max(chain(ids, (token.id for token in tokenizer.added_tokens)), default=-1)
     added = set(folder_files.added_texts(file.parent)) - {token.content for token in tokenizer.added_tokens}
     if added and isinstance(vocab, list):
-        added -= {msgspec.json.decode(entry, type=tuple[str, float])[0] for entry in vocab}
+        added -= set(map(_text_of, vocab))
     elif isinstance(vocab, dict):
         added -= vocab.keys()
     return num_ids + len(added)
+
+
+def check_same_vocabulary(model: ModelFacts, draft: ModelFacts) -> None:
+    """Check that a draft model has the vocabulary of the model. It may have other padding ids.
+
+    Raises ValueError if it has fewer ids, or if the same id is another token.
+    """
+    shown = f"speculative_draft_model_path={draft.path!r}"
+    num_ids = model.vocab_size
+    if model.tokenizer_path is not None:
+        num_ids = min(num_ids, num_token_ids(model.tokenizer_path))
+    if draft.vocab_size < num_ids:
+        raise ValueError(
+            f"{shown} has a vocabulary of {draft.vocab_size} tokens, and the model has {num_ids}; a draft model needs "
+            "the vocabulary of the model"
+        )
+    if model.tokenizer_path is None or draft.tokenizer_path is None:
+        return
+    own, other = (_texts(folder) for folder in (model.tokenizer_path, draft.tokenizer_path))
+    for token_id in sorted(own.keys() & other.keys()):
+        if own[token_id] != other[token_id]:
+            raise ValueError(
+                f"{shown} has another vocabulary than the model: token {token_id} is {checks.shown(other[token_id])}, "
+                f"and for the model {checks.shown(own[token_id])}"
+            )
+
+
+def _texts(tokenizer_path: str) -> dict[int, str]:
+    """Return id -> text of the tokens in tokenizer.json."""
+    tokenizer = _read(Path(tokenizer_path) / folder_files.TOKENIZER)
+    vocab = tokenizer.model.vocab
+    pairs = enumerate(map(_text_of, vocab)) if isinstance(vocab, list) else ((vocab[text], text) for text in vocab)
+    return dict(pairs) | {token.id: token.content for token in tokenizer.added_tokens}
+
+
+def _read(file: Path) -> _Tokenizer:
+    """Read tokenizer.json. Raises ValueError if it cannot be read."""
+    tokenizer = folder_files.read_json(file, _Tokenizer, folder_files.MAX_TOKENIZER_BYTES)
+    if tokenizer is None:
+        raise ValueError(f"cannot read {folder_files.shown_path(file)}: there is no such file")
+    return tokenizer
+
+
+def _text_of(entry: msgspec.Raw) -> str:
+    """Return the text of an entry of a Unigram model."""
+    return msgspec.json.decode(entry, type=tuple[str, float])[0]
 
 
 def sampled_vocab_size(settings: Settings) -> int:

@@ -173,7 +173,7 @@ class VisionModel(Protocol):
 
         Instead of ``pixel_values``, there may be ``pixels`` [..., C, height, width] in bytes, not cut into patches,
         with a ``table`` [C, 256] of their values. Instead of ``pixels``, there may be a ``picture`` that is not
-        resized yet, see ``models._image_pixels.resized``.
+        resized yet, see ``models._image_decoder.resized``.
 
         Raises ValueError if an array is missing or has a wrong shape.
         """

@@ -198,7 +198,7 @@ class DecoderModel(Model):
         if self._shard.group is not None:
             num_missing = -(-self.vocab_size // self._shard.size) - logits.shape[1]
             padded = functional.pad(logits, (0, num_missing)) if num_missing else logits
-            logits = self._shard.group.joined(padded)[:, : self.vocab_size]
+            logits = self._shard.group.all_gather(padded)[:, : self.vocab_size]
         logits, cap = _scaled(logits, self._config.logits_scale), self._config.logits_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

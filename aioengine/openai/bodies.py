@@ -31,9 +31,10 @@ REFUSED: Final = {
     "audio": "answers are text",
     "prediction": "leave it out",
     "web_search_options": "the server has no tools of its own",
-    "background": "the answer is a response or a stream; with resume_ttl, a broken stream can be continued",
+    "background": "the answer is a response or a stream",
     "conversation": "use previous_response_id",
     "prompt_logprobs": "use /v1/completions with echo and logprobs",
+    "resume_ttl": "only the streams of /v1/chat/completions and /v1/completions can be continued",
 }
 """Fields of other servers that are refused -> the way that works."""
 

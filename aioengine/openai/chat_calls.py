@@ -206,5 +206,7 @@ class AnswerReader:
 
 
 def function_name(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the choice of one function in the form of /v1/chat/completions."""
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    """Return the choice of one function in the form of /v1/chat/completions. Raises CallError if it has no name."""
+    if not isinstance(choice.get("name"), str):
+        raise CallError(f"tool_choice must have the name of a tool, got {str(choice)[:200]}", param="tool_choice")
+    return {"type": "function", "function": {"name": choice["name"]}}

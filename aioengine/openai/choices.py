@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
     Attributes:
         text: the text that the client does not have. seen: the text before it in ``info``.
-        num_seen: tokens in the lists of ``info`` that the client has. offset: characters of the answer before ``text``.
+        num_seen: tokens in the lists of ``info`` that the client has.
         is_first: the client has no output.
     """
 
@@ -38,7 +38,6 @@ class Piece(NamedTuple):
     text: str
     seen: str = ""
     num_seen: int = 0
-    offset: int = 0
     is_first: bool = True
 
 
@@ -62,7 +61,7 @@ class Choices(NamedTuple):
     async def answer(self, call: HttpCall, body: GenerateBody) -> Response:
         """Make the call, and return its response."""
         if body.stream:
-            stream, place = await call.stream(partial(self.start, stream=True))
+            stream, place = await call.stream(partial(self.start, stream=True), self.prefix)
             return event_stream(stream, self._events(stream, place, body), _failed)
         generation = self.start()
         answers = await call.answers(generation)
@@ -94,7 +93,7 @@ class Choices(NamedTuple):
                 check_completed(reason)
             infos[index] = info
             seen, text, num_seen = place.split(chunk)
-            choice = rows[index](Piece(info, text, seen, num_seen, chunk["text_offset"] + len(seen), is_first))
+            choice = rows[index](Piece(info, text, seen, num_seen, is_first))
             if choice is None:
                 continue
             value = head | {"choices": [choice]}

@@ -9,12 +9,14 @@ from aioengine.openai import token_logprobs
 from aioengine.openai.bodies import GenerateBody, add_constraint, prompt_arguments, read_generate_fields
 from aioengine.openai.choices import Choices, limit_length
 from aioengine.openai.http_call import finish_word
+from aioengine.openai.token_logprobs import TextOffsets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.responses import Response
 
+    from aioengine.api.engine import AsyncEngine
     from aioengine.openai.choices import Piece
     from aioengine.openai.http_call import HttpCall
 
@@ -42,6 +44,7 @@ async def completions(call: HttpCall) -> Response:
     body, sampling = read_generate_fields(call.body, CompletionBody)
     add_constraint(sampling, body.response_format, body.structured_outputs)
     limit_length(sampling, DEFAULT_MAX_TOKENS)
+    engine = call.model.engine
     name, adapter = await call.model.find(body.model)
     prompt: Any = body.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -56,11 +59,13 @@ async def completions(call: HttpCall) -> Response:
     if body.logprobs is not None:
         arguments |= token_logprobs.options(body.logprobs)
         arguments["logprob_start_len"] = 0 if body.echo else -1
-    echoes = _texts(body.prompt, call.model.engine.tokenizer.decode) if body.echo else []
     num_samples: Any = sampling.get("n") or 1
 
-    def write(index: int, piece: Piece) -> dict[str, Any]:
-        echo = echoes[index // num_samples] if echoes else ""
+    def new_row(_: str, index: int) -> Callable[[Piece], dict[str, Any]]:
+        echo = _echo(prompt, index // num_samples, engine) if body.echo else ""
+        return partial(write, index, echo, TextOffsets(engine, len(echo)))
+
+    def write(index: int, echo: str, offsets: TextOffsets, piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "text": echo + piece.text if piece.is_first else piece.text,
@@ -70,9 +75,9 @@ async def completions(call: HttpCall) -> Response:
         if body.logprobs is not None:
             choice["logprobs"] = token_logprobs.completion_logprobs(
                 piece.info,
-                0 if piece.is_first else len(echo) + piece.offset,
+                offsets,
                 start=piece.num_seen,
-                with_prompt=body.echo and piece.is_first,
+                prompt_offsets=TextOffsets(engine, 0) if body.echo and piece.is_first else None,
             )
         return choice
 
@@ -82,12 +87,12 @@ async def completions(call: HttpCall) -> Response:
         chunk_kind="text_completion",
         name=name,
         sampling=sampling,
-        start=partial(call.model.engine.async_generate, **arguments),
-        new_row=lambda _, index: partial(write, index),
+        start=partial(engine.async_generate, **arguments),
+        new_row=new_row,
     ).answer(call, body)
 
 
-def _texts(prompt: str | list[Any], decode: Callable[..., str]) -> list[str]:
-    """Return the texts of the prompts."""
-    prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
-    return [entry if isinstance(entry, str) else decode(entry, skip_special_tokens=False) for entry in prompts]
+def _echo(prompt: str | list[Any], index: int, engine: AsyncEngine) -> str:
+    """Return the text of a prompt. The engine has accepted all of them."""
+    entry: Any = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[index]
+    return entry if isinstance(entry, str) else engine.tokenizer.decode(entry, skip_special_tokens=False)

@@ -48,36 +48,40 @@ class HttpCall(NamedTuple):
             check_completed(row["meta_info"]["finish_reason"])
         return rows
 
-    async def stream(self, open_stream: Callable[[], Stream]) -> tuple[Stream, Place]:
+    async def stream(self, open_stream: Callable[[], Stream], prefix: str) -> tuple[Stream, Place]:
         """Return a new stream once it is accepted, or continue the one of the ``Last-Event-ID`` header.
 
-        The text until the returned place is known to the client.
+        The text until the returned place is known to the client. prefix: of the ids of the endpoint, because only the
+        endpoint that began a stream can continue it.
         """
         last_event = self.request.headers.get("last-event-id")
         if last_event is None:
             stream = await open_stream()
-            return stream, Place(stream.rid)
-        place = Place.read(last_event)
+            return stream, Place(prefix, stream.rid)
+        place = Place.read(last_event, prefix)
         return await self.model.engine.attach(place.rid), place
 
 
 class Place(NamedTuple):
     """A place in the stream of a request: after so many characters and tokens. As text, it is the id of an event."""
 
+    prefix: str
     rid: str
     num_characters: int = 0
     num_tokens: int = 0
 
     @classmethod
-    def read(cls, text: str) -> Place:
+    def read(cls, text: str, prefix: str) -> Place:
         """Read the id of an event. Raises CallError."""
-        rid, *numbers = text[:200].rsplit(":", 2)
-        if len(numbers) != 2 or not all(number.isascii() and number.isdigit() for number in numbers):
-            raise CallError(f"Last-Event-ID is {text[:100]!r}; it must be the id of an event of this server")
-        return cls(rid, *map(int, numbers))
+        start, *numbers = text[:200].rsplit(":", 2)
+        found, _, rid = start.partition("-")
+        is_id = len(numbers) == 2 and all(number.isascii() and number.isdigit() for number in numbers)
+        if found != prefix or not is_id:
+            raise CallError(f"Last-Event-ID is {text[:100]!r}; it must be the id of an event of this endpoint")
+        return cls(prefix, rid, *map(int, numbers))
 
     def __str__(self) -> str:
-        return f"{self.rid}:{self.num_characters}:{self.num_tokens}"
+        return f"{self.prefix}-{self.rid}:{self.num_characters}:{self.num_tokens}"
 
     def split(self, chunk: Chunk) -> tuple[str, str, int]:
         """Return the text of a chunk before and after this place, and the number of its tokens before it."""
@@ -88,7 +92,7 @@ class Place(NamedTuple):
     def after(self, chunk: Chunk) -> Place:
         """Return the place at the end of a chunk."""
         num_characters = chunk["text_offset"] + len(chunk["text"])
-        return Place(self.rid, num_characters, chunk["token_offset"] + len(chunk["output_ids"]))
+        return Place(self.prefix, self.rid, num_characters, chunk["token_offset"] + len(chunk["output_ids"]))
 
 
 def event(value: object, place: Place | None = None, name: str = "") -> bytes:

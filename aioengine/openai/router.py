@@ -63,6 +63,7 @@ def openai_router(
     if not all(keys):
         raise ValueError("api_key is empty; give a key, or None if clients need none")
     router = APIRouter()
+    metrics = RouterMetrics(engine) if find_spec("prometheus_client") is not None else None  # the extra "metrics"
 
     def add(path: str, endpoint: Endpoint, method: str = "POST", form: ErrorForm = openai_error) -> None:
         async def handle(request: Request) -> Response:
@@ -81,6 +82,8 @@ def openai_router(
                 response = json_response(value, status)
                 response.headers.update(headers_of(error))
             response.headers["x-request-id"] = request_id
+            if metrics is not None:
+                metrics.count(path, response.status_code)
             return response
 
         router.add_api_route(path, handle, methods=[method], name=endpoint.__name__, response_model=None)
@@ -98,8 +101,8 @@ def openai_router(
         add(f"{prefix}/score", score)
     add("/tokenize", tokenize)
     add("/detokenize", detokenize)
-    if find_spec("prometheus_client") is not None:  # the extra "metrics"
-        add("/metrics", metrics_of(engine), "GET")
+    if metrics is not None:
+        add("/metrics", metrics.show, "GET")
     add("/v1/models", list_models, "GET")
     add("/v1/models/{name:path}", show_model, "GET")
     add("/load", load, "GET")
@@ -132,19 +135,27 @@ def _check_key(request: Request, keys: list[bytes]) -> None:
         raise CallError("the API key is missing or wrong (Authorization: Bearer KEY)", 401, code="invalid_api_key")
 
 
-def metrics_of(engine: AsyncEngine) -> Endpoint:
-    """Return the endpoint /metrics, for Prometheus."""
-    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+class RouterMetrics:
+    """The metrics of an engine and of the requests of its router, for Prometheus."""
 
-    from aioengine.metrics import engine_collector
+    def __init__(self, engine: AsyncEngine) -> None:
+        from prometheus_client import CollectorRegistry, Counter
 
-    registry = CollectorRegistry()
-    registry.register(engine_collector(engine))
+        from aioengine.metrics import engine_collector
 
-    async def metrics(_: HttpCall) -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        self._registry = CollectorRegistry()
+        self._registry.register(engine_collector(engine))
+        description = "HTTP requests by path and status, also refused ones."
+        self._requests = Counter("aioengine_http_requests", description, ["path", "status"], registry=self._registry)
 
-    return metrics
+    def count(self, path: str, status: int) -> None:
+        self._requests.labels(path, str(status)).inc()
+
+    async def show(self, _: HttpCall) -> Response:
+        """Answer a request to /metrics."""
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
 
 async def list_models(call: HttpCall) -> Response:

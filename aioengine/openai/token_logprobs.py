@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from typing import TYPE_CHECKING, Any, Final
 
 from aioengine.openai.replies import CallError
@@ -43,11 +44,7 @@ def chat_logprobs(engine: AsyncEngine, info: Info, start: int) -> dict[str, obje
     """Return ``logprobs`` of a choice of /v1/chat/completions, from output token ``start`` on."""
 
     def token(entry: _Entry) -> dict[str, object]:
-        logprob, token_id, text = entry
-        data = (text or "").encode()
-        if "\ufffd" in (text or ""):  # perhaps a part of a character
-            data = engine.tokenizer.token_bytes(token_id) or data
-        return {"token": text or "", "logprob": _value(logprob), "bytes": list(data)}
+        return {"token": entry[2] or "", "logprob": _value(entry[0]), "bytes": list(_bytes(engine, entry))}
 
     entries = _outputs(info)[start:]
     tops = info.get("output_top_logprobs") or [[]] * (start + len(entries))
@@ -58,29 +55,53 @@ def chat_logprobs(engine: AsyncEngine, info: Info, start: int) -> dict[str, obje
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(
-    info: Info, text_offset: int, *, start: int = 0, with_prompt: bool = False
-) -> dict[str, object]:
-    """Return ``logprobs`` of a choice of /v1/completions. ``text_offset``: of its first token.
+def _bytes(engine: AsyncEngine, entry: _Entry) -> bytes:
+    """Return the bytes of a token in the text."""
+    _, token_id, text = entry
+    data = (text or "").encode()
+    if "\ufffd" in (text or ""):  # perhaps a part of a character
+        data = engine.tokenizer.token_bytes(token_id) or data
+    return data
 
-    ``with_prompt``: the tokens of the prompt come first (echo).
+
+class TextOffsets:
+    """Counts the characters before each token. All parts of a character have its offset."""
+
+    def __init__(self, engine: AsyncEngine, start: int) -> None:
+        """start: characters before the first token."""
+        self._engine = engine
+        self._num_characters = start
+        self._decode = getincrementaldecoder("utf-8")("replace").decode
+
+    def next(self, entry: _Entry) -> int:
+        """Return the offset of the next token."""
+        offset = self._num_characters
+        self._num_characters += len(self._decode(_bytes(self._engine, entry)))
+        return offset
+
+
+def completion_logprobs(
+    info: Info, offsets: TextOffsets, *, start: int = 0, prompt_offsets: TextOffsets | None = None
+) -> dict[str, object]:
+    """Return ``logprobs`` of a choice of /v1/completions, from output token ``start`` on.
+
+    ``offsets``: of the outputs. ``prompt_offsets``: the tokens of the prompt come first (echo).
     """
-    entries = _outputs(info)[start:]
+    outputs = _outputs(info)
+    places = list(map(offsets.next, outputs))[start:]
+    entries = outputs[start:]
     tops: list[Sequence[_Entry] | None] = list((info.get("output_top_logprobs") or [])[start:])
-    if with_prompt:
-        entries = [*info["input_token_logprobs"], *entries]
+    if prompt_offsets is not None:
+        prompt = info["input_token_logprobs"]
+        places = [*map(prompt_offsets.next, prompt), *places]
+        entries = [*prompt, *entries]
         tops = [*(info.get("input_top_logprobs") or []), *tops]
-    tokens = [text or "" for _, _, text in entries]
-    offsets: list[int] = []
-    for token in tokens:
-        offsets.append(text_offset)
-        text_offset += len(token)
     tops += [None] * (len(entries) - len(tops))
     return {
-        "tokens": tokens,
+        "tokens": [text or "" for _, _, text in entries],
         "token_logprobs": [_value(logprob) for logprob, _, _ in entries],
         "top_logprobs": [_top(entry, top) for entry, top in zip(entries, tops, strict=False)],
-        "text_offset": offsets,
+        "text_offset": places,
     }
 
 

@@ -186,8 +186,8 @@ class OutputParser:
 
     Text comes out as soon as it cannot begin a tag. The events do not depend on the pieces in which the text arrives,
     if neighboring pieces of one kind are joined. Whitespace beside tags is removed, everything else comes out. No text
-    raises an exception: a call without a name, or without arguments that begin as an object, comes out as content. The
-    arguments of a call come out as the model writes them. They are valid JSON if the request is constrained
+    raises an exception: a call without a name, or with arguments that do not begin as an object, comes out as content.
+    The arguments of a call come out as the model writes them. They are valid JSON if the request is constrained
     (``OutputFormat.sampling_params``) and the call is complete.
     """
 

@@ -55,7 +55,7 @@ class TextSource:
         self._tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
         self._patterns = PatternCache()
         self._sources: dict[bool, TokenTable | Decode] = {}
-        if self._tokenizer is not None:
+        if self._tokenizer is not None:  # almost all requests use this source, so it is built before the first one
             self._source(self._tokenizer, skip_special_tokens=True)
 
     def pipeline(self, rules: TextRules) -> TextPipeline:
@@ -96,14 +96,20 @@ class TextSource:
         return source
 
 
-_STAGE = "detokenize"
 _WITH_ALL_TEXT = FinishCode.STOP, FinishCode.LENGTH
+"""For these ends from the scheduler, queued tokens are matched first, and a stop in the last text changes the end. For
+other ends, queued tokens are dropped, and the end stays as it is.
+"""
+
 _MAX_REMEMBERED = 16_384
 """Maximum number of remembered requests that ended here. The scheduler may end a request before it gets the abort."""
 
 
 class DetokenizerService:
-    """Converts each ``StepOutput`` to a ``TextChunks``, and ends requests at their stop strings."""
+    """Converts each ``StepOutput`` to a ``TextChunks``, and ends requests at their stop strings and patterns.
+
+    Tokens of requests with stop patterns may wait in a ``MatchingQueue``. Their text is then in a later ``TextChunks``.
+    """
 
     def __init__(
         self,
@@ -125,6 +131,7 @@ class DetokenizerService:
         self._sent_to_peer_at = 0.0
 
     def handle(self, messages: list[Message], now: float) -> None:
+        """Convert the outputs of steps. ``step`` returns the chunks."""
         for message in messages:
             if isinstance(message, StepOutput):
                 self._board.begin(message.tokens.uids)
@@ -133,8 +140,8 @@ class DetokenizerService:
                 if chunks.has_news:
                     chunks.num_open = len(self._open)
                     self._chunks.append(chunks)
-        if self._matching.used_s:
-            self._matching.end(now, rests=self._matching.is_exhausted)
+        if self._matching.used_s:  # begin a pause if these steps used up their time for patterns
+            self._matching.end(now, pauses=self._matching.is_exhausted)
 
     def step(self, now: float) -> Outbox:
         """Return the results of the messages since the last call. Without results, return a heartbeat if it is due."""
@@ -161,7 +168,7 @@ class DetokenizerService:
         self._matching = MatchingQueue()
 
     def _convert(self, output: StepOutput, now: float) -> TextChunks:
-        """Return the new text of one step, and end requests at their stop strings."""
+        """Return the new text of one step, and end requests at their stops."""
         chunks = TextChunks()
         for opened in output.opened:
             self._begin(opened, chunks, now)
@@ -172,7 +179,7 @@ class DetokenizerService:
         for uid, token_id, end in zip(tokens.uid_of_each(), tokens.token_ids, ends, strict=False):
             request = requests.get(uid)
             if request is None:
-                continue  # ended by a stop string before the scheduler received the abort
+                continue  # it ended here, and the scheduler had not received the abort yet
             if request.has_patterns:
                 self._match(request, QueuedToken(token_id, end), chunks, now)
                 continue
@@ -186,7 +193,7 @@ class DetokenizerService:
                 requests[uid].num_preemptions += 1
                 chunks.preempted.append(uid)
         for end in output.ended:
-            self._end(end, chunks, now)
+            self._receive_end(end, chunks, now)
         return chunks
 
     def _pass_on(self, extras: list[Extra], chunks: TextChunks, now: float) -> None:
@@ -226,15 +233,15 @@ class DetokenizerService:
             request, entry = self._matching.take()
             self._board.begin([request.uid])
             if isinstance(entry, End):
-                self._end(entry, chunks, now)
+                self._receive_end(entry, chunks, now)
             else:
                 self._match_now(request, entry, chunks, now)
             self._board.end()
         if chunks.has_news:
             chunks.num_open = len(self._open)
             self._chunks.append(chunks)
-        # no pause if all open requests wait in the queue
-        self._matching.end(now, rests=len(self._open) > len(self._matching.waiting))
+        # without a pause if all open requests wait in the queue, because no other text would be delayed
+        self._matching.end(now, pauses=len(self._open) > len(self._matching.waiting))
 
     def _begin(self, opened: TextOpened, chunks: TextChunks, now: float) -> None:
         request = OpenText(opened)
@@ -249,7 +256,7 @@ class DetokenizerService:
             if request.uid in self._open:  # a replayed token may end it with an error
                 self._match(request, QueuedToken(token_id, is_replayed=True), chunks, now)
 
-    def _end(self, end: End, chunks: TextChunks, now: float) -> None:
+    def _receive_end(self, end: End, chunks: TextChunks, now: float) -> None:
         """Handle the end of a request from the scheduler: emit the rest of its text. The rest may contain a stop."""
         if end.uid in self._matching.waiting:
             if end.code in _WITH_ALL_TEXT:
@@ -275,12 +282,12 @@ class DetokenizerService:
         chunks.ended.append(request.complete(end, now))
 
     def _end_here(self, request: OpenText, end: End, chunks: TextChunks, now: float) -> None:
-        """End a request here and abort it in the scheduler."""
+        """End a request here. Abort it in the scheduler, unless the scheduler has ended it already."""
         uid = request.uid
         chunks.ended.append(request.complete(end, now))
         del self._open[uid]
         if self._matching.drop(uid):
-            return  # the scheduler has already ended it
+            return  # its end was in the queue
         self._to_abort.append(uid)
         self._stopped[uid] = None
         if len(self._stopped) > _MAX_REMEMBERED:
@@ -288,8 +295,10 @@ class DetokenizerService:
 
     def _fail(self, request: OpenText, error: Exception, chunks: TextChunks, now: float) -> None:
         """End a request with an error. Other requests continue."""
-        message = error.cause if isinstance(error, RequestError) else describe(error)
-        self._end_here(request, End(request.uid, FinishCode.FAILED, stage=_STAGE, message=message), chunks, now)
+        if not isinstance(error, RequestError):
+            error = RequestError("detokenize", describe(error))
+        end = End(request.uid, FinishCode.FAILED, stage=error.stage, message=error.cause)
+        self._end_here(request, end, chunks, now)
 
 
 def _ends(output: StepOutput) -> list[End | None]:

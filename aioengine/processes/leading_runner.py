@@ -1,4 +1,4 @@
-"""Rank 0 of several ranks: launches plans in this process, and sends them to the other ranks."""
+"""The runner of rank 0: launches plans in this process, and sends them to the other ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ class RanksBrokenError(BaseException):
 
 
 class LeadingRunner(Generic[Ticket]):
-    """Implements ``scheduler.runner.Runner`` for all ranks."""
+    """Implements ``scheduler.runner.Runner`` for all ranks.
+
+    The other ranks must launch and collect in the same order. So each plan is sent with the number of steps that were
+    collected since the last plan.
+    """
 
     def __init__(self, runner: Runner[Ticket], send: Callable[[RankStep | Control], None]) -> None:
         """runner: of rank 0. send: sends a message to all other ranks.
@@ -98,11 +102,11 @@ def plan_for_ranks(plan: StepPlan, failed: Collection[int]) -> StepPlan:
 
 
 def _without_sampling(row: NewRow) -> NewRow:
-    """Remove the parameters of sampling, because rank 0 samples, and logprobs of output tokens.
+    """Remove the parameters that only rank 0 needs: of sampling, and of logprobs of output tokens.
 
-    Hidden states and logprobs of a prompt decide which outputs a step computes.
+    Hidden states and prompt logprobs are kept, because they decide which outputs a step computes.
     """
     sampling = Sampling(seed=0, temperature=0.0, hidden_states=row.sampling.hidden_states)
     rules = row.logprobs
-    has_prompt = rules is not None and (rules.start >= 0 or row.kind is RequestKind.SCORE)
-    return replace(row, sampling=sampling, logprobs=rules if has_prompt else None)
+    has_prompt_logprobs = rules is not None and (rules.start >= 0 or row.kind is RequestKind.SCORE)
+    return replace(row, sampling=sampling, logprobs=rules if has_prompt_logprobs else None)

@@ -28,7 +28,6 @@ from aioengine.child_process.host import (
     show_one_gpu,
     use_share_of_cores,
 )
-from aioengine.constraints.grammars import Grammars
 from aioengine.errors import UnsupportedSchemaError, describe
 from aioengine.processes.leading_runner import LeadingRunner
 from aioengine.protocol.messages import (
@@ -64,6 +63,7 @@ from aioengine.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from aioengine.constraints.grammars import Grammars
     from aioengine.protocol.board import CrashBoard
     from aioengine.protocol.messages import Grammar
     from aioengine.protocol.rank_step import RankStep
@@ -124,7 +124,7 @@ class SchedulerService:
         self._sent_step_ended_at = -1.0
         self._was_busy = False
         self._has_replied = False
-        # each returns (success, message, data) of its ``Reply``
+        # name -> a function that returns success, message and data of the ``Reply``
         self._controls: dict[str, Callable[..., tuple[bool, str, str]]] = {
             "flush_cache": self._flush_cache,
             "pause": partial(self._set_paused, True),
@@ -235,13 +235,13 @@ class SchedulerService:
         self._core.requests.close_gate([submit.uid], Gate.GRAMMAR)
 
     def _needed_grammars(self) -> set[tuple[str, str]]:
-        """Return the grammars of all requests. They must stay cached.
+        """Return the grammars of all open requests. They must stay cached.
 
         A step that needs an evicted grammar would wait for its compilation.
         """
         requests = self._core.requests
-        living = (*requests.waiting, *requests.running, *requests.gated.values())
-        grammars = (request.submit.sampling.grammar for request in living)
+        open_requests = (*requests.waiting, *requests.running, *requests.gated.values())
+        grammars = (request.submit.sampling.grammar for request in open_requests)
         return {(grammar.kind, grammar.text) for grammar in grammars if grammar is not None}
 
     def _take_compiled(self) -> list[int]:
@@ -309,8 +309,8 @@ class SchedulerService:
         if control.name in (LOAD_ADAPTER, UNLOAD_ADAPTER) and self.adapters is not None:
             self.adapters.control(control, lambda reply: self._answer(reply, now))
         elif control.name in self._controls:
-            values = self._controls[control.name]
-            reply = self._reply(control, lambda _: Reply(control.call_id, *values(**control.arguments)))
+            function = self._controls[control.name]
+            reply = self._reply(control, lambda _: Reply(control.call_id, *function(**control.arguments)))
             self._answer(reply, now)
         elif (call := self._runner.controls.get(control.name)) is None:
             known = ", ".join([*self._controls, *self._runner.controls])
@@ -423,20 +423,21 @@ def build_service(
         runner = LeadingRunner(runner, send_to_ranks)
     grammars = None
     if runner.use_grammars is not None and settings.model.task == "generate":
+        from aioengine.constraints.grammars import Grammars  # and numpy, which other runners do without
+
         grammars = Grammars(settings.text.tokenizer_path, settings.model.vocab_size, settings.text.eos_token_ids)
         runner.use_grammars(grammars)
     lora = settings.runner.lora
     if lora is not None and runner.adapters is None:
         raise ValueError("enable_lora: the runner of this engine applies no LoRA adapters")
-    pool = runner.facts
-    max_running = min(settings.scheduler.max_running, int(pool.get("max_running_requests", sys.maxsize)))
+    max_running = min(settings.scheduler.max_running, int(runner.facts.get("max_running_requests", sys.maxsize)))
     scheduler = Scheduler(
         replace(settings.scheduler, max_running=max_running),
-        num_pages=int(pool["num_pages"]),
+        num_pages=int(runner.facts["num_pages"]),
         page_size=settings.memory.page_size,
         num_adapter_slots=0 if runner.adapters is None else runner.adapters.num_slots,
-        num_snapshots=int(pool.get("num_snapshots", 0)),
-        windows=page_windows(pool),
+        num_snapshots=int(runner.facts.get("num_snapshots", 0)),
+        windows=page_windows(runner.facts),
     )
     profile = Profile(report)
     depth = settings.scheduler.depth
@@ -484,7 +485,7 @@ def prepare_process(child: Child) -> Settings:
         show_one_gpu(runner.base_gpu_id + runner.replica * runner.num_runners // runner.num_replicas + rank)
     if ranks is None:
         return settings
-    ranks = replace(ranks, rank=rank, meeting_file=str(Path(child.orders.board).with_name("ranks")))
+    ranks = replace(ranks, rank=rank, store_file=str(Path(child.orders.board).with_name("ranks")))
     return replace(settings, runner=replace(settings.runner, ranks=ranks))
 
 

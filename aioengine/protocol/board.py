@@ -53,7 +53,7 @@ class CrashBoard:
             return cls(mmap.mmap(file.fileno(), 0))
 
     def begin(self, uids: list[int], ends: Callable[[], list[int]] | None = None) -> None:
-        """Record the begin of a step with these rows.
+        """Record that a step with these rows begins.
 
         ends: returns their end positions; called if the requests of its place have changed. None: they are unknown.
         """

@@ -4,7 +4,7 @@
     scheduler --> other ranks   RankStep              one per step; Control, NewEpoch
     scheduler --> detokenizer   StepOutput            one per step, for all requests
     detokenizer --> scheduler   Abort (at a stop string, or after an error)
-    detokenizer --> frontend    TextChunks            at most one per StepOutput
+    detokenizer --> frontend    TextChunks            one per StepOutput with news; more for queued stop patterns
     scheduler --> frontend      Stats, Reply, TextChunks (vectors, scores, compiled grammars)
     all children --> frontend   Ready, Failed, Progress, LogRecord
 

@@ -37,11 +37,12 @@ from aioengine.runner.device_memory import DeviceMemory, fit_pool, kv_cache_of
 from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.lora.pool import AdapterPool, slots_bytes
 from aioengine.runner.model_runner import DeviceParts, ModelRunner
+from aioengine.runner.speculation.draft_model import DraftParts
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
 from aioengine.runner.warmup import warm_up_device
 from aioengine.runner.weight_loading import WeightLoader
-from aioengine.settings.config import TRANSFORMERS, RunnerSettings, Settings
+from aioengine.settings.config import TRANSFORMERS, DraftSettings, RunnerSettings, Settings
 from aioengine.settings.memory_model import PoolDemand, PoolFit
 
 if TYPE_CHECKING:
@@ -108,21 +109,20 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         shape = dataclasses.replace(model.attention_shape, dtype=dtype)
         choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
         times.end("attention")
-        loaded = settings.model.weights
-        weights_bytes = weights.load(
-            model,
-            Path(loaded.path or settings.model.path),
-            load_format="auto" if loaded.path else settings.model.load_format,
-            seed=settings.random_seed,
-            report=lambda done, total: report(Progress("loading weights", done, total, "B")),
-        )
+        weights_bytes = _load_weights(model, settings, "loading weights", report)
+    draft: _LoadedDraft | None = None
+    if settings.runner.draft is not None:
+        with memory.record("the weights of the draft model", advice=advice), torch.no_grad():
+            draft = _load_draft(settings, settings.runner.draft, device, kv_dtype=kv_dtype, report=report)
+        weights_bytes += draft.weights_bytes
     times.end("weights")
     adapters = _take_adapters(model, settings, memory, dtype)
     state_bytes = 0 if model.state_shape is None else model.state_shape.num_bytes
-    demand = PoolDemand.of(settings, kv_cache_of(shape), state_bytes=state_bytes)
-    pool = fit_pool(demand, memory.pool_budget(model, settings, adapters))
+    draft_cache = None if draft is None else kv_cache_of(draft.shape)
+    demand = PoolDemand.of(settings, kv_cache_of(shape), state_bytes=state_bytes, draft=draft_cache)
+    pool = fit_pool(demand, memory.pool_budget(model, settings, adapters, None if draft is None else draft.model))
     if shard.group is not None:
-        pool = PoolFit(*(shard.group.smallest(number) for number in pool))
+        pool = PoolFit(*(shard.group.all_reduce_min(number) for number in pool))
     if state_bytes:
         graph_rows = min(settings.runner.cuda_graph_max_rows, pool.num_rows)
         scheduler = replace(settings.scheduler, max_running=pool.num_rows)
@@ -146,6 +146,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
             states = StatePool(
                 model.state_shape, max_rows=pool.num_rows, device=device, num_snapshots=pool.num_snapshots
             )
+        draft_parts = None if draft is None else draft.parts(settings, pool.num_pages, kv_dtype, device)
     times.end("kv_pool")
     parts = DeviceParts(
         settings=settings,
@@ -157,6 +158,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         adapters=adapters,
         states=states,
         ranks=shard.group,
+        draft=draft_parts,
     )
     facts: Facts = {
         "dtype": settings.model.dtype,
@@ -168,6 +170,8 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         "weights_bytes": weights_bytes,
         **kv_pool.facts,
     }
+    if draft_parts is not None:
+        facts["kv_pool_bytes"] = kv_pool.num_bytes + draft_parts.kv_pool.num_bytes
     if states is not None:
         facts |= states.facts
     if adapters is not None:
@@ -196,15 +200,84 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     return runner
 
 
+def _load_weights(model: Model, settings: Settings, purpose: str, report: Callable[[Progress], None]) -> int:
+    """Load the weights of ``settings.model``, and return their bytes. purpose: for the progress bar."""
+    loaded = settings.model.weights
+    return weights.load(
+        model,
+        Path(loaded.path or settings.model.path),
+        load_format="auto" if loaded.path else settings.model.load_format,
+        seed=settings.random_seed,
+        report=lambda done, total: report(Progress(purpose, done, total, "B")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedDraft:
+    """A draft model before the sizes of the pools are known."""
+
+    model: Model
+    shape: AttentionShape
+    choice: AttentionChoice
+    weights_bytes: int
+
+    def parts(self, settings: Settings, num_pages: int, kv_dtype: torch.dtype, device: torch.device) -> DraftParts:
+        """Allocate the KV pool."""
+        assert settings.runner.draft is not None
+        kv_pool = KVPool(
+            self.shape,
+            num_pages=num_pages,
+            page_size=settings.memory.page_size,
+            dtype=kv_dtype,
+            device=device,
+            has_page_groups=False,
+        )
+        return DraftParts(
+            self.model,
+            self.choice.build(self.shape, kv_pool.tensors),
+            kv_pool,
+            max_length=settings.runner.draft.model.context_length,
+            max_tokens=settings.scheduler.max_step_tokens,
+        )
+
+
+def _load_draft(
+    settings: Settings,
+    draft: DraftSettings,
+    device: torch.device,
+    *,
+    kv_dtype: torch.dtype,
+    report: Callable[[Progress], None],
+) -> _LoadedDraft:
+    """Load a draft model."""
+    settings = replace(
+        settings, model=draft.model, runner=replace(settings.runner, attention_backend=draft.attention_backend)
+    )
+    check_unchanged(draft.model.files, "since the engine was made")
+    dtype = DTYPES[draft.model.dtype]
+    config, options, _ = _with_formats(
+        settings,
+        ModelOptions(
+            dtype=dtype,
+            device=device,
+            max_positions=draft.model.context_length,
+            batch_invariant=settings.runner.batch_invariant,
+        ),
+    )
+    model = _model(settings, config, options)
+    shape = dataclasses.replace(model.attention_shape, dtype=dtype)
+    choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
+    weights_bytes = _load_weights(model, settings, "loading the draft model", report)
+    return _LoadedDraft(model, shape, choice, weights_bytes)
+
+
 def _shard(settings: Settings, device: torch.device) -> Shard:
     """Connect to the other ranks, if there are any."""
     ranks = settings.runner.ranks
     if ranks is None:
         return WHOLE
     is_invariant = device.type == "cpu" or settings.runner.batch_invariant
-    group = RankGroup(
-        ranks.rank, ranks.size, meeting_file=ranks.meeting_file, device=device, batch_invariant=is_invariant
-    )
+    group = RankGroup(ranks.rank, ranks.size, store_file=ranks.store_file, device=device, batch_invariant=is_invariant)
     return Shard(ranks.rank, ranks.size, group)
 
 

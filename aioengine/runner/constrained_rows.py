@@ -51,11 +51,11 @@ row saves steps. With 256 rows, few forced tokens make all rows slower.
 class _DeferredStep:
     """A step whose tokens are sampled when its masks are known.
 
-    draw: samples the tokens [R]. max_rows: with more rows, masks are not computed in the background.
+    sample: samples the tokens [R]. max_rows: with more rows, masks are not computed in the background.
     """
 
     rows: SampledRows
-    draw: Callable[[], Tensor]
+    sample: Callable[[], Tensor]
     max_rows: int
     ticket: Ticket | None = None
 
@@ -81,35 +81,35 @@ class ConstrainedRows:
         self._is_on_gpu = device.type != "cpu"
         self._unfollowed: deque[Ticket] = deque()
 
-    def draw(
-        self, rows: SampledRows, draw: Callable[[], Tensor], *, max_rows: int, is_urgent: bool = False
+    def sample_or_defer(
+        self, rows: SampledRows, sample: Callable[[], Tensor], *, max_rows: int, is_urgent: bool = False
     ) -> Tensor | None:
         """Return the sampled tokens [R]; None: they are sampled later, because masks depend on unknown tokens.
 
-        max_rows: rows that ``draw`` samples together. is_urgent: wait for the unknown tokens instead.
+        max_rows: rows that ``sample`` samples together. is_urgent: wait for the unknown tokens instead.
         """
         if self._unfollowed and any(request.constraint is not None for request in rows.requests):
             if not is_urgent:
-                self._deferred = _DeferredStep(rows, draw, max_rows)
+                self._deferred = _DeferredStep(rows, sample, max_rows)
                 return None
             self.follow()
-        return draw()
+        return sample()
 
-    def draw_masked(self, graphs: DecodeGraphs, step: DecodeStep, rows: SampledRows) -> Tensor | None:
-        """Do the same as ``draw``, [R], for a replayed step that only needs masks.
+    def sample_masked(self, graphs: DecodeGraphs, step: DecodeStep, rows: SampledRows) -> Tensor | None:
+        """Do the same as ``sample_or_defer``, [R], for a replayed step that only needs masks.
 
         The masks are applied in the logits of the graph. With a copy of the logits and the full sampler, the device
         would wait longer for its next step.
         """
 
-        def draw() -> Tensor:
+        def sample() -> Tensor:
             """Return token ids [R]."""
             logits = graphs.logits(step)
             with part("sample"):
                 self._masks.mask(logits, step.last_indices or range(len(rows.requests)), rows.constraints())
                 return graphs.draw(step, logits)
 
-        return self.draw(rows, draw, max_rows=graphs.max_rows)
+        return self.sample_or_defer(rows, sample, max_rows=graphs.max_rows)
 
     def begin_masks(self) -> None:
         """Start to compute the masks of the deferred step in the background, if all earlier tokens are known."""
@@ -117,13 +117,13 @@ class ConstrainedRows:
         if step is not None and not self._unfollowed and len(step.rows.requests) <= step.max_rows:
             self._masks.begin(step.rows.constraints(), is_on_gpu=self._is_on_gpu)
 
-    def finish(self) -> None:
+    def sample_deferred(self) -> None:
         """Sample the tokens of the deferred step."""
         step, self._deferred = self._deferred, None
         if step is not None and step.ticket is not None:
             self.follow()
             with torch.inference_mode():
-                step.ticket.values.start(step.draw())
+                step.ticket.values.start(step.sample())
             self.note(step.ticket, step.rows.requests, step.rows.positions)
 
     def open(self, opened: NewRow, request: RequestRow) -> None:

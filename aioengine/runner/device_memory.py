@@ -84,8 +84,11 @@ class DeviceMemory:
         torch.cuda.synchronize(self.device)
         self.recorded[purpose] = torch.cuda.memory_reserved(self.device) - before
 
-    def pool_budget(self, model: Model, settings: Settings, adapters: AdapterPool | None) -> PoolBudget:
+    def pool_budget(
+        self, model: Model, settings: Settings, adapters: AdapterPool | None, draft: Model | None = None
+    ) -> PoolBudget:
         """Return the memory for the KV pool and states, after the weights and the adapter slots are allocated.
+        draft: the draft model, which computes its part of a step after the model.
 
         If the size of the pool was requested, it is all free memory, else the part that ``mem_fraction_static`` allows.
         """
@@ -99,6 +102,8 @@ class DeviceMemory:
         advice = "Lower chunked_prefill_size or max_running_requests"
         with self.record("a step of the largest size", advice=advice):
             peak = peak_memory(model, self.device, limits, adapters)
+            if draft is not None:
+                peak = max(peak, peak_memory(draft, self.device, limits, None))
         steps = with_margin(peak)
         reserved = reserved_bytes(peak, max_running=limits.max_running, vocab_size=model.vocab_size)
         num_captured = longest_graph(settings, model.num_active)

@@ -41,6 +41,7 @@ class KVPool:
     A bidirectional model has no KV cache: its pages have no memory.
 
     Page groups share the memory: a page contains some positions of one group, and has the size for the largest group.
+    With ``has_page_groups=False``, all layers have the positions of a page, also if their windows differ.
 
     Attributes:
         num_pages: pages for requests; the tensors have the padding page before them.
@@ -57,11 +58,12 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         can_resume: bool = False,
+        has_page_groups: bool = True,
     ) -> None:
         """can_resume: on a GPU, allocate the memory so that ``resume`` works."""
         self.num_pages = num_pages
         self.page_size = page_size
-        windows = shape.page_windows
+        windows = shape.page_windows if has_page_groups else ()
         self.groups = PageGroups(windows=windows, page_size=page_size) if windows else None
         self._groups = shape.groups
         self._memory: list[mmap.mmap] = []
@@ -92,11 +94,16 @@ class KVPool:
         facts: dict[str, str | int | float | bool] = {
             "num_pages": self.num_pages,
             "page_size": self.page_size,
-            "kv_pool_bytes": sum(tensor.nbytes for tensor in self._owned),
+            "kv_pool_bytes": self.num_bytes,
         }
         if self.groups is not None:
             facts["page_windows"] = " ".join(str(window or 0) for window in self.groups.windows)
         return facts
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the pool in bytes."""
+        return sum(tensor.nbytes for tensor in self._owned)
 
     @property
     def layers(self) -> list[Tensor]:

@@ -25,6 +25,7 @@ from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.pooler import PooledRows, Pooler
 from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
+from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
 from aioengine.runner.speculation.draft_rows import DraftRows
 from aioengine.runner.speculation.verification import Verification, row_groups
 from aioengine.runner.ticket import StepDrafts, Ticket
@@ -63,6 +64,7 @@ class DeviceParts:
         adapters: None: LoRA is not enabled.
         states: None: the model has no states.
         ranks: None: there is one rank.
+        draft: None: there is no draft model.
     """
 
     settings: Settings
@@ -74,6 +76,7 @@ class DeviceParts:
     adapters: AdapterPool | None
     states: StatePool | None
     ranks: RankGroup | None = None
+    draft: DraftParts | None = None
 
 
 class ModelRunner:
@@ -134,7 +137,11 @@ class ModelRunner:
         self._constrained = ConstrainedRows(masks, parts.device, may_force=may_force)
         self._drafts: DraftRows | None = None
         if settings.scheduler.max_drafts:
-            self._drafts = DraftRows(with_grammars=settings.scheduler.depth == 0)
+            draft_model = None
+            if parts.draft is not None:
+                draft_model = DraftModel(parts.draft, self._table, self._sampler, processors, num_embeddings)
+            with_grammars = settings.scheduler.depth == 0
+            self._drafts = DraftRows(self._table.requests, draft_model, with_grammars=with_grammars)
         self._is_closed = False
 
     @torch.inference_mode()
@@ -160,13 +167,15 @@ class ModelRunner:
         if self._is_closed:
             raise RuntimeError("the runner is closed")
         if plan.closed or plan.new_rows:  # constraints must not be opened while masks are computed
-            self._constrained.finish()
+            self._constrained.sample_deferred()
         with part("prepare"):
             self._change_requests(plan)
             plan_rows, drafts = plan.rows, None
             if self._drafts is not None:
                 if any(row.num_drafts for row in plan_rows):
-                    self._constrained.finish()
+                    self._constrained.sample_deferred()
+                failed = self._failed.reasons
+                plan_rows = [row for row in plan_rows if row.uid not in failed] if failed else plan_rows
                 plan_rows, drafts = self._drafts.propose(plan_rows)
             rows = self._read(plan_rows)
         if self._send_plan is not None:
@@ -205,7 +214,7 @@ class ModelRunner:
             drafts=drafts,
         )
         if self._drafts is not None:
-            self._drafts.launched(ticket)
+            self._drafts.launched(ticket, plan_rows)
         if self._table.num_with_grammar:
             self._constrained.note(ticket, sampled, positions, () if drafts is None else drafts.followed)
         return ticket
@@ -222,7 +231,7 @@ class ModelRunner:
         """Wait for the step and return its result."""
         if ticket is self._newest:
             self._newest = None
-            self._constrained.finish()
+            self._constrained.sample_deferred()
         try:
             values = ticket.values.wait()
         except Exception:
@@ -286,6 +295,8 @@ class ModelRunner:
         if self.adapters is not None:
             self.adapters.close()
         self._kv_pool.release()
+        if self._drafts is not None:
+            self._drafts.release()
         if self._inputs.states is not None:
             self._inputs.states.release()
 
@@ -330,17 +341,19 @@ class ModelRunner:
         """Run forward and sampling of at least one row. Return ``Ticket.values`` [R]; None: sampled later."""
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
-        self._constrained.finish()
+        self._constrained.sample_deferred()
         hidden, _ = self._forward(rows)
         if pooled is not None:
             self._pooler.pool(hidden, pooled)
         if len(sampled) == len(rows.requests):
-            return self._draw(hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts))
+            return self._sample_or_defer(
+                hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts)
+            )
         if not sampled:
             return self._values_without_token(hidden)
         row_indices, positions = rows.row_indices[rows.samples], (rows.starts + rows.counts)[rows.samples]
         sampled_rows = self._table.upload(np.flatnonzero(rows.samples))
-        token_ids = self._draw(
+        token_ids = self._sample_or_defer(
             hidden[sampled_rows], self._table.sampled(sampled, row_indices, positions), is_urgent=True
         )
         assert token_ids is not None
@@ -361,7 +374,7 @@ class ModelRunner:
 
         positions: [S] of the token after all drafts of each sampled row; afterwards, of the last accepted token.
         """
-        self._constrained.finish()
+        self._constrained.sample_deferred()
         self._constrained.follow()
         hidden, before_drafts = self._forward(rows, drafts)
         is_sampled = self._table.upload(np.flatnonzero(rows.samples))
@@ -385,11 +398,11 @@ class ModelRunner:
         hidden: [S, D] after all drafts of each row. before_drafts: [K, D] before each draft, row by row.
         rows: with the positions of the first tokens.
         """
-        is_stateful = (rows.records["processors"] != 0).tolist()
+        has_processors = (rows.records["processors"] != 0).tolist()
         proposed = [drafts.proposed.get(request.uid, []) for request in rows.requests]
         one_by_one = [
-            processes or request.logprobs is not None or bool(request.sampling.hidden_states)
-            for processes, request in zip(is_stateful, rows.requests, strict=True)
+            is_processed or request.logprobs is not None or bool(request.sampling.hidden_states)
+            for is_processed, request in zip(has_processors, rows.requests, strict=True)
         ]
         num_before = np.cumsum([0, *map(len, proposed)]).tolist()
         hidden = torch.cat((hidden, before_drafts))
@@ -496,27 +509,28 @@ class ModelRunner:
     def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor | None:
         """Run a decode step that has a graph. Return token ids [R]; None: they are sampled later."""
         sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
-        step = graphs.replay(rows, sampled, when_ready=self._constrained.finish)
+        step = graphs.replay(rows, sampled, when_ready=self._constrained.sample_deferred)
         if step.token_ids is None:
             if step.needs_masks:
-                return self._constrained.draw_masked(graphs, step, sampled)
-            return self._draw(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
+                return self._constrained.sample_masked(graphs, step, sampled)
+            return self._sample_or_defer(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
         if self._table.num_with_logprobs:
             self._logprobs.add_sampled(graphs.logits(step), sampled, step.token_ids, step.order)
         if self._table.num_with_hidden_states:
             self._hidden_states.add_sampled(step.hidden, sampled)
         return step.token_ids
 
-    def _draw(
+    def _sample_or_defer(
         self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None, *, is_urgent: bool = False
     ) -> Tensor | None:
         """Return ``_sample`` [S]; None: it is deferred, because masks depend on tokens that are not known yet.
 
         is_urgent: wait for these tokens instead.
         """
-        draw = partial(self._sample, hidden, rows, logits)
+        sample = partial(self._sample, hidden, rows, logits)
         has_extras = self._table.num_with_logprobs or self._table.num_with_hidden_states
-        return self._constrained.draw(rows, draw, max_rows=SAMPLED_ROWS, is_urgent=is_urgent or bool(has_extras))
+        is_urgent = is_urgent or bool(has_extras)
+        return self._constrained.sample_or_defer(rows, sample, max_rows=SAMPLED_ROWS, is_urgent=is_urgent)
 
     def _sample(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor:
         """Sample token ids [S] from hidden states [S, D], and store them. logits: [>= S, V] if already computed."""

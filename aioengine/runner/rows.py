@@ -193,16 +193,20 @@ class RowTable:
         self.last_tokens.index_copy_(0, self.upload(rows.row_indices), valid)
         if not rows.records["processors"].any():
             return
+        self.write_history(rows, valid)
+        if self._recent is not None:
+            users = np.array([i for i, request in enumerate(rows.requests) if len(request.recent)], np.int64)
+            columns = self.upload(rows.positions[users] % RECENT_TOKENS)
+            self._recent[self.upload(rows.row_indices[users]), columns] = valid[self.upload(users)].int()
+
+    def write_history(self, rows: SampledRows, token_ids: Tensor) -> None:
+        """Store the tokens [S] of these rows in ``RequestRow.history``. Later tokens are ignored by penalties."""
         for i, request in enumerate(rows.requests):
             if size := len(request.history):
                 position = int(rows.positions[i])
                 if position >= size:
                     request.history = torch.cat([request.history, torch.zeros_like(request.history)])
-                request.history[position] = valid[i]
-        if self._recent is not None:
-            users = np.array([i for i, request in enumerate(rows.requests) if len(request.recent)], np.int64)
-            columns = self.upload(rows.positions[users] % RECENT_TOKENS)
-            self._recent[self.upload(rows.row_indices[users]), columns] = valid[self.upload(users)].int()
+                request.history[position] = token_ids[i]
 
     def _open_recent(self, row_index: int, token_ids: list[int]) -> Tensor:
         """Return ``RequestRow.recent`` [R] of a request with these tokens."""

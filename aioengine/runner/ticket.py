@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from aioengine.runner.logprobs import StepLogprobs
     from aioengine.runner.pooler import PooledRows
     from aioengine.runner.request_row import OpenConstraint, RequestRow
+    from aioengine.runner.speculation.draft_model import DraftedRequest
     from aioengine.runner.speculation.ngram import NgramProposer
     from aioengine.runner.transfer import Ints, Readback
 
-    Awaited = tuple[int, int, RequestRow, OpenConstraint]
+    ConstrainedToken = tuple[int, int, RequestRow, OpenConstraint]
 
 
 @dataclass(slots=True)
@@ -24,11 +25,11 @@ class OpenDrafts:
     """An open request.
 
     Attributes:
-        proposer: None: it gets no proposals.
+        text: its tokens, for its proposals; None: it gets no proposals.
         num_rejected: drafts rejected in flight, which the scheduler does not know yet.
     """
 
-    proposer: NgramProposer | None
+    text: NgramProposer | DraftedRequest | None
     num_rejected: int = 0
 
 
@@ -89,7 +90,7 @@ class Ticket:
     logprobs: StepLogprobs | None = None
     hidden_states: StepHiddenStates | None = None
     pooled: PooledRows | None = None
-    constrained: list[Awaited] = field(default_factory=list["Awaited"])
+    constrained: list[ConstrainedToken] = field(default_factory=list["ConstrainedToken"])
     repeated: set[int] = field(default_factory=set[int])
     forced: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     complete: list[int] = field(default_factory=list[int])

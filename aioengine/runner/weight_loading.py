@@ -326,7 +326,7 @@ class WeightLoader:
         self._model.finish_loading()
         self._runner.forget_features()
         if self._ranks is not None:
-            self._ranks.smallest(0)  # all have read the files, which may be removed after the reply
+            self._ranks.all_reduce_min(0)  # all have read the files, which may be removed after the reply
 
     def _part_of(self, arguments: Mapping[str, Argument]) -> _StoredPart | _PresentPart:
         """Return the tensors that a control call names. Raises ValueError if they do not match the model."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from aioengine.errors import describe
 from aioengine.model_files import adapter_folder
 from aioengine.protocol.messages import UNLOAD_ADAPTER, Adapter, Control, FinishCode, Reply
-from aioengine.scheduler.requests import Requests, key_of
+from aioengine.scheduler.request_states import Requests, key_of
 from aioengine.scheduler.runner import AdapterCopy, DeviceAdapters
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Adapters:
         """Drop unanswered load calls. Their callers repeat them."""
         self._loads.clear()
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private
 
     @property
     def _futures(self) -> list[Future[Any]]:

@@ -74,7 +74,7 @@ class Admission:
         if not running:
             return match
         num_missing = request.num_tokens - len(match.path) * cache.page_size
-        most = cache.pages_for(reserve_for(request, num_missing, self._chunk_tokens))
+        most = cache.pages_for(steps_ahead(request, num_missing, self._chunk_tokens))
         if num_left < most * (len(running) + 1):  # then count the pages that they can need in so many steps
             missing = [
                 cache.pages_for(member.next_limit) - cache.pages_for(member.num_tokens)
@@ -157,7 +157,7 @@ class ImageBudget:
         return count
 
 
-def reserve_for(request: Request, num_missing: int, chunk_tokens: int) -> int:
+def steps_ahead(request: Request, num_missing: int, chunk_tokens: int) -> int:
     """Return for how many steps every running request must have pages after ``request`` is admitted."""
     steps = STEPS_AHEAD_AGAIN if request.num_preemptions else STEPS_AHEAD
     return steps + 2 * num_missing // chunk_tokens

@@ -1,10 +1,8 @@
 """The plan of a step and its result: plain data, independent of the device.
 
-``num_tokens`` of a request are its positions that are known or that a step in flight samples. ``num_computed`` are its
-positions with KV, written or to be written by a step in flight. A row means:
-compute ``count`` positions starting at ``start``. Prefill, chunked prefill, the rest after a prefix hit, and decode are
-the same case. If the last token of a row is sampled by a step in flight, the plan does not know it: ``token_ids`` is
-one shorter, and the runner uses the token that it holds for this request.
+A row means: compute ``count`` positions from ``start`` on. Prefill, chunked prefill, the rest after a prefix hit, and
+decode are the same case. A decode row has no token ids, because a step in flight may still sample its token: the runner
+uses the newest token that it holds for this request.
 
 A row can end with *drafts*: positions for which the runner may propose tokens. It accepts the first drafts that equal
 the tokens it samples, and rejects the others. The next plan does not wait for this decision: it assumes that all drafts

@@ -26,7 +26,7 @@ from aioengine.scheduler.plan import DISTRIBUTION, NOTHING, TOKENS, VECTOR, NewR
 from aioengine.scheduler.request import Request
 
 if TYPE_CHECKING:
-    from aioengine.scheduler.requests import Requests
+    from aioengine.scheduler.request_states import Requests
     from aioengine.settings.config import SchedulerSettings
 
 OUTPUTS = {RequestKind.GENERATE: TOKENS, RequestKind.POOL: VECTOR, RequestKind.SCORE: DISTRIBUTION}
@@ -122,7 +122,7 @@ class Planner:
                 if pages is None:
                     continue
                 row = Row(request.uid, start, 1, TOKENS, [], pages)
-            rows.append(row)
+            rows.append(row)  # as in ``Flight.add``; most rows are such decodes, and a call would cost time
             requests.append(request)
             allocations.append(allocation)
             request.num_computed = start + 1
@@ -284,7 +284,7 @@ class Planner:
             if answer is Refusal.LATER:
                 num_later += self._admission.waits(request)
                 if num_later == MAX_LATER:
-                    self._requests.is_stalled = False  # the next step continues with the others
+                    self._requests.is_blocked = False  # the next step continues with the others
                     return
                 continue
             if isinstance(answer, Refusal):

@@ -52,9 +52,7 @@ class Gate(Enum):
     ended. ADAPTER is opened by ``Requests.requeue``. The other gates are closed and opened by ``Requests.close_gate``
     and ``open_gate``.
 
-    A waiting request with a closed gate stays in the queue for PREFIX. For any other gate it leaves the queue, and
-    returns to its old position later. A running request keeps its pages and its ``running_order``, but has no rows. If
-    it is preempted, or if the gate is SUSPENDED, it loses its pages and waits outside the queue.
+    The table in ``request_states`` has the state of a request with closed gates.
     """
 
     PREFIX = 0

@@ -23,7 +23,7 @@ from aioengine.scheduler.drafting import DraftCosts
 from aioengine.scheduler.plan import DISTRIBUTION, TOKENS, VECTOR, Row, StepPlan, StepResult
 from aioengine.scheduler.planner import Flight, Planner
 from aioengine.scheduler.request import Request, end_of
-from aioengine.scheduler.requests import Requests
+from aioengine.scheduler.request_states import Requests
 from aioengine.settings.page_groups import PageGroups
 
 if TYPE_CHECKING:
@@ -79,11 +79,11 @@ class Scheduler:
         if requests.deadlines.heap:
             requests.expire(now)
         flight = Flight(StepPlan([]), now)
-        requests.is_stalled = not self._flights  # the planner, or any change of the requests, resets it
+        requests.is_blocked = not self._flights  # the planner, or any change of the requests, resets it
         self._planner.fill(flight, now, is_overlapped=bool(self._flights))
         if not flight.requests:
             return None
-        requests.is_stalled = False
+        requests.is_blocked = False
         flight.plan.closed, requests.closed = requests.closed, []
         self._flights.append(flight)
         return flight.plan
@@ -112,13 +112,13 @@ class Scheduler:
         cache = self.cache
         # a copy, because requests that end are removed from it
         reweighted = self.requests.reweighted.copy() if self.requests.reweighted else None
-        single, others = result.tokens.token_ids, dict[int, list[int]]()
-        has_one_each = result.tokens.counts is None and len(single) == len(plan.rows)
+        row_tokens, others = result.tokens.token_ids, dict[int, list[int]]()
+        has_one_each = result.tokens.counts is None and len(row_tokens) == len(plan.rows)
         if not has_one_each or flight.num_drafts or flight.rejected or result.failed:
-            single, others = _by_row(flight, result)
+            row_tokens, others = _by_row(flight, result)
         limits: dict[int, int] = {}  # uid -> number of accepted tokens, if not all are accepted
         for row, request, allocation, token_id in zip(
-            plan.rows, flight.requests, flight.allocations, single, strict=True
+            plan.rows, flight.requests, flight.allocations, row_tokens, strict=True
         ):
             if request.allocation is not allocation:
                 limits[row.uid] = 0  # late
@@ -288,14 +288,14 @@ def _by_row(flight: Flight, result: StepResult) -> tuple[list[int], dict[int, li
         tokens = iter(result.tokens.token_ids)
         return [next(tokens) if row.outputs else -1 for row in flight.plan.rows], {}
     others: dict[int, list[int]] = {}
-    single: list[int] = []
+    row_tokens: list[int] = []
     with_extra = {extra.uid for extra in result.tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
     rows = iter(result.tokens.rows())
     for row in flight.plan.rows:
         new = next(rows) if row.outputs else []
         ids = [new] if isinstance(new, int) else new
         is_single = len(ids) == 1 and not row.num_drafts and row.uid not in flight.rejected
-        single.append(ids[0] if is_single and row.uid not in result.failed else -1)
+        row_tokens.append(ids[0] if is_single and row.uid not in result.failed else -1)
         if not is_single and (row.outputs & TOKENS or row.uid in with_extra):
             others[row.uid] = ids
-    return single, others
+    return row_tokens, others

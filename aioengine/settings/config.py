@@ -1,7 +1,8 @@
 """The values of the user (``EngineConfig``) and the resolved values (``Settings``), in frozen sections.
 
-``resolve.resolve`` replaces None and "auto" in ``EngineConfig`` with the help of facts about model and machine.
-``Settings`` contains neither. Child processes receive it unchanged, and components only receive their own section.
+``resolve.resolve`` makes ``Settings`` from ``EngineConfig`` and facts about model and machine. It replaces "auto", and
+None, except where None is a value of its own. Child processes receive ``Settings`` as JSON. Components receive only
+their own section.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         allow_request_templates: a request may contain the text or the path of a template.
         quantization: the method in config.json, or one of ``online_quantization.METHODS``.
         quantization_group_size: inputs that share a scale in int4; None: the default.
-        is_embedding: a generative model only returns vectors; None: if its folder belongs to sentence-transformers.
+        is_embedding: True: a generative model returns only vectors. None: True if its folder is of
+            sentence-transformers.
         implementation: "auto", "aioengine" or "transformers".
         sampling_defaults: "model" (from generation_config.json) or "engine".
     """
@@ -68,7 +70,12 @@ class DeviceConfig(Struct, frozen=True, kw_only=True):
 
 
 class MemoryConfig(Struct, frozen=True, kw_only=True):
-    """The KV pool. ``max_total_tokens`` None: as many as fit into ``mem_fraction_static`` of the memory."""
+    """The KV pool.
+
+    Attributes:
+        max_total_tokens: its size; None: as many tokens as fit into ``mem_fraction_static`` of the memory.
+        mem_fraction_static: None: a default that depends on the device.
+    """
 
     page_size: int = 16
     kv_cache_dtype: str = "auto"
@@ -89,11 +96,19 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 
 
 class SpeculationConfig(Struct, frozen=True, kw_only=True):
-    """Speculation. ``algorithm`` "": off. ``num_steps``: drafts of a row. ``num_draft_tokens``: one more."""
+    """Speculation.
+
+    Attributes:
+        algorithm: "": off.
+        num_steps: maximum drafts of a row. num_draft_tokens: ``num_steps`` + 1, as in other engines. One is enough.
+        draft_model_path, draft_quantization: the draft model, as in ``ModelConfig``.
+    """
 
     algorithm: str = ""
     num_steps: int | None = None
     num_draft_tokens: int | None = None
+    draft_model_path: str | None = None
+    draft_quantization: str | None = None
 
 
 class GivenAdapter(Struct, frozen=True):
@@ -109,7 +124,7 @@ class LoraConfig(Struct, frozen=True, kw_only=True):
     """LoRA adapters.
 
     Attributes:
-        enabled: None: if ``adapters`` is not empty.
+        enabled: None: True if there are ``adapters``.
         max_rank: None: the highest rank of ``adapters``.
         modules: the modules that adapters may change; (): all modules of the model; None: the modules of ``adapters``.
     """
@@ -159,7 +174,8 @@ class SupervisionConfig(Struct, frozen=True, kw_only=True):
     Attributes:
         num_replicas: number of copies of the model, each with its own processes.
         routing: one of ``ROUTINGS``.
-        max_restarts: 0: the engine ends when a process ends.
+        max_restarts: number of times within ``restart_window_s`` that lost processes are replaced. After the next loss
+            the engine ends; with 0, after the first.
         stall_timeout_s: a process without progress for this time is replaced. Every step must be shorter, even a
             prefill chunk of a large model on two cores.
         keeps_tensors: copies of new weights that come by tensor are kept for new processes.
@@ -212,6 +228,22 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     random_seed: int | None = None
     log_level: str = "error"
     progress: bool | None = None
+
+    @property
+    def draft_model(self) -> ModelConfig | None:
+        """The draft model of speculation; None: there is none."""
+        if self.speculation.draft_model_path is None:
+            return None
+        return ModelConfig(
+            path=self.speculation.draft_model_path,
+            quantization=self.speculation.draft_quantization,
+            download_dir=self.model.download_dir,
+            load_format="dummy" if self.model.load_format == "dummy" else "auto",
+            is_embedding=False,
+            implementation=OWN,
+            tokenizer=False,
+            sampling_defaults="engine",
+        )
 
 
 # ---------------------------------------------------------------- resolved values
@@ -335,7 +367,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     Attributes:
         chunk_tokens: the token budget of a step.
         depth: steps that may be in flight while the next one is launched; 0: no overlap.
-        stats_interval_s: time between two snapshots of the statistics.
+        stats_interval_s: time between two messages with statistics while requests run.
         tenant_weights: the weight of each tenant. The default is 1.
         splits_prompts: False: tokens attend in both directions, or all tokens are pooled. Then a prompt is computed in
             one step, and is not cached. A prompt longer than ``chunk_tokens`` is alone in its step.
@@ -378,13 +410,13 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
         return most + self.whole_image_tokens
 
 
-ADAPTER_RANKS: Final = 16
+ADAPTER_RANK_UNIT: Final = 16
 """The kernels pad the ranks of LoRA adapters to a multiple of this number."""
 
 
 def padded_rank(rank: int) -> int:
     """Return the rank of an adapter as the kernels store it."""
-    return -(-rank // ADAPTER_RANKS) * ADAPTER_RANKS
+    return -(-rank // ADAPTER_RANK_UNIT) * ADAPTER_RANK_UNIT
 
 
 class LoraSettings(Struct, frozen=True, kw_only=True):
@@ -411,12 +443,19 @@ class RankSettings(Struct, frozen=True, kw_only=True):
     Attributes:
         size: the number of ranks.
         rank: of this process. The scheduler process has rank 0.
-        meeting_file: a path in which the ranks exchange their addresses. The processes set it.
+        store_file: path of the file in which the ranks exchange their addresses. Each process sets it at its start.
     """
 
     size: int
     rank: int = 0
-    meeting_file: str = ""
+    store_file: str = ""
+
+
+class DraftSettings(Struct, frozen=True, kw_only=True):
+    """A draft model. It proposes no drafts for requests beyond its context length."""
+
+    model: ModelSettings
+    attention_backend: str
 
 
 class RunnerSettings(Struct, frozen=True, kw_only=True):
@@ -433,6 +472,7 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
             before top-k, top-p and min-p).
         logits_processors: "module:Class" of the user's logits processors, which requests may name.
         lora: None: only the base model is served.
+        draft: None: there is no draft model.
         ranks: None: one process computes the whole model.
         replica: the number of this copy of the model, below ``num_replicas``.
         base_gpu_id: the first GPU of the first replica. Rank r of replica i uses the GPU
@@ -451,6 +491,7 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
     logprobs_mode: str = "raw"
     logits_processors: tuple[str, ...] = ()
     lora: LoraSettings | None = None
+    draft: DraftSettings | None = None
     ranks: RankSettings | None = None
     replica: int = 0
     num_replicas: int = 1
@@ -480,7 +521,7 @@ class TextSettings(Struct, frozen=True, kw_only=True):
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """The settings of all child processes. Each process receives them as JSON when it starts."""
+    """The settings of all child processes."""
 
     model: ModelSettings
     memory: MemorySettings

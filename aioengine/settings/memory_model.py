@@ -147,6 +147,11 @@ class KVCache(Struct, frozen=True, kw_only=True):
         """Elements per token in all layers."""
         return self.num_layers * self.layer_elements
 
+    def token_bytes(self, elements: int, kv_dtype: str) -> int:
+        """Return the bytes of this many elements of a token."""
+        scales = elements // self.head_size * INT8_SCALE_BYTES if kv_dtype == "int8" else 0
+        return elements * DTYPE_BYTES[kv_dtype] + scales
+
     def pages(self) -> tuple[int, tuple[int | None, ...]]:
         """Return the elements per token in a page, and the window of each page group (``PageGroups``)."""
         groups, windows = layer_groups(self.windows)
@@ -242,14 +247,14 @@ class PoolDemand(Struct, frozen=True, kw_only=True):
     has_snapshots: bool = False
 
     @classmethod
-    def of(cls, settings: Settings, cache: KVCache, *, state_bytes: int) -> PoolDemand:
-        """Return the demand of an engine."""
+    def of(cls, settings: Settings, cache: KVCache, *, state_bytes: int, draft: KVCache | None = None) -> PoolDemand:
+        """Return the demand of an engine. draft: the KV cache of a draft model, whose layers share one page table."""
         page_size, num_pages = settings.memory.page_size, settings.memory.num_pages
         elements, windows = cache.pages()
         kv_dtype = settings.memory.kv_dtype or settings.model.dtype
-        token_bytes = elements * DTYPE_BYTES[kv_dtype]
-        if kv_dtype == "int8":
-            token_bytes += elements // cache.head_size * INT8_SCALE_BYTES
+        token_bytes = cache.token_bytes(elements, kv_dtype)
+        if draft is not None:
+            token_bytes += draft.token_bytes(draft.elements_per_token, kv_dtype)
         return cls(
             num_tokens=None if num_pages is None else num_pages * page_size,
             groups=PageGroups(windows=windows, page_size=page_size, min_tokens=settings.scheduler.min_tokens),

@@ -23,7 +23,7 @@ from aioengine.families._config import DecoderConfig
 from aioengine.families._ranks import part_of
 from aioengine.families._tensors import plain_tensors
 from aioengine.families._vision import VisionConfig
-from aioengine.frontend.startup import read_adapters
+from aioengine.frontend.startup import find_draft, read_adapters
 from aioengine.model_files import checkpoint, model_folder
 from aioengine.model_files.gguf_quantization import StoredTypes
 from aioengine.model_files.online_quantization import OnlineQuantization
@@ -74,11 +74,11 @@ class Plan(Struct, frozen=True, kw_only=True):
             at the start.
         reason: why this implementation is chosen; and why an engine would refuse the weights of a local folder, if so.
         attention_backend: an engine uses another one if the kernels of this one do not work on the machine.
-        weights_bytes: weights in ``dtype``, including a vision tower. Exact, except that a few small tensors (routers,
-            some norms) stay in fp32. With transformers' code: of the tensors in the files.
-        kv_bytes_per_token: KV cache per token. Exact, except with transformers' code, which is read by the usual names
-            of sizes and as if no layer had a window. With sliding windows: the average of a request of the context
-            length, because old pages are freed.
+        weights_bytes: weights in ``dtype``, including a vision tower and a draft model. Exact, except that a few small
+            tensors (routers, some norms) stay in fp32. With transformers' code: of the tensors in the files.
+        kv_bytes_per_token: KV cache per token, including a draft model. Exact, except with transformers' code, which is
+            read by the usual names of sizes and as if no layer had a window. With sliding windows: the average of a
+            request of the context length, because old pages are freed.
         state_bytes_per_request: recurrent states of a request. Their snapshots make the pool smaller.
         activations_bytes: estimate for the largest step, with CUDA graphs, adapter slots and cached image features.
         tp_size: the number of ranks. ``num_parameters`` is the number of parameters of all of them.
@@ -201,7 +201,8 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         )
     reason = _reason(facts, config.model)
     config = replace(config, model=replace(config.model, path=facts.path, tokenizer=False, chat_template=None))
-    settings = resolve(config, facts, device, read_adapters(config))
+    draft_facts = find_draft(config, configs_only=True)
+    settings = resolve(config, facts, device, read_adapters(config), draft_facts)
     is_on_cpu = settings.runner.device == "cpu"
     num_ranks = config.device.tp_size
     if device_memory is None:
@@ -217,6 +218,12 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     # all ranks have the logits of the whole vocabulary
     activations = _activations(replace(family, vocab_size=whole.vocab_size), settings, itemsize)
     activations += _adapter_elements(settings, facts.linear_layers) * itemsize
+    draft = None
+    if settings.runner.draft is not None and draft_facts is not None and config.draft_model is not None:
+        own = settings.runner.draft.model
+        draft_family = model_folder.family_config(replace(config.draft_model, path=draft_facts.path))
+        num_weights_bytes += _weights(draft_family, draft_facts, own, itemsize, is_on_cpu=is_on_cpu)[1]
+        draft = kv_cache(draft_family, own.context_length)
     share = settings.memory.mem_fraction_static if settings.memory.num_pages is None else 1.0
     if is_on_cpu:
         num_bytes = int((device_memory - num_weights_bytes) * share)
@@ -224,7 +231,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         num_bytes = int(device_memory * share) - _CUDA_BYTES - num_weights_bytes - activations
     length = settings.model.context_length
     states = state_bytes(family, itemsize)
-    demand = PoolDemand.of(settings, kv_cache(family, length), state_bytes=states)
+    demand = PoolDemand.of(settings, kv_cache(family, length), state_bytes=states, draft=draft)
     pool = demand.fit(num_bytes)
     num_pages = pool.num_pages if pool.left > 0 else 0
     if demand.num_tokens is None and num_pages < demand.pages_in(length):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from aioengine.api import checks
 from aioengine.model_files import quantized_formats
 from aioengine.model_files.adapter_folder import FUSED
@@ -15,6 +17,7 @@ from aioengine.settings.config import (
     DEFAULT_GROUP_SIZE,
     TRANSFORMERS,
     DeviceConfig,
+    DraftSettings,
     EngineConfig,
     LoraConfig,
     LoraSettings,
@@ -26,6 +29,8 @@ from aioengine.settings.config import (
     Settings,
     TextSettings,
 )
+from aioengine.settings.memory_model import effective_windows
+from aioengine.settings.page_groups import layer_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +64,8 @@ After a prefix hit, fewer tokens than this are computed again, which takes a GPU
 numbers would split prompts into too many steps.
 """
 GPU_GRAPH_ROWS: Final = 1024
+STANDALONE: Final = "STANDALONE"
+"""The algorithm of speculation with a draft model."""
 DRAFT_TOKENS: Final = 8
 """Default tokens of a row with drafts. On a CPU, up to 8 tokens take little longer than one."""
 FUSED_CHUNK: Final = 512
@@ -75,9 +82,14 @@ GPU_MEMORY_FRACTION: Final = 0.88
 
 
 def resolve(
-    config: EngineConfig, model: ModelFacts, device: DeviceFacts, adapters: Sequence[AdapterFolder] = ()
+    config: EngineConfig,
+    model: ModelFacts,
+    device: DeviceFacts,
+    adapters: Sequence[AdapterFolder] = (),
+    draft: ModelFacts | None = None,
 ) -> Settings:
-    """Replace every None and "auto". ``adapters``: the folders of the adapters in ``config``.
+    """Replace every None and "auto". ``adapters``: the folders of the adapters in ``config``. ``draft``: the draft
+    model in ``config``.
 
     Raises ValueError if a value does not fit the model or the machine.
     """
@@ -124,6 +136,7 @@ def resolve(
             logprobs_mode=config.logprobs_mode,
             logits_processors=config.device.logits_processors,
             lora=_lora_settings(config.lora, model, adapters),
+            draft=_draft_settings(config, model, draft, dtype, is_on_gpu=is_on_gpu),
             ranks=ranks,
             num_replicas=config.supervision.num_replicas,
             base_gpu_id=config.device.base_gpu_id,
@@ -349,19 +362,14 @@ def _max_drafts(config: EngineConfig, model: ModelFacts) -> int:
     if not wanted.algorithm:
         for name, value in (("num_steps", num_steps), ("num_draft_tokens", num_tokens)):
             if value is not None:
-                raise ValueError(f"speculative_{name}={value} has an effect only with speculative_algorithm='NGRAM'")
+                raise ValueError(f"speculative_{name}={value} has an effect only with speculative_algorithm")
         return 0
     if num_steps is not None and num_tokens is not None and num_tokens != num_steps + 1:
         raise ValueError(
             f"speculative_num_draft_tokens={num_tokens} must be speculative_num_steps + 1 = {num_steps + 1}; leave out "
             "one of them"
         )
-    why = ""
-    if model.task != "generate" or not model.is_causal:
-        why = "it does not generate text"
-    elif model.keeps_states:
-        why = "its recurrent layers keep a state that cannot be taken back when a draft is rejected"
-    if why:
+    if why := _why_undraftable(model):
         raise ValueError(
             f"speculative_algorithm={wanted.algorithm!r} does not work for this model ({model.model_type}): {why}; "
             "leave it out"
@@ -369,6 +377,61 @@ def _max_drafts(config: EngineConfig, model: ModelFacts) -> int:
     if num_steps is not None:
         return num_steps
     return DRAFT_TOKENS - 1 if num_tokens is None else num_tokens - 1
+
+
+def _why_undraftable(model: ModelFacts) -> str:
+    """Return why a model can neither verify nor propose drafts; "" if it can."""
+    if model.task != "generate" or not model.is_causal:
+        return "it does not generate text"
+    if model.keeps_states:
+        return "its recurrent layers keep a state that cannot be taken back when a draft is rejected"
+    return ""
+
+
+def _draft_settings(
+    config: EngineConfig, model: ModelFacts, draft: ModelFacts | None, dtype: str, *, is_on_gpu: bool
+) -> DraftSettings | None:
+    """Return the settings of the draft model ``draft``; None: there is none.
+
+    Raises ValueError if there must be one, or if it cannot propose drafts.
+    """
+    wanted, draft_config = config.speculation, config.draft_model
+    is_standalone = wanted.algorithm == STANDALONE
+    if draft is None or draft_config is None:
+        if is_standalone:
+            raise ValueError(
+                "speculative_algorithm='STANDALONE' needs speculative_draft_model_path: a small model with the "
+                "vocabulary of the model"
+            )
+        if wanted.draft_quantization is not None:
+            raise ValueError(
+                f"speculative_draft_model_quantization={wanted.draft_quantization!r} has an effect only with "
+                "speculative_draft_model_path"
+            )
+        return None
+    if not is_standalone:
+        raise ValueError(
+            f"speculative_draft_model_path={wanted.draft_model_path!r} has an effect only with "
+            "speculative_algorithm='STANDALONE'"
+        )
+    if why := _why_undraftable(draft):
+        raise ValueError(
+            f"speculative_draft_model_path={wanted.draft_model_path!r} cannot be a draft model ({draft.model_type}): "
+            f"{why}"
+        )
+    # The draft model reads the page table of the layers with the largest window. Within this window, no page is freed.
+    # It computes no position with long RoPE factors.
+    length = context_length(config, model)
+    windows = layer_groups(effective_windows(model.windows, length))[1]
+    limits = length, draft.context_length, draft.short_length, windows[0] if windows else None
+    draft_config = replace(draft_config, context_length=min(limit for limit in limits if limit))
+    own = replace(config, model=draft_config)
+    settings = _model_settings(own, draft, dtype)
+    if settings.quantization:
+        quantized_formats.check("quantization", settings.quantization, "cuda" if is_on_gpu else "cpu")
+    backend = _attention_backend(own, draft, dtype, is_on_gpu=is_on_gpu)
+    _kv_dtype(own, draft, dtype, backend, is_on_gpu=is_on_gpu)  # checks that the draft model can use it, too
+    return DraftSettings(model=settings, attention_backend=backend)
 
 
 def _lora_settings(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[AdapterFolder]) -> LoraSettings | None:
@@ -392,7 +455,7 @@ def _lora_settings(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[Ada
         )
     if wanted.max_loaded is not None and wanted.max_loaded < num_slots:
         raise ValueError(f"max_loaded_loras must be at least max_loras_per_batch={num_slots}, got {wanted.max_loaded}")
-    ranks = [module.rank for folder in adapters for module in folder.modules]
+    ranks = [part.rank for folder in adapters for part in folder.stored_parts]
     return LoraSettings(
         num_slots=num_slots,
         max_rank=max(ranks) if wanted.max_rank is None else wanted.max_rank,

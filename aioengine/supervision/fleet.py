@@ -5,8 +5,8 @@ fails, it leaves the fleet, and its requests continue in other replicas after th
 replica fails, the fleet fails.
 
 With ``max_restarts=0`` the first loss of a replica is final, even if a request caused it. A request that crashes every
-process therefore ends two replicas: its first replica, and the replica that retries it. After the first
-crash, any request of the step may be the cause. After the second crash, it ends with an error (see ``Ledger``).
+process therefore ends two replicas: its first replica, and the replica that retries it. After the first crash, any
+request of the step may be the cause. After the second crash, it ends with an error (see ``Ledger``).
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ class Fleet:
         for replica in self._replicas:
             replica.kill_now()
 
-    def processes(self) -> list[ProcessState]:
+    def process_states(self) -> list[ProcessState]:
         """Return the state of the children of all replicas that have not failed."""
-        return [state for replica in self._living for state in replica.processes()]
+        return [state for replica in self._active for state in replica.process_states()]
 
     def uids_in_flight(self) -> Collection[int]:
         """Return the uids of the requests in the current steps of all replicas."""
-        return {uid for replica in self._living for uid in replica.uids_in_flight()}
+        return {uid for replica in self._active for uid in replica.uids_in_flight()}
 
     def finished_ids(self, uid: int) -> list[int] | None:
         """Return the output ids of a request that finished lately; None: they are not kept."""
@@ -145,15 +145,16 @@ class Fleet:
     @property
     def weights(self) -> LoadedWeights:
         """The weights of a replica: of one that has lost tensors, if there is one."""
-        weights = [replica.weights for replica in self._living or self._replicas]
+        weights = [replica.weights for replica in self._active or self._replicas]
         return next((own for own in weights if own.are_lost), weights[0])
 
     @property
     def is_recovering(self) -> bool:
-        return any(replica.is_recovering for replica in self._living)
+        return any(replica.is_recovering for replica in self._active)
 
     @property
-    def _living(self) -> list[Supervisor]:
+    def _active(self) -> list[Supervisor]:
+        """The replicas that have not failed."""
         return [self._replicas[number] for number in self._routes.replicas]
 
     # ------------------------------------------------------------ from the replicas
@@ -198,9 +199,9 @@ class Fleet:
         replica = self._replicas[number]
         reason = describe_loss(error)
         text = "replica %d has failed; its requests continue in the other replicas (number left: %d): %s"
-        warn(logger, text, number, len(self._living), reason)
+        warn(logger, text, number, len(self._active), reason)
         self._stops.append(EngineTask(replica.stop(_STOP_TIMEOUT_S), name="aioengine-stop", on_failure=_ignore))
-        requests, quarantined = replica.ledger.hand_over(describe_loss(error), time.monotonic())
+        requests, quarantined = replica.ledger.hand_over(reason, time.monotonic())
         reports = replica.ledger.take_reports()
         if number in self._stats:  # keep its totals; the current counts become 0
             reports.append(Stats(*msgspec.structs.astuple(self._stats[number])[:_NUM_TOTALS]))

@@ -112,7 +112,7 @@ class Heartbeats:
 
 
 MEND_TIMEOUT_S: Final = 20.0
-"""Maximum time for a mend: the scheduler ends its step, then a detokenizer starts. Else both are replaced."""
+"""Maximum time for a mend: the scheduler ends its step, then a detokenizer starts. Otherwise both are replaced."""
 
 
 class ProcessState(Struct, frozen=True):
@@ -178,7 +178,7 @@ class Incarnation:
         self._replaced: RunningChild | None = None  # a detokenizer whose exit is not reported
         self._state = _State.STARTING
         self._handshake = Handshake(())
-        self._pump: EngineTask | None = None
+        self._receiving: EngineTask | None = None
         self._unsent: list[Message] = []
         self._num_unsent_tokens = 0
         self._flushing: asyncio.Handle | None = None
@@ -226,8 +226,10 @@ class Incarnation:
             for roles, act in stages:
                 self._handshake = Handshake(roles)
                 await act()
-                if self._pump is None or self._pump.is_done:
-                    self._pump = EngineTask(self._run_pump(), name="aioengine-pump", on_failure=self._pump_failed)
+                if self._receiving is None or self._receiving.is_done:
+                    self._receiving = EngineTask(
+                        self._receive_messages(), name="aioengine-receive", on_failure=self._receiving_failed
+                    )
                 self._watch_children()
                 for child in self._ended_children(roles):
                     self._handshake.child_ended(child)
@@ -245,7 +247,7 @@ class Incarnation:
             await self.end(exit_timeout_s=0.0)
             raise
 
-    def processes(self) -> list[ProcessState]:
+    def process_states(self) -> list[ProcessState]:
         """Return the current state of each child."""
         now = time.monotonic()
         step_s = now - self._step_ended_at if self._step_ended_at > 0 else None
@@ -314,7 +316,7 @@ class Incarnation:
         except Exception as error:  # otherwise calls would wait forever for replies to lost messages
             loop.call_soon(self._fail, "messages for the scheduler could not be sent", error)
 
-    async def _run_pump(self) -> None:
+    async def _receive_messages(self) -> None:
         """Receive the messages of the children until cancelled."""
         while True:
             messages = await self._launcher.receiver.receive()
@@ -353,8 +355,8 @@ class Incarnation:
 
     # ------------------------------------------------------------ losses
 
-    def _pump_failed(self, error: EngineDeadError) -> None:
-        """Handle an exception or cancellation of the pump. Waiting calls must end, since no message can arrive."""
+    def _receiving_failed(self, error: EngineDeadError) -> None:
+        """Handle the end of ``_receive_messages``. Waiting calls must end, because no message can arrive any more."""
         cause = error.__cause__
         if isinstance(cause, LostFrameError):
             self._fail("a message of the engine's processes was lost or damaged", cause, is_final=False)
@@ -362,7 +364,7 @@ class Incarnation:
             self._fail("messages of the engine's processes could not be handled", cause)
         else:
             if self._state is _State.BROKEN:
-                # The program cancelled the pump. ``_lose`` ignores other states, but this loss must be reported.
+                # The program cancelled the task. ``_lose`` ignores other states, but this loss must be reported.
                 self._state = _State.RUNNING
             self._handshake.fail(str(error))
             self._lose(None, error, is_final=True)
@@ -454,8 +456,8 @@ class Incarnation:
     def _close(self) -> None:
         with self._closing:  # several threads may notice that the loop is closed
             self._mark_ended()
-            if self._pump is not None:
-                self._pump.cancel()
+            if self._receiving is not None:
+                self._receiving.cancel()
             self._launcher.close()
 
     async def end(self, exit_timeout_s: float) -> None:
@@ -470,9 +472,9 @@ class Incarnation:
         for child in children:
             child.kill()
         await _wait_for_exits(children, KILL_WAIT_S)
-        pump, self._pump = self._pump, None
-        if pump is not None:
-            await pump.stop()
+        receiving, self._receiving = self._receiving, None
+        if receiving is not None:
+            await receiving.stop()
         self._close()
 
     def _mark_ended(self) -> None:

@@ -15,7 +15,7 @@ _BLOCK_TOKENS: Final = 64
 class Routes:
     """The replica of each open request. Replicas are numbered from 0.
 
-    A request that names a replica goes there, if that replica lives. For the other requests, the method decides:
+    A request that names a replica goes there, unless that replica has failed. For other requests, the method decides:
 
     - "auto": the replica with the fewest tokens to compute for all its open requests and the new one: prompt tokens
       that are not in its cache, and ``max_new_tokens``. So turns of a session and requests with the same prefix or

@@ -2,8 +2,9 @@
 
 In each step, matching may use ``STEP_BUDGET_S`` of CPU time. The remaining tokens, and all tokens of requests with slow
 patterns, wait in the queue, so they do not delay the texts of other requests. They are matched in *turns* between the
-steps. A turn has the same budget. A pause without turns follows a step that used up its budget, and also a turn if
-other requests are open. Each request also has its own limit (``RegexSearch``): a request that exceeds it fails.
+steps. A turn has the same budget. A pause without turns follows a step that used up its budget. It also follows a turn
+if some open requests have no tokens in the queue. Each request also has its own limit (``RegexSearch``): a request that
+exceeds it fails.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 STEP_BUDGET_S: Final = 0.01
 """CPU time of matching in one step, and in one turn of the queue. After it is used up, no other search starts."""
 
-REST: Final = 3
+PAUSE_FACTOR: Final = 3
 """A pause is this many times as long as the CPU time of the turn or step before it."""
 
 OVERDUE_S: Final = 0.2
@@ -54,7 +55,7 @@ class MatchingQueue:
         self.waiting: dict[int, tuple[OpenText, deque[QueuedToken | End]]] = {}
         self.used_s = 0.0
         self._next_uid: int | None = None  # the request of the next entry, until one of its entries takes long
-        self._rests_until = 0.0
+        self._paused_until = 0.0
 
     def spend(self, used_s: float) -> None:
         """Count CPU time of matching."""
@@ -99,14 +100,14 @@ class MatchingQueue:
 
     def is_due(self, now: float, *, has_news: bool) -> bool:
         """Whether a turn may begin. has_news: there are chunks to send, see ``OVERDUE_S``."""
-        return now >= self._rests_until + (OVERDUE_S if has_news else 0.0)
+        return now >= self._paused_until + (OVERDUE_S if has_news else 0.0)
 
-    def end(self, now: float, *, rests: bool) -> None:
-        """End a step or turn that began at ``now``. rests: begin the pause after it."""
-        if rests:
-            self._rests_until = now + (1 + REST) * self.used_s
+    def end(self, now: float, *, pauses: bool) -> None:
+        """End a step or turn that began at ``now``. pauses: a pause follows."""
+        if pauses:
+            self._paused_until = now + (1 + PAUSE_FACTOR) * self.used_s
         self.used_s = 0.0
 
     def wait_s(self, now: float) -> float:
         """Return the seconds until the pause ends."""
-        return max(0.0, self._rests_until - now)
+        return max(0.0, self._paused_until - now)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from aioengine.text.stop_regex import RegexSearch
 
 _UNSTREAMED_INTERVAL = 64
-"""Ids per chunk of a request that does not stream. After a crash, ids in the frontend are not computed again."""
+"""Ids per chunk of a request that does not stream. It is not one chunk at the end, because after a crash all ids that
+were not delivered are computed again.
+"""
 
 
 class OpenText:

@@ -125,4 +125,4 @@ class RegexSearch:
         is_total = self.used_s > total_s - PUSH_BUDGET_S
         limit = f"{total_s:.3f} s for {self.num_pieces} tokens" if is_total else f"{PUSH_BUDGET_S} s for one token"
         message = f"stop_regex took longer than {limit}, with {pattern!r} on {len(text)} characters"
-        raise RequestError("detokenize", f"{message}; write it without nested repetitions")
+        raise RequestError("stop_regex", f"{message}; write it without nested repetitions")

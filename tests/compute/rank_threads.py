@@ -44,11 +44,11 @@ def _run(work: Callable[..., T], *arguments: object) -> T:
 class RankThreads:
     """A thread for each rank. ``shards``: the group of the ranks, by rank."""
 
-    def __init__(self, threads: list[ThreadPoolExecutor], meeting_file: str) -> None:
+    def __init__(self, threads: list[ThreadPoolExecutor], store_file: str) -> None:
         self._threads = threads
         size = len(threads)
         self.shards = self.call(
-            lambda rank: Shard(rank, size, RankGroup(rank, size, meeting_file=meeting_file, device=CPU))
+            lambda rank: Shard(rank, size, RankGroup(rank, size, store_file=store_file, device=CPU))
         )
 
     def call(self, work: Callable[[int], T]) -> list[T]:
@@ -59,7 +59,7 @@ class RankThreads:
 
 @contextmanager
 def _started(num_threads: int) -> Iterator[tuple[list[ThreadPoolExecutor], str]]:
-    """Start threads, and give them a meeting file."""
+    """Start threads, and yield them with the path of a store file."""
     interval = sys.getswitchinterval()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         stack.callback(sys.setswitchinterval, interval)
@@ -70,8 +70,8 @@ def _started(num_threads: int) -> Iterator[tuple[list[ThreadPoolExecutor], str]]
 @contextmanager
 def rank_threads(num_ranks: int) -> Iterator[RankThreads]:
     """Start a thread for each rank."""
-    with _started(num_ranks) as (threads, meeting_file):
-        yield RankThreads(threads, meeting_file)
+    with _started(num_ranks) as (threads, store_file):
+        yield RankThreads(threads, store_file)
 
 
 @contextmanager
@@ -80,10 +80,10 @@ def ranked_world(settings: Settings, num_ranks: int, kind: type[AnyWorld] = Worl
     config = read_config(Path(settings.model.path))
     assert config is not None
     models.build(config, options())  # msgspec may not prepare a type in several threads at once
-    with _started(num_ranks - 1) as (threads, meeting_file):
+    with _started(num_ranks - 1) as (threads, store_file):
 
         def settings_of(rank: int) -> Settings:
-            ranks = RankSettings(size=num_ranks, rank=rank, meeting_file=meeting_file)
+            ranks = RankSettings(size=num_ranks, rank=rank, store_file=store_file)
             return replace(settings, runner=replace(settings.runner, ranks=ranks))
 
         services: list[RankService] = []

@@ -7,8 +7,8 @@ import pytest
 
 from aioengine.protocol.messages import End, FinishCode, Limits, StepOutput
 from aioengine.scheduler.core import MAX_FAILURES, SchedulerCore
+from aioengine.scheduler.deadlines import SPARE_ENTRIES
 from aioengine.scheduler.plan import NOTHING, TOKENS, StepPlan
-from aioengine.scheduler.queue import SPARE_ENTRIES
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.config import SchedulerSettings
 from aioengine.testing.fake_runner import FakeRunner, FakeTicket

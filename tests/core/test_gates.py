@@ -25,7 +25,7 @@ def world_of(depth: int = 0, num_pages: int = 64, **settings: int | bool) -> Wor
 
 
 def gates_of(world: World, uid: int) -> frozenset[Gate]:
-    (request,) = world.scheduler.requests._living([uid])
+    (request,) = world.scheduler.requests._requests_of([uid])
     return request.gates
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from aioengine import Answer, BatchOutput, Engine
     from aioengine.frontend.engine_parts import Blueprint
 
+pytestmark = pytest.mark.one_loop
+
 PARAMS: dict[str, object] = {"temperature": 0, "max_new_tokens": 20}
 UNTIL_LEFT: dict[str, object] = {"temperature": 0, "max_new_tokens": None, "ignore_eos": True}
 LONG: dict[str, object] = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
@@ -255,6 +257,25 @@ async def test_a_turn_that_did_not_end_by_itself_is_rolled_back() -> None:
         history += encoded(engine, TEXTS[1])
         plain = await engine.async_generate(input_ids=history, sampling_params=PARAMS)
         assert turn["output_ids"] == plain["output_ids"]
+
+
+async def test_turn_that_is_aborted_before_its_start_is_not_continued_while_its_batch_runs() -> None:
+    async with fake_async_engine(step_time_s=0.001) as engine:
+        sid = await engine.open_session(streaming=True)
+        session = {"id": sid}
+        first = await engine.async_generate(TEXTS[0], PARAMS, session_params=session)
+        batch = engine.async_generate(
+            [TEXTS[1], "another prompt"], UNTIL_LEFT, rid="x", stream=True, session_params=[session, None]
+        )
+        engine.abort_request("x_0")  # before its prompt is tokenized
+        async for chunk in batch:
+            if chunk["index"] == 0:
+                assert chunk["meta_info"]["finish_reason"] == "abort"
+                break
+        turn = await engine.async_generate(TEXTS[2], PARAMS, session_params=session)
+        history = encoded(engine, TEXTS[0], is_first=True) + first["output_ids"]
+        assert turn["meta_info"]["prompt_tokens"] == len(history) + len(encoded(engine, TEXTS[2]))
+        await batch.aclose()
 
 
 @pytest.mark.parametrize("wrong", [{"offset": 3}, {"replace": True}, {"drop_previous_output": True}])

@@ -17,6 +17,8 @@ from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.engine.engine_double import World
 
+pytestmark = pytest.mark.one_loop
+
 PANICS = "ab"
 """With a normalizer that puts nothing in front of a text, the library miscounts texts of several characters."""
 SHORT = {"max_new_tokens": 4}
@@ -99,17 +101,17 @@ async def test_an_error_while_rows_begin_ends_their_call_alone(world: World, row
     world.double.is_held = True
     frontend = world.engine._frontend_here()  # pyright: ignore[reportPrivateUsage]
     submitter = frontend.calls.submitter  # pyright: ignore[reportPrivateUsage]
-    plain = submitter._submit  # pyright: ignore[reportPrivateUsage]
+    plain = submitter._send  # pyright: ignore[reportPrivateUsage]
 
     def fail(messages: list[ToScheduler]) -> None:
         raise MemoryError("no place for it")
 
     async with asyncio.timeout(30):
-        submitter._submit = fail  # type: ignore[assignment]
+        submitter._send = fail  # type: ignore[assignment]
         bad = world.engine.async_generate(["bad"] * rows, SHORT)
         with pytest.raises(RequestError, match="MemoryError: no place for it"):
             await bad
-        submitter._submit = plain
+        submitter._send = plain
         world.double.resume()
         assert len((await world.engine.async_generate("good", SHORT))["output_ids"]) == 4
     assert world.engine.stats()["num_streams"] == 0

@@ -11,7 +11,7 @@ import torch
 
 from aioengine.kernels import linear
 from aioengine.kernels.adapter_linear import add
-from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights, rows_of_tile
+from aioengine.kernels.adapter_types import RANK_UNIT, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights, rows_of_tile
 from aioengine.protocol.messages import Adapter, Sampling
 from aioengine.runner.build import build
 from aioengine.runner.lora.pool import tile
@@ -51,7 +51,7 @@ def weights_of(size: int, sizes: tuple[int, ...], ranks: list[tuple[int, ...]], 
         end = 256
         for part, (rank, outputs) in enumerate(zip(own, sizes, strict=True)):
             second = end + rank * size
-            entry = torch.tensor([rank // RANKS, end // UNIT, second // UNIT, 0], device="cuda")
+            entry = torch.tensor([rank // RANK_UNIT, end // UNIT, second // UNIT, 0], device="cuda")
             table[slot, part * TABLE_COLUMNS :][:TABLE_COLUMNS] = entry
             pool[slot, end:second] = torch.randn(rank * size, device="cuda") * size**-0.5
             pool[slot, second : second + outputs * rank] = torch.randn(outputs * rank, device="cuda")

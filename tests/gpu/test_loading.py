@@ -40,7 +40,7 @@ def test_every_piece_reaches_its_place(
         assert torch.equal(target.tensor.cpu(), given[name][target.index].bfloat16()), name
     assert not fused[:, :48].any()
     assert seen == sorted(seen)
-    assert seen[-1] == sum(tensor.nbytes for tensor in given.values())
+    assert seen[-1] == sum(given[name][target.index].nbytes for name, target in targets.items())
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])

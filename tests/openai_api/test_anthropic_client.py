@@ -9,8 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from aioengine.parsing import OutputFormat
-from aioengine.testing.fake_engine import fake_async_engine
+from tests.kit.constrained_answers import constrained_engine
 from tests.openai_api.serving import Served, served
 from tests.openai_api.test_tools import ANSWERS
 
@@ -25,11 +24,9 @@ TOOLS: Any = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OutputFormat, "sampling_params", lambda *_, **__: {})  # the fake model knows no grammars
-        options = {"tool_parser": "hermes", "reasoning_parser": "think", "api_key": "secret"}
-        with served(fake_async_engine(ANSWERS), served_model_name="fake", **options) as running:
-            yield running
+    options = {"tool_parser": "hermes", "reasoning_parser": "think", "api_key": "secret"}
+    with constrained_engine(ANSWERS) as engine, served(engine, served_model_name="fake", **options) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +75,13 @@ def test_tool_use_and_thinking_are_blocks(client: anthropic.Anthropic) -> None:
     assert last.content[0].to_dict()["text"] == "Hello."
 
 
+def test_input_of_automatic_calls_fits_the_schema(client: anthropic.Anthropic) -> None:
+    answer = client.messages.create(model="fake", max_tokens=300, messages=messages("wrong"), tools=TOOLS)
+    text, call = answer.content
+    assert (text.type, call.type, answer.stop_reason) == ("text", "tool_use", "tool_use")
+    assert isinstance(call.to_dict()["input"]["city"], str), "the answer has an argument 'town'"
+
+
 def test_streamed_message_equals_the_whole_one(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(model="fake", max_tokens=300, messages=messages("two"), tools=TOOLS)
     with client.messages.stream(model="fake", max_tokens=300, messages=messages("two"), tools=TOOLS) as stream:
@@ -114,6 +118,8 @@ def test_errors_have_the_form_of_anthropic(server: Served, client: anthropic.Ant
     [
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "input_schema"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice must have the name of a tool, got {'type': 'tool'}"),
+        ({"stream": True, "resume_ttl": 5}, "resume_ttl is not supported: only the streams of /v1/chat/completions"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0]"),
         ({"mcp_servers": []}, "mcp_servers"),
     ],

@@ -10,8 +10,7 @@ import pytest
 
 from aioengine.openai.replies import CallError
 from aioengine.openai.stored_responses import StoredResponses
-from aioengine.parsing import OutputFormat
-from aioengine.testing.fake_engine import fake_async_engine
+from tests.kit.constrained_answers import constrained_engine
 from tests.openai_api.serving import Served, served
 from tests.openai_api.test_tools import ANSWERS, TOOLS
 
@@ -20,12 +19,10 @@ FUNCTION: Any = {"type": "function", **TOOLS[0]["function"], "strict": False}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OutputFormat, "sampling_params", lambda *_, **__: {})  # the fake model knows no grammars
-        options = {"tool_parser": "hermes", "reasoning_parser": "think"}
-        answers = ANSWERS | {"Again": "Hello again."}
-        with served(fake_async_engine(answers), served_model_name="fake", **options) as running:
-            yield running
+    options = {"tool_parser": "hermes", "reasoning_parser": "think"}
+    answers = ANSWERS | {"Again": "Hello again."}
+    with constrained_engine(answers) as engine, served(engine, served_model_name="fake", **options) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

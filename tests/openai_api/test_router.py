@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import aioengine
 from aioengine.openai import openai_router
 from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.text import stop_regex
 from tests.kit.fake_adapters import write_adapter
 from tests.kit.source import imports, modules
 from tests.kit.waiting import wait_until
@@ -109,6 +110,7 @@ WRONG: dict[str, tuple[str, dict[str, object], str]] = {
     "two formats": (CHAT, chat("x", response_format={"type": "json_object"}, regex="a"), "regex"),
     "prompt of objects": ("/v1/completions", {"prompt": [{}]}, "prompt"),
     "template": (CHAT, chat("x", chat_template="{{ 1 }}"), "chat_template must be the name"),
+    "echo of texts and ids": ("/v1/completions", {"prompt": ["x", 1], "echo": True}, "prompt[1]"),
 }
 
 
@@ -166,14 +168,25 @@ def test_models_are_the_base_and_the_adapters(server: Served, tmp_path: Path) ->
 
 
 def test_metrics_count_the_requests_of_the_server(server: Served) -> None:
-    def ended() -> float:
+    path = "/v1/completions"
+
+    def numbers() -> list[float]:
+        """The number of ended requests, and of requests by status."""
         families = text_string_to_metric_families(server.client.get("/metrics").text)
         samples = [sample for family in families for sample in family.samples]
-        return sum(sample.value for sample in samples if sample.name == "aioengine_requests_total")
+        by_status = {
+            sample.labels["status"]: sample.value
+            for sample in samples
+            if sample.name == "aioengine_http_requests_total" and sample.labels["path"] == path
+        }
+        ended = sum(sample.value for sample in samples if sample.name == "aioengine_requests_total")
+        return [ended, *(by_status.get(status, 0) for status in ("200", "400", "401"))]
 
-    before = ended()
-    assert server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 2}).status_code == 200
-    assert wait_until(lambda: ended() == before + 1)
+    before = numbers()
+    assert server.post(path, {"prompt": "Hi", "max_tokens": 2}).status_code == 200
+    assert server.post(path, {"prompt": "Hi", "max_tokens": -2}).status_code == 400
+    assert httpx.post(server.url + path).status_code == 401
+    assert wait_until(lambda: numbers() == [count + 1 for count in before])
     assert httpx.get(f"{server.url}/metrics").status_code == 401
 
 
@@ -278,11 +291,46 @@ def test_stream_without_logprobs_is_not_continued_with_them(server: Served) -> N
     body = {"prompt": "Hi", "max_tokens": 9, "ignore_eos": True, "stream": True, "resume_ttl": 20}
     with server.client.stream("POST", "/v1/completions", json=body) as response:
         event_id, _ = next(events(response))
-    for path, more in (("/v1/completions", body | {"logprobs": 1}), (CHAT, chat("Hi", stream=True, logprobs=True))):
-        response = server.post(path, more, headers={"Last-Event-ID": event_id})
-        assert "this stream was started without logprobs" in response.text
-        assert "invalid_request_error" in response.text
+    response = server.post("/v1/completions", body | {"logprobs": 1}, headers={"Last-Event-ID": event_id})
+    assert "this stream was started without logprobs" in response.text
+    assert "invalid_request_error" in response.text
     server.wait_until_idle()
+
+
+def test_stream_is_not_continued_at_another_endpoint(server: Served) -> None:
+    for path, body, other in (
+        ("/v1/completions", {"prompt": "Hi"}, CHAT),
+        (CHAT, chat("Hi"), "/v1/completions"),
+    ):
+        fields = {"max_tokens": 9, "ignore_eos": True, "stream": True, "resume_ttl": 20}
+        with server.client.stream("POST", path, json=body | fields) as response:
+            event_id, _ = next(events(response))
+        other_body = chat("Hi") if other == CHAT else {"prompt": "Hi"}
+        refused = server.post(other, other_body | fields, headers={"Last-Event-ID": event_id})
+        assert refused.status_code == 400
+        assert "must be the id of an event of this endpoint" in error_of(refused)["message"]
+        assert server.post(path, body | fields, headers={"Last-Event-ID": event_id}).status_code == 200
+    server.wait_until_idle()
+
+
+def test_slow_stop_regex_is_status_400(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_regex, "PUSH_BUDGET_S", 0.0)
+    response = server.post("/v1/completions", {"prompt": "Hi", "stop_regex": "(a+)+b", "ignore_eos": True})
+    assert response.status_code == 400
+    assert "stop_regex took longer than" in error_of(response)["message"]
+
+
+def test_context_length_limits_the_size_of_conversions() -> None:
+    with served(fake_async_engine(context_length=32)) as server:
+        bodies: tuple[tuple[str, str, Any, int, str], ...] = (
+            ("/tokenize", "prompt", "x", 512, "the text has 513 characters; at most 512 are converted"),
+            ("/detokenize", "tokens", [65], 32, "tokens has 33 ids; at most 32 are converted"),
+        )
+        for path, name, unit, limit, reason in bodies:
+            assert server.post(path, {name: unit * limit}).status_code == 200
+            refused = server.post(path, {name: unit * (limit + 1)})
+            assert refused.status_code == 400
+            assert reason in error_of(refused)["message"]
 
 
 def test_tool_arguments_that_are_nested_too_deeply_stay_text(server: Served) -> None:
@@ -299,6 +347,18 @@ def test_bytes_of_logprobs_are_those_of_parts_of_a_character() -> None:
         entries = choice["logprobs"]["content"]
     assert bytes(byte for entry in entries for byte in entry["bytes"]).startswith("añ€".encode())
     assert entries[1]["token"] == "\ufffd"
+
+
+def test_text_offsets_count_characters() -> None:
+    text = "añ€"  # 1, 2 and 3 tokens
+    body = {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 6}
+    with served(fake_async_engine(answers={"": text})) as running:
+        (choice,) = running.post("/v1/completions", body).json()["choices"]
+        with running.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            streamed = [value["choices"][0]["logprobs"]["text_offset"] for _, value in events(response)]
+    assert choice["text"] == text * 2
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 5]
+    assert [offset for offsets in streamed for offset in offsets] == choice["logprobs"]["text_offset"]
 
 
 @pytest.mark.parametrize("num_top", [-1, 21])

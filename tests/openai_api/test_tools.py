@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from aioengine.openai import openai_router
-from aioengine.parsing import OutputFormat
 from aioengine.testing.fake_engine import fake_async_engine
+from tests.kit.constrained_answers import constrained_engine
 from tests.openai_api.serving import Served, served
 
 TOOLS: Any = [
@@ -34,17 +34,18 @@ ANSWERS = {
     "two": f"<think>\nHm.\n</think>\n\nI look.\n{call_text('Lima')}\n{call_text('Rome')}",
     "think": "<think>2 + 3?</think>5",
     "cut": call_text("Lima")[:50],
+    "wrong": f"I look.\n{call_text('Lima').replace('city', 'town')}",
     "": "Hello.",
 }
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OutputFormat, "sampling_params", lambda *_, **__: {})  # the fake model knows no grammars
-        engine = fake_async_engine(ANSWERS)
-        with served(engine, served_model_name="fake", tool_parser="hermes", reasoning_parser="think") as running:
-            yield running
+    with (
+        constrained_engine(ANSWERS) as engine,
+        served(engine, served_model_name="fake", tool_parser="hermes", reasoning_parser="think") as running,
+    ):
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,14 @@ def test_calls_and_reasoning_are_split_off(client: openai.OpenAI) -> None:
     assert calls == [("function", "weather", {"city": "Lima"}), ("function", "weather", {"city": "Rome"})]
     assert len({call.id for call in message.tool_calls}) == 2
     assert choice.finish_reason == "tool_calls"
+
+
+def test_arguments_of_automatic_calls_fit_the_schema(client: openai.OpenAI) -> None:
+    choice = ask(client, "wrong", tools=TOOLS, tool_choice="auto").choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
+    (call,) = choice.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert isinstance(arguments["city"], str), "the answer has an argument 'town'"
 
 
 def test_streamed_calls_join_to_the_whole_ones(client: openai.OpenAI) -> None:

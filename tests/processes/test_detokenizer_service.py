@@ -271,13 +271,13 @@ def test_bad_request_fails_alone() -> None:
 
 def test_stop_pattern_that_takes_too_long_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def search(self: RegexSearch, text: str) -> NoReturn:
-        raise RequestError("detokenize", "the pattern took too long")
+        raise RequestError("stop_regex", "the pattern took too long")
 
     monkeypatch.setattr(RegexSearch, "search", search)
     steps = Steps()
     steps.open(1, TextRules(stop_regex=("a",)))
     steps.token(1, 60)
-    assert (steps.end(1).stage, steps.end(1).message) == ("detokenize", "the pattern took too long")
+    assert (steps.end(1).stage, steps.end(1).message) == ("stop_regex", "the pattern took too long")
 
 
 @pytest.mark.parametrize("when", ["push", "flush"])

@@ -191,7 +191,7 @@ async def test_engine_whose_tasks_are_all_cancelled_is_dead_at_once() -> None:
     await asyncio.sleep(0)
     assert engine.health()["state"] == "dead"
     for call in [*calls, engine.async_generate]:
-        with pytest.raises(EngineDeadError, match="task 'aioengine-pump' was cancelled") as raised:
+        with pytest.raises(EngineDeadError, match="task 'aioengine-receive' was cancelled") as raised:
             await (call if not callable(call) else call("a story", LONG))
         assert (raised.value.role, raised.value.pid) == ("frontend", os.getpid())
     await until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
@@ -217,15 +217,15 @@ async def test_recovery_that_is_cancelled_ends_every_call() -> None:
 
 
 @process
-async def test_engine_is_dead_if_its_pump_is_cancelled_during_recovery() -> None:
+async def test_engine_is_dead_if_its_receiver_is_cancelled_during_recovery() -> None:
     async with fake_async_engine(ANSWERS, processes=True) as engine:
         call = asyncio.ensure_future(engine.async_generate("a story", LONG))
         await asyncio.sleep(0)
         supervisor_of(engine)._incarnation._launcher.children[1].kill()
         await until(lambda: supervisor_of(engine)._recovery)
-        [pump] = [task for task in engine_tasks() if task.get_name() == "aioengine-pump"]
-        pump.cancel()
-        with pytest.raises(EngineDeadError, match="task 'aioengine-pump' was cancelled"):
+        [receiving] = [task for task in engine_tasks() if task.get_name() == "aioengine-receive"]
+        receiving.cancel()
+        with pytest.raises(EngineDeadError, match="task 'aioengine-receive' was cancelled"):
             await call
 
 

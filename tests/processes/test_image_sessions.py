@@ -36,13 +36,13 @@ def submitted(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[Subm
     """The requests that reach the processes."""
     found: list[Submit] = []
     submitter = engine._run.frontend.calls.submitter
-    send = submitter._submit
+    send = submitter._send
 
     def record(submits: list[Submit]) -> None:
         found.extend(submits)
         send(submits)
 
-    monkeypatch.setattr(submitter, "_submit", record)
+    monkeypatch.setattr(submitter, "_send", record)
     return found
 
 

@@ -31,7 +31,7 @@ from aioengine.frontend.engine_parts import Blueprint
 from aioengine.frontend.intake import image_prompts
 from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt, folder_base
 from aioengine.media.intake.sources import ImageSource
-from aioengine.media.service.worker import PixelGate
+from aioengine.media.service.worker import PixelLimit
 from aioengine.media.tokens._base import find_image_model
 from aioengine.protocol.media import JobWaiting, encode_line
 from aioengine.protocol.messages import Submit
@@ -64,13 +64,13 @@ def submitted(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[Subm
     """The requests that reach the processes."""
     found: list[Submit] = []
     submitter = engine._run.frontend.calls.submitter
-    send = submitter._submit
+    send = submitter._send
 
     def record(submits: list[Submit]) -> None:
         found.extend(submits)
         send(submits)
 
-    monkeypatch.setattr(submitter, "_submit", record)
+    monkeypatch.setattr(submitter, "_send", record)
     return found
 
 
@@ -391,7 +391,7 @@ async def test_each_file_holds_its_own_picture_for_a_gpu(tmp_path: Path) -> None
         picture(seed).save(file, "JPEG", quality=90)
         prompt, is_over = ImagesOfPrompt([ImageSource("bytes", file.getvalue())], ""), asyncio.Event()
         intake.begin(prompt)
-        prompt.when_over(is_over.set)
+        prompt.when_done(is_over.set)
         await is_over.wait()
         assert prompt.error is None
         [prepared] = prompt.prepared
@@ -429,14 +429,14 @@ async def test_waiting_time_does_not_count_for_the_timeout(
 
 
 async def test_waiting_pictures_are_decoded_in_order() -> None:
-    gate, ended, reports = PixelGate(10), list[int](), list[tuple[int, bool]]()
+    limit, ended, reports = PixelLimit(10), list[int](), list[tuple[int, bool]]()
 
     def decode(num_pixels: int) -> None:
-        with gate.holding(num_pixels, lambda is_over: reports.append((num_pixels, is_over))):
+        with limit.holding(num_pixels, lambda is_over: reports.append((num_pixels, is_over))):
             ended.append(num_pixels)
 
     threads = [threading.Thread(target=decode, args=(num_pixels,)) for num_pixels in (10, 1)]
-    with gate.holding(8, lambda _: pytest.fail("the picture fits")):
+    with limit.holding(8, lambda _: pytest.fail("the picture fits")):
         for number, thread in enumerate(threads):
             thread.start()
             await until(lambda number=number: len(reports) > number)
@@ -520,8 +520,8 @@ async def test_prompts_of_gemma_get_line_breaks_around_their_images(tmp_path: Pa
     async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
         found: list[Submit] = []
         submitter = engine._run.frontend.calls.submitter
-        submit = submitter._submit
-        submitter._submit = lambda submits: (found.extend(submits), submit(submits))
+        submit = submitter._send
+        submitter._send = lambda submits: (found.extend(submits), submit(submits))
         for prompt in ("a\n<start_of_image>b", "a\n\n\n<start_of_image><image_soft_token><end_of_image>\n\nb"):
             out = await engine.async_generate(prompt, SHORT, image_data=png(picture(900)))
             assert out["meta_info"]["image_tokens"] == 4

@@ -85,10 +85,10 @@ def test_many_hostile_requests_take_a_bounded_part_of_each_step(monkeypatch: pyt
     """CPU time before each search of a step or a turn."""
     plain_end, plain_search = MatchingQueue.end, RegexSearch.search
 
-    def end(queue: MatchingQueue, now: float, *, rests: bool) -> None:
+    def end(queue: MatchingQueue, now: float, *, pauses: bool) -> None:
         assert max(used_s[:-1], default=0.0) < STEP_BUDGET_S  # the search that exceeds it is the last
         used_s[:] = [0.0]
-        plain_end(queue, now, rests=rests)
+        plain_end(queue, now, pauses=pauses)
 
     def search(own: RegexSearch, text: str) -> tuple[Hit | None, int]:
         before_s = own.used_s
@@ -210,11 +210,11 @@ def test_stop_in_queued_text_after_the_end_of_the_scheduler(waiting: World) -> N
     assert len(waiting.service._stopped) == 0
 
 
-def test_exhausted_queue_rests_only_if_requests_wait() -> None:
+def test_exhausted_queue_pauses_only_if_requests_wait() -> None:
     queue = MatchingQueue()
     queue.spend(0.02)
     assert queue.is_exhausted
-    queue.end(5.0, rests=True)
+    queue.end(5.0, pauses=True)
     assert not queue.is_exhausted
     assert queue.wait_s(5.0) == pytest.approx(0.08)
     world = World()

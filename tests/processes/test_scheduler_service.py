@@ -29,7 +29,7 @@ from aioengine.protocol.messages import (
     TextRules,
 )
 from aioengine.runner.profile import Profile
-from aioengine.scheduler.requests import Requests
+from aioengine.scheduler.request_states import Requests
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.kit.grammar_walks import EOS, FOLDER, VOCAB_SIZE

@@ -1,20 +1,27 @@
-"""Speculation of the whole engine on the demo model: the answers of the plain engine, also after a kill."""
+"""Speculation of the whole engine: the answers of the plain engine, also after a kill.
+
+The model is the demo model with a draft model (``save_demo_with_draft``).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
+import aioengine
 from aioengine import AsyncEngine, Engine
+from tests.compute.runner_world import save_model
 from tests.kit.adapters import save_adapter
+from tests.kit.drafts import save_demo_with_draft
 from tests.kit.waiting import until
 from tests.processes.restart_kit import pid_of
-from tests.processes.test_adapter_engine import demo_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,20 +76,37 @@ async def ask_all(engine: Engine | AsyncEngine) -> dict[str, list[object]]:
     return dict(zip(REQUESTS, await asyncio.gather(*(ask(engine, name) for name in REQUESTS)), strict=True))
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_adapter(demo_model(), tmp_path_factory.mktemp("adapter") / "one", r=4)
+class Folders(NamedTuple):
+    """The folders of a model, of its draft model and of an adapter."""
+
+    model: Path
+    draft: Path
+    adapter: Path
+
+    def arguments(self, algorithm: str | None) -> dict[str, Any]:
+        """Return the arguments of an engine with this algorithm of speculation."""
+        arguments: dict[str, Any] = {"model_path": self.model, "lora_paths": {"one": str(self.adapter)}}
+        if algorithm == "STANDALONE":
+            arguments["speculative_draft_model_path"] = self.draft
+        return {**arguments, "device": "cpu", "dtype": "float32", "speculative_algorithm": algorithm}
 
 
 @pytest.fixture(scope="module")
-def plain(adapter: Path) -> Iterator[Engine]:
-    with Engine(lora_paths={"one": str(adapter)}) as engine:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    folder = tmp_path_factory.mktemp("speculation")
+    model, draft = save_demo_with_draft(folder)
+    return Folders(model, draft, save_adapter(AutoModelForCausalLM.from_pretrained(str(model)), folder / "one", r=4))
+
+
+@pytest.fixture(scope="module")
+def plain(folders: Folders) -> Iterator[Engine]:
+    with Engine(**folders.arguments(None)) as engine:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def engine(adapter: Path) -> Iterator[Engine]:
-    with Engine(lora_paths={"one": str(adapter)}, speculative_algorithm="NGRAM") as engine:
+@pytest.fixture(scope="module", params=["NGRAM", "STANDALONE"])
+def engine(request: pytest.FixtureRequest, folders: Folders) -> Iterator[Engine]:
+    with Engine(**folders.arguments(request.param)) as engine:
         yield engine
 
 
@@ -92,11 +116,12 @@ async def test_answers_are_those_of_the_plain_engine(plain: Engine, engine: Engi
     assert plain.stats()["num_proposed_drafts"] == 0
 
 
-async def test_answers_are_the_same_when_the_scheduler_is_killed(plain: Engine, adapter: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
+async def test_answers_are_the_same_when_the_scheduler_is_killed(
+    plain: Engine, folders: Folders, algorithm: str
+) -> None:
     alone = await ask_all(plain)
-    async with AsyncEngine(
-        lora_paths={"one": str(adapter)}, speculative_num_steps=3, speculative_algorithm="ngram"
-    ) as engine:
+    async with AsyncEngine(speculative_num_steps=3, **folders.arguments(algorithm)) as engine:
         asked = asyncio.create_task(ask_all(engine))
         await until(lambda: engine.stats()["output_tokens"] > 60)
         os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
@@ -142,3 +167,36 @@ async def test_turns_of_a_session_equal_those_of_the_plain_engine(plain: Engine,
             turns[-1] += shape_of(one, answer)
         one.close_session(session)
     assert turns[0] == turns[1]
+
+
+def test_a_plan_has_the_draft_model_and_the_size_of_the_pool(folders: Folders) -> None:
+    arguments = {**folders.arguments("STANDALONE"), "lora_paths": None, "max_total_tokens": 1024}
+    plan = aioengine.plan(**arguments)
+    with Engine(**arguments, kv_cache_dtype="int8") as engine:
+        info = engine.get_server_info()
+        small = aioengine.plan(**arguments, kv_cache_dtype="int8")
+        assert (small.kv_pool_bytes, small.weights_bytes) == (
+            info["memory"]["kv_pool_bytes"],
+            info["memory"]["weights_bytes"],
+        )
+    plain = aioengine.plan(**{**arguments, "speculative_algorithm": None, "speculative_draft_model_path": None})
+    assert plan.kv_bytes_per_token == plain.kv_bytes_per_token * 5 // 4  # four layers and one
+    assert plain.weights_bytes < plan.weights_bytes < 2 * plain.weights_bytes
+
+
+def test_draft_models_that_cannot_be_used_are_refused_by_the_constructor(folders: Folders, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    save_model("llama", small)
+    cases = [
+        (tmp_path / "none", "speculative_draft_model_path '.*none': there is no such folder"),
+        (small, "has a vocabulary of 300 tokens, and the model has 3072"),
+    ]
+    for path, message in cases:
+        with pytest.raises(ValueError, match=message):
+            Engine(**{**folders.arguments("STANDALONE"), "speculative_draft_model_path": path})
+    words = (folders.draft / "tokenizer.json").read_text(encoding="utf-8")
+    other = tmp_path / "other"
+    shutil.copytree(folders.draft, other)
+    (other / "tokenizer.json").write_text(words.replace('"the"', '"teh"'), encoding="utf-8")
+    with pytest.raises(ValueError, match="another vocabulary than the model: token .* is 'teh'"):
+        Engine(**{**folders.arguments("STANDALONE"), "speculative_draft_model_path": other})

@@ -28,8 +28,6 @@ class Sent:
         self.frames.append(messages)
         self.threads.add(threading.get_ident())
 
-    def close(self) -> None: ...
-
 
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
@@ -48,7 +46,7 @@ def progress(done: int) -> Progress:
 
 def test_messages_of_other_threads_wait_for_the_main_thread() -> None:
     sent = Sent()
-    uplink = Uplink(sent)
+    uplink = Uplink(sent.send)
     uplink.post(progress(1))
     thread = threading.Thread(target=lambda: uplink.post(progress(2)))
     thread.start()
@@ -62,7 +60,7 @@ def test_messages_of_other_threads_wait_for_the_main_thread() -> None:
 
 def test_log_records_go_only_to_the_frontend(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     sent = Sent()
-    forward_logs(Uplink(sent), "warning")
+    forward_logs(Uplink(sent.send), "warning")
     logging.getLogger("aioengine.runner").warning("%d pages", 5)
     logging.getLogger("aioengine.runner").info("not asked for")
     assert sent.frames == [[LogRecord("aioengine.runner", logging.WARNING, "5 pages")]]
@@ -74,7 +72,7 @@ def test_too_many_log_records_are_dropped_and_counted(monkeypatch: pytest.Monkey
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     sent = Sent()
-    handler = ForwardedLogs(Uplink(sent))
+    handler = ForwardedLogs(Uplink(sent.send))
     record = logging.LogRecord("aioengine.x", logging.ERROR, "f", 1, "again", None, None)
     for _ in range(1000):
         handler.emit(record)
@@ -89,10 +87,9 @@ def test_too_many_log_records_are_dropped_and_counted(monkeypatch: pytest.Monkey
 
 
 def test_unsent_log_record_raises_nothing_in_the_child() -> None:
-    class FullSender:
-        def send(self, messages: list[Message]) -> None:
-            raise BacklogFullError("full")
+    def send(messages: list[Message]) -> None:
+        raise BacklogFullError("full")
 
     logger = logging.Logger("aioengine.some.part")
-    logger.addHandler(ForwardedLogs(Uplink(FullSender())))  # type: ignore[arg-type]
+    logger.addHandler(ForwardedLogs(Uplink(send)))
     logger.error("a line")

@@ -14,7 +14,7 @@ after the ready chunks:
     left       ``is_left``: the rest has no reader                its end       RequestError
 
 A reader is open or closed. It is closed after it left, or after another reader attached to the call. A closed reader
-of a stream gets the end immediately, even if chunks are ready. These methods of ``Reader`` end the reading, and may be
+of a stream gets the end immediately, even if chunks are ready. These methods of ``Reader`` end a call early, and may be
 repeated:
 
     method                 used for                              effect
@@ -62,14 +62,14 @@ class CallRow(Struct, eq=False):
 
     Attributes:
         position: its index in the call. index: the same number in its chunks; None: the call has one row.
-        tokenize_s: how long the tokenizer worked on its prompt, with the prompts of the same batch.
+        tokenize_s: seconds that the tokenizer worked on the batch with its prompt.
         decoders: convert the logprobs and hidden states of the row.
         hidden_states: which hidden states it returns (``Sampling.hidden_states``).
         newest_hidden_state: the newest hidden state that was read, if the row returns only the last one.
-        drafts: extras of kind ``DRAFTS`` by token index; None: the engine does not speculate.
+        drafts: extras of kind ``DRAFTS`` by token index, for ``meta_info``; None: the engine does not speculate.
         versions: index of an output token -> version of the weights from this token on; None: they have not changed.
         num_image_tokens: positions of the prompt that hold features of images.
-        info: the ``meta_info`` that all its chunks share.
+        info: the ``meta_info`` so far. Each chunk gets a copy.
         uid: the engine's number of the row; -1: not submitted.
         first_token: when and how the row began; None: it has no token yet.
         text, more_texts: the unread text, in pieces.
@@ -79,7 +79,7 @@ class CallRow(Struct, eq=False):
             twice, the second one replaces the first.
         text_offset, token_offset: number of characters and ids that were read.
         token_ids: the ids of the last chunk that was taken.
-        end: its end; None: it has none yet. error: why it has no answer.
+        end: its end; None: it has none yet. delivered_at: when its end arrived. error: why it has no answer.
         is_queued: whether it is in ``Call.ready``; always true if the call is no stream.
         num_logprob_bytes: memory reserved for its logprobs (``QueueLimits.reserve_logprobs``).
     """
@@ -114,8 +114,8 @@ class CallRow(Struct, eq=False):
     error: RowError | None = None
     num_logprob_bytes: int = 0
 
-    keeps: ClassVar[bool] = False
-    """Whether output may be read again."""
+    keeps_output: ClassVar[bool] = False
+    """Whether output is kept after it was read, for later readers."""
 
     def __post_init__(self) -> None:
         self.info = {  # type: ignore[typeddict-item]  # keys that the call asks for are added later
@@ -211,7 +211,7 @@ class CallRow(Struct, eq=False):
     # ------------------------------------------------------------ read
 
     def take(self) -> Chunk:
-        """Return all unread output as one chunk. Remove the row from ``Call.ready`` first."""
+        """Return all unread output as one chunk. The caller has removed the row from ``Call.ready``."""
         token_ids = self.token_ids = [self.unread] if isinstance(self.unread, int) else self.unread
         if self.more_texts:
             self.text += "".join(self.more_texts)
@@ -255,10 +255,6 @@ class CallRow(Struct, eq=False):
         """Return the ``meta_info`` of the row with this end."""
         info = self.info.copy()
         info["completion_tokens"] = self.num_known()
-        if self.versions is not None:
-            info["weight_version"] = answers.version_spans(info["weight_version"], self.versions, self.num_known())[-1][
-                0
-            ]
         self._add_end(info, end)
         return info
 
@@ -267,7 +263,7 @@ class CallRow(Struct, eq=False):
         info, token_offset = output["meta_info"], self.token_offset
         end = token_offset + len(self.token_ids)
         for decoder in self.decoders:
-            cast("dict[str, object]", info).update(decoder.lists(token_offset, end, keeps=self.keeps))
+            cast("dict[str, object]", info).update(decoder.lists(token_offset, end, keeps=self.keeps_output))
         extras = [extra for extra in self.extras.values() if extra.index < end]
         self.extras = {key: extra for key, extra in self.extras.items() if extra.index >= end}
         if self.hidden_states == LAST_STATES:
@@ -290,7 +286,7 @@ class CallRow(Struct, eq=False):
             info["hidden_states"] = [answers.array(self.newest_hidden_state.data)]
         info["finish_reason"] = answers.finish_reason(end, info["completion_tokens"], self.error)
         spans = answers.version_spans(self.info["weight_version"], self.versions or {}, info["completion_tokens"])
-        info["weight_versions"] = spans
+        info["weight_versions"], info["weight_version"] = spans, spans[-1][0]
         num_cached = info["cached_tokens"] = max(end.num_cached, info["cached_tokens"])
         info["cached_tokens_details"] = {"device": num_cached, "host": 0}
         info["num_preemptions"] = info["num_retractions"] = max(end.num_preemptions, info["num_preemptions"])
@@ -362,7 +358,7 @@ class Call:
 
     Attributes:
         number: the number of the call in the engine, from 1; 0: not registered.
-        deadlines: name in a finish reason -> absolute time. ids: its ids in ``CallIds``.
+        deadlines: name in a finish reason -> absolute time. timer: for the next of them. ids: its ids in ``CallIds``.
         is_reserved: True from ``QueueLimits.reserve`` to ``QueueLimits.release``.
         num_bytes: bytes of its prompts. num_tokens: number of prompt tokens of its rows in the scheduler.
         num_rows_of: index of a prompt -> number of its rows in the scheduler.
@@ -374,7 +370,7 @@ class Call:
         is_accepted: its first rows are submitted. compiling: positions of the rows of a stream whose grammars are being
             compiled; the stream is accepted when all are compiled.
         live: started rows without an end, by position. num_open: number of rows without an end, started or not.
-        is_over: no row is open, the call has failed or was left, so the engine will add nothing more.
+        is_over: True if no row is open, or if the call has failed or was left. The engine then adds nothing more.
         num_held: number of started rows whose end was not read. It is limited, so a batch starts its rows gradually.
         results: answers or exceptions by position, if the call is no stream.
         error: the error of the whole call. is_left: the rest of its output has no reader.
@@ -553,7 +549,7 @@ class Call:
         self.is_left = self.is_over = True
 
     def wake(self) -> None:
-        """Wake the reader. If it waits in ``waiter``, it receives the next chunk immediately."""
+        """Wake the reader. If it waits in ``waiter``, this takes the next chunk for it."""
         waiter = self.waiter
         if waiter is not None:
             self.waiter = None

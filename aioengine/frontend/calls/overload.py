@@ -1,4 +1,4 @@
-"""Overload: the limits on waiting calls, and the queue of callers that wait for capacity.
+"""The limits on waiting calls, and the queue of callers that wait for capacity.
 
 A call is counted before its arguments are checked, and until it is closed.
 """
@@ -47,7 +47,7 @@ class QueuedCaller(Struct, eq=False):
 
 
 class QueueLimits:
-    """The limits, the counts of open calls, and the queue. Pure; under the engine's lock.
+    """The limits, the counts of open calls, and the queue of callers. No clock, no loop; under the engine's lock.
 
     The limits on calls and tokens apply to waiting requests: the capacity for running requests is added to them.
 
@@ -234,10 +234,10 @@ class QueueLimits:
         return min(MAX_RETRY_S, max(MIN_RETRY_S, self._release_interval_s * max(1, num_waiting) / 2))
 
 
-class Overload:
-    """Waits for capacity, from any thread and loop.
+class CallerQueue:
+    """Lets callers wait in the queue of ``QueueLimits``, from any thread and loop.
 
-    Capacity is reserved for the next call of the caller (its task, or its thread), for ``RESERVED_S``.
+    Capacity is then reserved for the next call of the caller (its task, or its thread), for ``RESERVED_S``.
     """
 
     def __init__(self, limits: QueueLimits, lock: threading.RLock, loop: asyncio.AbstractEventLoop) -> None:

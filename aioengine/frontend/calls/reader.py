@@ -119,16 +119,16 @@ class Reader:
             return None
 
     def is_accepted(self) -> bool:
-        """Whether a stream is accepted. If it failed before that, raise its error."""
+        """Whether ``await`` of a stream can return. If the call failed before it was accepted, raise its error."""
         call = self.call
         with self._lock:
             if call.error is not None and not call.is_accepted:
                 raise call.error.with_traceback(None)
-            return self._is_accepted
+            return self._await_can_return
 
     @property
-    def _is_accepted(self) -> bool:
-        """Whether ``await`` of a stream can return. Under the lock."""
+    def _await_can_return(self) -> bool:
+        """Whether the stream is accepted, has output, or gets no more output. Under the lock."""
         call = self.call
         return call.is_accepted or self._is_closed or call.is_over or bool(self.ready and not call.compiling)
 
@@ -167,7 +167,7 @@ class Reader:
         self._actions.check_waiting(blocks=blocks)
         with self._lock:
             has_news = bool(self.ready) or self._is_closed or call.is_over
-            is_ready = self._is_accepted if until_accepted else has_news
+            is_ready = self._await_can_return if until_accepted else has_news
             if is_ready:
                 return False
             call.wakers.append(wake)

@@ -123,7 +123,7 @@ class LoggedRow(CallRow):
 
     log: Log = field(default_factory=Log)
 
-    keeps: ClassVar[bool] = True
+    keeps_output: ClassVar[bool] = True
 
     @property
     def kept_ids(self) -> list[int]:

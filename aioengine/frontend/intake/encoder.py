@@ -1,8 +1,8 @@
 """Encoder: converts prompts to token ids, on threads of its own.
 
 Prompts that arrive in one iteration of the loop, or while the thread is busy, are encoded together, up to the size of a
-large step. Long prompts have their own thread, so that short prompts never wait for them.
-The tokenizer releases the GIL.
+large step. Long prompts have their own thread, so that short prompts never wait for them. This thread also checks the
+rows of long batches. The tokenizer releases the GIL.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def longest_token(facts: Mapping[str, object]) -> int | None:
 
 
 class EncodeJob(NamedTuple):
-    """Prompts to encode. ``done`` gets their ids, in order, and the seconds, on the loop.
+    """Prompts to encode. ``done`` is called on the loop with their ids, in order, and the seconds of their batch.
 
     ``check_ids`` raises ValueError for ids that were not checked at the call because they are too many.
     """
@@ -127,7 +127,7 @@ def checked(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt | 
     return checked_prompt
 
 
-class Lane:
+class EncoderThread:
     """One thread and the jobs that wait for it. On the loop."""
 
     def __init__(self, name: str, encode: Callable[[Sequence[EncodeJob]], tuple[list[list[Encoded]], float]]) -> None:
@@ -242,7 +242,7 @@ class PoolEncoder(NamedTuple):
 
 
 class Encoder:
-    """The two lanes, for short and for long prompts. On the engine's loop."""
+    """The two threads, for short and for long prompts. On the engine's loop."""
 
     def __init__(
         self,
@@ -261,8 +261,8 @@ class Encoder:
         self._in_text = in_text
         self._tokenizer = cast("Tokenizer", tokenizer)  # ``RequestChecks`` refuses texts if there is none
         self._pool_encoder = pool_encoder
-        self._short = Lane("encode", self._encode)
-        self._long = Lane("encode-long", self._encode)
+        self._short = EncoderThread("encode", self._encode)
+        self._long = EncoderThread("encode-long", self._encode)
 
     def encode(self, job: EncodeJob) -> None:
         num_bytes = 0

@@ -152,7 +152,7 @@ class PromptImages:
         def prepared() -> None:
             done(prompt_images.error or self._placed(encoded, prompt_images), time.monotonic() - began_at)
 
-        prompt_images.when_over(prepared)
+        prompt_images.when_done(prepared)
 
     def _begin(self, call: Call, prompt: int, sources: tuple[ImageSource, ...]) -> ImagesOfPrompt:
         held = self._held.setdefault(call, {})

@@ -20,6 +20,7 @@ from aioengine.frontend.calls.call import Call, CallRow, Ending, NotifyOn
 from aioengine.frontend.calls.row_types import row_type
 from aioengine.frontend.intake.encoder import Encoded, EncodeJob
 from aioengine.frontend.intake.image_prompts import check_no_images
+from aioengine.frontend.intake.prompt_options import check_lengths
 from aioengine.frontend.intake.prompts import (
     ChatIds,
     ChatPrompt,
@@ -30,7 +31,6 @@ from aioengine.frontend.intake.prompts import (
     PromptError,
     TextPrompt,
 )
-from aioengine.frontend.intake.row_options import check_lengths
 from aioengine.protocol.messages import SEED_MASK, End, FinishCode, Limits, PairIds, RequestKind, Submit
 from aioengine.supervision.tasks import post
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
@@ -93,7 +93,7 @@ class Submitter:
         self._sessions = sessions
         self._ids = ids
         self._rows = rows
-        self._submit = checks.parts.processes.send
+        self._send = checks.parts.processes.send
         self._close_if_over = close_if_over
         self._loop = asyncio.get_running_loop()
         self._has_numpy = False
@@ -272,7 +272,7 @@ class Submitter:
                 if not call.compiling and not (request.refuses_late and submits):
                     call.accept()
             if submits:
-                self._submit(submits)
+                self._send(submits)
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))
             raise

@@ -71,8 +71,8 @@ class Turn(Struct, eq=False):
         ids: its own ids: the new ids of its prompt, and after its end also its answer.
         num_prompt: number of ids of its whole prompt.
         media: the images of its whole prompt.
-        row: its row while it runs, with its output so far; None: it has not started, or it has ended.
-        has_ended: its call is over, and ``ids`` has its answer.
+        row: its row from its start to the end of its call, with its output; None before and after.
+        is_call_over: its call is over, and ``ids`` has its answer.
         num_counted: number of tokens for ``MAX_SESSION_TOKENS``.
         is_dropped: no other turn can continue it any more.
     """
@@ -87,13 +87,13 @@ class Turn(Struct, eq=False):
     media: list[Media] = []
     num_counted: int = 0
     is_dropped: bool = False
-    has_ended: bool = False
+    is_call_over: bool = False
     children: dict[Turn, None] = {}
     row: KeptRow | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether it gets no more output. (Its call may still have other rows; see ``has_ended``.)"""
+        """Whether it gets no more output. (Its call may still have other rows; see ``is_call_over``.)"""
         row = self.row
         return row is None or row.end is not None or row.call.is_left
 
@@ -101,8 +101,8 @@ class Turn(Struct, eq=False):
     def has_failed(self) -> bool:
         """Whether a turn that is over has no answer that another turn can continue."""
         row = self.row
-        if row is None:  # failed turns without a row are dropped
-            return False
+        if row is None:  # it was aborted before its start, or its call is over (failed turns are then dropped)
+            return not self.is_call_over
         if row.end is None or row.error is not None:
             return True
         return self.session.is_streaming and row.end.code not in ANSWERED
@@ -243,7 +243,11 @@ class SessionOpening(Coroutine[Any, Any, str]):
 
 
 class Sessions:
-    """The open sessions and the running turns. Under the engine's lock; ``begin`` and ``end`` on its loop."""
+    """The open sessions and the running turns, protected by the engine's lock.
+
+    ``begin``, ``attach`` and ``end`` run on the engine's loop, and their callers hold the lock. The other methods take
+    it themselves.
+    """
 
     def __init__(self, parts: EngineParts, controls: Controls, lock: threading.RLock, limits: QueueLimits) -> None:
         bos_token_id = None if parts.tokenizer is None else parts.tokenizer.bos_token_id
@@ -253,14 +257,14 @@ class Sessions:
         self._bos = [] if bos_token_id is None else [bos_token_id]
         self._task = parts.settings.model.task
         self._images = parts.images
-        self._abort = parts.processes.send
+        self._send = parts.processes.send
         self._controls = controls
         self._by_id: dict[str, Session] = {}
         self._running: dict[Call, dict[int, Turn]] = {}
         self._num_opened = 0
         self._num_tokens = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._unpinned: list[Session] = []  # closed; unpinned in the next iteration of the loop
+        self._to_unpin: list[Session] = []  # closed sessions, until the next iteration of the loop
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -338,7 +342,7 @@ class Sessions:
         num_kept = parent.num_prompt if params.drop_previous_output else parent.num_ids
         if params.offset:
             num_kept = min(num_kept, params.offset)
-        num_cut = 1 if num_kept and ids[:1] == self._bos else 0
+        num_cut = 1 if num_kept and ids[:1] == self._bos else 0  # a history begins with this token already
         media = parent.media_in(num_kept)
         if isinstance(ids, MediaIds):
             shift = num_kept - num_cut
@@ -417,21 +421,24 @@ class Sessions:
 
     def _end_turn(self, turn: Turn) -> None:
         session, row = turn.session, turn.row
-        has_failed = row is None or turn.has_failed
+        has_failed = turn.has_failed
         if row is not None:
             turn.ids.extend(row.kept_ids)
             turn.row = None
-        turn.has_ended = True
+        turn.is_call_over = True
         session.num_open -= 1
         session.used_at = time.monotonic()
-        is_last, session.current = session.current is turn, None if session.current is turn else session.current
+        is_newest = session.current is turn
+        if is_newest:
+            session.current = None
         if session.is_closed:
             self._unpin_later(session)
         elif has_failed and not turn.children:
             self._drop(turn)
         elif not turn.is_dropped:
             self._count(turn, len(turn.ids) + TOKENS_PER_TURN - turn.num_counted)
-            session.last = turn if is_last else session.last
+            if is_newest:
+                session.last = turn
         if turn.is_dropped:
             self._release_images(turn)
 
@@ -445,7 +452,7 @@ class Sessions:
             self._drop(turn)
         uids = [turn.row.uid for turn in replaced if turn.row is not None and not turn.is_over]
         if uids:
-            self._abort([Abort(uids)])
+            self._send([Abort(uids)])
         self._unpin([parent.session])  # before the new turn is submitted
 
     def _drop(self, turn: Turn) -> None:
@@ -458,7 +465,7 @@ class Sessions:
             del turn.session.turns[turn.rid]
         if turn.parent is not None:
             del turn.parent.children[turn]
-        if turn.has_ended:
+        if turn.is_call_over:
             self._release_images(turn)
 
     def _count(self, turn: Turn, num_tokens: int) -> None:
@@ -485,16 +492,16 @@ class Sessions:
     def _unpin_later(self, session: Session) -> None:
         """Unpin the pages of a closed session if no turn runs. One message unpins many sessions."""
         if not session.num_open:
-            self._unpinned.append(session)
-            if len(self._unpinned) == 1:
+            self._to_unpin.append(session)
+            if len(self._to_unpin) == 1:
                 post(self._loop, self._unpin_now)
 
     def _unpin_now(self) -> None:
         with self._lock:
-            unpinned, self._unpinned = self._unpinned, []
-        self._unpin(unpinned)
+            sessions, self._to_unpin = self._to_unpin, []
+        self._unpin(sessions)
         if self._images is not None:
-            for session in unpinned:
+            for session in sessions:
                 self._images.let_go(session.images)
                 session.images.clear()
 

@@ -17,14 +17,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.adapter_slots import FEW_ROWS_OF_TILE, RANKS, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights
+from aioengine.kernels.adapter_types import (
+    FEW_ROWS_OF_TILE,
+    RANK_UNIT,
+    TABLE_COLUMNS,
+    UNIT,
+    AdapterTiles,
+    AdapterWeights,
+)
 from aioengine.kernels.linear import DeviceMatmul, Matmul
 from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import products, shape_of_vector_programs, vector_kernel
 
 _UNIT = tl.constexpr(UNIT)
-_RANKS = tl.constexpr(RANKS)
+_RANK_UNIT = tl.constexpr(RANK_UNIT)
 _COLUMNS = tl.constexpr(TABLE_COLUMNS)
 
 
@@ -71,7 +78,7 @@ def _entry(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the address of a part's table entry, and its rank; 0 for rows of the base model."""
     entry = table + place * WORDS + part * _COLUMNS
-    return entry, tl.where(slot > 0, tl.load(entry), 0) * _RANKS
+    return entry, tl.where(slot > 0, tl.load(entry), 0) * _RANK_UNIT
 
 
 @triton.jit(do_not_specialize=["first_part", "slot_size", "num_tiles"])

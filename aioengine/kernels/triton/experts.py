@@ -4,7 +4,8 @@ With few tokens, pairs are multiplied one by one: a program reads several rows o
 multiplied in tiles of pairs of one expert. The weight is the left operand, so that its outputs are the rows of the
 tensor core instruction. The K results of a token are added in the order in which its experts were chosen.
 
-T tokens, D model size, I inner size, E experts, K experts per token, P = T * K (token, expert) pairs.
+T tokens, D model size, I inner size, E experts, K experts per token, P = T * K (token, expert) pairs, O outputs of a
+weight. A line is one output of one expert (``expert_codes``).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class ExpertTile(NamedTuple):
-    """Pairs, outputs, inputs per block, stages and warps of a program."""
+    """The tile of a program: pairs (``rows``) and outputs. ``block``: inputs that it loads at once."""
 
     rows: int
     outputs: int
@@ -66,6 +67,11 @@ def _tiled_kernel(
     NUM_OUTPUTS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, GATE: tl.constexpr, STORED: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute a tile: some pairs of one expert, and a block of outputs.
+
+    With GATE: x [T, D] -> activated [P, I], in the order of the tiling. Without: x [P, I] in this order -> [P, D], in
+    the order of pairs. tiles: expert, start and end of the pairs in ``order``.
+    """
     IS_GATED: tl.constexpr = GATE is not None
     PER_WORD: tl.constexpr = 1 if STORED is None else STORED.per_word
     WIDTH: tl.constexpr = 1 if STORED is None else STORED.width
@@ -118,6 +124,7 @@ def _vector_gated_kernel(
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     GATE: tl.constexpr, STORED: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute a block of outputs of one pair: x [T, D] -> activated [P, I]."""
     codes = (weight, scales, zeros, offsets, table, num_lines)
     pair = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -160,6 +167,7 @@ def _vector_down_kernel(
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     STORED: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute a block of outputs of one token, the weighted sum over its experts: x [P, I] -> [T, D]."""
     codes = (weight, scales, zeros, offsets, table, num_lines)
     token = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -193,6 +201,7 @@ def _sum_kernel(
     parts: tl.tensor, pair_weights: tl.tensor, out: tl.tensor, shared: tl.tensor, gates: tl.tensor,
     num_outputs: tl.tensor, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute a block of outputs of one token, the weighted sum of its pairs: parts [P, D] -> [T, D]."""
     token = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
@@ -228,7 +237,7 @@ TILES = (
 rows. The fastest on an H200 for the sizes of Qwen3-30B-A3B; among the fastest for gpt-oss-20b and Qwen3-Next-80B.
 """
 VECTOR_PARTS = 48
-"""Maximum pieces of 256 weights that a program loads per iteration with few tokens; the fastest for the same models."""
+"""Maximum pieces of 256 weights that a program loads per iteration with few tokens. Chosen for the same models."""
 
 
 CODE_TILES = (
@@ -265,6 +274,7 @@ def compute(
     num_experts, num_pairs = weights.num_experts, chosen.experts.numel()
     is_coded = isinstance(weights.down, DeviceCodes)
     if num_pairs > MANY_PAIRS * num_experts and x.dtype != torch.float32 and not batch_invariant:
+        # Dequantize the matrices first, unless the larger one (gate and up) would be too large.
         is_coded &= 2 * math.prod(weights.down.shape) * x.dtype.itemsize > MAX_WIDE_BYTES
     first, second = tiles_for(num_pairs, num_experts, x.dtype, batch_invariant=batch_invariant, is_coded=is_coded)
     tiling = align(chosen, num_experts=num_experts, rows=first.rows)
@@ -299,9 +309,8 @@ def _multiply_tiles(
     out = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
     max_tiles = tiling.tiles.shape[1]
     tensors = x, *stored.arguments, bias, out, tiling.order, tiling.tiles, tiling.num_tiles
-    block = (
-        tile.block if stored.how is None else max(tile.block, stored.how.per_word * stored.how.width)
-    )  # whole pieces
+    # A block has all columns of the words that a thread loads at once.
+    block = tile.block if stored.how is None else max(tile.block, stored.how.per_word * stored.how.width)
     sizes = num_outputs, size, top_k, tile.rows, tile.outputs, block, tile.stages
     arguments = (*tensors, max_tiles, *sizes, gate, stored.how)
     key = x.dtype, *stored.key, tile, top_k, gate, bias is None, *alignments(x)

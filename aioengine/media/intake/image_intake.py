@@ -54,7 +54,7 @@ MAX_KEPT_BYTES: Final = 1 << 28
 """Limit of the unused files; the least recently used are removed first. Less on a small disk."""
 
 MAX_KEPT_FILES: Final = 2048
-"""Limit of the unused files, because each image iterates over all files on the loop."""
+"""Limit of the unused files, because the loop visits all files for each image."""
 
 KEPT_SHARE: Final = 4
 """Unused files take at most 1 / ``KEPT_SHARE`` of the disk space that is free when their folder is created."""
@@ -93,7 +93,11 @@ class ImageFile(msgspec.Struct):
 
 
 class _ReadImage(NamedTuple):
-    """source: the file with the bytes; "" if the image is prepared already. size: (width, height) of RGB bytes."""
+    """An image whose bytes were read.
+
+    content: as in ``ImageFile``. source: the file with the bytes; "" if the image is prepared already. size: (width,
+    height) if these are RGB bytes; (0, 0) if they are an image file.
+    """
 
     content: bytes
     source: str
@@ -126,7 +130,7 @@ class ImagesOfPrompt:
         """The prepared images in the order of the prompt."""
         return [self.files[number] for number in sorted(self.files)]
 
-    def when_over(self, done: Callable[[], None]) -> None:
+    def when_done(self, done: Callable[[], None]) -> None:
         """Call ``done`` when all images are prepared or one has failed, possibly now. Not called after the release."""
         if self.error is not None or len(self.files) == len(self.sources):
             done()
@@ -187,7 +191,7 @@ class ImageIntake:
             msgspec.json.encode([model.processor, model.settings, dict(model.family.options)], order="deterministic")
         ).digest()
         self._folder: PrivateDirectory | None = None
-        self._making_folder = threading.Lock()
+        self._folder_lock = threading.Lock()
         self._threads: list[WorkerThread[Any]] = []
         self._next_thread = 0
         self._waiting: deque[_PromptImage] = deque()
@@ -215,7 +219,7 @@ class ImageIntake:
         self._loop.call_soon(self._begin_waiting)
 
     def release(self, prompt: ImagesOfPrompt) -> None:
-        """The prompt is over. May be called again."""
+        """Release the images of a prompt, and cancel the work that no other prompt needs. May be called again."""
         if prompt.is_released:
             return
         prompt.is_released = True
@@ -260,7 +264,7 @@ class ImageIntake:
         threads, self._threads = self._threads, []
         for thread in threads:
             thread.close()
-        with self._making_folder:
+        with self._folder_lock:
             folder, self._folder = self._folder, None
         if folder is not None:
             folder.remove()
@@ -283,7 +287,9 @@ class ImageIntake:
         self._waiting.extendleft(reversed(still_waiting))
 
     def _has_space(self, image: _PromptImage) -> bool:
-        """Whether used files are below their limit, or the prompt has files, which it would otherwise keep forever."""
+        """Whether to begin with an image: the used files are below their limit, no other image is in progress, or its
+        prompt has files already. A prompt that waited would keep its files.
+        """
         num_bytes = sum(file.num_bytes for file in self.files.values() if file.num_users)
         return num_bytes < MAX_USED_BYTES or bool(image.prompt.files) or not any(self._active.values())
 
@@ -300,7 +306,7 @@ class ImageIntake:
             self._end_image(image, RequestError(STAGE, describe(error)))
 
     def _read(self, source: ImageSource) -> _ReadImage:
-        """Run on a thread."""
+        """Read an image, and write its bytes to a file unless the image is prepared already. On a thread."""
         data, digest, size = read_source(source, self.model.limits)
         content = self._content(digest)
         known = self.files.get(content)
@@ -345,7 +351,7 @@ class ImageIntake:
             return
         if image.prompt.is_over:
             self._remove(read.source)
-            self._end_image(image, ValueError())
+            self._end_image(image, None)
         elif not read.source:  # the file was evicted since it was read
             self._begin_image(image)
         else:
@@ -375,9 +381,11 @@ class ImageIntake:
                 self._end_image(image, result)
         self._evict()
 
-    def _end_image(self, image: _PromptImage, result: ImageFile | ImageError) -> None:
+    def _end_image(self, image: _PromptImage, result: ImageFile | ImageError | None) -> None:
+        """End the work on an image. result: None: its prompt is over."""
         self._active[image.is_web] -= 1
-        image.prompt.end(image.number, result)
+        if result is not None:
+            image.prompt.end(image.number, result)
         self._loop.call_soon(self._begin_waiting)
 
     # ------------------------------------------------------------ files
@@ -389,7 +397,7 @@ class ImageIntake:
         """Return the folder of the files. Create it again if others removed it: some systems empty shared memory when
         a user logs out.
         """
-        with self._making_folder:
+        with self._folder_lock:
             if self._folder is not None and not os.path.isdir(self._folder.path):
                 self._folder.remove()
                 self._folder = None

@@ -31,11 +31,12 @@ _PORTS: Final = {"http": 80, "https": 443}
 _HEADERS: Final = {"User-Agent": "aioengine", "Accept": "image/*", "Accept-Encoding": "identity"}
 _COMPRESSED: Final = ("gzip", "x-gzip", "deflate")
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
-_NOT_PUBLIC_NETWORKS: Final = ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20", "fec0::/10", "168.63.129.16/32")
-"""Networks that are not globally reachable, or not meant for us, and that ``is_global`` of some Python releases lacks.
-The last one is the metadata service of Azure; other clouds use addresses that are not global.
+_NOT_PUBLIC: Final = tuple(
+    map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20", "fec0::/10", "168.63.129.16/32"))
+)
+"""Networks that are not public, although ``is_global`` of some Python releases is true for them. The last one is the
+metadata service of Azure; other clouds use addresses that are not global.
 """
-_NOT_PUBLIC: Final = tuple(map(ipaddress.ip_network, _NOT_PUBLIC_NETWORKS))
 
 
 class Downloader:
@@ -52,26 +53,26 @@ class Downloader:
         )
         self._lookups = ThreadPoolExecutor(MAX_LOOKUPS, "lookup")
 
-    async def fetch(self, address: str) -> bytes:
-        """Return the body at a URL.
+    async def fetch(self, url: str) -> bytes:
+        """Return the bytes at a URL.
 
         Raises ValueError if it cannot be downloaded within the limits. The message does not contain the URL.
         """
-        if not address.isascii() or any(character <= " " or character == "\x7f" for character in address):
+        if not url.isascii() or any(character <= " " or character == "\x7f" for character in url):
             raise ValueError("the URL has characters that must be written as %XX")
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                url = httpx.URL(address)
+                target = httpx.URL(url)
                 for _ in range(MAX_REDIRECTS + 1):
-                    response = await self._request(url)
+                    response = await self._request(target)
                     try:
                         if not response.has_redirect_location:
                             return await self._read(response)
-                        url = url.join(response.headers["Location"])
+                        target = target.join(response.headers["Location"])
                     finally:
                         await response.aclose()
         except TimeoutError:
-            raise ValueError(f"it was not there within media_timeout={self._limits.timeout_s:g} seconds") from None
+            raise ValueError(f"it was not downloaded within media_timeout={self._limits.timeout_s:g} seconds") from None
         except (httpx.HTTPError, httpx.InvalidURL, zlib.error) as error:
             raise ValueError(f"it could not be read: {type(error).__name__}: {error}") from error
         raise ValueError(f"more than {MAX_REDIRECTS} redirects")
@@ -109,6 +110,7 @@ class Downloader:
         raise ValueError(f"no connection to its host {host!r} ({problem or 'it has no address'})")
 
     async def _addresses(self, host: str, port: int) -> list[str]:
+        """Return the IP addresses of a host."""
         look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
         try:
             entries = await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
@@ -142,7 +144,10 @@ class Downloader:
 
 
 def is_public(address: Address) -> bool:
-    """Whether the address is globally reachable, with the IPv4 address that it embeds. Teredo addresses are not."""
+    """Return whether an address is globally reachable. Teredo addresses are not.
+
+    An IPv4 address that an IPv6 address embeds must be globally reachable, too.
+    """
     if isinstance(address, ipaddress.IPv6Address):
         if address in _NAT64:
             return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.media import JobEnd, MediaJob, MediaOrders, PrepareJob
 
 
-class PixelGate:
+class PixelLimit:
     """Limits the pixels of pictures that are decoded at a time to ``max_pixels``. Larger ones are decoded alone."""
 
     def __init__(self, max_pixels: int) -> None:
@@ -50,9 +50,9 @@ class PixelGate:
         ticket = object()
         with self._changed:
             self._queue.append(ticket)
-            if not self._is_open(ticket, num_pixels):
+            if not self._may_enter(ticket, num_pixels):
                 report(False)
-                self._changed.wait_for(lambda: self._is_open(ticket, num_pixels))
+                self._changed.wait_for(lambda: self._may_enter(ticket, num_pixels))
                 report(True)
             self._queue.popleft()
             self._num_pixels += num_pixels
@@ -64,7 +64,7 @@ class PixelGate:
                 self._num_pixels -= num_pixels
                 self._changed.notify_all()
 
-    def _is_open(self, ticket: object, num_pixels: int) -> bool:
+    def _may_enter(self, ticket: object, num_pixels: int) -> bool:
         fits = not self._num_pixels or self._num_pixels + num_pixels <= self._max_pixels
         return fits and self._queue[0] is ticket
 
@@ -78,7 +78,7 @@ class MediaWorker:
         self._processor = processor
         self._device_resize = device_resize
         self._threads = ThreadPoolExecutor(orders.num_workers, "prepare")
-        self._gate = PixelGate(orders.limits.max_image_pixels)
+        self._pixel_limit = PixelLimit(orders.limits.max_image_pixels)
         self._cancels: dict[int, Callable[[], object]] = {}
 
     async def do(self, job: MediaJob, report: Callable[[JobWaiting], None]) -> JobEnd:
@@ -122,7 +122,9 @@ class MediaWorker:
                 image = Image.frombytes("RGB", job.size, file.read())
             else:
                 image = pictures.open_picture(file, self._orders.limits.max_image_pixels)
-            with self._gate.holding(image.width * image.height, lambda is_over: report(JobWaiting(job.id, is_over))):
+            with self._pixel_limit.holding(
+                image.width * image.height, lambda is_over: report(JobWaiting(job.id, is_over))
+            ):
                 if is_cancelled.is_set():
                     return Cancelled(job.id)
                 pixels = np.asarray(pictures.decode(image))

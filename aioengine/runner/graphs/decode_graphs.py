@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.kernels.adapter_slots import AdapterTiles
+    from aioengine.kernels.adapter_types import AdapterTiles
     from aioengine.models._base import Model
     from aioengine.runner.request_row import SampledRows
 

@@ -33,7 +33,7 @@ MAX_ENCODER_TOKENS = 2048
 """Tokens of the largest encoder step that is captured. For larger steps, the device takes longer than the host needs to
 launch kernels.
 """
-_WORK = 5e12
+_WORK = 1e13
 """Parameters times tokens of a step for which an H200 takes as long as the host needs to launch its kernels."""
 
 

@@ -1,6 +1,8 @@
 """Structured output: forbids the tokens that the grammar of a request does not allow next.
 
-The host computes the masks while the GPU computes the logits.
+The host computes the masks while the GPU computes the logits. If a row has only one allowed token, it needs no mask.
+
+S rows of logits, W width of logits, X constrained rows, N masks.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class GrammarMask:
         self.mask(logits, [row.index for row in rows], [row.request.constraint_at(row.num_tokens) for row in rows])
 
     def mask(self, logits: Tensor, indices: Sequence[int], constraints: Sequence[RowConstraint | None]) -> None:
-        """Do the same as ``apply`` for the rows ``indices`` of logits [S, W] and their constraints (None: none)."""
+        """Do the same as ``apply`` for the rows ``indices`` of logits [S, W], with these constraints (None: none)."""
         pairs = [(index, row) for index, row in zip(indices, constraints, strict=True) if row is not None]
         present = [constraint for _, constraint in pairs]
         masks = self._take_started(present)
@@ -45,7 +47,8 @@ class GrammarMask:
             masks = self._compute(present, is_on_gpu=logits.is_cuda, in_background=False)
         if masks is None:
             return
-        rules = [(pairs[i][0], only) for i, constraint, only in masks.rows if not constraint.error]
+        # An error may have been found while the mask was computed.
+        rules = [(pairs[i][0], allowed) for i, constraint, allowed in masks.rows if not constraint.error]
         if not rules:
             return
         if logits.is_cuda:
@@ -58,7 +61,7 @@ class GrammarMask:
         """Start to compute the masks for the next call of ``mask`` in the background. Until then, no constraint may
         advance.
         """
-        self._take_started([])
+        self._take_started([])  # drops masks that were not used
         present = [constraint for constraint in constraints if constraint is not None]
         self._started = self._compute(present, is_on_gpu=is_on_gpu, in_background=True)
 
@@ -69,11 +72,11 @@ class GrammarMask:
         for i, constraint in enumerate(constraints):
             if constraint.is_complete or constraint.error:
                 continue
-            only = constraint.next_token
-            if only < 0:
-                only = -1 - len(computed)
+            allowed = constraint.next_token
+            if allowed < 0:
+                allowed = -1 - len(computed)
                 computed.append(constraint)
-            rows.append((i, constraint, only))
+            rows.append((i, constraint, allowed))
         if not rows:
             return None
         source = rows[0][1].source
@@ -100,7 +103,7 @@ class GrammarMask:
 
 
 _Row = tuple[int, "RowConstraint", int]
-"""Index of the constraint, the constraint, and its only allowed token, or -1 - the index of its mask."""
+"""Index of the constraint, the constraint, and ``allowed``: its only allowed token, or -1 - the index of its mask."""
 
 
 class _Masks(NamedTuple):
@@ -139,7 +142,7 @@ class _Buffer:
         self._memory[size:end].numpy()[:] = np.fromiter(chain.from_iterable(rules), np.int32, end - size)
         if len(self._copy) < end:
             self._copy = torch.empty_like(self._memory, device=logits.device)
-            self._used.record()  # the work queued so far may use this memory
+            self._used.record()  # work that is queued already may still use the memory of the new tensor
         self._stream.wait_event(self._used)
         with torch.cuda.stream(self._stream):
             self._copy[:end].copy_(self._memory[:end], non_blocking=True)
@@ -159,11 +162,11 @@ def apply_masks(logits: Tensor, rules: Tensor, masks: Tensor) -> None:
     width = min(logits.shape[1], 32 * masks.shape[1])
     bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=width, bitorder="little")
     is_banned = torch.from_numpy(bits ^ 1).view(torch.bool)
-    for index, only in rules.tolist():
+    for index, allowed in rules.tolist():
         row = logits[index, :width]
-        if only < 0:
-            row.masked_fill_(is_banned[-1 - only], -torch.inf)
+        if allowed < 0:
+            row.masked_fill_(is_banned[-1 - allowed], -torch.inf)
         else:
-            kept = row[only : only + 1].clone()
+            kept = row[allowed : allowed + 1].clone()
             row.fill_(-torch.inf)
-            row[only : only + 1] = kept
+            row[allowed : allowed + 1] = kept

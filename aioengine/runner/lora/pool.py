@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioengine.kernels.adapter_slots import UNIT, AdapterTiles, AdapterWeights, max_tiles, rows_of_tile
+from aioengine.kernels.adapter_types import UNIT, AdapterTiles, AdapterWeights, max_tiles, rows_of_tile
 from aioengine.layers.adapters import Grouping, HostAdapters, PooledAdapters, RowGroups
 from aioengine.runner.lora.reading import Layout, PackedAdapter, read_adapter
 from aioengine.runner.transfer import Ints, Upload, upload_to

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT
+from aioengine.kernels.adapter_types import RANK_UNIT, TABLE_COLUMNS, UNIT
 from aioengine.layers.adapters import LayerMatrices
 from aioengine.model_files import folder_files
 from aioengine.model_files.adapter_folder import read_folder
@@ -118,7 +118,7 @@ class AdaptedLayer:
 class PartOffsets:
     """The matrices of a part: A [rank, D] starts at element ``first_a`` of the slot, B [O, rank] at ``first_b``.
 
-    The rank is a multiple of ``RANKS``.
+    The rank is a multiple of ``RANK_UNIT``.
     """
 
     rank: int
@@ -129,12 +129,12 @@ class PartOffsets:
 class Layout:
     """The layout of all slots, for the layers of a model.
 
-    A slot starts with a table of all parts of all layers (``kernels.adapter_slots``), followed by the matrices of the
+    A slot starts with a table of all parts of all layers (``kernels.adapter_types``), followed by the matrices of the
     parts that the adapter changes, at the offsets in the table. So an adapter uses only the memory for its ranks.
 
     Attributes:
         layers: the layers that adapters may change. shapes: (outputs, inputs) of each part, by name in the checkpoint.
-        max_rank: the maximum rank, a multiple of ``RANKS``.
+        max_rank: the maximum rank, a multiple of ``RANK_UNIT``.
     """
 
     def __init__(self, linears: Iterable[tuple[str, Linear]], *, max_rank: int, modules: tuple[str, ...]) -> None:
@@ -180,7 +180,7 @@ class Layout:
         table = np.zeros((len(self._names), TABLE_COLUMNS), dtype=np.int32)
         for index, name in enumerate(self._names):
             if (part := offsets.get(name)) is not None:
-                table[index, :3] = part.rank // RANKS, part.first_a // UNIT, part.first_b // UNIT
+                table[index, :3] = part.rank // RANK_UNIT, part.first_a // UNIT, part.first_b // UNIT
         return table
 
     @property

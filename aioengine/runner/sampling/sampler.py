@@ -81,27 +81,30 @@ class Sampler:
 
     def _drawn(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
         """Logits [S, V] -> token ids [X] of the rows ``chunk`` [X], all of them with truncation or all without."""
-        p_SW = self._process(logits, rows, chunk)
+        p_XW = self._process(logits, rows, chunk)
         records = rows.records[chunk]
-        p_SW.div_(from_numpy(rows.records["temperature"][chunk])[:, None])
-        torch.softmax(p_SW, -1, out=p_SW)
-        is_bad_S = p_SW[:, 0].isnan()  # one NaN makes all entries of its row NaN
-        if bool(is_bad_S.any()):
-            p_SW[is_bad_S] = 1.0
-        uniform_S = self._uniform_table.take(rows.row_indices[chunk], records["seed"], rows.positions[chunk])
-        token_S = draw_truncated(p_SW, uniform_S, records) if records["is_truncated"][0] else draw(p_SW, uniform_S)
-        return from_numpy(token_S).masked_fill_(is_bad_S, FAILED)
+        p_XW.div_(from_numpy(rows.records["temperature"][chunk])[:, None])  # a column of ``records`` is not contiguous
+        torch.softmax(p_XW, -1, out=p_XW)
+        is_bad_X = p_XW[:, 0].isnan()  # one NaN makes all entries of its row NaN
+        if bool(is_bad_X.any()):
+            p_XW[is_bad_X] = 1.0
+        uniform_X = self._uniform_table.take(rows.row_indices[chunk], records["seed"], rows.positions[chunk])
+        token_X = draw_truncated(p_XW, uniform_X, records) if records["is_truncated"][0] else draw(p_XW, uniform_X)
+        return from_numpy(token_X).masked_fill_(is_bad_X, FAILED)
 
     def _process(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
-        """Return the logits of these rows after the processors, [S, W] fp32 in the scratch memory, -inf beyond V."""
+        """Logits [S, V] -> logits [X, W] fp32 of the rows ``chunk`` [X] after the processors, -inf from V to W.
+
+        They are in the scratch memory.
+        """
         if len(self._scratch) < len(chunk):
             self._scratch = torch.empty(len(chunk), self._width)
-        scores_SW = self._scratch[: len(chunk)]
+        scores_XW = self._scratch[: len(chunk)]
         is_all = len(chunk) == len(logits)
-        scores_SW[:, : self._vocab_size].copy_(logits if is_all else logits[from_numpy(chunk)])
-        scores_SW[:, self._vocab_size :] = -torch.inf
-        apply_processors(self._processors, scores_SW, rows, chunk, from_numpy)
-        return scores_SW
+        scores_XW[:, : self._vocab_size].copy_(logits if is_all else logits[from_numpy(chunk)])
+        scores_XW[:, self._vocab_size :] = -torch.inf
+        apply_processors(self._processors, scores_XW, rows, chunk, from_numpy)
+        return scores_XW
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -141,7 +144,7 @@ class RankSampler:
             token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         else:
             token_ids = self._sampler.sample(logits, rows).contiguous()
-        return self._ranks.from_first(token_ids)
+        return self._ranks.broadcast(token_ids)
 
     def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
         """Return the logits [S, V] after the processors."""

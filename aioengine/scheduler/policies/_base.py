@@ -1,9 +1,9 @@
 """Policy: the order of the waiting requests.
 
-The queue is sorted by ``key``, which must not depend on the current time. Ageing is expressed as a head start: a
-request of priority p sorts like a request of priority 0 that arrived p head starts earlier. So a request that has
-waited long enough is first, and no request starves. Priority orders the queue only. A running request is not stopped
-for a waiting one, but if pages run out, the lowest priority is preempted first.
+The queue is sorted by ``key``, which must not depend on the current time. A request of priority p counts as if it had
+arrived p head starts (``head_start_s``) earlier. So a request that has waited long enough is first, and no request
+starves. Priority orders the queue only. A running request is not stopped for a waiting one, but if pages run out, the
+lowest priority is preempted first.
 """
 
 from __future__ import annotations

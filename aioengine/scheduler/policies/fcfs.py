@@ -6,7 +6,7 @@ from aioengine.scheduler.policies._base import Policy
 
 
 class FirstComePolicy(Policy):
-    """Order by arrival."""
+    """The order of ``Policy``, unchanged."""
 
 
 PLUGIN = FirstComePolicy

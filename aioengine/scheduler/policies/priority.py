@@ -6,7 +6,7 @@ from aioengine.scheduler.policies._base import Policy
 
 
 class PriorityPolicy(Policy):
-    """Order by aged priority."""
+    """The order of ``Policy``, in which a level of priority counts more than with ``fcfs``."""
 
     head_start_s = 600.0
 

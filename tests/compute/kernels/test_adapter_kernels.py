@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.kernels.adapter_slots import AdapterTiles, max_tiles
+from aioengine.kernels.adapter_types import AdapterTiles, max_tiles
 from aioengine.runner.graphs.piece_graphs import PaddedAdapters
 from aioengine.runner.lora.pool import FixedTiles, StepAdapters, TileRows, tile
 from tests.compute.interpreted import run_interpreted
@@ -19,12 +19,12 @@ import torch
 
 from aioengine.kernels import linear
 from aioengine.kernels.adapter_linear import add
-from aioengine.kernels.adapter_slots import AdapterWeights, AdapterTiles
+from aioengine.kernels.adapter_types import AdapterWeights, AdapterTiles
 from aioengine.kernels.triton import adapter_linear
 from aioengine.runner.lora.pool import tile
 
 torch.manual_seed(0)
-NUM_SLOTS, UNIT, RANKS = 3, 16, 16
+NUM_SLOTS, UNIT, RANK_UNIT = 3, 16, 16
 
 
 def slots_of(size, sizes, ranks_of_slots, max_rank, dtype):
@@ -37,7 +37,7 @@ def slots_of(size, sizes, ranks_of_slots, max_rank, dtype):
         for part, (rank, outputs) in enumerate(zip(ranks, sizes)):
             first_b = end + -(-rank * size // UNIT) * UNIT
             entry = (first_part + part) * 4
-            table[slot, entry : entry + 4] = torch.tensor([rank // RANKS, end // UNIT, first_b // UNIT, 0])
+            table[slot, entry : entry + 4] = torch.tensor([rank // RANK_UNIT, end // UNIT, first_b // UNIT, 0])
             pool[slot, end : end + rank * size] = torch.randn(rank * size) * size**-0.5
             pool[slot, first_b : first_b + outputs * rank] = torch.randn(outputs * rank)
             end = first_b + -(-outputs * rank // UNIT) * UNIT

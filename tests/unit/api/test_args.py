@@ -30,7 +30,8 @@ DOCUMENTED = """
     lora_target_modules max_loaded_loras
     logits_processors logprobs_mode max_hidden_state_bytes allowed_local_media_path allow_private_urls max_image_bytes
     max_image_pixels max_images_per_prompt media_timeout
-    speculative_algorithm speculative_num_draft_tokens speculative_num_steps enable_weights_cpu_backup
+    speculative_algorithm speculative_num_draft_tokens speculative_num_steps speculative_draft_model_path
+    speculative_draft_model_quantization enable_weights_cpu_backup
     enable_memory_saver
 """.split()
 
@@ -98,6 +99,7 @@ def test_each_argument_changes_one_field() -> None:
         "allowed_local_media_path": "/",
         "kv_cache_dtype": "int8",
         "speculative_algorithm": "NGRAM",
+        "speculative_draft_model_quantization": "int4",
     }
     seen: set[EngineConfig | str] = set()
     for name, argument in ARGUMENTS.items():
@@ -134,7 +136,7 @@ def test_a_wrong_type_is_a_type_error_that_names_the_argument(name: str) -> None
         ("logits_processors entries", "a:B,c.:D", "package.module:Class"),
         ("logits_processors entries", ["a:b c"], "package.module:Class"),
         ("tenant_weights", "gold", "tenant=number"),
-        ("speculative_algorithm", "LOOKUP", "'NGRAM' or None"),
+        ("speculative_algorithm", "LOOKUP", "'NGRAM', 'STANDALONE' or None"),
         ("speculative_num_draft_tokens", 1, "2"),
         ("speculative_num_draft_tokens", 17, "16"),
         ("speculative_num_steps", 0, "1"),
@@ -236,10 +238,10 @@ def test_the_model_may_be_set_only_once() -> None:
         ("pp_size", 2, "pipeline parallelism"),
         ("ep_size", 2, "expert parallelism"),
         ("speculative_algorithm", "EAGLE", "EAGLE heads"),
-        ("speculative_algorithm", "standalone", "second model"),
         ("speculative_algorithm", "NEXTN", "multi-token-prediction"),
-        ("speculative_model", "draft", "second model"),
-        ("speculative_eagle_topk", 4, "second model"),
+        ("speculative_draft_model_revision", "main", "revisions of draft models"),
+        ("speculative_model", "draft", "use speculative_algorithm and speculative_draft_model_path"),
+        ("speculative_eagle_topk", 4, "trees of drafts"),
         ("enable_sleep_mode", True, "releasing memory"),
         ("override_generation_config", {"top_k": 5}, "default sampling parameters"),
     ],

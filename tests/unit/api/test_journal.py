@@ -19,7 +19,7 @@ PARAMETERS: dict[str, object] = {"model": "a", "sampling_params": {"temperature"
 
 def add(journal: Journal, index: int, text: str = "") -> None:
     """Write the row of an item, as a job does."""
-    journal.check(index, b"item %d" % index)
+    journal.record_item(index, b"item %d" % index)
     journal.append(index, {"index": index, "text": text or f"text {index}"})
 
 
@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 def write(path: Path, *indices: int, num_items: int = 0) -> None:
     journal = Journal(path, PARAMETERS)
     for index in range(num_items):
-        journal.check(index, b"item %d" % index)
+        journal.record_item(index, b"item %d" % index)
     for index in indices:
         add(journal, index)
     journal.close()
@@ -63,7 +63,7 @@ def test_after_any_loss_at_the_ends_of_the_files_each_row_is_written_exactly_onc
     known = rows(path)
     assert known == order[: kept.count(b"\n")]
     for index in range(6):
-        journal.check(index, b"item %d" % index)
+        journal.record_item(index, b"item %d" % index)
         if journal.is_done(index):
             assert journal.read(index)["text"] == f"text {index}"
         else:
@@ -105,9 +105,9 @@ def test_another_item_is_refused_even_if_it_has_no_row_yet(path: Path) -> None:
     journal = Journal(path, PARAMETERS)
     for index in (0, 1, 2):
         with pytest.raises(ValueError, match=f"item {index} of the input is another one"):
-            journal.check(index, b"another item")
-        journal.check(index, b"item %d" % index)
-    journal.check(3, b"any")
+            journal.record_item(index, b"another item")
+        journal.record_item(index, b"item %d" % index)
+    journal.record_item(3, b"any")
     journal.close()
 
 
@@ -191,5 +191,5 @@ def test_two_writers_are_refused(path: Path) -> None:
 def test_equal_items_have_equal_json_and_other_values_are_refused() -> None:
     assert as_json({"b": 1, "a": Path("x")}, "item 0") == as_json({"a": "x", "b": 1}, "item 0")
     assert as_json(np.array([1, 2]), "item 0") == b"[1,2]"
-    with pytest.raises(TypeError, match="item 7 of a job .* must consist of JSON values: object is none"):
+    with pytest.raises(TypeError, match="item 7 of a job .* must consist of JSON values: object is not a JSON type"):
         as_json({"image_data": object()}, "item 7")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from aioengine.memory.prefix_cache import Match, PrefixCache
 from aioengine.memory.radix import Node
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
-from aioengine.scheduler.admission import MAX_PARTIAL, Admission, Refusal, reserve_for
+from aioengine.scheduler.admission import MAX_PARTIAL, Admission, Refusal, steps_ahead
 from aioengine.scheduler.request import Request
 
 PAGE = 4
@@ -63,10 +63,10 @@ def test_requests_that_end_soon_need_no_reserve() -> None:
 
 def test_a_preempted_request_needs_a_larger_reserve() -> None:
     request = request_of(1, [1])
-    first = reserve_for(request, 1, 64)
+    first = steps_ahead(request, 1, 64)
     request.num_preemptions = 1
-    assert reserve_for(request, 1, 64) >= 2 * first
-    assert reserve_for(request, 640, 64) >= reserve_for(request, 1, 64) + 10
+    assert steps_ahead(request, 1, 64) >= 2 * first
+    assert steps_ahead(request, 640, 64) >= steps_ahead(request, 1, 64) + 10
 
 
 def waits(cache: PrefixCache, request: Request) -> bool:

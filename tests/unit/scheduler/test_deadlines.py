@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
-from aioengine.scheduler.queue import SPARE_ENTRIES, Deadlines
+from aioengine.scheduler.deadlines import SPARE_ENTRIES, Deadlines
 from aioengine.scheduler.request import Request
 
 

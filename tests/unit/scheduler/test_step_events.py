@@ -15,7 +15,7 @@ from aioengine.protocol.messages import (
     TextRules,
 )
 from aioengine.scheduler.request import Request
-from aioengine.scheduler.requests import StepEvents
+from aioengine.scheduler.request_states import StepEvents
 
 
 def request_of(uid: int) -> Request:

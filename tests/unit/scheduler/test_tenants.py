@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
-from aioengine.scheduler.queue import MAX_AWAY, Tenants
 from aioengine.scheduler.request import Request
+from aioengine.scheduler.tenants import MAX_AWAY, Tenants
 
 
 def request_of(uid: int, tenant: str, num_tokens: int) -> Request:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -119,7 +120,7 @@ def test_speculation_sets_the_number_of_drafts() -> None:
     for arguments, max_drafts in given:
         assert settings(speculative_algorithm="ngram", **arguments).scheduler.max_drafts == max_drafts
         if arguments:
-            with pytest.raises(ValueError, match="has an effect only with speculative_algorithm='NGRAM'"):
+            with pytest.raises(ValueError, match="has an effect only with speculative_algorithm"):
                 settings(**arguments)
     with pytest.raises(ValueError, match=r"speculative_num_draft_tokens=4 must be speculative_num_steps \+ 1 = 5"):
         settings(speculative_algorithm="NGRAM", speculative_num_steps=4, speculative_num_draft_tokens=4)
@@ -134,6 +135,65 @@ def test_models_that_cannot_be_drafted_for_are_refused_by_name(changes: dict[str
     with pytest.raises(ValueError, match=rf"speculative_algorithm='NGRAM' does not work .*some_type.*{why}"):
         settings(model, speculative_algorithm="NGRAM")
     assert settings(model).scheduler.max_drafts == 0
+
+
+def with_draft(draft: ModelFacts, model: ModelFacts = MODEL, **arguments: object) -> Settings:
+    """Resolve the settings of an engine with this draft model."""
+    path: dict[str, object] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "small"}
+    return resolve(engine_config(None, {**path, **arguments}), model, MACHINE, (), draft)
+
+
+def test_a_draft_model_has_its_own_settings() -> None:
+    assert settings().runner.draft is None
+    draft = replace(MODEL, path="small", is_latent=True, context_length=MODEL.context_length // 2)
+    found = with_draft(draft, speculative_draft_model_quantization="int8").runner.draft
+    assert found is not None
+    assert (found.model.path, found.model.context_length) == ("small", MODEL.context_length // 2)
+    assert (found.model.quantization, found.attention_backend) == ("int8", "torch")
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "max_length"),
+    [
+        ({}, {}, 1000),
+        ({}, {"short_length": 300}, 300),
+        ({"windows": (200, 200)}, {}, 200),
+        ({"windows": (200, None)}, {}, 1000),
+        ({"windows": (5000, 5000)}, {}, 1000),
+    ],
+)
+def test_a_draft_model_proposes_up_to_its_length(model: dict[str, Any], draft: dict[str, Any], max_length: int) -> None:
+    found = with_draft(replace(MODEL, **draft), replace(MODEL, **model)).runner.draft
+    assert found is not None
+    assert found.model.context_length == max_length
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"speculative_algorithm": "STANDALONE"}, "needs speculative_draft_model_path"),
+        ({"speculative_draft_model_quantization": "int8"}, "only with speculative_draft_model_path"),
+    ],
+)
+def test_speculation_without_its_draft_model_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({}, {"speculative_algorithm": None}, "has an effect only with speculative_algorithm='STANDALONE'"),
+        ({"keeps_states": True}, {}, "cannot be a draft model.*cannot be taken back"),
+        ({"task": "embed"}, {}, "cannot be a draft model.*does not generate text"),
+        ({}, {"speculative_draft_model_quantization": "fp8"}, "fp8"),
+    ],
+)
+def test_draft_models_that_cannot_propose_are_refused(
+    changes: dict[str, Any], arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_draft(replace(MODEL, **changes), **arguments)
 
 
 def test_defaults_on_a_gpu() -> None:

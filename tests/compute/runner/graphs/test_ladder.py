@@ -55,8 +55,8 @@ def settings_of(chunk_tokens: int, *, backend: str = "triton", graph_rows: int =
 
 def test_graphs_of_prompts_end_where_the_device_is_slower_than_the_host() -> None:
     assert longest_graph(settings_of(8192), 600_000_000) > 2048
-    assert longest_graph(settings_of(8192), 2_000_000_000) == 2500
-    assert 512 <= longest_graph(settings_of(8192), 8_000_000_000) < 1024
+    assert longest_graph(settings_of(8192), 2_000_000_000) == 5000
+    assert 1024 < longest_graph(settings_of(8192), 8_000_000_000) < 2048
     assert longest_graph(settings_of(512), 4_000_000) == settings_of(512).scheduler.max_step_tokens
     assert longest_graph(settings_of(131_072), 4_000_000) == 8192, "a start must not take minutes"
     assert longest_graph(settings_of(8192, backend=PACKED), 4_000_000) == MAX_ENCODER_TOKENS

@@ -11,7 +11,7 @@ import pytest
 
 from aioengine.frontend.calls import overload
 from aioengine.frontend.calls.call import Call
-from aioengine.frontend.calls.overload import Overload, QueueLimits
+from aioengine.frontend.calls.overload import CallerQueue, QueueLimits
 from aioengine.settings.config import QueueConfig
 
 if TYPE_CHECKING:
@@ -37,13 +37,13 @@ def test_next_tasks_get_capacity_that_is_not_used_in_time(monkeypatch: pytest.Mo
     monkeypatch.setattr(overload, "RESERVED_S", 3 * EARLY_S)
     loop = HastyLoop()
 
-    async def wait(queue: Overload, order: list[int], number: int) -> None:
+    async def wait(queue: CallerQueue, order: list[int], number: int) -> None:
         await queue.wait()
         order.append(number)
 
     async def main() -> None:
         limits = QueueLimits(QueueConfig(max_requests=num_places - 1), max_running=1, max_total_tokens=100)
-        queue = Overload(limits, threading.RLock(), loop)
+        queue = CallerQueue(limits, threading.RLock(), loop)
         order: list[int] = []
         line = [asyncio.create_task(wait(queue, order, number)) for number in range(4 * num_places)]
         async with asyncio.timeout(20):
@@ -70,7 +70,7 @@ def test_next_waiter_gets_the_capacity_of_a_waiter_whose_loop_has_ended(
 
     async def main() -> None:
         limits = QueueLimits(QueueConfig(max_requests=0), max_running=1, max_total_tokens=100)
-        queue = Overload(limits, threading.RLock(), asyncio.get_running_loop())
+        queue = CallerQueue(limits, threading.RLock(), asyncio.get_running_loop())
         limits.reserve(opened := Call(0.0), 0)
         first = elsewhere.create_task(queue.wait())
 

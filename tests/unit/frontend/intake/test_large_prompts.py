@@ -274,7 +274,7 @@ class Threads:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "lane"),
+    ("prompt", "thread"),
     [
         (TextPrompt("a", 1), "aioengine-encode"),
         (TextPrompt("a" * LONG_BYTES * 2, LONG_BYTES * 2), "aioengine-encode-long"),
@@ -284,13 +284,13 @@ class Threads:
     ],
     ids=["text", "long text", "chat", "long chat", "chat of many messages"],
 )
-async def test_long_prompts_are_encoded_on_another_thread_than_short_ones(prompt: Prompt, lane: str) -> None:
+async def test_long_prompts_are_encoded_on_another_thread_than_short_ones(prompt: Prompt, thread: str) -> None:
     tokenizer = Threads()
     encoder = Encoder(tokenizer)
     done: asyncio.Future[list[Encoded]] = asyncio.get_running_loop().create_future()
     encoder.encode(EncodeJob([prompt], lambda encoded, _: done.set_result(encoded), accept))
     assert await done == [[1]]
-    assert tokenizer.names == [lane]
+    assert tokenizer.names == [thread]
     encoder.close()
 
 

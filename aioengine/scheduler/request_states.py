@@ -1,13 +1,13 @@
 """Requests: all requests that have not ended, and every change of their state.
 
-    submit ──> WAITING ── admit ──> RUNNING ── end ──> ENDED
-                  ^  │                 │
-                  │  └── end ──> ENDED │
-                  └──── preempt ───────┘
-
-A waiting request with a closed gate stays in the queue for PREFIX. For any other gate, it leaves the queue and is GATED
-until all gates are open. A running request stays RUNNING, unless it is preempted or the gate releases its pages; then
-it is GATED too.
+from      to        when
+(new)     WAITING   it is submitted
+WAITING   RUNNING   it is admitted
+RUNNING   WAITING   it is preempted, or must be recomputed
+WAITING   GATED     a gate other than PREFIX closes
+RUNNING   GATED     the gate SUSPENDED closes, or it is preempted while a gate is closed
+GATED     WAITING   all gates are open; it returns to its old position in the queue
+any       ENDED     it ends
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from aioengine.protocol.messages import (
     Totals,
 )
 from aioengine.scheduler.admission import Pace, refusal_of_late
-from aioengine.scheduler.queue import Deadlines, Tenants
+from aioengine.scheduler.deadlines import Deadlines
 from aioengine.scheduler.request import Gate, Request, State, refusal_of
+from aioengine.scheduler.tenants import Tenants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -115,7 +116,7 @@ class Requests:
     Attributes:
         waiting: the queue, sorted by ``order``. running: sorted by ``running_order``. gated: by uid, the requests
             outside the queue. Read-only for callers.
-        is_stalled: nothing can be computed until a gate opens, or a request is added or ends. Set by
+        is_blocked: nothing can be computed until a gate opens, or a request is added or ends. Set by
             ``Scheduler.schedule``.
         closed: uids for ``StepPlan.closed``: the runner knows them, and they have ended or lost their pages.
         events: not reported yet. cache: the pages. adapters: the adapter slots. pace: estimates of step and queue time.
@@ -133,7 +134,7 @@ class Requests:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.gated: dict[int, Request] = {}
-        self.is_stalled = False
+        self.is_blocked = False
         self.closed: list[int] = []
         self.reweighted: set[int] = set()
         self.pace = Pace(settings.chunk_tokens)
@@ -149,7 +150,7 @@ class Requests:
     @property
     def is_idle(self) -> bool:
         """Whether no request can be computed now."""
-        return self.is_stalled or not (self.waiting or self.running)
+        return self.is_blocked or not (self.waiting or self.running)
 
     def candidates(self) -> Iterable[Request]:
         """Return the waiting requests in the order of admission. An admission can reorder the requests after it."""
@@ -187,7 +188,7 @@ class Requests:
         self._requests[request.uid] = request
         self._tenants.enter(submit.tenant)
         insort(self.waiting, request, key=_order)
-        self.is_stalled = False
+        self.is_blocked = False
         if submit.limits.deadlines:
             self.deadlines.add(request.uid, submit.limits.deadlines, self._requests)
         if submit.continuation is not None:
@@ -210,7 +211,7 @@ class Requests:
         stage: where they failed, if ``code`` is FAILED.
         """
         stage = stage if code is FinishCode.FAILED else ""
-        for request in self._living(uids):
+        for request in self._requests_of(uids):
             self.end(request, End(request.uid, code, stage=stage, message=message), is_known=code is FinishCode.STOP)
 
     def close_gate(self, uids: Iterable[int], gate: Gate) -> None:
@@ -220,7 +221,7 @@ class Requests:
         in flight are accepted. To gate a new request, call this right after ``submit``. The gates of admission are not
         allowed.
         """
-        for request in self._living(uids):
+        for request in self._requests_of(uids):
             if Gate.ADAPTER in request.gates:  # it does not need a slot now
                 self.adapters.leave(request.uid)
                 request.open_gate(Gate.ADAPTER)
@@ -230,15 +231,15 @@ class Requests:
 
     def open_gate(self, uids: Iterable[int], gate: Gate) -> None:
         """Continue these requests, unless another gate is closed. Ignores unknown uids and open gates."""
-        for request in self._living(uids):
+        for request in self._requests_of(uids):
             request.open_gate(gate)
-            self.is_stalled = False
+            self.is_blocked = False
             if request.state is State.GATED and not request.gates:
                 self._let_wait(request)
 
     def requeue(self, uids: Iterable[int]) -> None:
         """Put these requests back into the queue: their adapters are ready, or they must be recomputed."""
-        for request in self._living(uids):
+        for request in self._requests_of(uids):
             request.open_gate(Gate.ADAPTER)
             self._let_wait(request)
 
@@ -283,7 +284,7 @@ class Requests:
             request.wait_for(None)  # the prefix that it waits for has other weights
             if request.is_text_open:
                 self.reweighted.add(request.uid)
-        self.is_stalled = False
+        self.is_blocked = False
         return num_running
 
     # ------------------------------------------------------------ from the steps
@@ -344,7 +345,7 @@ class Requests:
         if end is not None:
             self.events.end(end, is_known=is_known)
 
-    def _living(self, uids: Iterable[int]) -> list[Request]:
+    def _requests_of(self, uids: Iterable[int]) -> list[Request]:
         """Return the requests of these uids that have not ended, each once."""
         return [self._requests[uid] for uid in dict.fromkeys(uids) if uid in self._requests]
 
@@ -359,7 +360,7 @@ class Requests:
 
     def _take_out(self, request: Request, state: State, *, is_invalid: bool = False) -> None:
         """Remove a request from its current list."""
-        self.is_stalled = False
+        self.is_blocked = False
         if request.submit.adapter is not None and (request.state is not State.GATED or Gate.ADAPTER in request.gates):
             self.adapters.leave(request.uid)
         if request.state is State.RUNNING:

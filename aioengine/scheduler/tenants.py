@@ -1,12 +1,10 @@
-"""Fair shares of tenants, and deadlines of requests.
+"""Fair shares of tenants.
 
 Every tenant has a virtual time: its used tokens divided by its weight. The waiting tenant with the smallest virtual
 time is next, so each tenant gets its share however many requests it sends. A request is charged at its admission for
 its prompt and its maximum output; unused tokens are refunded at its end. A tenant that returns after a pause starts
 with the smallest virtual time of the active tenants, so a pause earns no credit. Priorities and deadlines order the
 requests of one tenant; only weights decide between tenants.
-
-Deadlines are in a heap, so checking for expired ones costs nothing if there are none.
 """
 
 from __future__ import annotations
@@ -17,13 +15,12 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from aioengine.scheduler.request import Request
 
 DEFAULT_WEIGHT = 1.0
 MAX_AWAY = 1024  # inactive tenants whose times are kept; beyond this number, the smallest times are dropped first
-SPARE_ENTRIES = 256  # deadlines of ended requests that may stay in the heap
 
 
 class Tenants:
@@ -77,44 +74,3 @@ class Tenants:
             yield queues[tenant].popleft()
             if not queues[tenant]:
                 del queues[tenant]
-
-
-class Deadlines:
-    """The deadlines of active requests. Entries of ended requests are skipped, and removed if there are many."""
-
-    def __init__(self) -> None:
-        self.heap: list[tuple[float, int, str]] = []
-
-    def add(self, uid: int, deadlines: Mapping[str, float], living: Collection[int]) -> None:
-        """Add the deadlines of a request. If most entries are of requests that are not ``living``, remove these."""
-        for kind, time in deadlines.items():
-            heapq.heappush(self.heap, (time, uid, kind))
-        if len(self.heap) > 4 * len(living) + SPARE_ENTRIES:
-            self.heap = [entry for entry in self.heap if entry[1] in living]
-            heapq.heapify(self.heap)
-
-    def next_time(self, requests: dict[int, Request]) -> float | None:
-        """Return the time of the next deadline, or None."""
-        heap = self.heap
-        while heap and not _applies(requests.get(heap[0][1]), heap[0][2]):
-            heapq.heappop(heap)
-        return heap[0][0] if heap else None
-
-    def take_expired(self, now: float, requests: dict[int, Request]) -> list[tuple[Request, str]]:
-        """Remove and return the requests with an expired deadline, each once, with the name of the deadline."""
-        expired: dict[int, tuple[Request, str]] = {}
-        heap = self.heap
-        while heap and heap[0][0] <= now:
-            _, uid, kind = heapq.heappop(heap)
-            request = requests.get(uid)
-            if request is not None and _applies(request, kind):
-                expired.setdefault(uid, (request, kind))
-        return list(expired.values())
-
-
-def _applies(request: Request | None, kind: str) -> bool:
-    if request is None:
-        return False
-    if kind == "queue":
-        return request.admitted_at is None
-    return kind == "total" or not request.is_text_open

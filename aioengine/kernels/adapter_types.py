@@ -1,7 +1,7 @@
 """Layout of LoRA adapters on a GPU, and the grouping of the rows of a step by adapter.
 
 Adapters are stored in slots of a pool. Each slot starts with a table of its matrices, so one copy fills a slot. A fused
-layer has several parts, each with its own matrices. Ranks are multiples of ``RANKS``; the rank of a part that an
+layer has several parts, each with its own matrices. Ranks are multiples of ``RANK_UNIT``; the rank of a part that an
 adapter does not change is 0.
 """
 
@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from aioengine.settings.config import ADAPTER_RANKS
+from aioengine.settings.config import ADAPTER_RANK_UNIT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-RANKS = ADAPTER_RANKS
+RANK_UNIT = ADAPTER_RANK_UNIT
 """Ranks are padded with zeros to a multiple of this."""
 UNIT = 16
 """Matrices start at multiples of this many elements, and the size of a slot is a multiple of it."""
 TABLE_COLUMNS = 4
-"""int32 columns of a table entry (one entry per part): rank / ``RANKS``, start of A [rank, I] / ``UNIT``, start of B
-[O, rank] / ``UNIT``, and 0.
+"""int32 columns of a table entry (one entry per part): rank / ``RANK_UNIT``, start of A [rank, I] / ``UNIT``, start of
+B [O, rank] / ``UNIT``, and 0.
 """
 FEW_ROWS_OF_TILE, MANY_ROWS_OF_TILE = 16, 64
 _MANY_ROWS = 256
@@ -46,7 +46,7 @@ class AdapterWeights(NamedTuple):
         pool: [slots, elements per slot]. table: the same memory as int32.
         first_part: index of the first part in the table of a slot.
         size: I. sizes: O of each part.
-        max_rank: the maximum rank of an adapter, a multiple of ``RANKS``.
+        max_rank: the maximum rank of an adapter, a multiple of ``RANK_UNIT``.
     """
 
     pool: Tensor

@@ -1,4 +1,4 @@
-"""Every job that a lane was given is answered exactly once, however the work on its thread ends."""
+"""Every job of an encoder thread is answered exactly once, however the work on the thread ends."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ async def test_an_error_of_a_whole_batch_fails_all_its_jobs(error: type[BaseExce
     def break_down(_jobs: Sequence[EncodeJob]) -> tuple[list[list[Encoded]], float]:
         raise error("everything broke")
 
-    lane = answers.encoder._short  # pyright: ignore[reportPrivateUsage]
-    lane._encode = break_down  # pyright: ignore[reportPrivateUsage]
+    thread = answers.encoder._short  # pyright: ignore[reportPrivateUsage]
+    thread._encode = break_down  # pyright: ignore[reportPrivateUsage]
     answers.ask(text("one"), text("two"))
     answers.ask(text("three"))
     [first, second] = await answers.all()

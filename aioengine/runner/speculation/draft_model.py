@@ -1,0 +1,280 @@
+"""Proposes the tokens that a small draft model would sample.
+
+The KV cache of the draft model has the same pages as the KV cache of the model: a position of a request has the same
+slot in both. So the prefix cache, preemption and sessions work without further data. The draft model computes a prompt
+in the same steps as the model. It computes other tokens only before the next proposal, so steps without drafts take no
+longer than in an engine without a draft model. It records the pages that it has computed completely, because a new
+request may reuse pages of requests without proposals.
+
+A draft is sampled with the parameters, the seed and the position of the token that it predicts. If both models have
+similar logits, the same random number selects the same token. Bad words, grammars, the user's logits processors, and on
+a GPU also penalties are left out: they need the state after each draft.
+
+N proposals, R rows of a forward pass, T packed tokens, D model size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from aioengine.attention._base import ForwardBatch
+from aioengine.protocol.messages import RequestKind
+from aioengine.runner.inputs import model_inputs
+from aioengine.runner.kv_pool import FIRST_PAGE
+from aioengine.runner.logits.token_processors import AllowedTokenIds, Bias, MinNewTokens, Penalties
+from aioengine.runner.sampling.sampler import FAILED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionBackend
+    from aioengine.models._base import Model
+    from aioengine.runner.kv_pool import KVPool
+    from aioengine.runner.logits import LogitsProcessor
+    from aioengine.runner.request_row import RequestRow
+    from aioengine.runner.rows import RowTable
+    from aioengine.runner.sampling.device_sampler import DeviceSampler
+    from aioengine.runner.sampling.sampler import RankSampler, Sampler
+    from aioengine.runner.transfer import Ints
+    from aioengine.scheduler.plan import NewRow, Row
+
+
+class DraftParts(NamedTuple):
+    """The parts of a draft model after its weights are loaded.
+
+    kv_pool: with the number of pages of the model's pool. max_length: tokens of the longest request with drafts.
+    max_tokens: maximum tokens of a forward pass.
+    """
+
+    model: Model
+    attention: AttentionBackend
+    kv_pool: KVPool
+    max_length: int
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class DraftedRequest:
+    """An open request.
+
+    Attributes:
+        token_ids: all known tokens. The owner appends new ones.
+        max_length: there are no drafts beyond this number of tokens.
+        num_computed: positions whose keys and values the draft model has computed.
+    """
+
+    token_ids: list[int]
+    max_length: int
+    num_computed: int = 0
+
+
+class Proposal(NamedTuple):
+    """A request, and the number of drafts that it may get. Its pages have memory for them."""
+
+    drafted: DraftedRequest
+    row: RequestRow
+    count: int
+
+
+class DraftModel:
+    """The draft model, and the open requests for which it proposes drafts."""
+
+    def __init__(
+        self,
+        parts: DraftParts,
+        table: RowTable,
+        sampler: Sampler | DeviceSampler | RankSampler,
+        processors: tuple[LogitsProcessor, ...],
+        num_embeddings: int,
+    ) -> None:
+        """num_embeddings: of the model. The sampler may read this number of logits."""
+        self._parts = parts
+        self._table = table
+        self._sampler = sampler
+        self._num_embeddings = num_embeddings
+        kept: tuple[type, ...] = MinNewTokens, Bias, AllowedTokenIds
+        self._has_history = not table.last_tokens.is_cuda
+        if self._has_history:
+            kept += (Penalties,)
+        self._kept_processors = sum(1 << i for i, processor in enumerate(processors) if isinstance(processor, kept))
+        self._page_size = parts.kv_pool.page_size
+        self._is_full = np.zeros(FIRST_PAGE + parts.kv_pool.num_pages, dtype=np.bool_)  # pages computed completely
+        self._unseen: dict[int, tuple[list[int], DraftedRequest | None]] = {}  # uid -> pages, until its first row
+
+    def open(self, opened: NewRow) -> DraftedRequest | None:
+        """Open a request. Return None if it gets no drafts."""
+        drafted = None
+        if opened.kind is RequestKind.GENERATE and not opened.embeds:
+            drafted = DraftedRequest(opened.token_ids.copy(), self._parts.max_length)
+        self._unseen[opened.uid] = opened.pages, drafted
+        return drafted
+
+    def close(self, uid: int) -> None:
+        """Close a request. An unknown uid is ignored."""
+        self._unseen.pop(uid, None)
+
+    def note_pages(self, rows: list[Row]) -> None:
+        """Record which pages of the rows of a step are new, and which are a prefix hit."""
+        num_groups = len(self._table.page_tables.tables)
+        for row in rows:
+            new = row.new_pages
+            pages, drafted = self._unseen.pop(row.uid, ([], None)) if self._unseen else ([], None)
+            if pages:
+                num_shared = -(-row.start // self._page_size) * num_groups
+                shared, new = np.array(pages[:num_shared:num_groups], dtype=np.int64), [*pages[num_shared:], *new]
+                if drafted is not None:
+                    num_full = int(np.append(self._is_full[shared + FIRST_PAGE], False).argmin())
+                    drafted.num_computed = min(num_full * self._page_size, row.start)
+            if new:
+                self._is_full[np.array(new) + FIRST_PAGE] = False
+
+    def compute(self, spans: list[tuple[DraftedRequest, RequestRow, int]]) -> None:
+        """Compute the known tokens of these requests up to the given numbers of positions."""
+        missing = [span for span in spans if span[0].num_computed < span[2] <= span[0].max_length]
+        if missing:
+            self._extend(missing)
+
+    def propose(self, proposals: list[Proposal]) -> list[list[int]]:
+        """Return the drafts of each request; [] if it gets none."""
+        chosen = [
+            i for i, (drafted, _, count) in enumerate(proposals) if _length(drafted) + count <= drafted.max_length
+        ]
+        found: list[list[int]] = [[] for _ in proposals]
+        if chosen:
+            for i, token_ids in zip(chosen, self._propose([proposals[i] for i in chosen]), strict=True):
+                found[i] = token_ids
+        return found
+
+    def _propose(self, proposals: list[Proposal]) -> list[list[int]]:
+        upload, table = self._table.upload, self._table
+        for drafted, _, _ in proposals:
+            drafted.num_computed = min(drafted.num_computed, _length(drafted) - 1)
+        hidden = self._extend([(drafted, row, _length(drafted)) for drafted, row, _ in proposals])
+        row_indices = np.array([row.row_index for _, row, _ in proposals], dtype=np.int64)
+        lengths = np.array([_length(drafted) for drafted, _, _ in proposals], dtype=np.int64)
+        counts = np.array([count for _, _, count in proposals], dtype=np.int64)
+        rows = table.sampled([row for _, row, _ in proposals], row_indices, lengths)
+        rows.records["processors"] &= self._kept_processors
+        active = np.arange(len(proposals))
+        steps: list[tuple[Ints, Tensor]] = []
+        for step in range(int(counts.max())):
+            sampled = rows.part(active, step)
+            token_ids = self._sampler.sample(self._logits(hidden), sampled)
+            steps.append((active, token_ids))
+            if self._has_history and sampled.records["processors"].any():
+                table.write_history(sampled, token_ids.clamp(min=0))
+            is_active = counts[active] > step + 1
+            if not is_active.all():
+                active, token_ids = active[is_active], token_ids[upload(np.flatnonzero(is_active))]
+            if active.size:
+                ones = np.ones(len(active), dtype=np.int64)
+                hidden = self._forward(row_indices[active], lengths[active] + step, ones, token_ids.clamp(min=0))
+        values = iter(torch.cat([token_ids for _, token_ids in steps]).tolist())  # waits for the device, once
+        found: list[list[int]] = [[] for _ in proposals]
+        for indices, _ in steps:
+            for i in indices.tolist():
+                found[i].append(next(values))
+        for (drafted, row, count), token_ids in zip(proposals, found, strict=True):
+            drafted.num_computed += count - 1
+            if FAILED in token_ids:
+                self._fail(drafted, row)
+                del token_ids[token_ids.index(FAILED) :]
+        return found
+
+    def accept(self, drafted: DraftedRequest, row: RequestRow, num_accepted: int) -> None:
+        """Record how many drafts were accepted, before the tokens of the step are added."""
+        length = _length(drafted)
+        end = min(drafted.num_computed, length + num_accepted)
+        drafted.num_computed = min(length, end)
+        self._advance(drafted, row, end)
+
+    def release(self) -> None:
+        """Free the memory of the pool."""
+        self._parts.kv_pool.release()
+
+    def _fail(self, drafted: DraftedRequest, row: RequestRow) -> None:
+        """Propose no more drafts for a request for which the draft model gives non-finite numbers."""
+        drafted.max_length = 0
+        pages = self._table.page_tables.pages(row.row_index)
+        self._is_full[pages] = False
+        self._parts.kv_pool.clean(pages)
+
+    def _extend(self, spans: list[tuple[DraftedRequest, RequestRow, int]]) -> Tensor:
+        """Compute each request up to a number of positions, which is larger than ``num_computed``. Return the hidden
+        states [N, D] of their last positions.
+        """
+        states: dict[int, Tensor] = {}
+        left = list(range(len(spans)))
+        while left:
+            budget = self._parts.max_tokens
+            counts: list[int] = []
+            for i in left:
+                count = min(spans[i][2] - spans[i][0].num_computed, budget)
+                if not count:
+                    break
+                counts.append(count)
+                budget -= count
+            chosen = [spans[i] for i in left[: len(counts)]]
+            ids = [
+                drafted.token_ids[drafted.num_computed : drafted.num_computed + count]
+                for (drafted, _, _), count in zip(chosen, counts, strict=True)
+            ]
+            token_ids = np.concatenate([np.array(part, dtype=np.int64) for part in ids])
+            hidden = self._forward(
+                np.array([row.row_index for _, row, _ in chosen], dtype=np.int64),
+                np.array([drafted.num_computed for drafted, _, _ in chosen], dtype=np.int64),
+                np.array(counts, dtype=np.int64),
+                self._table.upload(token_ids.clip(0, self._parts.model.vocab_size - 1)),
+            )
+            for i, (drafted, row, _), count, state in zip(left, chosen, counts, hidden, strict=False):
+                self._advance(drafted, row, drafted.num_computed + count)
+                states[i] = state
+            left = [i for i in left if spans[i][0].num_computed < spans[i][2]]
+        return torch.stack([states[i] for i in range(len(spans))])
+
+    def _advance(self, drafted: DraftedRequest, row: RequestRow, end: int) -> None:
+        """Record that the positions before ``end`` have the keys and values of known tokens."""
+        first, last = drafted.num_computed // self._page_size, end // self._page_size
+        if last > first:
+            self._is_full[self._table.page_tables.tables[0, row.row_index, first:last]] = True
+        drafted.num_computed = end
+
+    def _forward(self, row_indices: Ints, starts: Ints, counts: Ints, token_ids: Tensor) -> Tensor:
+        """Compute ``counts`` [R] tokens from positions ``starts`` [R] on, with ids [T]. Return the hidden states [R, D]
+        of the last ones.
+        """
+        model, attention, page_size, upload = (
+            self._parts.model,
+            self._parts.attention,
+            self._page_size,
+            self._table.upload,
+        )
+        ends, kv_lengths = counts.cumsum(), starts + counts
+        row_of_token = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(ends[-1]) + np.repeat(kv_lengths - ends, counts)
+        pages = self._table.page_tables.tables[0, row_indices, : -(-int(kv_lengths.max()) // page_size)]
+        page_indices = positions // page_size
+        slots = positions + (pages[row_of_token, page_indices] - page_indices) * page_size
+        batch = ForwardBatch(
+            slot_mapping=upload(slots),
+            page_table=upload(pages),
+            query_lengths=counts.tolist(),
+            kv_lengths=kv_lengths.tolist(),
+        )
+        attention.prepare(batch)
+        outputs = upload(ends - 1) if len(positions) > len(counts) else None
+        return model.forward(model_inputs(model, token_ids, upload(positions), outputs=outputs), attention)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, D] -> logits [R, at least ``num_embeddings``]."""
+        logits = self._parts.model.compute_logits(hidden)
+        return functional.pad(logits, (0, max(self._num_embeddings - logits.shape[1], 0)))
+
+
+def _length(drafted: DraftedRequest) -> int:
+    return len(drafted.token_ids)
