@@ -174,7 +174,9 @@ class CallRow(Struct, eq=False):
                 self.drafts[extra.index] = extra
             return
         if extra.kind == WEIGHT_VERSION:
-            self.versions = (self.versions or {}) | {extra.index: extra.data.decode()}
+            # Later entries belong to tokens that were lost with a process before they were delivered.
+            earlier = {index: version for index, version in (self.versions or {}).items() if index < extra.index}
+            self.versions = earlier | {extra.index: extra.data.decode()}
             return
         if extra.index >= self.token_offset or not self.token_offset:
             self.extras[extra.index, extra.kind] = extra
