@@ -20,6 +20,8 @@ from aioengine.testing.fake_engine import FakeSetup, fake_async_engine
 from aioengine.testing.fake_runner import fake_logprobs
 from aioengine.testing.faults import Faults
 
+pytestmark = pytest.mark.one_loop
+
 PARAMS = {"max_new_tokens": 30, "temperature": 1.0, "seed": 5}
 PROMPT = "a story of lists"
 ASKED = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [101, 5]}

@@ -17,6 +17,8 @@ from aioengine.settings.config import PoolingSettings
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine
 from tests.kit.waiting import until
 
+pytestmark = pytest.mark.one_loop
+
 PARAMS = {"max_new_tokens": 4, "temperature": 0}
 LONG = "x" * 5000
 IN_USE = "in use"

@@ -201,11 +201,10 @@ async def test_engine_started_with_two_replicas_answers_like_one() -> None:
     prompts = [f"Here are {number} animals:" for number in range(12)]
     params = [{"max_new_tokens": 16, "seed": number} for number in range(12)]
     arguments: EngineArguments = {"device": "cpu", "max_running_requests": 3, "max_total_tokens": 4096}
-    async with AsyncEngine(**arguments) as engine:
-        assert type(frontend_of(engine).parts.processes) is Supervisor
-        assert frontend_of(engine).parts.settings.scheduler.max_running == 3
-        expected = [answer["text"] for answer in await engine.async_generate(prompts, params)]
     async with AsyncEngine(**arguments, dp_size=2, load_balance_method="round_robin") as engine:
+        alone = await engine.async_generate(prompts, params, routed_dp_rank=0)
+        expected = [answer["text"] for answer in alone]
+        assert await engine.flush_cache()
         assert [one["role"] for one in engine.health()["processes"]] == ROLES * 2
         assert frontend_of(engine).parts.settings.scheduler.max_running == 6
         answers = await engine.async_generate(prompts, params)

@@ -16,7 +16,7 @@ from aioengine.supervision.launchers.process import ProcessLauncher
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import FakeRunner, build
 from aioengine.testing.faults import Faults
-from aioengine.transport.zmq import AsyncZmqSender
+from aioengine.transport.async_zmq import AsyncZmqSender
 from tests.kit.waiting import until
 from tests.processes.engine_kit import Frontend, fake_settings
 from tests.processes.restart_kit import ANSWERS, ask, ask_all, pid_of, undisturbed, until_idle, until_restarted
