@@ -28,7 +28,7 @@ from aioengine.api.sync import Engine
 from aioengine.cli import benchmark, commands, flags, main
 from aioengine.cli.benchmark import Workload, percentile
 from aioengine.settings import machine
-from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.kit.fake_adapters import write_adapter
 from tests.kit.source import PACKAGE, ROOT
 
@@ -366,13 +366,17 @@ def test_an_adapter_answers(run_here: Run, tmp_path: Path) -> None:
         assert "serves no LoRA adapters" in done.stderr
 
 
-@pytest.mark.process
-def test_a_conversation_that_is_too_long_begins_anew() -> None:
-    done = run("chat", "--context-length", "64", "--max-new-tokens", "8", given="word " * 200 + "\nHello!\n")
-    assert done.returncode == 0
-    assert "the conversation starts again" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stdout.strip()
+def test_a_conversation_that_is_too_long_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faked = type("", (), {"from_config": staticmethod(lambda _: fake_engine(context_length=64))})
+    monkeypatch.setattr(commands, "Engine", faked)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"word " * 200 + b"\nHello!\n")))
+    assert main(["chat", "--max-new-tokens", "8"]) == 0
+    done = capsys.readouterr()
+    assert "the conversation starts again" in done.err
+    assert done.err.count("\n") == 1
+    assert done.out.strip()
 
 
 SMALL_BENCH = ("--num-prompts", "3", "--prompt-tokens", "8", "--output-tokens", "4", "--concurrency", "2")
@@ -412,30 +416,31 @@ def test_bench_refuses_prompts_that_do_not_fit_before_creating_them(monkeypatch:
     assert main(["bench", "--prompt-tokens", "999999"]) == 1
 
 
-def start(argv: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "aioengine", *argv]
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)
-
-
 ENDLESS = ("--max-new-tokens", "1500", "--temperature", "1", "--seed", "1")
 
 
 ODD = "caf\u00e9 \u6771\u4eac \U0001f956"
-FAKED = f"""
+FAKED = """
 import sys
 from aioengine import cli
 from aioengine.cli import commands
 from aioengine.testing.fake_engine import fake_engine
-commands.Engine = type("", (), {{"from_config": staticmethod(lambda config: fake_engine({{"": {ODD!a}}}))}})
+commands.Engine = type("", (), {"from_config": staticmethod(lambda config: fake_engine(ARGUMENTS))})
 sys.exit(cli.main(sys.argv[1:]))
 """
-"""The program with a fake model, which repeats this text."""
+"""The program with a fake model, which starts faster."""
+REPEATING = FAKED.replace("ARGUMENTS", f"{{'': {ODD!a}}}")
+SLOW = FAKED.replace("ARGUMENTS", "processes=True, step_time_s=0.002")
+
+
+def start(command: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, start_new_session=True, **streams)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
 def test_an_answer_in_letters_that_the_output_has_not_is_printed(encoding: str) -> None:
-    command = [sys.executable, "-c", FAKED, "generate", "x", "--max-new-tokens", "90"]
+    command = [sys.executable, "-c", REPEATING, "generate", "x", "--max-new-tokens", "90"]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=90, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -453,7 +458,7 @@ def test_an_answer_in_letters_that_the_output_has_not_is_printed(encoding: str) 
     ],
 )
 def test_input_that_is_not_utf_8_is_named(command: str, settings: dict[str, str]) -> None:
-    line = [sys.executable, "-c", FAKED, command, "--no-progress"]
+    line = [sys.executable, "-c", REPEATING, command, "--no-progress"]
     environment = {**os.environ, **settings}
     done = subprocess.run(
         line,
@@ -523,7 +528,7 @@ def test_ctrl_c_during_the_imports_ends_it_without_a_word(how: str, module: str)
 
 @pytest.mark.process
 def test_ctrl_c_ends_it_without_a_word() -> None:
-    process = start(["generate", "Once upon a time", *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = start(["-c", SLOW, "generate", "Once", *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.read(8)
     os.killpg(process.pid, signal.SIGINT)
@@ -533,7 +538,7 @@ def test_ctrl_c_ends_it_without_a_word() -> None:
 
 @pytest.mark.process
 def test_a_closed_pipe_is_no_error() -> None:
-    process = start(["generate", "Once upon a time", *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = start(["-c", SLOW, "generate", "Once", *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.read(8)
     process.stdout.close()
@@ -546,10 +551,11 @@ def test_a_closed_pipe_is_no_error() -> None:
 class Terminal:
     """A program on a pseudo-terminal."""
 
-    def __init__(self, *argv: str) -> None:
+    def __init__(self, *command: str) -> None:
+        """command: the arguments of Python."""
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-        self.process = start(argv, stdin=slave, stdout=slave, stderr=slave)
+        self.process = start(command, stdin=slave, stdout=slave, stderr=slave)
         os.close(slave)
         self.seen = ""
 
@@ -578,7 +584,7 @@ class Terminal:
 
 @pytest.mark.process
 def test_chat_on_a_terminal_survives_ctrl_c_and_leaves_with_ctrl_d() -> None:
-    terminal = Terminal("chat", *ENDLESS, "--no-progress")
+    terminal = Terminal("-c", SLOW, "chat", *ENDLESS, "--no-progress")
     terminal.wait_for("Ctrl-C ends an answer; at the prompt, Ctrl-C and Ctrl-D end the conversation.")
     terminal.wait_for("> ")
     terminal.type("Tell me a long story.\n")
@@ -595,7 +601,7 @@ def test_chat_on_a_terminal_survives_ctrl_c_and_leaves_with_ctrl_d() -> None:
 
 @pytest.mark.process
 def test_ctrl_c_at_the_prompt_ends_the_chat_and_the_line() -> None:
-    terminal = Terminal("chat", *ENDLESS, "--no-progress")
+    terminal = Terminal("-c", SLOW, "chat", *ENDLESS, "--no-progress")
     terminal.wait_for("> ")
     time.sleep(0.3)
     for _ in range(5):  # Python's input() misses a signal that comes between its prompt and its read
@@ -611,7 +617,7 @@ def test_ctrl_c_at_the_prompt_ends_the_chat_and_the_line() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("command", [["generate", "Once upon a time"], ["chat"], ["bench", "--num-prompts", "9000"]])
 def test_ctrl_c_ends_the_current_line(command: list[str]) -> None:
-    terminal = Terminal(*command, *(ENDLESS if command[0] == "generate" else ()), "--progress")
+    terminal = Terminal("-m", "aioengine", *command, *(ENDLESS if command[0] == "generate" else ()), "--progress")
     terminal.wait_for("loading weights")
     os.kill(terminal.process.pid, signal.SIGINT)
     assert terminal.close() == 130

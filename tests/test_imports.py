@@ -76,6 +76,13 @@ def test_engine_import_is_small() -> None:
     assert [name for name in WAITING if name in loaded] == []
 
 
+def test_child_processes_start_without_asyncio_and_numpy() -> None:
+    """Each takes as long as all other imports of a detokenizer."""
+    names = "aioengine.processes.scheduler_process, aioengine.processes.detokenizer_process"
+    loaded = run(f"import json, sys, {names}; print(json.dumps(list(sys.modules)))")
+    assert [name for name in (*HEAVY, "asyncio") if name in loaded] == []
+
+
 def test_no_module_outside_the_torch_floors_imports_torch() -> None:
     light = [of.name for of in modules() if "torch" not in FLOORS[floor_of(of.name) or "0"].packages]
     wanted = [name for name in light if floor_of(name) not in {"3", "5"} and not name.endswith("__main__")]

@@ -577,14 +577,14 @@ class AsyncEngine(BaseEngine):
             return {"state": "closed" if has_ended else "starting", "processes": []}
         # The loop may have been closed before the shutdown. In a fork, the engine of the parent counts as closed.
         is_closed = (self._is_closed or run.is_forked) and run.frontend.failure is None
-        return info.health("closed" if is_closed else run.frontend.state, run.frontend.parts.processes.processes())
+        return info.health("closed" if is_closed else run.frontend.state, run.frontend.parts.processes.process_states())
 
     def get_all_child_pids(self) -> list[int]:
         """Return the process ids of the engine's live processes."""
         frontend = None if self._run is None else self._run.frontend
         if frontend is None:
             return []
-        return info.child_pids(frontend.parts.processes.processes(), frontend.images)
+        return info.child_pids(frontend.parts.processes.process_states(), frontend.images)
 
     async def get_server_info(self) -> dict[str, object]:
         """Return the settings, the device, the chosen implementations, the memory and the scheduler's state."""

@@ -288,11 +288,11 @@ class Engine(BaseEngine):
     def health(self) -> Health:
         """Return the state of the engine and of its processes. May be called at any time."""
         state = "closed" if os.getpid() != self._pid else self._frontend.state
-        return info.health(state, self._frontend.parts.processes.processes())
+        return info.health(state, self._frontend.parts.processes.process_states())
 
     def get_all_child_pids(self) -> list[int]:
         """Return the process ids of the engine's live processes."""
-        return info.child_pids(self._frontend.parts.processes.processes(), self._frontend.images)
+        return info.child_pids(self._frontend.parts.processes.process_states(), self._frontend.images)
 
 
 class _EngineLoop:

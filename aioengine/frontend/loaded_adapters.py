@@ -21,7 +21,7 @@ from msgspec.structs import asdict, replace
 
 from aioengine.api import answers, checks
 from aioengine.errors import EngineStartupError, RequestError, describe
-from aioengine.frontend.intake.row_options import PerPrompt, Rows, per_prompt
+from aioengine.frontend.intake.prompt_options import PerPrompt, PromptCounts, per_prompt
 from aioengine.model_files import adapter_folder
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Argument, Reply
 from aioengine.settings.config import GivenAdapter, LoraSettings
@@ -140,13 +140,13 @@ class AdapterChoice:
                 load.idle.set()
 
 
-def adapter_choice(options: Mapping[str, object], rows: Rows) -> AdapterChoice | None:
+def adapter_choice(options: Mapping[str, object], counts: PromptCounts) -> AdapterChoice | None:
     """Check the option ``lora_path``; return None if it is not set.
 
     Raises:
         TypeError, ValueError: it is wrong. The entries of a list are checked with their rows.
     """
-    given = per_prompt("lora_path", options, _name, rows)
+    given = per_prompt("lora_path", options, _name, counts)
     if given is None:
         return None
     return AdapterChoice(given, {name for name in given.values if isinstance(name, str) and name})

@@ -27,7 +27,6 @@ from aioengine.child_process.host import (
     show_one_gpu,
     use_share_of_cores,
 )
-from aioengine.constraints.grammars import Grammars
 from aioengine.errors import UnsupportedSchemaError, describe
 from aioengine.processes.leading_runner import LeadingRunner
 from aioengine.protocol.messages import (
@@ -63,6 +62,7 @@ from aioengine.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from aioengine.constraints.grammars import Grammars
     from aioengine.protocol.board import CrashBoard
     from aioengine.protocol.messages import Grammar
     from aioengine.protocol.rank_step import RankStep
@@ -409,6 +409,8 @@ def build_service(
         runner = LeadingRunner(runner, send_to_ranks)
     grammars = None
     if runner.use_grammars is not None and settings.model.task == "generate":
+        from aioengine.constraints.grammars import Grammars  # and numpy, which other runners do without
+
         grammars = Grammars(settings.text.tokenizer_path, settings.model.vocab_size, settings.text.eos_token_ids)
         runner.use_grammars(grammars)
     lora = settings.runner.lora

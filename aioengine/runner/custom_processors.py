@@ -69,8 +69,7 @@ class CustomProcessors:
         return bool(sampling.custom_processor)
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
-        """Change ``rows`` of logits [S, W]. All rows with the same processor are processed in one
-        call; if this fails, one by one."""
+        """Change ``rows`` of logits [S, W]: one call for all rows of a processor; if it fails, one for each row."""
         for _, group in groupby(sorted(rows, key=_name_of), _name_of):
             group_rows = list(group)
             error = self._call(logits, group_rows, upload, LIMIT_S)

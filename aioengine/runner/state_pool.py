@@ -85,8 +85,7 @@ class StatePool:
 
     def padded(self, num_tokens: int, num_rows: int) -> StepStates:
         """Return the states of up to ``num_rows`` rows with up to ``num_tokens`` tokens, in memory with fixed
-        addresses.
-        ``fill`` writes them.
+        addresses. ``fill`` writes them.
         """
         device = self.tensors[0].device
         slots, starts, ends = torch.zeros(3, num_rows, dtype=torch.int64, device=device)

@@ -284,7 +284,7 @@ class Requests:
             request.wait_for(None)  # the prefix that it waits for has other weights
             if request.is_text_open:
                 self.reweighted.add(request.uid)
-        self.is_stalled = False
+        self.is_blocked = False
         return num_running
 
     # ------------------------------------------------------------ from the steps

@@ -125,9 +125,9 @@ class Fleet:
         for replica in self._replicas:
             replica.kill_now()
 
-    def processes(self) -> list[ProcessState]:
+    def process_states(self) -> list[ProcessState]:
         """Return the state of the children of all replicas that have not failed."""
-        return [state for replica in self._active for state in replica.processes()]
+        return [state for replica in self._active for state in replica.process_states()]
 
     def uids_in_flight(self) -> Collection[int]:
         """Return the uids of the requests in the current steps of all replicas."""

@@ -247,7 +247,7 @@ class Incarnation:
             await self.end(exit_timeout_s=0.0)
             raise
 
-    def processes(self) -> list[ProcessState]:
+    def process_states(self) -> list[ProcessState]:
         """Return the current state of each child."""
         now = time.monotonic()
         step_s = now - self._step_ended_at if self._step_ended_at > 0 else None

@@ -160,9 +160,9 @@ class Supervisor:
             self._recovery.cancel()
         self._incarnation.kill_now()
 
-    def processes(self) -> list[ProcessState]:
+    def process_states(self) -> list[ProcessState]:
         """Return the current state of each child."""
-        return self._incarnation.processes()
+        return self._incarnation.process_states()
 
     def uids_in_flight(self) -> Collection[int]:
         """Return the uids of the requests in the current steps of the scheduler process."""

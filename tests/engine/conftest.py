@@ -14,8 +14,9 @@ from tests.engine.engine_double import World
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Every test of this folder runs on both kinds of loop."""
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    """The tests of this folder run on both kinds of loop, unless they have the mark ``one_loop``."""
+    loops = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": loops["asyncio"]} if item.get_closest_marker("one_loop") else loops
 
 
 @pytest_asyncio.fixture

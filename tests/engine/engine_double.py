@@ -188,7 +188,7 @@ class Double:
     def finished_ids(self, uid: int) -> list[int] | None:
         return None
 
-    def processes(self) -> list[ProcessState]:
+    def process_states(self) -> list[ProcessState]:
         roles = enumerate(("scheduler", "detokenizer"), 11)
         return [ProcessState(role, pid, not self.is_stopped, None, None) for pid, role in roles]
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from aioengine import Engine
 
+pytestmark = pytest.mark.one_loop
+
 PROMPT = "The same long beginning of many a prompt, of several pages. " * 2
 PARAMS = {"temperature": 0, "max_new_tokens": 8}
 

@@ -16,6 +16,8 @@ from aioengine.frontend.startup import blueprint_of
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from aioengine.tokenization.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.one_loop
+
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TEMPLATE = """{% for message in messages %}<{{ message.role }}>{{ message.content }}
 {%- for call in message.tool_calls %}{{ call.function.name }}{% endfor %}{% endfor %}

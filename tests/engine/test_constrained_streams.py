@@ -12,6 +12,8 @@ from aioengine.protocol.messages import End, FinishCode, TextChunks
 from tests.engine.engine_double import World
 from tests.kit.waiting import until
 
+pytestmark = pytest.mark.one_loop
+
 CONSTRAINED = {"regex": "[a-z]+", "temperature": 0, "max_new_tokens": 4}
 PLAIN = {"temperature": 0, "max_new_tokens": 4}
 

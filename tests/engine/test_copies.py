@@ -11,6 +11,8 @@ import pytest
 
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 
+pytestmark = pytest.mark.one_loop
+
 LONG = {"max_new_tokens": 400, "temperature": 0}
 
 pickles = [lambda value, number=number: pickle.dumps(value, number) for number in range(pickle.HIGHEST_PROTOCOL + 1)]

@@ -13,6 +13,8 @@ from tests.engine.engine_double import CONTEXT_LENGTH, VOCAB_SIZE, CodePoints, W
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+pytestmark = pytest.mark.one_loop
+
 FIRST = 2
 SHORT = {"max_new_tokens": 1}
 CHAT = [{"role": "user", "content": "Hi"}]

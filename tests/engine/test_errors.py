@@ -97,6 +97,7 @@ WRONG_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
 ]
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize(("arguments", "error", "message"), WRONG_CALLS)
 async def test_wrong_arguments_raise_at_the_call(
     world: World, arguments: dict[str, object], error: type[Exception], message: str
@@ -141,6 +142,7 @@ async def test_drawn_seeds_can_be_sent_back_by_a_browser(world: World) -> None:
     assert max(seeds) > 2**50
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize(
     ("messages", "error", "message"),
     [
@@ -212,6 +214,7 @@ class TestWrongRows:
         assert names == [*["ValueError"] * 2, *["dict"] * 2, *["UnknownParameterError"] * 2, *["ValueError"] * 2]
         assert outs[2]["text"] == outs[3]["text"] == expected_text("b", 6)
 
+    @pytest.mark.one_loop
     @pytest.mark.parametrize("wrong", ["x" * 100_000, ["x"] * 100_000, {"x": 0} | dict.fromkeys(range(100_000), 1)])
     async def test_sampling_parameters_of_rows_of_any_size(self, world: World, wrong: object) -> None:
         every: list[Any] = [{name: wrong} for name in SamplingParams.__table__.fields]
@@ -238,6 +241,7 @@ class TestWrongRows:
         assert "prompt[0] is empty" in str(reason["message"])
         assert "".join(chunk["text"] for chunk in chunks if chunk["index"] == 1) == expected_text("a", 6)
 
+    @pytest.mark.one_loop
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

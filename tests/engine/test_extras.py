@@ -18,6 +18,8 @@ from aioengine.testing.faults import Faults
 from tests.kit.fake_reference import reference_vector
 from tests.processes.engine_kit import Frontend
 
+pytestmark = pytest.mark.one_loop
+
 PARAMS = {"max_new_tokens": 40, "temperature": 1.0, "seed": 5, "stop": "qzqz"}
 
 

@@ -17,6 +17,8 @@ from aioengine.testing.faults import Faults
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.one_loop
+
 ANSWERS = {"France": "Paris. 🥖", "capital of": "I do not know that one.", "": "Hm."}
 
 

@@ -12,6 +12,8 @@ from aioengine.protocol.messages import Submit
 from aioengine.supervision.incarnation import Incarnation
 from aioengine.testing.fake_engine import fake_async_engine
 
+pytestmark = pytest.mark.one_loop
+
 NUM_SAMPLES = 64
 STOPS = [f"{number:04}" * 1000 for number in range(32)]
 LARGE = {"n": NUM_SAMPLES, "stop": STOPS, "max_new_tokens": 3, "temperature": 1}

@@ -26,6 +26,8 @@ from tests.processes.test_fleet import fleet_engine
 if TYPE_CHECKING:
     from aioengine.api.engine import AsyncEngine
 
+pytestmark = pytest.mark.one_loop
+
 PARAMS = {"max_new_tokens": 8, "temperature": 0}
 
 

@@ -12,13 +12,15 @@ import pytest
 from aioengine import RequestTooLargeError
 from aioengine.api.answers import Answer, Chunk
 from aioengine.api.engine import AsyncEngine
-from aioengine.frontend.intake import row_options
+from aioengine.frontend.intake import prompt_options
 from aioengine.protocol.columns import Extra
 from aioengine.protocol.packed_logprobs import OUTPUT_LOGPROBS, LogprobDecoder, LogprobRules
 from aioengine.testing.byte_tokenizer import VOCAB_SIZE
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine
 from aioengine.testing.fake_runner import fake_logprobs
 from aioengine.testing.faults import Faults
+
+pytestmark = pytest.mark.one_loop
 
 PARAMS = {"max_new_tokens": 30, "temperature": 1.0, "seed": 5}
 PROMPT = "a story of lists"
@@ -253,8 +255,8 @@ async def test_logprob_options_that_do_not_fit_are_named_at_the_await(
     with pytest.raises(ValueError, match="logprob_start_len must be at most 3"):
         async for _ in engine.async_generate("abc", return_logprob=True, logprob_start_len=4, stream=True):
             pass
-    monkeypatch.setattr(row_options, "MAX_PROMPT_VALUES", 20)
-    monkeypatch.setattr(row_options, "MAX_OUTPUT_VALUES", 200)
+    monkeypatch.setattr(prompt_options, "MAX_PROMPT_VALUES", 20)
+    monkeypatch.setattr(prompt_options, "MAX_OUTPUT_VALUES", 200)
     with pytest.raises(RequestTooLargeError, match="11 logprobs at each of 3 prompt tokens are more than 20"):
         await engine.async_generate("abc", return_logprob=True, logprob_start_len=0, top_logprobs_num=10)
     with pytest.raises(RequestTooLargeError, match="11 logprobs at each of 30 output tokens are more than 200"):

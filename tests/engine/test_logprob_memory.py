@@ -18,6 +18,8 @@ from aioengine.settings.config import QueueConfig
 from aioengine.testing.fake_engine import FakeSetup
 from tests.kit.waiting import until
 
+pytestmark = pytest.mark.one_loop
+
 POSITION = LogprobRules(num_top=30).position_bytes
 ROW = 20 * POSITION
 PARAMS = {"max_new_tokens": 20, "temperature": 0}

@@ -23,6 +23,8 @@ from tests.kit.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.one_loop
+
 MANY = 20_000
 ONE = {"temperature": 0, "max_new_tokens": 1}
 MESSAGE = {"role": "user", "content": "a"}

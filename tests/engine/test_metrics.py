@@ -16,6 +16,8 @@ from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.faults import Faults
 from tests.kit.waiting import until
 
+pytestmark = pytest.mark.one_loop
+
 FOUR = {"max_new_tokens": 4}
 
 

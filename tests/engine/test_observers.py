@@ -15,6 +15,8 @@ from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.kit.fake_adapters import write_adapter
 from tests.kit.waiting import until, wait_until
 
+pytestmark = pytest.mark.one_loop
+
 FOUR = {"max_new_tokens": 4}
 ENDLESS = {"max_new_tokens": 1500}
 

@@ -16,6 +16,8 @@ from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from aioengine.testing.faults import Faults
 from tests.kit.fake_adapters import write_adapter
 
+pytestmark = pytest.mark.one_loop
+
 PARAMS: dict[str, Any] = {"max_new_tokens": 6}
 
 

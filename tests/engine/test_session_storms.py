@@ -15,6 +15,8 @@ from tests.kit.waiting import until
 if TYPE_CHECKING:
     from aioengine import Answer, AsyncEngine
 
+pytestmark = pytest.mark.one_loop
+
 
 class Talk:
     """Sessions, and turns of them at random."""

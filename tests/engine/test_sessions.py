@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from aioengine import Answer, BatchOutput, Engine
     from aioengine.frontend.engine_parts import Blueprint
 
+pytestmark = pytest.mark.one_loop
+
 PARAMS: dict[str, object] = {"temperature": 0, "max_new_tokens": 20}
 UNTIL_LEFT: dict[str, object] = {"temperature": 0, "max_new_tokens": None, "ignore_eos": True}
 LONG: dict[str, object] = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}

@@ -17,6 +17,8 @@ from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.engine.engine_double import World
 
+pytestmark = pytest.mark.one_loop
+
 PANICS = "ab"
 """With a normalizer that puts nothing in front of a text, the library miscounts texts of several characters."""
 SHORT = {"max_new_tokens": 4}

@@ -16,6 +16,8 @@ from aioengine.api.engine import AsyncEngine
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.kit.waiting import until
 
+pytestmark = pytest.mark.one_loop
+
 FOUR = {"max_new_tokens": 4}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"Traceparent": f"00-{TRACE}-{PARENT}-01", "Accept": "*/*"}

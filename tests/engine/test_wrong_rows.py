@@ -12,10 +12,12 @@ from msgspec.structs import replace
 
 from aioengine import AsyncEngine, RequestTooLargeError, UnsupportedSchemaError
 from aioengine.frontend.engine_parts import Blueprint
-from aioengine.frontend.intake.row_options import PROMPTS_IN_PIECE
+from aioengine.frontend.intake.prompt_options import PROMPTS_IN_PIECE
 from aioengine.settings.config import PoolingSettings
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine
 from tests.kit.waiting import until
+
+pytestmark = pytest.mark.one_loop
 
 PARAMS = {"max_new_tokens": 4, "temperature": 0}
 LONG = "x" * 5000

@@ -6,20 +6,28 @@ import ast
 import asyncio
 import json
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from io import StringIO
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import pytest
 
+import aioengine
+from aioengine import Engine
 from benchmarks.train_demo_adapter.__main__ import STYLES
 from benchmarks.train_demo_adapter.__main__ import train as train_adapter
 from benchmarks.train_demo_vision_model import training as vision
 from tests.kit.source import ROOT
+from tests.kit.waiting import wait_until
 
 EXAMPLES = ROOT / "examples"
+PROMPTS = ("The capital of Norway is", "The capital of Egypt is")
 SCRIPTS = {
     "01_sync.py": r"The capital of France is Paris.*The capital of Japan is Tokyo.*\[(stop|length)\]",
     "02_sync_streaming.py": r"\S+.*\n.*\S+ \.\.\.",
@@ -32,6 +40,8 @@ SCRIPTS = {
     "09_scores.py": r"Norway: Europe \(.*Egypt: Africa \(",
     "12_quantization.py": r"16 bits: 8\.7 MB .* Paris.*int8: 4\.4 MB .* Paris.*int4: 2\.8 MB .* Paris",
 }
+ALONE = ("03_async.py", "12_quantization.py")
+"""These run in a process of their own. The others share a process and an engine, because each start takes seconds."""
 TRAINED = {
     "10_adapters.py": r"base: The capital of Norway is Oslo.*pirate: .*brief: ",
     "11_images.py": r"\n.*picture\? .*\[0 tokens were cached\].*yellow\? .*\[\d\d+ tokens were cached\]",
@@ -52,15 +62,40 @@ def test_an_example_is_short(name: str) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ALONE)
 def test_a_script_runs(name: str) -> None:
-    done = run(name, "Norway\nEgypt\n") if name == "09_scores.py" else run(name)
+    done = run(name)
     assert done.returncode == 0, done.stderr
     assert re.search(SCRIPTS[name], done.stdout, re.DOTALL), done.stdout
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Engine]:
+    with Engine() as running:
+        yield running
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in ALONE])
+def test_a_script_runs_on_a_shared_engine(
+    name: str, llm: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shared(model: None = None, *, progress: bool = False) -> AbstractContextManager[Engine]:
+        return nullcontext(llm)
+
+    lines = ("Norway", "Egypt") if name == "09_scores.py" else PROMPTS
+    for engine in ("Engine", "AsyncEngine"):
+        monkeypatch.setattr(aioengine, engine, shared)
+    monkeypatch.setattr(sys, "stdin", StringIO("".join(f"{line}\n" for line in lines)))
+    monkeypatch.setattr(sys, "argv", [name])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    printed = capsys.readouterr()
+    assert re.search(SCRIPTS[name], printed.out, re.DOTALL), printed.out
     if name == "05_batch.py":
-        assert done.stderr.endswith("10 prompt tokens, 39 output tokens\n")  # of all prompts
+        assert printed.err.endswith("10 prompt tokens, 39 output tokens\n")  # of all prompts
+    assert wait_until(lambda: llm.stats()["num_streams"] == llm.stats()["num_sessions"] == 0)
 
 
 @pytest.mark.process
@@ -68,7 +103,7 @@ def test_a_script_runs(name: str) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_script_runs_with_the_trained_model(name: str, tmp_path: Path) -> None:
     train_a_little(name, tmp_path)
-    done = run(name, arguments=(str(tmp_path),))
+    done = run(name, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert re.search(TRAINED[name], done.stdout, re.DOTALL), done.stdout
     assert "Traceback" not in done.stderr
@@ -87,13 +122,9 @@ def train_a_little(name: str, folder: Path) -> None:
         train_adapter(style, 1, num_rows=1).save_pretrained(folder / style)
 
 
-def run(
-    name: str, given: str = "The capital of Norway is\nThe capital of Egypt is\n", arguments: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-X", "dev", "-W", "error", str(EXAMPLES / name), *arguments]
-    return subprocess.run(
-        command, input=given, capture_output=True, text=True, timeout=90, check=False, env=environment()
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment())
 
 
 def environment() -> dict[str, str]:

@@ -282,9 +282,20 @@ def test_a_full_server_answers_503_with_retry_after(server: Server) -> None:
     assert server.client.post("/generate", json=ask("Hi", {"max_new_tokens": 2})).status_code == 200
 
 
+FAKE = """
+import runpy, sys
+import aioengine
+from aioengine.testing.fake_engine import fake_async_engine
+aioengine.AsyncEngine = lambda **_: fake_async_engine(processes=True, step_time_s=0.005, max_restarts=1)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs an example with a fake engine, which starts six times as fast."""
+
+
 @pytest.mark.parametrize("name", SERVERS)
 def test_sigterm_lets_open_streams_end(name: str) -> None:
-    server = Server(name)
+    server = Server(name, "-c", FAKE)
     try:
         server.wait_until_healthy()
         with server.client.stream(
@@ -307,18 +318,9 @@ def test_sigterm_lets_open_streams_end(name: str) -> None:
         server.stop()
 
 
-ONE_RESTART = """
-import functools, runpy, sys
-import aioengine
-aioengine.AsyncEngine = functools.partial(aioengine.AsyncEngine, max_restarts=1)
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 @pytest.mark.parametrize("name", SERVERS)
 def test_an_engine_that_dies_ends_the_server_with_an_error(name: str) -> None:
-    server = Server(name, "-c", ONE_RESTART)
+    server = Server(name, "-c", FAKE)
     try:
         server.wait_until_healthy()
         killed: set[int] = set()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from aioengine.api.answers import Answer
     from aioengine.api.engine import AsyncEngine
+    from aioengine.api.sync import Engine
     from aioengine.frontend.frontend import Frontend as EngineFrontend
 
 ROLES = ["scheduler", "detokenizer"]
@@ -75,7 +76,7 @@ def frontend_of(engine: AsyncEngine) -> EngineFrontend:
     return engine._run.frontend
 
 
-def pid_of(engine: AsyncEngine, role: str) -> int:
+def pid_of(engine: AsyncEngine | Engine, role: str) -> int:
     pid = next(one["pid"] for one in engine.health()["processes"] if one["role"] == role)
     assert pid != os.getpid()
     return pid

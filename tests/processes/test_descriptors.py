@@ -115,7 +115,8 @@ WAITING = """
 import zmq
 from aioengine.protocol.messages import Abort
 from aioengine.transport.addresses import listen
-from aioengine.transport.zmq import AsyncZmqReceiver, ZmqSender
+from aioengine.transport.async_zmq import AsyncZmqReceiver
+from aioengine.transport.zmq import ZmqSender
 
 async def main():
     context, listener = zmq.Context(), listen(sys.argv[1], "r")

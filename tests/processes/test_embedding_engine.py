@@ -184,6 +184,14 @@ def test_scores_equal_a_cross_encoder(reranker: Engine, folders: dict[str, Path]
     assert logit.shape == (1,)
 
 
+def test_score_of_a_classifier_is_its_logit(reranker: Engine, folders: dict[str, Path]) -> None:
+    reference = Reference(folders["reranker"])
+    found = reranker.score("the cat ", ["sat", "ran"])
+    for row, text in zip(found, ["the cat sat", "the cat ran"], strict=True):
+        logits = reference.model(**reference.tokenizer(text, return_tensors="pt")).logits
+        assert row == pytest.approx(logits[0].tolist(), abs=1e-5)
+
+
 @pytest.mark.parametrize(("query", "document"), [("the cat " * 30, "a dog"), ("a dog", LONG), (LONG, LONG)])
 def test_of_a_long_pair_the_longer_text_is_cut_first(
     query: str, document: str, reranker: Engine, folders: dict[str, Path]

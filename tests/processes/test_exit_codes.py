@@ -50,20 +50,20 @@ def describe(error):
 async def killed():
     async with Frontend(fake_settings(step_time_s=0.02)) as frontend:
         frontend.submit(1, num_tokens=1000)
-        scheduler = frontend.supervisor.processes()[0]
+        scheduler = frontend.supervisor.process_states()[0]
         os.kill(scheduler.pid, signal.SIGKILL)
         error = await frontend.failure()
-        assert not frontend.supervisor.processes()[0].alive
+        assert not frontend.supervisor.process_states()[0].alive
     return describe(error)
 
 async def replaced():
     async with Frontend(fake_settings(step_time_s=0.01), max_restarts=2) as frontend:
         frontend.submit(1, num_tokens=60)
         for place in (0, 1):
-            os.kill(frontend.supervisor.processes()[place].pid, signal.SIGKILL)
+            os.kill(frontend.supervisor.process_states()[place].pid, signal.SIGKILL)
             await until(lambda: frontend.supervisor.num_restarts > place and not frontend.supervisor.is_recovering)
         await frontend.finished(1)
-        pids = [state.pid for state in frontend.supervisor.processes() if state.alive]
+        pids = [state.pid for state in frontend.supervisor.process_states() if state.alive]
     return {"alive": len(pids), "restarts": frontend.supervisor.num_restarts, "left": [p for p in pids if exists(p)]}
 
 def exists(pid):
@@ -83,7 +83,7 @@ async def killed_without_a_loop():
     frontend = Frontend()
     await frontend.supervisor.start()
     frontend.supervisor.kill_now()
-    states = frontend.supervisor.processes()
+    states = frontend.supervisor.process_states()
     return {"alive": [state.alive for state in states], "left": [one.pid for one in states if exists(one.pid)]}
 
 print(json.dumps({scene: asyncio.run(globals()[scene]()) for scene in scenes}))

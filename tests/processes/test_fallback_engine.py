@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,21 +17,31 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_model_type_without_a_file_of_ours_runs_by_itself(tmp_path: Path) -> None:
+def test_model_type_without_a_family_runs_with_adapters(tmp_path: Path) -> None:
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(NemotronConfig(**SIZES)).eval()
     model.save_pretrained(tmp_path)
+    path = save_adapter(model, tmp_path / "adapter", target_modules=["q_proj", "up_proj"])
     prompt = list(range(3, 20))
+    adapted = merged(AutoModelForCausalLM.from_pretrained(tmp_path), path)
     with torch.inference_mode():
-        found = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)  # type: ignore[operator]
+        ids = torch.tensor([prompt])
+        found, changed = (
+            one.generate(ids, max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()  # type: ignore[operator]
+            for one in (AutoModelForCausalLM.from_pretrained(tmp_path), adapted)
+        )
+    assert found != changed
     greedy = {"max_new_tokens": 10, "temperature": 0}
-    with Engine(tmp_path, skip_tokenizer_init=True, device="cpu", max_restarts=0) as engine:
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "max_restarts": 0}
+    with Engine(tmp_path, lora_paths={"one": str(path)}, **options) as engine:
         assert engine.get_model_info()["implementation"] == "transformers"
         out = engine.generate(input_ids=prompt, sampling_params=greedy, return_logprob=True)
-        assert out["output_ids"] == found[0, len(prompt) :].tolist()
+        assert out["output_ids"] == found
         chunks = list(engine.generate(input_ids=prompt, sampling_params=greedy, stream=True))
-        assert [token for chunk in chunks for token in chunk["output_ids"]] == out["output_ids"]
+        assert [token for chunk in chunks for token in chunk["output_ids"]] == found
         assert chunks[-1]["meta_info"]["cached_tokens"] == 16
+        outs = engine.generate(input_ids=[prompt, prompt], sampling_params=greedy, lora_path=[None, "one"])
+        assert [out["output_ids"] for out in outs] == [found, changed]
     plan = aioengine.plan(tmp_path, skip_tokenizer_init=True, device_memory="80GiB")
     assert (plan.implementation, plan.reason) == (
         "transformers",
@@ -40,22 +50,6 @@ def test_a_model_type_without_a_file_of_ours_runs_by_itself(tmp_path: Path) -> N
     assert plan.dtype == "bfloat16"
     assert plan.weights_bytes == 2 * sum(parameter.numel() for parameter in model.parameters())
     assert plan.kv_bytes_per_token == 2 * 2 * SIZES["num_hidden_layers"] * SIZES["hidden_size"] // 2  # type: ignore[operator]
-
-
-def test_adapters_of_an_engine(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    base = AutoModelForCausalLM.from_config(NemotronConfig(**SIZES)).eval()
-    base.save_pretrained(tmp_path / "model")
-    path = save_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "up_proj"])
-    prompt, greedy = list(range(3, 20)), {"max_new_tokens": 6, "temperature": 0}
-    expected = merged(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), path)
-    with torch.inference_mode():
-        ids = torch.tensor([prompt])
-        found = [model.generate(ids, max_new_tokens=6, do_sample=False)[0, 17:].tolist() for model in (base, expected)]  # type: ignore[operator]
-    adapters = {"one": str(path)}
-    with Engine(tmp_path / "model", skip_tokenizer_init=True, device="cpu", lora_paths=adapters) as engine:
-        outs = engine.generate(input_ids=[prompt, prompt], sampling_params=greedy, lora_path=[None, "one"])
-        assert [out["output_ids"] for out in outs] == found
 
 
 def test_unsupported_models_are_errors_of_the_start(tmp_path: Path) -> None:

@@ -201,11 +201,10 @@ async def test_engine_started_with_two_replicas_answers_like_one() -> None:
     prompts = [f"Here are {number} animals:" for number in range(12)]
     params = [{"max_new_tokens": 16, "seed": number} for number in range(12)]
     arguments: EngineArguments = {"device": "cpu", "max_running_requests": 3, "max_total_tokens": 4096}
-    async with AsyncEngine(**arguments) as engine:
-        assert type(frontend_of(engine).parts.processes) is Supervisor
-        assert frontend_of(engine).parts.settings.scheduler.max_running == 3
-        expected = [answer["text"] for answer in await engine.async_generate(prompts, params)]
     async with AsyncEngine(**arguments, dp_size=2, load_balance_method="round_robin") as engine:
+        alone = await engine.async_generate(prompts, params, routed_dp_rank=0)
+        expected = [answer["text"] for answer in alone]
+        assert await engine.flush_cache()
         assert [one["role"] for one in engine.health()["processes"]] == ROLES * 2
         assert frontend_of(engine).parts.settings.scheduler.max_running == 6
         answers = await engine.async_generate(prompts, params)
@@ -243,12 +242,12 @@ async def test_streams_of_the_other_replica_continue_when_one_scheduler_is_kille
         asking = asyncio.create_task(ask_all(engine, stream=True))
         await until(lambda: engine.stats()["output_tokens"] > 0)
         first, other = fleet_of(engine)._replicas
-        pids = [state.pid for state in other.processes()]
-        os.kill(first.processes()[0].pid, signal.SIGKILL)
+        pids = [state.pid for state in other.process_states()]
+        os.kill(first.process_states()[0].pid, signal.SIGKILL)
         assert await asking == expected
         await until_restarted(engine, 1)
         assert (first.num_restarts, other.num_restarts) == (1, 0)
-        assert [state.pid for state in other.processes()] == pids
+        assert [state.pid for state in other.process_states()] == pids
         await until_idle(engine)
 
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from aioengine import Engine
 from aioengine.model_files.model_folder import DEMO_MODEL
-from tests.kit.adapters import save_adapter
+from aioengine.tokenization.tokenizer import Tokenizer
+from tests.kit.adapters import merged, save_adapter
 from tests.kit.gguf_files import write_model
 
 pytestmark = pytest.mark.process
@@ -67,14 +68,21 @@ def test_mixed_types_give_the_answers_of_their_dequantized_weights(
     values = write_demo(path, "Q4_K", {"v_proj": "Q6_K", "down_proj": "Q4_0"})
     shutil.copytree(DEMO_MODEL, plain)
     save_file(values, plain / "model.safetensors")
-    demo = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    demo, dequantized = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (DEMO_MODEL, plain)
+    )
     adapter = str(save_adapter(demo, tmp_path / "adapter"))
 
     def answers(engine: Engine) -> list[list[int]]:
         return [answer["output_ids"] for answer in engine.generate([PROMPT] * 2, GREEDY, lora_path=[None, adapter])]
 
-    with Engine(plain, device="cpu", dtype="float32", lora_paths=[adapter]) as engine:
-        expected = answers(engine)
+    def reference(model: PreTrainedModel) -> list[int]:
+        ids = torch.tensor([Tokenizer(DEMO_MODEL).encode(PROMPT)])
+        with torch.inference_mode():
+            return model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()  # type: ignore[operator]
+
+    expected = [reference(dequantized)]
+    expected.append(reference(merged(dequantized, Path(adapter))))
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "quantization": "gguf"}
     with Engine(path, lora_paths=[adapter], log_level="info", **options) as engine:
         assert answers(engine) == expected

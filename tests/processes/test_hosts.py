@@ -47,7 +47,7 @@ async def main():
     async with Frontend() as frontend:
         frontend.submit(1)
         await frontend.finished(1)
-        print(*(state.pid for state in frontend.supervisor.processes()), flush=True)
+        print(*(state.pid for state in frontend.supervisor.process_states()), flush=True)
         await asyncio.to_thread(sys.stdin.readline)
 
 asyncio.run(main())
@@ -183,9 +183,9 @@ def test_children_outlive_the_thread_that_started_them(base: Path) -> None:
     thread.join()
     (frontend,) = started
     time.sleep(0.5)
-    assert [state.alive for state in frontend.supervisor.processes()] == [True, True]
+    assert [state.alive for state in frontend.supervisor.process_states()] == [True, True]
     frontend.supervisor.kill_now()
-    assert [state.alive for state in frontend.supervisor.processes()] == [False, False]
+    assert [state.alive for state in frontend.supervisor.process_states()] == [False, False]
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
 
@@ -219,7 +219,7 @@ async def test_garbage_on_the_channels_is_ignored(caplog: pytest.LogCaptureFixtu
         await asyncio.sleep(0.1)
         frontend.submit(1)
         await frontend.finished(1)
-        assert [state.alive for state in frontend.supervisor.processes()] == [True, True]
+        assert [state.alive for state in frontend.supervisor.process_states()] == [True, True]
         with contextlib.suppress(TimeoutError):
             await frontend.idle_stats()
     dropped = [record for record in caplog.records if "dropped a frame" in record.getMessage()]

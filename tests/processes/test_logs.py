@@ -17,11 +17,20 @@ from tests.kit.source import ROOT
 pytestmark = pytest.mark.process
 
 ANSWER = """
-import logging, os, signal, sys
+import logging
 from aioengine import Engine
 SETUP
 with Engine(ARGUMENTS) as engine:
-    LATER
+    engine.generate("x", {"max_new_tokens": 1})
+"""
+LOSS = """
+import logging, os, signal
+from aioengine.logs import show_logs
+from aioengine.testing.fake_engine import fake_engine
+show_logs("info")  # as log_level="info" of an engine
+with fake_engine(processes=True) as engine:
+    logging.basicConfig(format="own %(message)s")
+    os.kill(engine.get_all_child_pids()[0], signal.SIGKILL)
     engine.generate("x", {"max_new_tokens": 1})
 """
 KILL = """
@@ -41,7 +50,7 @@ from aioengine import Engine
 from aioengine.frontend import throughput
 
 throughput.INTERVAL_S = 0.0
-with Engine(device="cpu", log_level=LEVEL) as engine:
+with Engine(device="cpu"LEVEL) as engine:
     for num_tokens in (1, 2):  # the first statistics begin an interval
         engine.generate("x", {"max_new_tokens": 1})
         while engine.stats()["output_tokens"] < num_tokens:
@@ -65,26 +74,21 @@ def stderr_of(program: str, *argv: str) -> list[str]:
     return done.stderr.splitlines()
 
 
-def start(arguments: str, *, setup: str = "", later: str = "pass") -> list[str]:
-    program = ANSWER.replace("ARGUMENTS", arguments).replace("SETUP", setup).replace("LATER", later)
-    return stderr_of(program)
+def start(arguments: str, *, setup: str = "") -> list[str]:
+    return stderr_of(ANSWER.replace("ARGUMENTS", arguments).replace("SETUP", setup))
 
 
 def test_an_unconfigured_program_is_quiet() -> None:
-    assert start('device="cpu"') == []
+    assert stderr_of(THROUGHPUT.replace("LEVEL", "")) == []
 
 
-def test_info_level_logs_the_device_in_an_unconfigured_program() -> None:
-    lines = start('device="cpu", log_level="info"')
-    assert len(lines) == len(START), lines
-    for line, pattern in zip(lines, START, strict=True):
+def test_info_level_logs_the_device_and_the_throughput_in_an_unconfigured_program() -> None:
+    lines = stderr_of(THROUGHPUT.replace("LEVEL", ', log_level="info"'))
+    assert len(lines) > len(START), lines
+    for line, pattern in zip(lines, START, strict=False):
         assert re.fullmatch(r"INFO aioengine\S*: " + pattern, line)
-
-
-def test_info_shows_the_throughput_of_each_interval() -> None:
     pattern = r"INFO \S*: [01] running, 0 waiting; .* prompt tokens/s .*, .* output tokens/s; KV pool \d % used"
-    assert re.fullmatch(pattern, stderr_of(THROUGHPUT.replace("LEVEL", '"info"'))[-1])
-    assert stderr_of(THROUGHPUT.replace("LEVEL", '"error"')) == []
+    assert re.fullmatch(pattern, lines[-1])
 
 
 def test_info_names_the_16_bit_dtype_of_a_float32_checkpoint(tmp_path: Path) -> None:
@@ -96,15 +100,18 @@ def test_info_names_the_16_bit_dtype_of_a_float32_checkpoint(tmp_path: Path) -> 
     assert "dtype: bfloat16 (the checkpoint has float32; dtype='float32' keeps it)" in line
 
 
-@pytest.mark.parametrize("place", ["setup", "later"])
-def test_logging_of_the_program_gets_every_record_once(place: str) -> None:
-    configure = 'logging.basicConfig(format="own %(message)s")'
-    kill = "os.kill(engine.get_all_child_pids()[0], signal.SIGKILL)"
-    setup, later = (configure, kill) if place == "setup" else ("", f"{configure}; {kill}")
-    lines = [line for line in start('device="cpu", log_level="info"', setup=setup, later=later) if "own" in line]
+def test_logging_of_the_program_gets_every_record_once() -> None:
+    lines = start('device="cpu", log_level="info"', setup='logging.basicConfig(format="own %(message)s")')
+    assert len(lines) == len(START), lines
+    for line, pattern in zip(lines, START, strict=True):
+        assert re.fullmatch(f"own {pattern}", line)
+
+
+def test_logging_that_is_configured_later_gets_every_record_once() -> None:
+    lines = stderr_of(LOSS)
     found = [line for line in lines if "killed by signal 9" in line or "are replaced" in line]
     assert len(found) == 2
-    assert len(lines) == (2 if place == "later" else 2 + len(START))
+    assert [line for line in lines if line.startswith("own ")] == found
 
 
 def test_a_level_that_the_program_has_set_is_kept() -> None:

@@ -16,7 +16,7 @@ from aioengine.supervision.launchers.process import ProcessLauncher
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import FakeRunner, build
 from aioengine.testing.faults import Faults
-from aioengine.transport.zmq import AsyncZmqSender
+from aioengine.transport.async_zmq import AsyncZmqSender
 from tests.kit.waiting import until
 from tests.processes.engine_kit import Frontend, fake_settings
 from tests.processes.restart_kit import ANSWERS, ask, ask_all, pid_of, undisturbed, until_idle, until_restarted
@@ -63,13 +63,13 @@ async def test_exit_of_a_detokenizer_is_reported_once(has_descriptors: bool, mon
     plain = Incarnation._child_ended
     monkeypatch.setattr(Incarnation, "_child_ended", lambda own, child: (reported.append(child), plain(own, child))[1])
     async with Frontend(fake_settings(step_time_s=0.002), max_restarts=2) as frontend:
-        scheduler = frontend.supervisor.processes()[0].pid
+        scheduler = frontend.supervisor.process_states()[0].pid
         for num_restarts in (1, 2):
             frontend.submit(num_restarts, num_tokens=50)
-            os.kill(frontend.supervisor.processes()[1].pid, signal.SIGKILL)
+            os.kill(frontend.supervisor.process_states()[1].pid, signal.SIGKILL)
             await frontend.finished(num_restarts)
             assert frontend.supervisor.num_restarts == num_restarts
-            assert frontend.supervisor.processes()[0].pid == scheduler
+            assert frontend.supervisor.process_states()[0].pid == scheduler
             assert len(reported) == num_restarts
 
 
@@ -84,7 +84,7 @@ async def test_weights_are_not_loaded_again(tmp_path: Path, monkeypatch: pytest.
     marks = tmp_path / "marks"
     monkeypatch.setenv("MARKS", str(marks))
     async with Frontend(fake_settings(factory=f"{__name__}:build_and_count"), max_restarts=1) as frontend:
-        os.kill(frontend.supervisor.processes()[1].pid, signal.SIGKILL)
+        os.kill(frontend.supervisor.process_states()[1].pid, signal.SIGKILL)
         frontend.submit(1, num_tokens=50)
         await frontend.finished(1)
         assert frontend.supervisor.num_restarts == 1
@@ -175,13 +175,13 @@ async def test_messages_during_a_change_of_epoch_are_not_lost(monkeypatch: pytes
 
     monkeypatch.setattr(AsyncZmqSender, "send", send)
     async with frontend:
-        scheduler, detokenizer = frontend.supervisor.processes()
+        scheduler, detokenizer = frontend.supervisor.process_states()
         frontend.submit(1, num_tokens=200)
         os.kill(detokenizer.pid, signal.SIGKILL)
         for uid in (1, 2, 3):
             await frontend.finished(uid)
         assert [len(frontend.token_ids(uid)) for uid in (1, 2, 3)] == [200, 8, 8]
-        assert frontend.supervisor.processes()[0].pid == scheduler.pid
+        assert frontend.supervisor.process_states()[0].pid == scheduler.pid
         assert frontend.supervisor.num_restarts == 1
 
 

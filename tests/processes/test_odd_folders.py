@@ -34,10 +34,6 @@ from aioengine import Engine
 
 def answer(engine):
     return engine.generate("The capital of France is", {"temperature": 0, "max_new_tokens": 4})["text"]
-
-def lose_scheduler(engine):
-    pid = next(process["pid"] for process in engine.health()["processes"] if process["role"] == "scheduler")
-    os.kill(pid, signal.SIGKILL)
 """
 RUN = """
 with Engine(sys.argv[1] if len(sys.argv) > 1 else None, device="cpu") as engine:
@@ -46,8 +42,13 @@ with Engine(sys.argv[1] if len(sys.argv) > 1 else None, device="cpu") as engine:
     engine.get_server_info(), engine.get_model_info()
 """
 RECOVER = """
+from aioengine.testing.fake_engine import fake_engine
+
+with fake_engine(processes=True) as engine:
+    first = answer(engine)
     shutil.rmtree(os.getcwd(), ignore_errors=True)
-    lose_scheduler(engine)
+    pid = next(process["pid"] for process in engine.health()["processes"] if process["role"] == "scheduler")
+    os.kill(pid, signal.SIGKILL)
     assert answer(engine) == first
     assert engine.stats()["num_restarts"] == 1
 """
@@ -79,7 +80,7 @@ def run(script: str, *arguments: bytes, cwd: Path | bytes, **environment: bytes)
 
 
 def test_a_lost_process_is_replaced_after_the_working_directory_was_removed(tmp_path: Path) -> None:
-    run(HEAD + RUN + RECOVER, cwd=tmp_path)
+    run(HEAD + RECOVER, cwd=tmp_path)
 
 
 def test_an_engine_starts_in_a_working_directory_that_was_removed(tmp_path: Path) -> None:
@@ -93,18 +94,13 @@ def test_relative_path_in_a_removed_directory_is_an_error(tmp_path: Path) -> Non
         run(HEAD + REMOVE + failing(model, "no such folder"), cwd=folder, HF_HUB_OFFLINE=b"1")
 
 
-def test_the_runtime_directory_may_have_any_name(tmp_path: Path) -> None:
+def test_folders_of_scripts_models_and_sockets_may_have_any_name(tmp_path: Path) -> None:
     odd = os.path.join(os.fsencode(tmp_path), ODD_NAME)
-    os.mkdir(odd)
-    run(HEAD + RUN, cwd=tmp_path, XDG_RUNTIME_DIR=odd)
-    assert os.listdir(odd) == []
-
-
-def test_folders_of_scripts_and_models_may_have_any_name(tmp_path: Path) -> None:
-    odd = os.path.join(os.fsencode(tmp_path), ODD_NAME)
-    os.mkdir(odd)
+    sockets = os.path.join(odd, b"sockets")
+    os.makedirs(sockets)
     shutil.copytree(os.fsencode(DEMO_MODEL), os.path.join(odd, b"model"))
-    run(HEAD + RUN, b"model", cwd=odd)
+    run(HEAD + RUN, b"model", cwd=odd, XDG_RUNTIME_DIR=sockets)
+    assert os.listdir(sockets) == []
 
 
 def test_a_failed_start_names_an_odd_folder(tmp_path: Path) -> None:

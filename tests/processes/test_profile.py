@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from aioengine import AsyncEngine, Engine
+from aioengine import Engine
 from aioengine.runner.profile import Profile
 from aioengine.scheduler.plan import TOKENS, Row, StepPlan
+from aioengine.testing.fake_engine import fake_async_engine
 
 PROMPT = "Once upon a time"
 
@@ -75,9 +76,8 @@ def test_invalid_starts_and_stops_are_refused(engine: Engine, tmp_path: Path) ->
         engine.stop_profile()
 
 
-@pytest.mark.process
 async def test_async_engine_checks_the_arguments_of_a_profile(tmp_path: Path) -> None:
-    async with AsyncEngine() as engine:
+    async with fake_async_engine() as engine:
         with pytest.raises(TypeError, match="'num_step'.*did you mean 'num_steps'.*there are output_dir, num_steps"):
             await engine.start_profile(tmp_path, num_step=3)  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="output_dir must be a path or None, got 3 of type int"):
@@ -92,9 +92,13 @@ async def test_async_engine_checks_the_arguments_of_a_profile(tmp_path: Path) ->
         ):
             with pytest.raises((TypeError, ValueError), match=words):
                 await engine.start_profile(tmp_path, **options)
-        await engine.start_profile(tmp_path, with_stack=True, record_shapes=True, activities=["CPU", "MEM"])
-        await engine.async_generate("a", {"max_new_tokens": 2})
-        assert any(name.startswith("step ") for name in ranges(await engine.stop_profile()))
+
+
+@pytest.mark.process
+def test_profile_may_have_stacks_shapes_and_memory(engine: Engine, tmp_path: Path) -> None:
+    engine.start_profile(tmp_path, with_stack=True, record_shapes=True, activities=["CPU", "MEM"])
+    engine.generate("a", {"max_new_tokens": 2})
+    assert any(name.startswith("step ") for name in ranges(engine.stop_profile()))
 
 
 def test_ranges_do_nothing_without_a_profile() -> None:

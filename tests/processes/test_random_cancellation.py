@@ -100,8 +100,9 @@ async def interrupt(engine: AsyncEngine, draw: random.Random, numbers: range) ->
             await draw.choice(WAYS)(read(engine, number, stream=draw.random() < 0.6), delay_s)
 
 
-async def test_two_thousand_at_random_moments() -> None:
-    draw, count = random.Random(1), 2000
+@pytest.mark.parametrize("count", [500, pytest.param(2000, marks=pytest.mark.slow)])
+async def test_cancellations_at_random_moments(count: int) -> None:
+    draw = random.Random(1)
     async with fake_async_engine(processes=True, step_time_s=0.001, num_pages=256, max_running=16) as engine:
         before = await read(engine, 58, stream=True)
         each = count // AT_ONCE

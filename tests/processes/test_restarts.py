@@ -224,7 +224,7 @@ async def test_failed_replacements_count_as_restarts(
     async with Frontend(settings, max_restarts=2) as frontend:
         frontend.submit(1, num_tokens=1000)
         await asyncio.sleep(0.05)
-        os.kill(frontend.supervisor.processes()[0].pid, signal.SIGKILL)
+        os.kill(frontend.supervisor.process_states()[0].pid, signal.SIGKILL)
         error = await frontend.failure()
         assert isinstance(error, EngineDeadError)
         assert error.signal == signal.SIGKILL
@@ -232,7 +232,7 @@ async def test_failed_replacements_count_as_restarts(
         if how != "sleep":  # a slow one may not come so far in time
             assert marker.read_text() == ".."
         assert frontend.supervisor.num_restarts == 2
-        assert not any(state.alive for state in frontend.supervisor.processes())
+        assert not any(state.alive for state in frontend.supervisor.process_states())
 
 
 @process
@@ -274,7 +274,7 @@ async def test_exit_right_after_the_start_is_noticed(max_restarts: int, monkeypa
     async def wait(own: Handshake, timeout_s: float) -> dict[str, object]:
         facts = await plain(own, timeout_s)
         monkeypatch.undo()
-        os.kill(frontend.supervisor.processes()[0].pid, signal.SIGKILL)
+        os.kill(frontend.supervisor.process_states()[0].pid, signal.SIGKILL)
         await asyncio.sleep(0.2)
         return facts
 
@@ -543,4 +543,4 @@ async def test_error_while_a_loss_is_handled_ends_the_engine(method: str, monkey
         frontend.supervisor._incarnation._launcher.children[0].kill()
         error = await frontend.failure()
         assert isinstance(error.__cause__, ZeroDivisionError)
-        await until(lambda: not any(state.alive for state in frontend.supervisor.processes()))
+        await until(lambda: not any(state.alive for state in frontend.supervisor.process_states()))

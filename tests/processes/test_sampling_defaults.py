@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aioengine import Engine, SamplingParams
-from aioengine.cli import main
+from aioengine.cli import commands, main
 from aioengine.model_files.model_folder import DEMO_MODEL
 
 pytestmark = pytest.mark.process
@@ -39,10 +40,13 @@ def test_generate_and_chat_take_the_defaults_of_the_model(tmp_path: Path) -> Non
         assert len(set(sampled["text"])) > 1
 
 
-def test_command_line_is_greedy_for_any_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(demo_with(tmp_path, temperature=2.0))
-    texts: list[str] = []
-    for _ in range(2):
-        main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "16", "--device", "cpu"])
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != ""
+def test_command_line_is_greedy_for_any_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine(demo_with(tmp_path, temperature=2.0), device="cpu") as llm:
+        monkeypatch.setattr(
+            commands, "Engine", type("", (), {"from_config": staticmethod(lambda _: contextlib.nullcontext(llm))})
+        )
+        assert main(["generate", PROMPT, "--max-new-tokens", "16"]) == 0
+        expected = llm.generate(PROMPT, {"temperature": 0, "max_new_tokens": 16})["text"]
+    assert capsys.readouterr().out == f"{expected}\n"

@@ -1,19 +1,19 @@
-"""``score``: probabilities of labels behind a query and its items, equal to a plain forward; and of classifiers."""
+"""``score``: probabilities of labels behind a query and its items, equal to a plain forward.
+
+test_embedding_engine.py has the scores of classifiers.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from aioengine import AsyncEngine, Engine, ScoreResult
+from aioengine import Engine, ScoreResult
 from aioengine.model_files.model_folder import DEMO_MODEL
-from tests.kit.embedders import Reference, write_cross_encoder
 
 QUERY, ITEMS = "The capital of ", ["France is", "Norway is", "Egypt is"]
 
@@ -62,19 +62,6 @@ def test_ids_labels_of_each_item_and_the_item_first(llm: Engine, labels: list[in
     turned = llm.score(" is", ["The capital of France"], labels, item_first=True)
     assert turned[0] == pytest.approx(llm.score("The capital of France", " is", labels)[0], abs=1e-6)
     assert llm.score(QUERY, [], labels) == []
-
-
-def test_a_classifier_gives_its_own_scores(tmp_path: Path) -> None:
-    reference = Reference(write_cross_encoder(tmp_path))
-
-    async def main() -> ScoreResult:
-        async with AsyncEngine(tmp_path, device="cpu") as engine:
-            return await engine.async_score("the cat ", ["sat", "ran"])
-
-    found = asyncio.run(main())
-    for row, text in zip(found, ["the cat sat", "the cat ran"], strict=True):
-        inputs = reference.tokenizer(text, return_tensors="pt")
-        assert row == pytest.approx(reference.model(**inputs).logits[0].tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize(

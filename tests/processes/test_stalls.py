@@ -69,7 +69,7 @@ async def test_process_that_is_stopped_is_an_error(role: str) -> None:
     async with Frontend(fake_settings(step_time_s=0.01), stall_timeout_s=STALL_S) as frontend:
         frontend.submit(1, num_tokens=3000)
         await until(lambda: frontend.token_ids(1))
-        pid = next(state.pid for state in frontend.supervisor.processes() if state.role == role)
+        pid = next(state.pid for state in frontend.supervisor.process_states() if state.role == role)
         os.kill(pid, signal.SIGSTOP)
         error = await frontend.failure(10.0)
     assert isinstance(error, EngineStalledError)
@@ -157,7 +157,7 @@ async def test_long_control_call_is_no_stall() -> None:
         for name in ("server_info", "flush_cache", ECHO):
             reply = await frontend.call(name)
             assert (name, reply.success, frontend.failures) == (name, True, [])
-        os.kill(frontend.supervisor.processes()[0].pid, signal.SIGSTOP)  # the next silence is one
+        os.kill(frontend.supervisor.process_states()[0].pid, signal.SIGSTOP)  # the next silence is one
         assert isinstance(await frontend.failure(10.0), EngineStalledError)
 
 

@@ -131,18 +131,18 @@ async def test_answers_fit_alone_in_a_batch_and_in_streams(engine: Engine, alone
     assert await ask_all(engine, stream=True) == alone
 
 
-async def test_answers_are_the_same_when_the_scheduler_is_killed(alone: dict[str, Rows]) -> None:
+async def test_answers_are_the_same_when_the_scheduler_is_killed(engine: Engine, alone: dict[str, Rows]) -> None:
     names = ("schema", "hot", "regex", "thought", "forced")
-    async with AsyncEngine() as engine:
-        asked = [asyncio.create_task(ask(engine, name)) for name in names]
-        await until(lambda: engine.stats()["output_tokens"] > 20)
-        scheduler = pid_of(engine, "scheduler")
-        os.kill(scheduler, signal.SIGSTOP)  # so that at least the last request is unfinished when the scheduler dies
-        asked.append(asyncio.create_task(ask(engine, "choice")))
-        await until(lambda: engine.stats()["num_streams"])
-        os.kill(scheduler, signal.SIGKILL)
-        assert await asyncio.gather(*asked) == [alone[name] for name in (*names, "choice")]
-        assert engine.stats()["num_restarts"] > 0
+    before = engine.stats()
+    asked = [asyncio.create_task(ask(engine, name)) for name in names]
+    await until(lambda: engine.stats()["output_tokens"] > before["output_tokens"] + 20)
+    scheduler = pid_of(engine, "scheduler")
+    os.kill(scheduler, signal.SIGSTOP)  # so that at least the last request is unfinished when the scheduler dies
+    asked.append(asyncio.create_task(ask(engine, "choice")))
+    await until(lambda: engine.stats()["num_streams"])
+    os.kill(scheduler, signal.SIGKILL)
+    assert await asyncio.gather(*asked) == [alone[name] for name in (*names, "choice")]
+    assert engine.stats()["num_restarts"] == before["num_restarts"] + 1
 
 
 async def count_steps(engine: Engine, name: str, *, return_logprob: bool) -> tuple[dict[str, Any], int]:
@@ -251,15 +251,15 @@ async def test_a_schema_in_an_ebnf_is_refused_with_its_place(engine: Engine) -> 
     assert (raised.value.pointer, raised.value.keyword) == ("/items", "contains")
 
 
-async def test_awaited_stream_continues_after_the_scheduler_dies() -> None:
-    async with AsyncEngine() as engine:
-        [pid] = [each["pid"] for each in engine.health()["processes"] if each["role"] == "scheduler"]
-        os.kill(pid, signal.SIGSTOP)
-        task = asyncio.ensure_future(engine.async_generate("x", {"choice": ["yes"]}, stream=True))
-        await until(lambda: engine.stats()["num_streams"] == 1)
-        os.kill(pid, signal.SIGKILL)
-        assert "".join([chunk["text"] async for chunk in await task]) == "yes"
-        assert engine.stats()["num_restarts"] == 1
+async def test_awaited_stream_continues_after_the_scheduler_dies(engine: Engine) -> None:
+    num_restarts = engine.stats()["num_restarts"]
+    pid = pid_of(engine, "scheduler")
+    os.kill(pid, signal.SIGSTOP)
+    task = asyncio.ensure_future(engine.async_generate("x", {"choice": ["yes"]}, stream=True))
+    await until(lambda: engine.stats()["num_streams"] == 1)
+    os.kill(pid, signal.SIGKILL)
+    assert "".join([chunk["text"] async for chunk in await task]) == "yes"
+    assert engine.stats()["num_restarts"] == num_restarts + 1
 
 
 async def test_a_request_that_waits_for_its_grammar_can_be_left(engine: Engine) -> None:

@@ -60,7 +60,7 @@ factory_of = f"{__name__}:{{}}".format
 
 
 def children_of(frontend: Frontend) -> list[psutil.Process]:
-    return [psutil.Process(state.pid) for state in frontend.supervisor.processes()]
+    return [psutil.Process(state.pid) for state in frontend.supervisor.process_states()]
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ async def test_requests_stream_to_their_ends(launcher: str) -> None:
         stats = await frontend.idle_stats()
         assert stats.num_free_pages == stats.num_pages
         assert stats.output_tokens == 200
-        scheduler, detokenizer = frontend.supervisor.processes()
+        scheduler, detokenizer = frontend.supervisor.process_states()
         assert (scheduler.role, detokenizer.role) == ("scheduler", "detokenizer")
         assert scheduler.alive
         assert detokenizer.alive
@@ -186,7 +186,7 @@ async def test_child_of_another_rank_ends_with_its_replica() -> None:
     async with Frontend(roles=[*ROLES, Role("detokenizer", 1)], max_restarts=1) as frontend:
         frontend.submit(1)
         assert (await frontend.finished(1)).code == FinishCode.LENGTH
-        states = frontend.supervisor.processes()
+        states = frontend.supervisor.process_states()
         assert [state.role for state in states] == ["scheduler", "detokenizer", "detokenizer-1"]
         assert [child.name() for child in children_of(frontend)] == [
             "aioengine:sched",
@@ -198,7 +198,7 @@ async def test_child_of_another_rank_ends_with_its_replica() -> None:
         await until(lambda: frontend.supervisor.num_restarts == 1 and not frontend.supervisor.is_recovering)
         await frontend.finished(2)
         assert len(frontend.token_ids(2)) == 30
-        after = frontend.supervisor.processes()
+        after = frontend.supervisor.process_states()
         assert [state.role for state in after] == [state.role for state in states]
         assert {state.pid for state in states}.isdisjoint(state.pid for state in after)
 
@@ -209,17 +209,18 @@ def test_killed_child_is_an_error_within_a_second(role: str, kind: str) -> None:
     async def main() -> tuple[EngineError, float]:
         async with Frontend(fake_settings(step_time_s=0.02)) as frontend:
             frontend.submit(1, num_tokens=1000)
-            states = {state.role: state for state in frontend.supervisor.processes()}
+            states = {state.role: state for state in frontend.supervisor.process_states()}
             os.kill(states[role].pid, signal.SIGKILL)
             start = time.monotonic()
             error = await frontend.failure()
             took_s = time.monotonic() - start
             other = next(state for name, state in states.items() if name != role)
-            while psutil.pid_exists(other.pid) and frontend.supervisor.processes() and time.monotonic() < start + 20:
+            ends_at = start + 20
+            while psutil.pid_exists(other.pid) and time.monotonic() < ends_at:
                 await asyncio.sleep(0.005)
-                if not any(state.alive for state in frontend.supervisor.processes()):
+                if not any(state.alive for state in frontend.supervisor.process_states()):
                     break
-            assert not any(state.alive for state in frontend.supervisor.processes())
+            assert not any(state.alive for state in frontend.supervisor.process_states())
             frontend.submit(2)  # harmless
         assert len(frontend.failures) == 1
         return error, took_s
@@ -262,7 +263,7 @@ async def test_exits_are_noticed_by_polling_without_pidfd(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     async with Frontend() as frontend:
-        os.kill(frontend.supervisor.processes()[1].pid, signal.SIGKILL)
+        os.kill(frontend.supervisor.process_states()[1].pid, signal.SIGKILL)
         assert isinstance(await frontend.failure(), EngineDeadError)
 
 
@@ -373,7 +374,7 @@ async def test_failed_start_raises_the_message_of_the_child(launcher: str, facto
     for word in ["the scheduler process could not start", *words]:
         assert word in "\n".join([str(caught.value), *caught.value.__notes__])
     assert "Traceback" not in str(caught.value)
-    assert not any(state.alive for state in frontend.supervisor.processes())
+    assert not any(state.alive for state in frontend.supervisor.process_states())
     assert frontend.failures == []
     await frontend.supervisor.stop(1.0)
 
@@ -398,8 +399,8 @@ async def test_error_while_an_exit_during_the_start_is_handled_ends_the_start(mo
 async def test_child_that_is_killed_while_it_starts_is_reported_with_the_signal() -> None:
     frontend = Frontend(fake_settings(factory=factory_of("build_without_end")))
     starting = asyncio.create_task(frontend.supervisor.start())
-    await until(frontend.supervisor.processes)
-    os.kill(frontend.supervisor.processes()[0].pid, signal.SIGKILL)
+    await until(frontend.supervisor.process_states)
+    os.kill(frontend.supervisor.process_states()[0].pid, signal.SIGKILL)
     words = r"the scheduler process .* was killed by signal 9 \(perhaps because memory was short\) while it started"
     with pytest.raises(EngineStartupError, match=words):
         await starting
@@ -412,7 +413,7 @@ async def test_start_that_takes_too_long_ends() -> None:
         EngineStartupError, match=r"scheduler process.* not ready within 1 seconds.*with startup_timeout"
     ):
         await frontend.supervisor.start()
-    assert not any(state.alive for state in frontend.supervisor.processes())
+    assert not any(state.alive for state in frontend.supervisor.process_states())
 
 
 async def test_timeout_of_the_start_names_the_progress() -> None:
@@ -431,7 +432,7 @@ async def test_cancelled_start_leaves_no_process(after_s: float) -> None:
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert not any(state.alive for state in frontend.supervisor.processes())
+    assert not any(state.alive for state in frontend.supervisor.process_states())
 
 
 @launchers
@@ -446,7 +447,7 @@ async def test_stop_during_the_start_fails_the_start(launcher: str, after_s: flo
     else:
         with pytest.raises(EngineStartupError, match="the engine was shut down while it started"):
             await starting
-    assert not any(state.alive for state in frontend.supervisor.processes())
+    assert not any(state.alive for state in frontend.supervisor.process_states())
 
 
 async def test_another_version_of_the_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,7 +487,7 @@ async def test_stop_is_fast_and_silent_and_may_be_repeated(launcher: str, capfd:
     frontend.submit(2)
     if launcher == "process":
         assert not any(child.is_running() for child in children)
-    assert [state.alive for state in frontend.supervisor.processes()] == [False, False]
+    assert [state.alive for state in frontend.supervisor.process_states()] == [False, False]
     assert frontend.failures == []
     assert capfd.readouterr() == ("", "")
 
@@ -500,7 +501,7 @@ async def test_child_that_ignores_sigterm_is_killed() -> None:
     start = time.monotonic()
     await frontend.supervisor.stop(0.5)
     assert time.monotonic() - start < 20
-    assert not any(state.alive for state in frontend.supervisor.processes())
+    assert not any(state.alive for state in frontend.supervisor.process_states())
 
 
 @process
@@ -509,13 +510,13 @@ def test_engine_can_be_killed_without_its_loop() -> None:
     async def begin() -> Frontend:
         frontend = Frontend()
         await frontend.supervisor.start()
-        assert all(state.alive for state in frontend.supervisor.processes())
+        assert all(state.alive for state in frontend.supervisor.process_states())
         return frontend
 
     frontend = asyncio.run(begin())  # which cancels the engine's tasks, so that it may have begun to end
     frontend.supervisor.kill_now()
     frontend.supervisor.kill_now()
-    assert not any(state.alive for state in frontend.supervisor.processes())
+    assert not any(state.alive for state in frontend.supervisor.process_states())
 
 
 @process
@@ -620,5 +621,5 @@ async def test_sockets_that_cannot_be_opened_fail_the_start(end: str, monkeypatc
     supervisor = Frontend().supervisor
     with pytest.raises(EngineStartupError, match="sockets could not be opened: Too many open files"):
         await supervisor.start()
-    assert [state.alive for state in supervisor.processes()] == [False, False]
+    assert [state.alive for state in supervisor.process_states()] == [False, False]
     assert len(os.listdir("/proc/self/fd")) == num_files

@@ -62,14 +62,14 @@ class CallRow(Struct, eq=False):
 
     Attributes:
         position: its index in the call. index: the same number in its chunks; None: the call has one row.
-        tokenize_s: how long the tokenizer worked on its prompt, with the prompts of the same batch.
+        tokenize_s: seconds that the tokenizer worked on the batch with its prompt.
         decoders: convert the logprobs and hidden states of the row.
         hidden_states: which hidden states it returns (``Sampling.hidden_states``).
         newest_hidden_state: the newest hidden state that was read, if the row returns only the last one.
         drafts: extras of kind ``DRAFTS`` by token index, for ``meta_info``; None: the engine does not speculate.
         versions: index of an output token -> version of the weights from this token on; None: they have not changed.
         num_image_tokens: positions of the prompt that hold features of images.
-        info: the ``meta_info`` that all its chunks share.
+        info: the ``meta_info`` so far. Each chunk gets a copy.
         uid: the engine's number of the row; -1: not submitted.
         first_token: when and how the row began; None: it has no token yet.
         text, more_texts: the unread text, in pieces.
@@ -255,10 +255,6 @@ class CallRow(Struct, eq=False):
         """Return the ``meta_info`` of the row with this end."""
         info = self.info.copy()
         info["completion_tokens"] = self.num_known()
-        if self.versions is not None:
-            info["weight_version"] = answers.version_spans(info["weight_version"], self.versions, self.num_known())[-1][
-                0
-            ]
         self._add_end(info, end)
         return info
 
@@ -290,7 +286,7 @@ class CallRow(Struct, eq=False):
             info["hidden_states"] = [answers.array(self.newest_hidden_state.data)]
         info["finish_reason"] = answers.finish_reason(end, info["completion_tokens"], self.error)
         spans = answers.version_spans(self.info["weight_version"], self.versions or {}, info["completion_tokens"])
-        info["weight_versions"] = spans
+        info["weight_versions"], info["weight_version"] = spans, spans[-1][0]
         num_cached = info["cached_tokens"] = max(end.num_cached, info["cached_tokens"])
         info["cached_tokens_details"] = {"device": num_cached, "host": 0}
         info["num_preemptions"] = info["num_retractions"] = max(end.num_preemptions, info["num_preemptions"])

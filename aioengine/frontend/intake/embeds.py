@@ -8,7 +8,7 @@ import numpy as np
 
 from aioengine.api import checks
 from aioengine.errors import RequestTooLargeError
-from aioengine.frontend.intake.prompts import USUAL, CheckBudget, EmbedsIds, EncodeRules, IdsPrompt
+from aioengine.frontend.intake.prompts import DEFAULT_RULES, CheckBudget, EmbedsIds, EncodeRules, IdsPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,7 @@ class EmbedsPrompt(IdsPrompt, frozen=True):
         return EmbedsPrompt(EmbedsIds(len(embeds), embeds.shape[1], embeds.tobytes()), num_numbers=array.size)
 
 
-def embeds_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL) -> IdsPrompt:
+def embeds_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = DEFAULT_RULES) -> IdsPrompt:
     """One prompt. The width of its embeddings is checked later, against the model (``RequestChecks.check_ids``).
 
     Raises:

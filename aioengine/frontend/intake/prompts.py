@@ -71,7 +71,7 @@ class EncodeRules(Struct, frozen=True, gc=False):
     keep_last: int | None = None
 
 
-USUAL: Final = EncodeRules()
+DEFAULT_RULES: Final = EncodeRules()
 
 
 class TextPrompt(Struct, frozen=True, gc=False):
@@ -81,7 +81,7 @@ class TextPrompt(Struct, frozen=True, gc=False):
     num_bytes: int
     name: str = ""
     is_checked: bool = True
-    rules: EncodeRules = USUAL
+    rules: EncodeRules = DEFAULT_RULES
 
     def checked(self) -> Self:
         """Count the bytes, and raise ValueError for lone surrogates."""
@@ -189,7 +189,7 @@ class ChatPrompt(Struct, frozen=True):
     options: TemplateOptions = TemplateOptions()
     name: str = ""
     is_checked: bool = True
-    rules: EncodeRules = USUAL
+    rules: EncodeRules = DEFAULT_RULES
     images: tuple[ImageSource | None, ...] = ()
 
     def checked(self) -> ChatPrompt:
@@ -270,7 +270,7 @@ def encode_rules(options: Mapping[str, object]) -> EncodeRules:
     )
 
 
-def text_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL) -> TextPrompt:
+def text_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = DEFAULT_RULES) -> TextPrompt:
     """Return a text prompt. All its characters are checked now if ``budget`` covers them, otherwise later.
 
     Raises:
@@ -320,7 +320,7 @@ def _any_text(name: str, value: object, budget: CheckBudget) -> TextPrompt:
 
 
 def ids_prompt(
-    name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL, *, may_be_empty: bool = False
+    name: str, value: object, budget: CheckBudget, rules: EncodeRules = DEFAULT_RULES, *, may_be_empty: bool = False
 ) -> IdsPrompt:
     """Return a prompt of ids (any kind of integer). Ids outside the vocabulary are refused later.
 
@@ -340,7 +340,7 @@ def ids_prompt(
 
 
 def chat_prompt(
-    name: str, value: object, budget: CheckBudget, *, options: TemplateOptions, rules: EncodeRules = USUAL
+    name: str, value: object, budget: CheckBudget, *, options: TemplateOptions, rules: EncodeRules = DEFAULT_RULES
 ) -> ChatPrompt:
     """Return a conversation. Its messages are checked now if ``budget`` covers their likely size, otherwise later.
 

@@ -19,11 +19,20 @@ from aioengine.api.args import ARGUMENTS
 from aioengine.api.foreign_names import ALIASES, MISSING_OPTIONS, our_way
 from aioengine.api.params import SamplingParams, is_sampling_parameter, num_token_ids
 from aioengine.frontend.intake.pooling import Pooled  # a field of a Struct
+from aioengine.frontend.intake.prompt_options import (
+    MAX_TOKEN_IDS,
+    PROMPTS_IN_PIECE,
+    LogprobOptions,
+    PerPrompt,
+    list_for,
+    logprob_options,
+    per_prompt,
+)
 from aioengine.frontend.intake.prompts import (
     CHAT_ARGUMENTS,
+    DEFAULT_RULES,
     MAX_IDS_AT_CALL,
     MESSAGES,
-    USUAL,
     CheckBudget,
     EncodeRules,
     Prompt,
@@ -35,15 +44,6 @@ from aioengine.frontend.intake.prompts import (
     text_prompt,
 )
 from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, Sampled
-from aioengine.frontend.intake.row_options import (
-    MAX_TOKEN_IDS,
-    PROMPTS_IN_PIECE,
-    LogprobOptions,
-    PerPrompt,
-    list_for,
-    logprob_options,
-    per_prompt,
-)
 from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # msgspec needs the class
 from aioengine.frontend.sessions.session_params import SessionParams, session_params
 from aioengine.media.intake.sources import NOT_TRUNCATED, GivenImages, given_images
@@ -193,7 +193,7 @@ class CallRequest(Struct):
                     rid, self.rids[place] = self.rids[place], ""  # stays empty if the id is wrong
                     self.rids[place] = _rid(rid)
                 for option in self.lists:
-                    option.check_prompt_options(place)
+                    option.check_value(place)
                 if self.given_params is not None:
                     self.params.append(self._parsed(self.given_params[place]))
                 params = self.params[-1]
@@ -207,7 +207,7 @@ class CallRequest(Struct):
                     raise named(error, place, self.num_prompts) from None
                 prompt = _without_frames(error)
                 for option in self.lists:
-                    option.reset_row(place)
+                    option.reset_value(place)
                 if self.given_params is not None and len(self.params) == place:
                     self.params.append(SamplingParams(n=self.num_samples))
                 params = self.params[-1]
@@ -277,7 +277,7 @@ def generate_request(
     Raises:
         TypeError, ValueError: an argument is wrong; the message has its name and value.
     """
-    embeds, rules = None, USUAL
+    embeds, rules = None, DEFAULT_RULES
     if options:
         check_names(options, ("prompt", "sampling_params", "input_ids", "stream"), GenerateOptions.__annotations__)
         embeds, rules = options.get("input_embeds"), encode_rules(options)

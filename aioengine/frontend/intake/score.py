@@ -15,8 +15,8 @@ from msgspec import Meta, Struct, ValidationError, convert
 
 from aioengine.api import checks
 from aioengine.errors import RequestError
+from aioengine.frontend.intake.prompt_options import PROMPTS_IN_PIECE
 from aioengine.frontend.intake.requests import check_names
-from aioengine.frontend.intake.row_options import PROMPTS_IN_PIECE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

@@ -20,6 +20,7 @@ from aioengine.frontend.calls.call import Call, CallRow, Ending, NotifyOn
 from aioengine.frontend.calls.row_types import row_type
 from aioengine.frontend.intake.encoder import Encoded, EncodeJob
 from aioengine.frontend.intake.image_prompts import check_no_images
+from aioengine.frontend.intake.prompt_options import check_lengths
 from aioengine.frontend.intake.prompts import (
     ChatIds,
     ChatPrompt,
@@ -30,7 +31,6 @@ from aioengine.frontend.intake.prompts import (
     PromptError,
     TextPrompt,
 )
-from aioengine.frontend.intake.row_options import check_lengths
 from aioengine.protocol.messages import SEED_MASK, End, FinishCode, Limits, PairIds, RequestKind, Submit
 from aioengine.supervision.tasks import post
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS

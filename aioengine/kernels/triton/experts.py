@@ -237,7 +237,7 @@ TILES = (
 rows. The fastest on an H200 for the sizes of Qwen3-30B-A3B; among the fastest for gpt-oss-20b and Qwen3-Next-80B.
 """
 VECTOR_PARTS = 48
-"""Maximum pieces of 256 weights that a program loads per iteration with few tokens; the fastest for the same models."""
+"""Maximum pieces of 256 weights that a program loads per iteration with few tokens. Chosen for the same models."""
 
 
 CODE_TILES = (

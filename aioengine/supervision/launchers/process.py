@@ -19,7 +19,8 @@ from aioengine.protocol.orders import Orders, encode_orders
 from aioengine.supervision.launchers._process_child import KILL_WAIT_S, ProcessChild, start_child
 from aioengine.supervision.tasks import WorkerThread, require_threads
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, is_reachable, listen
-from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError, end_context
+from aioengine.transport.async_zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender
+from aioengine.transport.zmq import Context, ZmqError, end_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,8 +20,9 @@ from aioengine.protocol import codec
 from aioengine.protocol.messages import Abort, Message
 from aioengine.transport import zmq as transport
 from aioengine.transport.addresses import Listener, listen
+from aioengine.transport.async_zmq import AsyncZmqReceiver, AsyncZmqSender
 from aioengine.transport.base import BacklogFullError
-from aioengine.transport.zmq import AsyncZmqReceiver, AsyncZmqSender, Context, ZmqReceiver, ZmqSender, end_context
+from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender, end_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -272,9 +273,9 @@ def test_signal_while_a_context_ends_leaves_no_descriptor_open() -> None:
 def test_connection_that_cannot_be_accepted_is_an_error(
     channel: Channel, runner: asyncio.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second, plain = listen(str(tmp_path), "s"), transport._PullSocket.bind
+    second, plain = listen(str(tmp_path), "s"), transport.PullSocket.bind
 
-    def bind(pull: transport._PullSocket, listener: Listener) -> None:
+    def bind(pull: transport.PullSocket, listener: Listener) -> None:
         if listener is channel.listener:
             raise OSError("no descriptor is free")
         plain(pull, listener)
@@ -299,5 +300,5 @@ def test_connection_that_cannot_be_accepted_is_an_error(
             for end in (*senders, receiver):
                 end.close()
 
-    monkeypatch.setattr(transport._PullSocket, "bind", bind)
+    monkeypatch.setattr(transport.PullSocket, "bind", bind)
     runner.run(main())

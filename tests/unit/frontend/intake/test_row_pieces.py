@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from aioengine.frontend.intake.prompt_options import MAX_TOKEN_IDS
 from aioengine.frontend.intake.requests import generate_request
-from aioengine.frontend.intake.row_options import MAX_TOKEN_IDS
 
 
 def test_long_lists_of_tokens_with_logprobs_are_checked_in_several_pieces() -> None:

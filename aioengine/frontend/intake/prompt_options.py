@@ -42,11 +42,11 @@ class PerPrompt(Struct, Generic[Value]):
     values: list[Value]
     is_list: bool
 
-    def check_prompt_options(self, prompt: int) -> None:
+    def check_value(self, prompt: int) -> None:
         """Check the value of a prompt in a list. Raises TypeError or ValueError."""
         self.values[prompt] = self.check(self.values[prompt])
 
-    def reset_row(self, prompt: int) -> None:
+    def reset_value(self, prompt: int) -> None:
         """Set the value of a prompt in a list to the default."""
         self.values[prompt] = self.check(None)
 
@@ -54,8 +54,8 @@ class PerPrompt(Struct, Generic[Value]):
         return self.values[prompt if self.is_list else 0]
 
 
-class Rows(Protocol):
-    """The prompts of a call."""
+class PromptCounts(Protocol):
+    """The numbers of prompts and samples of a call (``CallRequest``)."""
 
     @property
     def is_batch(self) -> bool: ...
@@ -67,30 +67,30 @@ class Rows(Protocol):
     def num_samples(self) -> int: ...
 
 
-def list_for(name: str, value: object, rows: Rows, *, one: str = "") -> list[object]:
+def list_for(name: str, value: object, counts: PromptCounts, *, one: str = "") -> list[object]:
     """Return a list with one entry for each prompt. ``one``: a word for a single value; "": the name.
 
     Raises:
         TypeError, ValueError: there is only one prompt, or the number of prompts differs.
     """
-    if not rows.is_batch:
+    if not counts.is_batch:
         raise TypeError(f"{name} is a list, but there is one prompt; give a list of prompts, or one {one or name}")
     values = checks.items(name, value, checks.MAX_COUNT)
-    if len(values) != rows.num_prompts:
+    if len(values) != counts.num_prompts:
         entries = checks.counted(len(values), "entry", "entries")
-        raise ValueError(f"{name} has {entries} for {checks.counted(rows.num_prompts, 'prompt')}; give one for each")
+        raise ValueError(f"{name} has {entries} for {checks.counted(counts.num_prompts, 'prompt')}; give one for each")
     return values
 
 
 def per_prompt(
-    name: str, options: Mapping[str, object], check: Callable[[object], Value], rows: Rows
+    name: str, options: Mapping[str, object], check: Callable[[object], Value], counts: PromptCounts
 ) -> PerPrompt[Value] | None:
-    """Return the option ``name``; None: it is not given. ``check_prompt_options`` checks the values of a list later."""
+    """Return the option ``name``; None: it is not given. ``check_value`` checks the values of a list later."""
     value = options.get(name)
     if value is None:
         return None
     if isinstance(value, list | tuple):
-        values = list_for(name, cast("object", value), rows)
+        values = list_for(name, cast("object", value), counts)
         return PerPrompt(name, check, cast("list[Value]", values), is_list=True)
     return PerPrompt(name, check, [check(value)], is_list=False)
 
@@ -136,7 +136,7 @@ _rules = lru_cache(maxsize=64)(LogprobRules)
 """Returns the same object for equal rules, because most rows of a call share them."""
 
 
-def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions | None:
+def logprob_options(options: Mapping[str, object], counts: PromptCounts) -> LogprobOptions | None:
     """Return the checked options; None: no prompt wants logprobs.
 
     Raises:
@@ -144,11 +144,11 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
             ``return_logprob``.
     """
     logprobs = LogprobOptions(
-        _option("return_logprob", options, checks.switch, rows, default=False),
-        _option("logprob_start_len", options, partial(checks.whole, low=-1), rows, default=-1),
-        _option("top_logprobs_num", options, partial(checks.whole, low=0), rows, default=0),
-        _token_ids_option(options, rows),
-        _option("return_text_in_logprobs", options, checks.switch, rows, default=False),
+        _option("return_logprob", options, checks.switch, counts, default=False),
+        _option("logprob_start_len", options, partial(checks.whole, low=-1), counts, default=-1),
+        _option("top_logprobs_num", options, partial(checks.whole, low=0), counts, default=0),
+        _token_ids_option(options, counts),
+        _option("return_text_in_logprobs", options, checks.switch, counts, default=False),
     )
     if options.get("return_logprob") is None:
         more = cast("tuple[PerPrompt[object], ...]", logprobs[1:])
@@ -163,25 +163,30 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
 
 
 def _option(
-    name: str, options: Mapping[str, object], check: Callable[[str, object], Value], rows: Rows, *, default: Value
+    name: str,
+    options: Mapping[str, object],
+    check: Callable[[str, object], Value],
+    counts: PromptCounts,
+    *,
+    default: Value,
 ) -> PerPrompt[Value]:
     def check_entry(value: object) -> Value:
         return default if value is None else check(name, value)
 
     if isinstance(options.get(name), list | tuple):
-        _refuse_with_samples(name, rows)
-    return per_prompt(name, options, check_entry, rows) or PerPrompt(name, check_entry, [default], is_list=False)
+        _refuse_with_samples(name, counts)
+    return per_prompt(name, options, check_entry, counts) or PerPrompt(name, check_entry, [default], is_list=False)
 
 
-def _token_ids_option(options: Mapping[str, object], rows: Rows) -> PerPrompt[tuple[int, ...]]:
+def _token_ids_option(options: Mapping[str, object], counts: PromptCounts) -> PerPrompt[tuple[int, ...]]:
     """Return the token ids for all prompts, or a list with token ids (or None) for each."""
     name = "token_ids_logprob"
     value = options.get(name)
     entries = () if value is None else checks.sequence(name, value, allowed="a list of token ids, or of such lists")
-    first = entries[: PROMPTS_IN_PIECE if rows.is_batch else 1]  # wrong rows may come before a list
+    first = entries[: PROMPTS_IN_PIECE if counts.is_batch else 1]  # wrong rows may come before a list
     if any(entry is None or isinstance(entry, list | tuple | checks.Array) for entry in first):
-        _refuse_with_samples(name, rows)
-        values = cast("list[tuple[int, ...]]", list_for(name, entries, rows))
+        _refuse_with_samples(name, counts)
+        values = cast("list[tuple[int, ...]]", list_for(name, entries, counts))
         return PerPrompt(name, _token_ids, values, is_list=True)
     return PerPrompt(name, _token_ids, [_token_ids(entries)], is_list=False)
 
@@ -196,9 +201,9 @@ def _token_ids(value: object) -> tuple[int, ...]:
     return tuple(checks.whole(name, entry, 0) for entry in entries)
 
 
-def _refuse_with_samples(name: str, rows: Rows) -> None:
-    if rows.num_samples > 1:
-        raise ValueError(f"{name} is a list, and n is {rows.num_samples}; with n > 1 give one value for all prompts")
+def _refuse_with_samples(name: str, counts: PromptCounts) -> None:
+    if counts.num_samples > 1:
+        raise ValueError(f"{name} is a list, and n is {counts.num_samples}; with n > 1 give one value for all prompts")
 
 
 def check_lengths(rules: LogprobRules, *, num_prompt: int, num_output: int, has_ids: bool) -> None:
