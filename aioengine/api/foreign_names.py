@@ -60,7 +60,7 @@ MISSING_ARGUMENTS: Final = _missing(
         "speculation with EAGLE heads": "speculative_token_map",
         "speculation in this form (use speculative_algorithm and speculative_draft_model_path)": "speculative_config "
         "num_speculative_tokens speculative_model",
-        "releasing memory": "enable_memory_saver=False enable_weights_cpu_backup=False enable_sleep_mode=False",
+        "releasing memory": "enable_sleep_mode=False",
         "audio and video": "enable_multimodal=False",
         "a KV cache in several tiers": "enable_hierarchical_cache=False enable_lmcache=False kv_transfer_config",
         "torch.compile": "enable_torch_compile=False compilation_config",

@@ -147,6 +147,8 @@ class EngineArguments(TypedDict, total=False):
     restart_window: float | None
     stall_timeout: float | None
     startup_timeout: float | None
+    enable_memory_saver: bool | None
+    enable_weights_cpu_backup: bool | None
     stream_interval: int | None
     logprobs_mode: str | None
     random_seed: int | None

@@ -319,6 +319,7 @@ def _memory_settings(
         num_pages=None if wanted is None else wanted // page_size,
         mem_fraction_static=default if fraction is None else fraction,
         kv_dtype=_kv_dtype(config, model, dtype, backend, is_on_gpu=is_on_gpu),
+        can_release=config.memory.can_release,
     )
 
 
