@@ -428,6 +428,12 @@ _ROWS: Final = {
         "none",
         place="speculation.draft_model_path",
     ),
+    "speculative_draft_model_revision": Argument(
+        _text,
+        "branch, tag or commit of the draft model on the hub",
+        "the main branch",
+        place="speculation.draft_revision",
+    ),
     "speculative_draft_model_quantization": Argument(
         _method,
         "quantization of the draft model",
@@ -456,6 +462,14 @@ _ROWS: Final = {
         place="supervision.stall_timeout_s",
     ),
     "startup_timeout": Argument(_seconds, "maximum seconds for the start", place="supervision.startup_timeout_s"),
+    "enable_memory_saver": Argument(
+        checks.switch, "release_memory_occupation can free memory for a while", place="memory.can_release"
+    ),
+    "enable_weights_cpu_backup": Argument(
+        checks.switch,
+        "keep weights that come by tensor in host memory, for replaced processes",
+        place="supervision.keeps_tensors",
+    ),
     "stream_interval": Argument(whole_from(1), "output tokens between two chunks of a stream"),
     "logprobs_mode": Argument(
         _words("raw", "processed"),

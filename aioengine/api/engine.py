@@ -16,7 +16,7 @@ from aioengine.api.foreign_names import no_attribute
 from aioengine.api.stream import Generation, Stream
 from aioengine.frontend import callers, info
 from aioengine.frontend.callers import running_loop
-from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
+from aioengine.frontend.controls import Outcome, ProfileOptions
 from aioengine.frontend.engine_run import EngineRun
 from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.beam_search import beam_search, search_options
@@ -435,7 +435,18 @@ class AsyncEngine(BaseEngine):
         return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
 
     map = map_items.map
+    pause_generation = weight_calls.pause_generation
+    continue_generation = weight_calls.continue_generation
     update_weights_from_disk = weight_calls.update_weights_from_disk
+    update_weights_from_tensor = weight_calls.update_weights_from_tensor
+    begin_weight_update = weight_calls.begin_weight_update
+    end_weight_update = weight_calls.end_weight_update
+    get_weights_by_name = weight_calls.get_weights_by_name
+    init_weights_update_group = weight_calls.init_weights_update_group
+    update_weights_from_distributed = weight_calls.update_weights_from_distributed
+    destroy_weights_update_group = weight_calls.destroy_weights_update_group
+    release_memory_occupation = weight_calls.release_memory_occupation
+    resume_memory_occupation = weight_calls.resume_memory_occupation
     selfcheck = selfcheck.selfcheck
 
     # ------------------------------------------------------------ sessions
@@ -514,17 +525,6 @@ class AsyncEngine(BaseEngine):
     async def list_lora_adapters(self) -> AdapterResult:
         """Return the loaded adapters in ``loaded_adapters``: name -> folder."""
         return self._frontend_here().adapters.list()
-
-    async def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
-        """Stop computing until ``continue_generation``; new calls wait.
-
-        ``mode``: "abort" ends all requests, "in_place" keeps them, "retract" keeps them without their KV.
-        """
-        return await self._frontend_here().controls.pause(mode)
-
-    async def continue_generation(self) -> Outcome:
-        """Continue after ``pause_generation``."""
-        return await self._frontend_here().controls.unpause()
 
     async def freeze_gc(self) -> None:
         """Exclude all present objects from garbage collection (``gc.freeze``), here and in the scheduler process."""

@@ -58,10 +58,9 @@ MISSING_ARGUMENTS: Final = _missing(
         "several machines": "nnodes=1 node_rank=0",
         "trees of drafts": "speculative_eagle_topk=1",
         "speculation with EAGLE heads": "speculative_token_map",
-        "revisions of draft models": "speculative_draft_model_revision",
         "speculation in this form (use speculative_algorithm and speculative_draft_model_path)": "speculative_config "
         "num_speculative_tokens speculative_model",
-        "releasing memory": "enable_memory_saver=False enable_weights_cpu_backup=False enable_sleep_mode=False",
+        "releasing memory": "enable_sleep_mode=False",
         "audio and video": "enable_multimodal=False",
         "a KV cache in several tiers": "enable_hierarchical_cache=False enable_lmcache=False kv_transfer_config",
         "torch.compile": "enable_torch_compile=False compilation_config",

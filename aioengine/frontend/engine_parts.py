@@ -22,7 +22,7 @@ class Blueprint(Struct, frozen=True, kw_only=True):
     """The parts of an engine to start.
 
     load_tokenizer: may block; None: token ids only. images: how images become tokens; None: the model accepts only
-    text. warning: shown to the user at the start.
+    text. warning: shown to the user at the start. keeps_tensors: keep copies of new weights that come by tensor.
     """
 
     settings: Settings
@@ -35,6 +35,7 @@ class Blueprint(Struct, frozen=True, kw_only=True):
     adapters: AdapterRules | None = None
     images: ImageModel | None = None
     warning: str = ""
+    keeps_tensors: bool = False
 
 
 class EngineParts(Struct, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ from aioengine.frontend.live_weights import LiveWeights
 from aioengine.frontend.loaded_adapters import LoadedAdapters
 from aioengine.frontend.sessions.sessions import Sessions
 from aioengine.frontend.throughput import Throughput
-from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, FinishCode, Reply, Stats, TextChunks, ToFrontend
+from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks, ToFrontend
 from aioengine.supervision.tasks import post, runs_here
 
 if TYPE_CHECKING:
@@ -77,8 +77,13 @@ class Frontend:
         )
         self.caller_queue = CallerQueue(self.limits, lock, self.loop)
         self.controls = Controls(parts.processes.send, abort_all=lambda: self.calls.abort_opened(self.calls.num_opened))
-        version = str(parts.facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
-        self.weights = LiveWeights(self.controls, version)
+        self.weights = LiveWeights(
+            self.controls,
+            parts.processes,
+            parts.facts,
+            keeps=parts.blueprint.keeps_tensors,
+            is_alone=settings.runner.num_runners == 1,
+        )
         self.adapters = LoadedAdapters(parts.blueprint.adapters, self.controls, lock)
         self.sessions = Sessions(parts, self.controls, lock, self.limits)
         self._pid = os.getpid()
@@ -289,6 +294,7 @@ class Frontend:
         images = None if self.images is None else self.images.start_close()
         self._encoder.close()
         await self.parts.processes.stop(STOP_TIMEOUT_S)
+        self.weights.close()
         if images is not None:
             await asyncio.wait([asyncio.wrap_future(images)])
         # Readers on other threads wait for these rows, and the loop may end after this.

@@ -4,26 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.errors import RequestError
+from aioengine.frontend.controls import Outcome
 from aioengine.model_files import model_folder
 from aioengine.protocol.messages import Argument, Reply
-from aioengine.protocol.weight_messages import CHECK_WEIGHTS, LOAD_WEIGHTS
-from aioengine.settings.config import LoadedWeights
+from aioengine.protocol.weight_messages import (
+    BEGIN_WEIGHTS,
+    CHECK_WEIGHTS,
+    DTYPE_NAMES,
+    END_WEIGHTS,
+    GET_WEIGHTS,
+    JOIN_GROUP,
+    LEAVE_GROUP,
+    LOAD_WEIGHTS,
+    MEMORY_TAGS,
+    NOT_OPEN,
+    RECEIVE,
+    RELEASE_MEMORY,
+    CudaTensor,
+)
+from aioengine.supervision.ledger import LOST_WEIGHTS
 from aioengine.supervision.tasks import WorkerThread
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from aioengine.frontend.controls import Controls
+    from aioengine.settings.config import LoadedWeights
+    from aioengine.supervision.fleet import Processes
 
 UPDATE_TIMEOUT_S: Final = 600.0
 LOAD_FORMATS: Final = ("auto", "safetensors", "gguf")
 _MAX_EXIT_S: Final = 0.5
+_FILE_NAME: Final = "aioengine-weights"
 
 
 class WeightUpdate(NamedTuple):
@@ -41,60 +65,283 @@ class WeightUpdate(NamedTuple):
         return self.success
 
 
-class LiveWeights:
-    """Updates the weights of all replicas. On the engine's loop.
+class _TensorFile(NamedTuple):
+    """A safetensors file in memory. It exists until its descriptor is closed, also if this process is killed."""
 
-    Attributes:
-        loaded: the current weights.
+    fd: int
+    names: frozenset[str]
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+
+class _OpenUpdate:
+    """An update from ``begin_weight_update`` to ``end_weight_update``.
+
+    number: unique. version: given by the user; None: none was given. files: with its tensors, if they are kept.
+    is_kept: all its tensors are in files.
     """
 
-    def __init__(self, controls: Controls, version: str) -> None:
-        self.loaded = LoadedWeights(version=version)
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.version: str | None = None
+        self.files: list[_TensorFile] = []
+        self.is_kept = True
+
+
+class LiveWeights:
+    """Updates the weights of all replicas. On the engine's loop."""
+
+    def __init__(
+        self, controls: Controls, processes: Processes, facts: Mapping[str, object], *, keeps: bool, is_alone: bool
+    ) -> None:
+        """facts: of the runner. keeps: keep a copy of tensors for new processes. is_alone: there is one runner."""
         self._controls = controls
+        self._processes = processes
+        self._keeps = keeps
+        self._first_version = str(facts.get("weight_version", processes.weights.version))
+        self._is_on_cpu = facts.get("device") == "cpu"
+        self._gpu = str(facts.get("device_uuid", "")) if is_alone and not keeps else ""
         self._lock = asyncio.Lock()
+        self._update: _OpenUpdate | None = None
+        self._num_updates = 0
+        self._released: set[str] = set()  # tags of memory
+        self._files: list[_TensorFile] = []
+
+    @property
+    def loaded(self) -> LoadedWeights:
+        """The weights that compute new requests."""
+        weights = self._processes.weights
+        return weights if weights.number else replace(weights, version=self._first_version)
 
     async def from_disk(self, model_path: object, load_format: object, weight_version: object) -> WeightUpdate:
         """Replace all weights by a checkpoint. See ``AsyncEngine.update_weights_from_disk``."""
         path = _path(model_path)
-        if load_format is not None:
-            checks.choice("load_format", load_format, dict.fromkeys(LOAD_FORMATS))
+        _check_format(load_format)
         version = _version(weight_version)
         async with self._lock:
-            thread = WorkerThread[str]("aioengine-weights", max_exit_s=_MAX_EXIT_S)
             try:
-                folder = await asyncio.wrap_future(thread.submit(partial(model_folder.locate, path)))
+                folder = await _in_thread(partial(model_folder.locate, path))
             except ValueError as error:
                 return WeightUpdate(False, str(error))
-            finally:
-                thread.close()
             checked = await self._ask(CHECK_WEIGHTS, {"path": folder})
             if not checked.success:
                 return WeightUpdate(False, checked.message)
-            files = cast("dict[str, str] | list[dict[str, str]]", json.loads(checked.data))
-            number = self.loaded.number + 1
-            loaded = LoadedWeights(
-                version=str(number) if version is None else version,
-                number=number,
+            data = json.loads(checked.data)
+            files: dict[str, str] = data[0] if isinstance(data, list) else data  # all replicas have read the same
+            loaded = self._next(version)
+            loaded = replace(
+                loaded,
                 path=folder,
-                files=files[0] if isinstance(files, list) else files,
+                files=files,
+                disk_version=loaded.version,
+                tensor_files=(),
+                are_kept=True,
+                are_lost=False,
             )
-            return await self._load(loaded, {"path": folder})
+            result = await self._load({"path": folder}, loaded)
+            if result:
+                self._keep([])
+                self._end_update()
+            return result
 
-    async def _load(self, loaded: LoadedWeights, arguments: dict[str, Argument]) -> WeightUpdate:
-        text = msgspec.json.encode(loaded).decode()
-        reply = await self._ask(LOAD_WEIGHTS, {**arguments, "weights": text})
+    async def from_tensors(self, named_tensors: object, load_format: object, weight_version: object) -> WeightUpdate:
+        """Replace some weights. See ``AsyncEngine.update_weights_from_tensor``."""
+        tensors = _tensors(named_tensors)
+        if load_format is not None:
+            checks.choice("load_format", load_format, {"auto": "auto"})
+        version = _version(weight_version)
+        async with self._lock:
+            if self._update is None and self.loaded.are_lost:
+                return WeightUpdate(False, LOST_WEIGHTS)
+            if self._gpu and (handles := await _in_thread(partial(_cuda_handles, tensors, self._gpu))):
+                return await self._load_part({"handles": handles}, version, None)
+            file = await _in_thread(partial(_write, tensors))
+            result = WeightUpdate(False, "")
+            try:
+                result = await self._load_part({"path": file.path}, version, file)
+            finally:
+                if not (result and self._keeps):
+                    _close([file])
+            return result
+
+    async def _load_part(
+        self, source: dict[str, Argument], version: str | None, file: _TensorFile | None
+    ) -> WeightUpdate:
+        """Check and load tensors. file: where they are; None: in the memory of a GPU."""
+        arguments = {**source, "is_part": True}
+        checked = await self._ask(CHECK_WEIGHTS, arguments)
+        if not checked.success:
+            return WeightUpdate(False, checked.message)
+        return await self._load_checked(arguments, version, file)
+
+    async def _load_checked(
+        self, arguments: dict[str, Argument], version: str | None, file: _TensorFile | None
+    ) -> WeightUpdate:
+        """Load checked tensors."""
+        new_files = [file] if file is not None and self._keeps else []
+        if (update := self._update) is not None:
+            result = await self._load(arguments)
+            if result:
+                update.version = version or update.version
+                update.files += new_files
+                update.is_kept &= bool(new_files)
+            return result
+        files = _needed([*self._files, *new_files])
+        paths = tuple(file.path for file in files)
+        are_kept = bool(new_files) and self.loaded.are_kept
+        loaded = replace(self._next(version), tensor_files=paths, are_kept=are_kept)
+        result = await self._load(arguments, loaded)
+        if result:
+            self._keep(files)
+        return result
+
+    async def join(
+        self, address: object, port: object, rank_offset: object, world_size: object, group: object, backend: object
+    ) -> Outcome:
+        """See ``AsyncEngine.init_weights_update_group``."""
+        arguments: dict[str, Argument] = {
+            "address": checks.text("master_address", address),
+            "port": checks.whole("master_port", port, 1, 65535),
+            "rank_offset": checks.whole("rank_offset", rank_offset, 1),
+            "world_size": checks.whole("world_size", world_size, 2),
+            "group": checks.text("group_name", group),
+            "backend": checks.choice("backend", backend, {"nccl": "nccl", "gloo": "gloo"}),
+        }
+        async with self._lock:
+            reply = await self._ask(JOIN_GROUP, arguments)
+            return Outcome(reply.success, reply.message)
+
+    async def leave(self, group: object) -> Outcome:
+        """See ``AsyncEngine.destroy_weights_update_group``."""
+        async with self._lock:
+            reply = await self._ask(LEAVE_GROUP, {"group": checks.text("group_name", group)})
+            return Outcome(reply.success, reply.message)
+
+    async def from_group(
+        self, names: object, dtypes: object, shapes: object, group: object, weight_version: object
+    ) -> WeightUpdate:
+        """See ``AsyncEngine.update_weights_from_distributed``."""
+        listed = json.dumps(_listed(names, dtypes, shapes))
+        version = _version(weight_version)
+        arguments: dict[str, Argument] = {"tensors": listed, "group": checks.text("group_name", group)}
+        async with self._lock:
+            reply = await self._ask(RECEIVE, arguments)
+            if not reply.success:
+                return WeightUpdate(False, reply.message)
+            if self._update is None and self.loaded.are_lost:
+                return WeightUpdate(False, LOST_WEIGHTS)
+            return await self._load_checked({"received": True, "is_part": True}, version, None)
+
+    async def begin(self, selector: object) -> Outcome:
+        """See ``AsyncEngine.begin_weight_update``."""
+        checks.choice("selector", selector, {"all": "all", "target": "target"})
+        async with self._lock:
+            if self._update is not None:
+                return Outcome(False, "a weight update is open already; call end_weight_update first")
+            self._num_updates += 1
+            update = _OpenUpdate(self._num_updates)
+            reply = await self._ask(BEGIN_WEIGHTS, {"update": update.number})
+            if reply.success:
+                self._update = update
+            return Outcome(reply.success, reply.message)
+
+    async def end(self, weight_version: object) -> Outcome:
+        """See ``AsyncEngine.end_weight_update``."""
+        version = _version(weight_version)
+        async with self._lock:
+            if (update := self._update) is None:
+                return Outcome(False, "no weight update is open; call begin_weight_update first")
+            checked = await self._ask(CHECK_WEIGHTS, {"ends": True})
+            if not checked.success:
+                return Outcome(False, checked.message)
+            files = _needed([*self._files, *update.files])
+            loaded = replace(
+                self._next(version or update.version),
+                tensor_files=tuple(file.path for file in files),
+                are_kept=update.is_kept,
+                are_lost=False,
+            )
+            result = await self._load({}, loaded, END_WEIGHTS)
+            if result:
+                update.files = [file for file in update.files if file not in files]
+                self._keep(files)
+            self._end_update()
+            return Outcome(result.success, result.message)
+
+    async def change_memory(self, tags: object, name: str) -> None:
+        """Release or resume memory. See ``AsyncEngine.release_memory_occupation``."""
+        known = MEMORY_TAGS if self._is_on_cpu else ("kv_cache",)
+        chosen = known if tags is None else checks.items("tags", [tags] if isinstance(tags, str) else tags, 8)
+        words = {checks.choice("tags entries", tag, {tag: tag for tag in MEMORY_TAGS}) for tag in chosen}
+        is_release = name == RELEASE_MEMORY
+        async with self._lock:
+            if wrong := words & self._released if is_release else words - self._released:
+                state = "already released" if is_release else "not released"
+                raise RuntimeError(f"the memory of {', '.join(sorted(wrong))} is {state}")
+            reply = await self._ask(name, {"tags": sorted(words)})
+            if not reply.success:
+                raise RuntimeError(reply.message)
+            self._released = self._released | words if is_release else self._released - words
+
+    async def get(self, name: object, truncate_size: object) -> Any:
+        """See ``AsyncEngine.get_weights_by_name``."""
+        text, num_rows = checks.text("name", name), checks.whole("truncate_size", truncate_size, 1)
+        reply = await self._controls.ask(GET_WEIGHTS, {"name": text, "num_rows": num_rows})
+        if not reply.success:
+            raise ValueError(reply.message)
+        return json.loads(reply.data)
+
+    def close(self) -> None:
+        """Free the copies of tensors."""
+        self._keep([])
+        self._end_update()
+
+    def _next(self, version: str | None) -> LoadedWeights:
+        """Return the weights after the next update."""
+        number = self.loaded.number + 1
+        return replace(self.loaded, number=number, version=version or str(number))
+
+    def _end_update(self) -> None:
+        """Forget the open update and its files."""
+        if self._update is not None:
+            _close(self._update.files)
+        self._update = None
+
+    def _keep(self, files: list[_TensorFile]) -> None:
+        """Keep these files, and free all others."""
+        _close([file for file in self._files if file not in files])
+        self._files = files
+
+    async def _load(
+        self, arguments: dict[str, Argument], loaded: LoadedWeights | None = None, name: str = LOAD_WEIGHTS
+    ) -> WeightUpdate:
+        text = "" if loaded is None else msgspec.json.encode(loaded).decode()
+        reply = await self._ask(name, {**arguments, "weights": text})
         if not reply.success:
             return WeightUpdate(False, reply.message)
-        self.loaded = loaded
         counts = cast("int | list[int]", json.loads(reply.data or "0"))
         return WeightUpdate(True, "", sum(counts) if isinstance(counts, list) else counts)
 
     async def _ask(self, name: str, arguments: dict[str, Argument]) -> Reply:
         """Send a control call. The loss of the scheduler process is a failure, too."""
+        number = 0 if self._update is None else self._update.number
         try:
-            return await self._controls.ask(name, arguments, timeout_s=UPDATE_TIMEOUT_S)
+            reply = await self._controls.ask(name, {"update": number, **arguments}, timeout_s=UPDATE_TIMEOUT_S)
         except RequestError as error:
             return Reply(0, False, str(error))
+        if NOT_OPEN in reply.data:
+            self._end_update()
+        return reply
+
+
+async def _in_thread(work: Callable[[], Any]) -> Any:
+    thread = WorkerThread[Any]("aioengine-weights", max_exit_s=_MAX_EXIT_S)
+    try:
+        return await asyncio.wrap_future(thread.submit(work))
+    finally:
+        thread.close()
 
 
 def _path(value: object) -> str:
@@ -104,4 +351,114 @@ def _path(value: object) -> str:
 
 
 def _version(value: object) -> str | None:
-    return None if value is None else checks.text("weight_version", value, max_bytes=1024)
+    return None if value is None else checks.text("weight_version", value, max_bytes=1024, if_empty="leave it out")
+
+
+def _check_format(value: object) -> None:
+    if value is not None:
+        checks.choice("load_format", value, dict.fromkeys(LOAD_FORMATS))
+
+
+# ---------------------------------------------------------------- tensors of the user
+
+
+def _tensors(value: object) -> dict[str, Any]:
+    """Check ``named_tensors``: pairs of name and tensor, or a dict. Return name -> tensor [...]."""
+    torch: Any = sys.modules.get("torch")  # whoever has tensors has imported it
+    pairs = value.items() if isinstance(value, Mapping) else value
+    tensors: dict[str, Any] = {}
+    try:
+        for name, tensor in cast("Iterable[tuple[object, Any]]", pairs):
+            checked = checks.text("names of tensors", name)
+            if torch is None or not isinstance(tensor, torch.Tensor):
+                raise checks.wrong_type(f"named_tensors[{checked!r}]", "a torch.Tensor", tensor)
+            if checked in tensors:
+                raise ValueError(f"named_tensors has two tensors of the name {checked!r}")
+            if str(tensor.dtype).removeprefix("torch.") not in DTYPE_NAMES:
+                raise ValueError(f"{checked} is of type {tensor.dtype}; what works: {', '.join(DTYPE_NAMES)}")
+            tensors[checked] = tensor.detach()
+    except (TypeError, ValueError) as error:
+        if "unpack" in str(error) or "iterable" in str(error):
+            raise checks.wrong_type("named_tensors", "pairs of name and tensor", value) from None
+        raise
+    if not tensors:
+        raise ValueError("named_tensors is empty; give at least one tensor")
+    return tensors
+
+
+def _listed(names: object, dtypes: object, shapes: object) -> list[tuple[str, str, list[int]]]:
+    """Return name, dtype and shape of each tensor to receive. dtypes: of torch, or their names."""
+    lists = [
+        checks.items(name, value, 1 << 20) for name, value in (("names", names), ("dtypes", dtypes), ("shapes", shapes))
+    ]
+    if len({len(values) for values in lists}) > 1:
+        raise ValueError(
+            f"names, dtypes and shapes have different lengths: {', '.join(str(len(own)) for own in lists)}"
+        )
+    tensors: list[tuple[str, str, list[int]]] = []
+    for name, dtype, shape in zip(*lists, strict=True):
+        text = str(dtype).removeprefix("torch.")
+        if text not in DTYPE_NAMES:
+            raise checks.wrong_value("dtypes entries", f"one of {', '.join(DTYPE_NAMES)}", dtype)
+        sizes = [checks.whole("sizes in shapes", size, 0) for size in checks.items("shapes entries", shape, 16)]
+        tensors.append((checks.text("names entries", name), DTYPE_NAMES[text], sizes))
+    return tensors
+
+
+def _dtype_name(tensor: Any) -> str:
+    return DTYPE_NAMES[str(tensor.dtype).removeprefix("torch.")]
+
+
+def _write(tensors: Mapping[str, Any]) -> _TensorFile:
+    """Write tensors to a safetensors file in memory that all processes of the engine can read."""
+    uint8: Any = sys.modules["torch"].uint8
+    header: dict[str, object] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _dtype_name(tensor), "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    fd = os.memfd_create(_FILE_NAME)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for tensor in tensors.values():
+                if tensor.numel():
+                    file.write(memoryview(tensor.cpu().contiguous().reshape(-1).view(uint8).numpy()))
+    except BaseException:
+        os.close(fd)
+        raise
+    return _TensorFile(fd, frozenset(tensors))
+
+
+def _cuda_handles(tensors: Mapping[str, Any], gpu: str) -> str:
+    """Return ``CudaTensor``s as JSON; "": the tensors are not all on this GPU, or cannot be shared."""
+    torch: Any = sys.modules["torch"]
+    shared: list[CudaTensor] = []
+    for tensor in tensors.values():
+        if tensor.device.type != "cuda" or str(torch.cuda.get_device_properties(tensor.device).uuid) != gpu:
+            return ""
+    try:
+        for name, tensor in tensors.items():
+            _, *storage = tensor.untyped_storage()._share_cuda_()
+            place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+            shared.append(CudaTensor(name, _dtype_name(tensor), *place, *storage))
+    except RuntimeError:  # memory of expandable segments, for example
+        return ""
+    return msgspec.json.encode(shared).decode()
+
+
+def _needed(files: list[_TensorFile]) -> list[_TensorFile]:
+    """Return the files that have a tensor which no later file has."""
+    needed: list[_TensorFile] = []
+    later: set[str] = set()
+    for file in reversed(files):
+        if file.names - later:
+            needed.append(file)
+            later |= file.names
+    return needed[::-1]
+
+
+def _close(files: Iterable[_TensorFile]) -> None:
+    for file in files:
+        os.close(file.fd)

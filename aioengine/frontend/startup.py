@@ -142,6 +142,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         make_processes=make_processes,
         adapters=adapters,
         warning=facts.warning,
+        keeps_tensors=config.supervision.keeps_tensors,
     )
 
 

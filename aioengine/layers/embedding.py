@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from aioengine.kernels import code_linear, linear
 from aioengine.layers.layer import Layer, Slice, Target, Units, rank_ranges
 from aioengine.layers.linear import unplaced_targets
@@ -39,11 +41,21 @@ class EmbeddingTable(Layer):
     def __init__(self, weight: Tensor, placement: Placement) -> None:
         """Use the weight [V, D]."""
         self.weight = weight
+        self._device = placement.device
         self._batch_invariant = placement.batch_invariant
         self._head: Matmul | None = None
 
     def own_weights(self) -> dict[str, Target]:
         return {"weight": Target(self.weight)}
+
+    def weights(self, prefix: str = "") -> dict[str, Target]:
+        if self.weight.device.type != self._device.type:  # freed
+            self.weight = torch.empty_like(self.weight, device=self._device)
+        return super().weights(prefix)
+
+    def free_weights(self) -> None:
+        self.weight = self.weight.to("meta")
+        self._head = None
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """[T] int64 ids -> [T, D]."""
@@ -115,6 +127,9 @@ class CodeTable(Layer):
         assert self._codes is not None, "the table is open for loading already"
         self._tensors = self._format.tensors(self._spec, self._codes)
         self._codes = None
+
+    def free_weights(self) -> None:
+        self._tensors, self._codes = self._format.empty(self._spec), None
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """[T] int64 ids -> [T, D]."""

@@ -186,6 +186,11 @@ class SparseMLP(Layer):
                 assert isinstance(codes, Codes)
                 matrix.open_for_loading(codes)
 
+    def free_weights(self) -> None:
+        super().free_weights()
+        self._experts, self._tensors, self._coded = None, None, ()
+        self._is_open = True
+
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
         """[T, D] -> [T, D]. ``rows`` is unused, since adapters do not change experts."""
         assert self._experts is not None, "finish_loading was not called"

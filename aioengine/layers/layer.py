@@ -61,6 +61,12 @@ class Layer:
             if part is not None:
                 part.open_for_loading(f"{prefix}{part_prefix}", modules)
 
+    def free_weights(self) -> None:
+        """Free the large weights, on a CPU. The layer is then open for loading, and all weights must be loaded."""
+        for _, part in self.parts:
+            if part is not None:
+                part.free_weights()
+
 
 class Shard(NamedTuple):
     """Tensor parallelism: this rank, and the number of ranks that share the linear layers.

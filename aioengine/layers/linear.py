@@ -113,7 +113,7 @@ class Linear(Layer):
         Raises:
             ValueError: the parts have different formats, and the checkpoint should not have such parts.
         """
-        if not self._tensors and not self.joined:
+        if self._is_open and not self._tensors and not self.joined:
             names = self._names = [f"{prefix}{part}" for part in self.sizes]
             formats = [self._placement.format_of(name) for name in names]
             if all(other is formats[0] for other in formats):
@@ -232,6 +232,11 @@ class Linear(Layer):
             self._reorder(self._order.argsort())
         if not self._prepared.is_in_place:
             self._prepared = self._matmul = None
+
+    def free_weights(self) -> None:
+        super().free_weights()
+        self._prepared = self._matmul = None
+        self._is_open = True
 
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
         """[T, D] -> [T, O], or [T, O / 2] if the layer is gated. ``rows``: by adapter; None without adapters."""

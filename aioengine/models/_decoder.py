@@ -145,6 +145,10 @@ class DecoderModel(Model):
         if self._head is None and self.task is Task.GENERATE:
             self._logits = self._embedding.as_head()
 
+    def free_weights(self) -> None:
+        super().free_weights()
+        self._logits = self._head
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids -> [T, D]."""
         return _scaled(self._embedding(token_ids), self._embedding_scale)

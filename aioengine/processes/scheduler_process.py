@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 from msgspec.structs import replace
 
+from aioengine.api import checks
 from aioengine.child_process.child import Child, encodable, run_child
 from aioengine.child_process.host import (
     keep_freed_memory,
@@ -51,7 +52,7 @@ from aioengine.protocol.messages import (
     TextChunks,
 )
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
-from aioengine.protocol.weight_messages import CHECK_WEIGHTS
+from aioengine.protocol.weight_messages import CHECK_WEIGHTS, RELEASE_MEMORY
 from aioengine.runner.profile import Profile
 from aioengine.runner.time_limit import install_timer_signal
 from aioengine.scheduler.adapter_loading import Adapters, Copies
@@ -319,7 +320,19 @@ class SchedulerService:
             self._report(Progress(control.name, 0, 1, ""))
             self._checks[self._readers.submit(call, control)] = control
         else:
+            if control.name == RELEASE_MEMORY:
+                call = partial(self._release_memory, call)
             self._core.call_between_steps(lambda: self._answer(self._reply(control, call, _CONTROL_STAGE), now))
+
+    def _release_memory(self, release: Callable[[Control], Reply], control: Control) -> Reply:
+        """Free memory, unless running requests use it. The prefix cache is emptied."""
+        if num_running := len(self._core.requests.running):
+            text = f"{checks.counted(num_running, 'request')} still running; pause_generation('retract') lets them wait"
+            return Reply(control.call_id, False, text)
+        reply = release(control)
+        if reply.success:
+            self._core.scheduler.cache.clear()
+        return reply
 
     def _answer_checks(self, now: float) -> None:
         """Answer the calls whose checks are done."""
@@ -346,6 +359,7 @@ class SchedulerService:
             message = f"{control.name} failed: {type(error).__name__}: {error}"
             return Reply(control.call_id, False, message, stage=stage)
         facts = self._runner.facts
+        self._core.is_held = bool(facts.get("lacks_weights") or facts.get("lacks_memory"))
         if (num_loads := num_weight_loads_in(facts)) != self._num_weight_loads:
             self._num_weight_loads = num_loads
             version, keeps_kv = weight_version_in(facts), self._core.is_paused

@@ -1,11 +1,81 @@
-"""The control calls for new weights."""
+"""The control calls for new weights.
+
+    CHECK_WEIGHTS   read and check the source of new weights; changes nothing, and runs in a thread while steps run
+    LOAD_WEIGHTS    replace weights, between two steps
+    BEGIN_WEIGHTS   compute no step until END_WEIGHTS; the weights arrive in several LOAD_WEIGHTS
+    END_WEIGHTS     end this update; CHECK_WEIGHTS with ``ends`` checks first that all tensors have arrived
+    GET_WEIGHTS     return the first rows of a tensor
+    JOIN_GROUP      join the process group of a training program (``TrainerGroup``)
+    LEAVE_GROUP     leave it
+    RELEASE_MEMORY  free memory until RESUME_MEMORY, and compute no step until then; ``tags``: of ``MEMORY_TAGS``
+    RECEIVE         receive tensors in the group, and check them; a LOAD_WEIGHTS with ``received`` follows
+
+Arguments:
+
+    path       of a whole checkpoint: a folder or a GGUF file. With ``is_part``, of a safetensors file with any part of
+               it. "": the source is ``handles``
+    handles    ``CudaTensor``s as JSON, any part of a checkpoint
+    received   the source is what RECEIVE has received
+    tensors    name, dtype and shape of the tensors to receive, as JSON
+    update     the number of the open update; 0: none is open
+    weights    the ``LoadedWeights`` after the call, as JSON; "" while an update is open
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
-CHECK_WEIGHTS: Final = "check_weights"
-"""Read and check new weights in a thread, while steps run. Changes nothing. Argument: the ``path`` of a checkpoint."""
+from msgspec import Struct
 
+CHECK_WEIGHTS: Final = "check_weights"
 LOAD_WEIGHTS: Final = "load_weights"
-"""Replace the weights between two steps. Arguments: ``path``, and ``weights``, the ``LoadedWeights`` as JSON."""
+BEGIN_WEIGHTS: Final = "begin_weights"
+END_WEIGHTS: Final = "end_weights"
+GET_WEIGHTS: Final = "get_weights"
+JOIN_GROUP: Final = "join_group"
+LEAVE_GROUP: Final = "leave_group"
+RECEIVE: Final = "receive_weights"
+RELEASE_MEMORY: Final = "release_memory"
+RESUME_MEMORY: Final = "resume_memory"
+MEMORY_TAGS: Final = ("weights", "kv_cache", "cuda_graph")
+
+NOT_OPEN: Final = '"not open"'
+"""The data of a reply if the process has no open update with this number, because it was replaced."""
+
+DTYPE_NAMES: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""Name of a dtype in torch -> name in safetensors files."""
+
+
+class CudaTensor(Struct, array_like=True):
+    """A tensor in the GPU memory of another process, as ``torch.UntypedStorage._share_cuda_`` describes it.
+
+    Attributes:
+        dtype: as in safetensors files.
+        offset: of the first element in the storage.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    handle: bytes
+    num_bytes: int
+    storage_offset: int
+    counter_handle: bytes
+    counter_offset: int
+    event_handle: bytes
+    must_wait: bool

@@ -132,7 +132,14 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     times.end("largest_step")
     with memory.record("the KV pool and attention's workspace", advice=_LESS_POOL):
         page_size = settings.memory.page_size
-        kv_pool = KVPool(shape, num_pages=pool.num_pages, page_size=page_size, dtype=kv_dtype, device=device)
+        kv_pool = KVPool(
+            shape,
+            num_pages=pool.num_pages,
+            page_size=page_size,
+            dtype=kv_dtype,
+            device=device,
+            can_resume=settings.memory.can_release and device.type == "cuda",
+        )
         attention = choice.build(shape, kv_pool.tensors)
         states = None
         if model.state_shape is not None:
@@ -182,10 +189,11 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
             warm_up_device(runner, parts, report=report, times=times)
     loader = WeightLoader(
         model,
-        settings.model,
+        settings,
         runner.facts,
         make_empty=lambda: _model(settings, config, dataclasses.replace(options, device=torch.device("meta"))),
-        on_loaded=runner.forget_features,
+        runner=runner,
+        ranks=shard.group,
     )
     runner.controls |= loader.controls
     runner.facts |= memory.facts() | times.facts()

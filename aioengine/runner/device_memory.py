@@ -142,6 +142,7 @@ class DeviceMemory:
         free, total = torch.cuda.mem_get_info(self.device)
         return {
             "device_name": torch.cuda.get_device_name(self.device),
+            "device_uuid": str(torch.cuda.get_device_properties(self.device).uuid),
             "graphs_bytes": self.recorded.get("CUDA graphs", 0),
             "free_bytes": free,
             "total_bytes": total,

@@ -13,6 +13,7 @@ import torch
 from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.kernels.clean_pages import clean_layer, clean_pages
 from aioengine.kernels.kv_target import scales_of
+from aioengine.runner.device_pages import DevicePages
 from aioengine.settings.memory_model import INT8_SCALE_BYTES
 from aioengine.settings.page_groups import PageGroups
 
@@ -56,14 +57,17 @@ class KVPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        can_resume: bool = False,
         has_page_groups: bool = True,
     ) -> None:
+        """can_resume: on a GPU, allocate the memory so that ``resume`` works."""
         self.num_pages = num_pages
         self.page_size = page_size
         windows = shape.page_windows if has_page_groups else ()
         self.groups = PageGroups(windows=windows, page_size=page_size) if windows else None
         self._groups = shape.groups
         self._memory: list[mmap.mmap] = []
+        self._pages: list[DevicePages] = []
         self._owned: list[Tensor] = []
         for layers in self._groups[:1] if windows else self._groups:  # the first is the largest
             scale_bytes = INT8_SCALE_BYTES if dtype == torch.int8 else 0
@@ -73,6 +77,9 @@ class KVPool:
             if device.type == "cpu" and num_bytes:
                 self._memory.append(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
                 self._owned.append(torch.frombuffer(self._memory[-1], dtype=dtype).view(size))
+            elif can_resume and num_bytes:
+                self._pages.append(DevicePages(num_bytes, device))
+                self._owned.append(torch.as_tensor(self._pages[-1], device=device).view(dtype).view(size).zero_())
             else:
                 self._owned.append(torch.zeros(size, dtype=dtype, device=device))
         # the numbers that may be NaN or inf
@@ -109,12 +116,24 @@ class KVPool:
         return [by_layer[layer] for layer in sorted(by_layer)]
 
     def release(self) -> None:
-        """Free the memory. No step may run after this."""
+        """Free the memory. No step may run until ``resume``."""
         for memory in self._memory:
             memory.madvise(mmap.MADV_DONTNEED)
-        if not self._memory:
+        for pages in self._pages:
+            if pages.is_mapped:
+                pages.unmap()
+        if not (self._memory or self._pages):
             for tensor in self._owned:
                 tensor.untyped_storage().resize_(0)
+
+    def resume(self) -> None:
+        """Allocate the memory again, at the same addresses. The pool is initialized with zeros.
+
+        On a CPU, memory is allocated when it is written to.
+        """
+        for pages, tensor in zip(self._pages, self._owned, strict=False):
+            pages.map()
+            tensor.zero_()
 
     def clean(self, pages: list[int]) -> None:
         """Set non-finite numbers in these pages to zero.

@@ -273,6 +273,17 @@ class ModelRunner:
         num_proposed = {uid: len(ids) for uid, ids in drafts.proposed.items()}
         return StepResult(tokens, failed, ticket.complete, drafts.rejected, num_proposed)
 
+    def release_pools(self) -> None:
+        """Free the memory of keys, values and states, until ``resume_pools``."""
+        self._kv_pool.release()
+        if self._inputs.states is not None and not self._inputs.states.tensors[0].is_cuda:
+            self._inputs.states.release()
+
+    def resume_pools(self) -> None:
+        self._kv_pool.resume()
+        if self._inputs.states is not None and not self._inputs.states.tensors[0].is_cuda:
+            self._inputs.states.resume()
+
     def forget_features(self) -> None:
         """Compute the features of images again, because the weights have changed."""
         if self._table.images is not None:

@@ -108,6 +108,11 @@ class StatePool:
         into.blocks[len(blocks) :, 1] = _NO_TOKENS
 
     def release(self) -> None:
-        """Free the memory. No step may run after this."""
+        """Free the memory. No step may run until ``resume``."""
         for tensor in self.tensors:
             tensor.untyped_storage().resize_(0)
+
+    def resume(self) -> None:
+        """Allocate the memory again. On a GPU it would have other addresses than in CUDA graphs."""
+        for tensor in self.tensors:
+            tensor.untyped_storage().resize_(tensor.nbytes)

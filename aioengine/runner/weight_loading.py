@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
 
 from aioengine import plugins
+from aioengine.api import checks
 from aioengine.layers.linear import Linear
 from aioengine.model_files import folder_files
-from aioengine.model_files.checkpoint import file_states
+from aioengine.model_files.checkpoint import Entry, file_states, listed
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.protocol.messages import Control, Reply
-from aioengine.protocol.weight_messages import CHECK_WEIGHTS, LOAD_WEIGHTS
+from aioengine.protocol.weight_messages import (
+    BEGIN_WEIGHTS,
+    CHECK_WEIGHTS,
+    END_WEIGHTS,
+    GET_WEIGHTS,
+    JOIN_GROUP,
+    LEAVE_GROUP,
+    LOAD_WEIGHTS,
+    NOT_OPEN,
+    RECEIVE,
+    RELEASE_MEMORY,
+    RESUME_MEMORY,
+    CudaTensor,
+)
 from aioengine.runner import weights
-from aioengine.runner.weight_reading import check_all
+from aioengine.runner.trainer_group import TrainerGroup
+from aioengine.runner.weight_reading import DTYPES, check_all, check_finite
 from aioengine.settings.config import TRANSFORMERS, LoadedWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
 
     from aioengine.layers.layer import Layer, Target
-    from aioengine.model_files.checkpoint import Entry
+    from aioengine.layers.ranks import RankGroup
     from aioengine.models._base import Model
-    from aioengine.settings.config import ModelSettings
+    from aioengine.protocol.messages import Argument
+    from aioengine.runner.model_runner import ModelRunner
+    from aioengine.settings.config import Settings
 
     Facts = dict[str, str | int | float | bool]
 
@@ -39,6 +60,43 @@ class WeightsBrokenError(BaseException):
     """
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredPart:
+    """Tensors of files. entries: checked against the model."""
+
+    entries: list[Entry]
+
+    @property
+    def names(self) -> set[str]:
+        return {entry.name for entry in self.entries}
+
+    def check(self, targets: Mapping[str, Target]) -> None:
+        check_all(self.entries, targets)
+
+    def write(self, targets: Mapping[str, Target]) -> None:
+        weights.read(self.entries, targets, lambda done, total: None)
+
+
+@dataclass(frozen=True, slots=True)
+class _PresentPart:
+    """Tensors [...] on the device of the model, by name, checked against the model."""
+
+    tensors: dict[str, Tensor]
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.tensors}
+
+    def check(self, targets: Mapping[str, Target]) -> None:
+        for name, tensor in self.tensors.items():
+            check_finite(tensor, targets[name].tensor.dtype, f"tensor {name}")
+
+    def write(self, targets: Mapping[str, Target]) -> None:
+        for name, tensor in self.tensors.items():
+            target = targets[name]
+            target.write(tensor.view(target.shape)[target.index])
+
+
 class WeightLoader:
     """Checks and loads new weights of a model.
 
@@ -49,78 +107,280 @@ class WeightLoader:
     def __init__(
         self,
         model: Model,
-        settings: ModelSettings,
+        settings: Settings,
         facts: Facts,
         *,
         make_empty: Callable[[], Model],
-        on_loaded: Callable[[], None],
+        runner: ModelRunner,
+        ranks: RankGroup | None = None,
     ) -> None:
-        """facts: of the runner; ``weight_version`` and ``num_weight_loads`` are kept in them.
-        make_empty: returns the same model on the device "meta". on_loaded: called after the weights have changed.
+        """Load the tensors that were loaded after the checkpoint, if there are any.
+
+        facts: of the runner; the facts about weights are kept in them.
+        make_empty: returns the same model on the device "meta".
+        ranks: None: there is one rank.
         """
-        self.controls: dict[str, Callable[[Control], Reply]] = {CHECK_WEIGHTS: self._check, LOAD_WEIGHTS: self._load}
+        self.controls: dict[str, Callable[[Control], Reply]] = {
+            CHECK_WEIGHTS: self._check,
+            LOAD_WEIGHTS: self._load,
+            BEGIN_WEIGHTS: self._begin,
+            END_WEIGHTS: self._end,
+            GET_WEIGHTS: self._get,
+            JOIN_GROUP: self._join,
+            LEAVE_GROUP: self._leave,
+            RECEIVE: self._receive,
+            RELEASE_MEMORY: self._release,
+            RESUME_MEMORY: self._resume,
+        }
         self._model = model
         self._settings = settings
         self._facts = facts
         self._make_empty = make_empty
-        self._on_loaded = on_loaded
-        self._targets: dict[str, Target] | None = None
-        self._note(settings.weights)
+        self._runner = runner
+        self._released: set[str] = set()  # tags
+        self._ranks = ranks
+        self._empty: dict[str, Target] | None = None
+        self._update = 0  # number of the open update
+        self._arrived: set[str] = set()  # names of its tensors
+        self._groups: dict[str, TrainerGroup] = {}
+        self._received: _PresentPart | None = None
+        self._opened: tuple[str, _PresentPart] | None = None
+        """The checked tensors of another process, and their handles, which may be opened only once."""
+        for path in settings.model.weights.tensor_files:
+            self._replace(self._part_of({"path": path, "is_part": True}))
+        self._note(settings.model.weights)
 
     def _note(self, loaded: LoadedWeights) -> None:
-        self._facts |= {"weight_version": loaded.version, "num_weight_loads": loaded.number}
+        self._loaded = loaded
+        self._facts |= {"weight_version": loaded.version, "num_weight_loads": loaded.number, "lacks_weights": False}
+
+    # ------------------------------------------------------------ control calls
 
     def _check(self, control: Control) -> Reply:
-        """Read all of the new weights, and check them. The data of the reply are the digests of the files."""
-        path = Path(str(control.arguments["path"]))
+        """Check new weights. The data of the reply are the digests of the files of a checkpoint."""
+        arguments = control.arguments
+        if refusal := self._refusal(control):
+            return refusal
         try:
-            self._check_model(path)
-            entries = self._entries(path)
-            files = file_states(entry.path for entry in entries)
-            check_all(entries, self._empty_targets())
+            if arguments.get("ends"):
+                self._check_complete()
+                return Reply(control.call_id, True)
+            part = self._part_of(arguments)
+            self._check_model(None if arguments.get("is_part") else Path(str(arguments["path"])))
+            part.check(self._targets())
+            files = file_states(entry.path for entry in part.entries) if isinstance(part, _StoredPart) else {}
         except ValueError as error:
             return Reply(control.call_id, False, str(error))
         return Reply(control.call_id, True, data=json.dumps(files))
 
-    @torch.no_grad()
     def _load(self, control: Control) -> Reply:
-        """Replace the weights, in place where the kernels read them as loaded."""
-        loaded = msgspec.json.decode(str(control.arguments["weights"]), type=LoadedWeights)
-        if loaded.number == self._facts["num_weight_loads"]:
+        if refusal := self._refusal(control):
+            return refusal
+        loaded = _loaded_by(control)
+        if loaded is not None and loaded.number == self._facts["num_weight_loads"]:
             return Reply(control.call_id, True)  # the process has started with them, or the call arrived twice
-        path = Path(str(control.arguments["path"]))
         try:
-            entries = self._entries(path)
-            self._model.open_for_loading("", {entry.name.rpartition(".")[0] for entry in entries})
-            weights.read(entries, self._model.weights(), lambda done, total: None)
-            self._model.finish_loading()
+            part = self._part_of(control.arguments)
+            self._replace(part)
         except Exception as error:
-            raise WeightsBrokenError(f"new weights of {path} could not be loaded: {error}") from error
-        self._note(loaded)
-        self._on_loaded()
+            raise WeightsBrokenError(f"new weights could not be loaded: {error}") from error
+        self._opened = self._received = None
+        if loaded is None:
+            self._arrived |= part.names
+        else:
+            self._update = 0  # a checkpoint ends an open update
+            self._note(loaded)
         return Reply(control.call_id, True)
 
-    def _entries(self, path: Path) -> list[Entry]:
-        return weights.checked_entries(self._model, path, self._empty_targets())
+    def _begin(self, control: Control) -> Reply:
+        self._update, self._arrived = _update_of(control), set()
+        self._facts["lacks_weights"] = True
+        return Reply(control.call_id, True)
 
-    def _empty_targets(self) -> dict[str, Target]:
+    def _end(self, control: Control) -> Reply:
+        loaded = _loaded_by(control)
+        assert loaded is not None, "the end of an update names its weights"
+        if loaded.number == self._facts["num_weight_loads"]:
+            return Reply(control.call_id, True)
+        if refusal := self._refusal(control):
+            return refusal
+        self._update = 0
+        self._note(loaded)
+        return Reply(control.call_id, True)
+
+    @torch.no_grad()
+    def _get(self, control: Control) -> Reply:
+        """The data of the reply: the first rows of a tensor as JSON, or null if there is no such tensor."""
+        name, num_rows = str(control.arguments["name"]), int(str(control.arguments["num_rows"]))
+        target = self._targets().get(name)
+        if target is None:
+            return Reply(control.call_id, True, data="null")
+        if target.writer is not None or target.source is not None or self._fixed_layer() is not None:
+            where = "quantized" if target.source is None else "divided among ranks"
+            return Reply(control.call_id, False, f"{name} is {where}, and cannot be returned")
+        self._model.open_for_loading("", {name.rpartition(".")[0]})
+        rows = self._model.weights()[name].tensor[:num_rows].float().tolist()
+        self._model.finish_loading()
+        return Reply(control.call_id, True, data=json.dumps(rows))
+
+    def _join(self, control: Control) -> Reply:
+        arguments = control.arguments
+        name, runner = str(arguments["group"]), self._settings.runner
+        offset, size, port = (int(str(arguments[key])) for key in ("rank_offset", "world_size", "port"))
+        num_ranks, rank = (1, 0) if runner.ranks is None else (runner.ranks.size, runner.ranks.rank)
+        rank += offset + runner.replica * num_ranks
+        if name in self._groups:
+            return Reply(control.call_id, False, f"the engine is in a group {name!r} already; destroy it first")
+        if arguments["backend"] == "nccl" and not torch.cuda.is_available():
+            return Reply(control.call_id, False, "backend='nccl' needs a GPU; backend='gloo' works")
+        try:
+            backend, address = str(arguments["backend"]), str(arguments["address"])
+            self._groups[name] = TrainerGroup(name, backend, address, port, rank=rank, size=size)
+        except RuntimeError as error:
+            return Reply(control.call_id, False, f"rank {rank} could not join the group at {address}:{port}: {error}")
+        return Reply(control.call_id, True)
+
+    def _leave(self, control: Control) -> Reply:
+        is_known = self._groups.pop(name := str(control.arguments["group"]), None) is not None
+        return Reply(control.call_id, is_known, "" if is_known else _no_group(name))
+
+    def _receive(self, control: Control) -> Reply:
+        """Receive tensors before they are checked, because the program waits until all have received them."""
+        name = str(control.arguments["group"])
+        if refusal := self._refusal(control):
+            return refusal
+        if (group := self._groups.get(name)) is None:
+            return Reply(control.call_id, False, _no_group(name))
+        listed = msgspec.json.decode(str(control.arguments["tensors"]), type=list[tuple[str, str, tuple[int, ...]]])
+        try:
+            tensors = group.receive((tensor, DTYPES[dtype], shape) for tensor, dtype, shape in listed)
+            self._check_model(None)
+            part = self._present(tensors)
+            part.check(self._targets())
+        except (ValueError, RuntimeError) as error:
+            return Reply(control.call_id, False, str(error))
+        self._received = part
+        return Reply(control.call_id, True)
+
+    def _release(self, control: Control) -> Reply:
+        tags = set(cast("list[str]", control.arguments["tags"])) - self._released
+        is_on_gpu = self._settings.runner.device != "cpu"
+        reason = ""
+        if not self._settings.memory.can_release:
+            reason = "this engine cannot release memory; give its constructor enable_memory_saver=True"
+        elif is_on_gpu and tags - {"kv_cache"}:
+            reason = "on a GPU, only the memory of 'kv_cache' can be released"
+        elif "weights" in tags and not self._loaded.are_kept:
+            reason = "weights that came by tensor would be lost; enable_weights_cpu_backup=True keeps a copy"
+        elif "weights" in tags and self._settings.model.implementation == TRANSFORMERS:
+            reason = "the weights of a model in transformers' code cannot be released"
+        if reason:
+            return Reply(control.call_id, False, reason)
+        if "kv_cache" in tags:
+            self._runner.release_pools()
+        if "weights" in tags:
+            self._model.free_weights()
+            if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+                trim(0)  # otherwise the C library keeps the memory for this process
+        self._released |= tags
+        self._facts["lacks_memory"] = True
+        return Reply(control.call_id, True)
+
+    @torch.no_grad()
+    def _resume(self, control: Control) -> Reply:
+        tags = set(cast("list[str]", control.arguments["tags"])) & self._released
+        if "kv_cache" in tags:
+            self._runner.resume_pools()
+        if "weights" in tags:
+            try:
+                self._load_all()
+            except Exception as error:
+                raise WeightsBrokenError(f"the weights could not be loaded again: {error}") from error
+        self._released -= tags
+        self._facts["lacks_memory"] = bool(self._released)
+        return Reply(control.call_id, True)
+
+    def _load_all(self) -> None:
+        """Load all weights again."""
+        model, loaded = self._settings.model, self._loaded
+        path, load_format = Path(loaded.path or model.path), "auto" if loaded.path else model.load_format
+        seed = self._settings.random_seed
+        weights.load(self._model, path, load_format=load_format, seed=seed, report=lambda done, total: None)
+        for file in loaded.tensor_files:
+            self._replace(self._part_of({"path": file, "is_part": True}))
+
+    def _refusal(self, control: Control) -> Reply | None:
+        """Return a refusal if this process does not have the open update of the call."""
+        if _update_of(control) == self._update:
+            return None
+        text = "no weight update is open, because the process was replaced after begin_weight_update; begin again"
+        return Reply(control.call_id, False, text, data=NOT_OPEN)
+
+    # ------------------------------------------------------------ tensors
+
+    @torch.no_grad()
+    def _replace(self, part: _StoredPart | _PresentPart) -> None:
+        """Replace weights, in place where the kernels read them as loaded."""
+        self._model.open_for_loading("", {name.rpartition(".")[0] for name in part.names})
+        part.write(self._model.weights())
+        self._model.finish_loading()
+        self._runner.forget_features()
+        if self._ranks is not None:
+            self._ranks.all_reduce_min(0)  # all have read the files, which may be removed after the reply
+
+    def _part_of(self, arguments: Mapping[str, Argument]) -> _StoredPart | _PresentPart:
+        """Return the tensors that a control call names. Raises ValueError if they do not match the model."""
+        is_part = bool(arguments.get("is_part"))
+        if path := str(arguments.get("path") or ""):
+            shown = "this call" if is_part else ""
+            entries = weights.checked_entries(self._model, Path(path), self._targets(), is_part=is_part, shown=shown)
+            return _StoredPart(entries)
+        if arguments.get("received"):
+            assert self._received is not None, "nothing was received"
+            return self._received
+        handles = str(arguments["handles"])
+        if self._opened is None or self._opened[0] != handles:
+            tensors = msgspec.json.decode(handles, type=list[CudaTensor])
+            self._opened = handles, self._present({tensor.name: _opened(tensor) for tensor in tensors})
+        return self._opened[1]
+
+    def _present(self, tensors: Mapping[str, Tensor]) -> _PresentPart:
+        """Return tensors [...] with the names of the model."""
+        dtypes = {dtype: name for name, dtype in DTYPES.items()}
+        entries = [
+            Entry(name, Path(), tuple(tensor.shape), dtypes[tensor.dtype], name) for name, tensor in tensors.items()
+        ]
+        entries = weights.matching(self._model, entries, self._targets(), is_part=True, shown="this call")
+        return _PresentPart({entry.name: tensors[entry.stored_name] for entry in entries})
+
+    def _targets(self) -> dict[str, Target]:
         """Return the targets of all tensors, without memory."""
-        if self._targets is None:
-            self._targets = self._make_empty().weights()
-        return self._targets
+        if self._empty is None:
+            self._empty = self._make_empty().weights()
+        return self._empty
 
-    def _check_model(self, path: Path) -> None:
+    def _check_complete(self) -> None:
+        """Raise ValueError if tensors are missing in the open update."""
+        needed = (name for name, target in self._targets().items() if not target.is_optional)
+        if missing := [name for name in needed if name not in self._arrived]:
+            count = checks.counted(len(missing), "tensor")
+            raise ValueError(f"the update is incomplete and stays open: {count} missing: {listed(missing)}")
+
+    def _fixed_layer(self) -> str | None:
+        return _fixed_layer(self._model)
+
+    def _check_model(self, path: Path | None) -> None:
         """Raise ValueError if the model cannot take new weights, or if its config.json differs.
 
-        The sizes of tensors do not show all differences. A folder may lack config.json.
+        The sizes of tensors do not show all differences. A folder may lack config.json. path: of a whole checkpoint.
         """
-        if self._settings.implementation == TRANSFORMERS:
+        if self._settings.model.implementation == TRANSFORMERS:
             raise ValueError("a model in transformers' code cannot take new weights; start an engine with them")
-        if (layer := _fixed_layer(self._model)) is not None:
+        if (layer := self._fixed_layer()) is not None:
             raise ValueError(f"the layer {layer} is quantized, and its weights on a GPU cannot be replaced")
-        if folder_files.is_gguf(path) or folder_files.is_gguf(Path(self._settings.path)):
+        if path is None or folder_files.is_gguf(path) or folder_files.is_gguf(Path(self._settings.model.path)):
             return
-        old, new = read_config(Path(self._settings.path)), read_config(path)
+        old, new = read_config(Path(self._settings.model.path)), read_config(path)
         if old is None or new is None:
             return
         if old.get("model_type") != new.get("model_type") or _described(old) != _described(new):
@@ -128,6 +388,39 @@ class WeightLoader:
                 f"{path / folder_files.CONFIG} describes another model than the config.json of this engine: "
                 f"{', '.join(_differences(old, new)) or 'values differ'}"
             )
+
+
+def _loaded_by(control: Control) -> LoadedWeights | None:
+    """Return the weights after a control call; None: they are incomplete."""
+    text = control.arguments.get("weights")
+    return msgspec.json.decode(str(text), type=LoadedWeights) if text else None
+
+
+def _no_group(name: str) -> str:
+    return f"the engine is in no group {name!r}; call init_weights_update_group (again, if its process was replaced)"
+
+
+def _update_of(control: Control) -> int:
+    return int(str(control.arguments.get("update") or 0))
+
+
+def _opened(tensor: CudaTensor) -> Tensor:
+    """Return a tensor [...] in the GPU memory of another process, without a copy. The process waits for the reply.
+
+    Does what ``torch.multiprocessing`` does, which would need pickle.
+    """
+    storage = torch.UntypedStorage._new_shared_cuda(
+        torch.cuda.current_device(),
+        tensor.handle,
+        tensor.num_bytes,
+        tensor.storage_offset,
+        tensor.counter_handle,
+        tensor.counter_offset,
+        tensor.event_handle,
+        tensor.must_wait,
+    )
+    empty = torch.empty(0, dtype=DTYPES[tensor.dtype], device="cuda")
+    return empty.set_(storage, tensor.offset, tensor.shape, tensor.strides)
 
 
 def _described(config: dict[str, object]) -> object:

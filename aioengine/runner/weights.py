@@ -81,7 +81,16 @@ def checked_entries(
     Raises:
         ValueError: see ``load``.
     """
-    entries = _part_entries(model, path, targets) if is_part else read_headers(path, model.prefix, model.renamed)
+    entries = entries_of_file(path) if is_part else read_headers(path, model.prefix, model.renamed)
+    return matching(model, entries, targets, is_part=is_part, shown=shown or path)
+
+
+def matching(
+    model: Model, entries: list[Entry], targets: Mapping[str, Target], *, is_part: bool, shown: Path | str
+) -> list[Entry]:
+    """Return the entries without ignored ones. See ``checked_entries``."""
+    if is_part:
+        entries = [_renamed(entry, model, targets) for entry in entries]
     entries = [
         entry
         for entry in entries
@@ -93,16 +102,15 @@ def checked_entries(
         for name, target in targets.items()
         if name in stored or not (target.is_optional or is_part)
     }
-    check_entries(entries, specs, shown or path)
+    check_entries(entries, specs, shown)
     return entries
 
 
-def _part_entries(model: Model, path: Path, targets: Mapping[str, Target]) -> list[Entry]:
-    """Return the tensors of a file. Names may lack the prefix of the base model."""
-    entries = entries_of_file(path)
-    names = [new_name(entry.name, model.renamed) for entry in entries]
-    names = [name if name in targets or (full := model.prefix + name) not in targets else full for name in names]
-    return [replace(entry, name=name) for entry, name in zip(entries, names, strict=True)]
+def _renamed(entry: Entry, model: Model, targets: Mapping[str, Target]) -> Entry:
+    """Return an entry with its name in the model. Its name may lack the prefix of the base model."""
+    name = new_name(entry.name, model.renamed)
+    full = model.prefix + name
+    return replace(entry, name=full if name not in targets and full in targets else name)
 
 
 def read(entries: list[Entry], targets: Mapping[str, Target], report: Report) -> None:

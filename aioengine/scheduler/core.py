@@ -42,6 +42,7 @@ class SchedulerCore(Generic[Ticket]):
     Attributes:
         scheduler: plans the steps. requests: its requests; submit and abort them here, between two steps.
         is_paused: while True, no step is launched. Steps in flight are collected; deadlines and aborts still work.
+        is_held: the same, while the weights are incomplete.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class SchedulerCore(Generic[Ticket]):
         self._num_launched = 0
         self._num_failures = 0
         self.is_paused = False
+        self.is_held = False
 
     def step(self, now: float) -> StepOutput | None:
         """Plan, launch, collect the step that is due, apply it. Return None if there is nothing to report.
@@ -85,7 +87,7 @@ class SchedulerCore(Generic[Ticket]):
         trace = self._trace if self._trace is not None and self._trace.running else None
         board, in_flight = self._board, self._in_flight
         plan: StepPlan | None = None
-        if self.is_paused or self._calls_between_steps:
+        if self.is_paused or self.is_held or self._calls_between_steps:
             self.requests.expire(now)
         else:
             with trace.part("schedule") if trace else _NOTHING:
@@ -114,7 +116,7 @@ class SchedulerCore(Generic[Ticket]):
         """Whether ``step`` has something to do before the next message or deadline."""
         if self._in_flight or self.requests.events.has_events or self._calls_between_steps:
             return True
-        return not (self.requests.is_idle or self.is_paused)
+        return not (self.requests.is_idle or self.is_paused or self.is_held)
 
     def forget_all(self) -> None:
         """Drop all requests, unreported events, and waiting calls. Computed pages stay cached.

@@ -29,7 +29,8 @@ class Runner(Protocol[Ticket]):
         """Facts about the device, for ``Ready``. ``num_pages`` (int) is the size of the KV pool.
 
         ``weight_version`` (str) is the version of the weights, and ``num_weight_loads`` (int) how often they were
-        replaced. A function of ``controls`` may change both.
+        replaced. ``lacks_weights`` and ``lacks_memory`` (bool): no step may be launched. A function of ``controls`` may
+        change these.
         """
         ...
 

@@ -82,6 +82,7 @@ class MemoryConfig(Struct, frozen=True, kw_only=True):
     max_total_tokens: int | None = None
     mem_fraction_static: float | None = None
     prefix_cache: bool = True
+    can_release: bool = False
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -100,13 +101,14 @@ class SpeculationConfig(Struct, frozen=True, kw_only=True):
     Attributes:
         algorithm: "": off.
         num_steps: maximum drafts of a row. num_draft_tokens: ``num_steps`` + 1, as in other engines. One is enough.
-        draft_model_path, draft_quantization: the draft model, as in ``ModelConfig``.
+        draft_model_path, draft_revision, draft_quantization: the draft model, as in ``ModelConfig``.
     """
 
     algorithm: str = ""
     num_steps: int | None = None
     num_draft_tokens: int | None = None
     draft_model_path: str | None = None
+    draft_revision: str | None = None
     draft_quantization: str | None = None
 
 
@@ -177,6 +179,7 @@ class SupervisionConfig(Struct, frozen=True, kw_only=True):
             the engine ends; with 0, after the first.
         stall_timeout_s: a process without progress for this time is replaced. Every step must be shorter, even a
             prefill chunk of a large model on two cores.
+        keeps_tensors: copies of new weights that come by tensor are kept for new processes.
     """
 
     num_replicas: int = 1
@@ -185,6 +188,7 @@ class SupervisionConfig(Struct, frozen=True, kw_only=True):
     restart_window_s: float = 600.0
     stall_timeout_s: float = 600.0
     startup_timeout_s: float = 600.0
+    keeps_tensors: bool = False
 
 
 class MediaConfig(Struct, frozen=True, kw_only=True):
@@ -233,6 +237,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             return None
         return ModelConfig(
             path=self.speculation.draft_model_path,
+            revision=self.speculation.draft_revision,
             quantization=self.speculation.draft_quantization,
             download_dir=self.model.download_dir,
             load_format="dummy" if self.model.load_format == "dummy" else "auto",
@@ -278,12 +283,26 @@ class LoadedWeights(Struct, frozen=True, kw_only=True):
         number: number of replacements so far.
         path: folder or GGUF file of a whole checkpoint; "": the model folder.
         files: digests of its weight files (``checkpoint.file_states``).
+        disk_version: version of this checkpoint.
+        tensor_files: safetensors files in memory with tensors that were loaded after the checkpoint, in order.
+        are_kept: False: tensors were loaded after the checkpoint that no file keeps.
+        are_lost: such tensors were lost, so this is an older version than the user's last one.
     """
 
     version: str = "default"
     number: int = 0
     path: str = ""
     files: dict[str, str] = {}
+    disk_version: str = "default"
+    tensor_files: tuple[str, ...] = ()
+    are_kept: bool = True
+    are_lost: bool = False
+
+    def after_loss(self) -> LoadedWeights:
+        """Return the weights with which a new process starts."""
+        if self.are_kept:
+            return self
+        return replace(self, version=self.disk_version, tensor_files=(), are_kept=True, are_lost=True)
 
 
 class ModelSettings(Struct, frozen=True, kw_only=True):
@@ -334,12 +353,14 @@ class MemorySettings(Struct, frozen=True, kw_only=True):
         num_pages: its size in tokens divided by ``page_size``; page groups need a multiple (``PageGroups.pages_in``).
             None: the runner takes as many as fit into ``mem_fraction_static`` of the memory.
         kv_dtype: of keys and values, as in ``kv_cache_dtype``; None: the dtype of the model.
+        can_release: the memory of a running engine can be freed for a while.
     """
 
     page_size: int
     num_pages: int | None
     mem_fraction_static: float
     kv_dtype: str | None = None
+    can_release: bool = False
 
 
 class SchedulerSettings(Struct, frozen=True, kw_only=True):

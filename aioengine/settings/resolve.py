@@ -319,6 +319,7 @@ def _memory_settings(
         num_pages=None if wanted is None else wanted // page_size,
         mem_fraction_static=default if fraction is None else fraction,
         kv_dtype=_kv_dtype(config, model, dtype, backend, is_on_gpu=is_on_gpu),
+        can_release=config.memory.can_release,
     )
 
 
@@ -402,11 +403,11 @@ def _draft_settings(
                 "speculative_algorithm='STANDALONE' needs speculative_draft_model_path: a small model with the "
                 "vocabulary of the model"
             )
-        if wanted.draft_quantization is not None:
-            raise ValueError(
-                f"speculative_draft_model_quantization={wanted.draft_quantization!r} has an effect only with "
-                "speculative_draft_model_path"
-            )
+        for name, value in (("revision", wanted.draft_revision), ("quantization", wanted.draft_quantization)):
+            if value is not None:
+                raise ValueError(
+                    f"speculative_draft_model_{name}={value!r} has an effect only with speculative_draft_model_path"
+                )
         return None
     if not is_standalone:
         raise ValueError(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from aioengine.errors import EngineError
+    from aioengine.settings.config import LoadedWeights
     from aioengine.supervision.incarnation import ProcessState
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,12 @@ class Fleet:
     @property
     def num_restarts(self) -> int:
         return sum(replica.num_restarts for replica in self._replicas)
+
+    @property
+    def weights(self) -> LoadedWeights:
+        """The weights of a replica: of one that has lost tensors, if there is one."""
+        weights = [replica.weights for replica in self._active or self._replicas]
+        return next((own for own in weights if own.are_lost), weights[0])
 
     @property
     def is_recovering(self) -> bool:

@@ -19,8 +19,9 @@ The ledger has no clock and no I/O. Times are arguments.
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -39,7 +40,8 @@ from aioengine.protocol.messages import (
     Suspend,
     TextChunks,
 )
-from aioengine.protocol.weight_messages import LOAD_WEIGHTS
+from aioengine.protocol.weight_messages import RELEASE_MEMORY, RESUME_MEMORY
+from aioengine.settings.config import LoadedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
@@ -107,6 +109,11 @@ NUM_FINISHED: Final = 32
 MAX_FINISHED_TOKENS: Final = 16_384
 """Longer outputs are not kept."""
 
+LOST_WEIGHTS: Final = (
+    "the weights that came by tensor were lost with their process, so a part of them is not enough: send all tensors "
+    "between begin_weight_update and end_weight_update, or load a checkpoint"
+)
+
 _OWN_CALL: Final = -1
 """The call id of the ledger's own control calls. Their replies are ignored."""
 
@@ -162,21 +169,25 @@ class ControlCalls:
         is_paused: a control call has paused the scheduler.
         lost: the ledger's replies to control calls that were lost with a scheduler.
         pinned: adapter id -> the control call that loaded this pinned adapter. It is sent to each new scheduler.
-        weights: the ``LoadedWeights`` of the last control call for new weights, as JSON. Each new scheduler starts with
-            them. "": there was none.
+        weights: the weights of the scheduler. A new one starts with ``weights.after_loss()``.
+        released: tags of released memory, which each new scheduler releases, too.
     """
 
     def __init__(self) -> None:
         self.is_paused = False
         self.lost: list[Reply] = []
         self.pinned: dict[Argument, Control] = {}
-        self.weights = ""
+        self.weights = LoadedWeights()
+        self.released: set[str] = set()
         self._waiting: dict[int, Control] = {}
         self._sent: dict[int, Control] = {}
 
     def add(self, control: Control) -> None:
-        if control.name == LOAD_WEIGHTS:
-            self.weights = str(control.arguments["weights"])
+        if loaded := _loaded_by(control):
+            if self.weights.are_lost and control.arguments.get("is_part"):
+                self.lost.append(Reply(control.call_id, False, LOST_WEIGHTS))
+                return
+            self.weights = loaded
         if control.name == UNLOAD_ADAPTER:
             number = control.arguments["id"]
             self.pinned.pop(number, None)
@@ -197,16 +208,20 @@ class ControlCalls:
         control = self._sent.pop(reply.call_id, None)
         if control is not None and reply.success and control.name in ("pause", "continue"):
             self.is_paused = control.name == "pause"
+        if control is not None and reply.success and control.name in (RELEASE_MEMORY, RESUME_MEMORY):
+            tags = set(cast("list[str]", control.arguments["tags"]))
+            self.released = self.released | tags if control.name == RELEASE_MEMORY else self.released - tags
         if control is not None and reply.success and control.name == LOAD_ADAPTER and control.arguments["is_pinned"]:
             self.pinned[control.arguments["id"]] = replace(control, call_id=_OWN_CALL)
 
     def lose(self, reason: str) -> None:
         """Fail all sent control calls, because the scheduler was lost. ``reason``: beginning of the error texts.
 
-        "continue" succeeds, because the next scheduler is not paused, and LOAD_WEIGHTS, because it starts with them.
+        "continue" succeeds, because the next scheduler is not paused, and so do new weights with which it starts.
         """
         for control in self._sent.values():
-            if control.name in ("continue", LOAD_WEIGHTS):
+            loaded = _loaded_by(control)
+            if control.name == "continue" or (loaded is not None and loaded.are_kept):
                 self.is_paused &= control.name != "continue"
                 self.lost.append(Reply(control.call_id, True))
                 continue
@@ -218,6 +233,12 @@ class ControlCalls:
         """Mark all control calls as unsent. They are sent again, because replies of the scheduler may be lost."""
         self._waiting = self._sent | self._waiting
         self._sent = {}
+
+
+def _loaded_by(control: Control) -> LoadedWeights | None:
+    """Return the weights after this control call; None: it leaves them unchanged, or incomplete."""
+    text = control.arguments.get("weights")
+    return msgspec.json.decode(str(text), type=LoadedWeights) if text else None
 
 
 class Ledger:
@@ -283,6 +304,8 @@ class Ledger:
         self.is_connected = True
         self._quarantine.choose_next()
         pause = [Control(_OWN_CALL, "pause")] if self.calls.is_paused else []
+        if released := sorted(self.calls.released):
+            pause.append(Control(_OWN_CALL, RELEASE_MEMORY, {"tags": released}))
         return [*pause, *self.calls.pinned.values(), *self._release(), *self.calls.take()]
 
     def _abort(self, abort: Abort, now: float) -> list[ToScheduler]:
@@ -399,6 +422,9 @@ class Ledger:
         self.is_connected = False
         if is_scheduler_lost:
             self.calls.lose(reason)
+            if not self.calls.weights.are_kept:
+                self._end_all(reason, now)
+            self.calls.weights = self.calls.weights.after_loss()
         else:
             self.calls.put_back()
         for uid, request in list(self._requests.items()):
@@ -444,6 +470,16 @@ class Ledger:
         assert uid is not None
         text = f"{reason} each time it computed this request{circumstance}; the other requests continue"
         self._end(End(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=text, ended_at=now))
+
+    def _end_all(self, reason: str, now: float) -> None:
+        """End all requests, because the weights that computed them are lost."""
+        weights = self.calls.weights
+        text = (
+            f"{reason}, and the weights of version {weights.version!r}, which came by tensor, are lost with it; new "
+            f"requests get version {weights.disk_version!r}; enable_weights_cpu_backup=True keeps a copy of tensors"
+        )
+        for uid in list(self._requests):
+            self._end(End(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=text, ended_at=now))
 
     def _end(self, end: End) -> None:
         """End a request here. ``take_reports`` returns the end."""

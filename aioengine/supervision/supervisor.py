@@ -24,7 +24,6 @@ from aioengine.errors import EngineError
 from aioengine.logs import log, warn
 from aioengine.protocol.messages import SCHEDULER, Progress, Reply, Stats, TextChunks, ToFrontend, Totals
 from aioengine.protocol.orders import ROLES
-from aioengine.settings.config import LoadedWeights
 from aioengine.supervision.incarnation import Incarnation, Loss, ProcessState
 from aioengine.supervision.ledger import CrashCause, Ledger
 from aioengine.supervision.tasks import EngineTask
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from aioengine.protocol.messages import Role, ToScheduler
-    from aioengine.settings.config import Settings, SupervisionConfig
+    from aioengine.settings.config import LoadedWeights, Settings, SupervisionConfig
     from aioengine.supervision.launchers._base import Launcher
 
 logger = logging.getLogger(__name__)
@@ -173,6 +172,11 @@ class Supervisor:
         return self.ledger.finished.get(uid)
 
     @property
+    def weights(self) -> LoadedWeights:
+        """The weights that compute new requests."""
+        return self.ledger.calls.weights
+
+    @property
     def is_recovering(self) -> bool:
         """Whether requests wait for replaced children."""
         return not self.ledger.is_connected and not self._is_ended
@@ -180,9 +184,8 @@ class Supervisor:
     # ------------------------------------------------------------ from the children
 
     def _make(self) -> Incarnation:
-        if weights := self.ledger.calls.weights:
-            loaded = msgspec.json.decode(weights, type=LoadedWeights)
-            model = self._settings.model.with_weights(loaded)
+        if self.weights.number:
+            model = self._settings.model.with_weights(self.weights)
             self._settings = msgspec.structs.replace(self._settings, model=model)
         return Incarnation(
             self._settings,

@@ -11,7 +11,7 @@ from aioengine.api.engine import AsyncEngine
 from aioengine.frontend.engine_parts import Blueprint
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Abort, Control, End, FinishCode, Reply, Stats, Submit, TextChunks
-from aioengine.settings.config import QueueConfig
+from aioengine.settings.config import LoadedWeights, QueueConfig
 from aioengine.supervision.incarnation import ProcessState
 from aioengine.supervision.supervisor import Events
 from tests.kit.settings import small_settings
@@ -177,6 +177,7 @@ class Double:
 
     num_restarts = 0
     is_recovering = False
+    weights = LoadedWeights()
 
     def kill_now(self) -> None:
         self.num_kills += 1

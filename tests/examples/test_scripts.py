@@ -39,8 +39,9 @@ SCRIPTS = {
     "08_search.py": r"Norway is: The capital of Norway is Oslo.*Egypt is: Cairo is the capital",
     "09_scores.py": r"Norway: Europe \(.*Egypt: Africa \(",
     "12_quantization.py": r"16 bits: 8\.7 MB .* Paris.*int8: 4\.4 MB .* Paris.*int4: 2\.8 MB .* Paris",
+    "13_reinforcement.py": r"default: mean reward 0\.\d+\nstep-1: .*step-5: mean reward 0\.\d+",
 }
-ALONE = ("03_async.py", "12_quantization.py")
+ALONE = ("03_async.py", "12_quantization.py", "13_reinforcement.py")
 """These run in a process of their own. The others share a process and an engine, because each start takes seconds."""
 TRAINED = {
     "10_adapters.py": r"base: The capital of Norway is Oslo.*pirate: .*brief: ",
@@ -69,6 +70,9 @@ def test_a_script_runs(name: str) -> None:
     assert re.search(SCRIPTS[name], done.stdout, re.DOTALL), done.stdout
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
+    if name == "13_reinforcement.py":
+        first, *_, last = map(float, re.findall(r"reward ([\d.]+)", done.stdout))
+        assert last > first + 0.05, done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,10 @@ ARGUMENTS: dict[str, Any] = {
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
-def save_version(folder: Path, seed: int, *, is_tied: bool = False, num_layers: int = 2) -> dict[str, Tensor]:
-    """Save a random model, and return its tensors."""
+def save_version(folder: Path, seed: int, **changes: object) -> dict[str, Tensor]:
+    """Save a random model, and return its tensors. changes: of the config."""
     torch.manual_seed(seed)
-    config = LlamaConfig(**{**SIZES, "num_hidden_layers": num_layers, "tie_word_embeddings": is_tied})
+    config = LlamaConfig(**{**SIZES, **changes})
     model = AutoModelForCausalLM.from_config(config).float().eval()
     model.save_pretrained(folder)
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

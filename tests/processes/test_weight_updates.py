@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import shutil
-import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from aioengine import AsyncEngine, Engine
 from tests.kit.waiting import until
 from tests.kit.weight_versions import ARGUMENTS, GREEDY, Reference, save_version
-from tests.processes.restart_kit import pid_of
+from tests.processes.weight_streams import kill_scheduler, started, until_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,37 +41,6 @@ def reference(folders: dict[str, Path]) -> Reference:
 
 def engine_of(folders: dict[str, Path], **options: Any) -> AsyncEngine:
     return AsyncEngine(model_path=str(folders["default"]), **ARGUMENTS, **options)
-
-
-async def collect(stream: Any) -> Any:
-    """Return the chunks of a stream as one answer. Each chunk must have the version of its last token."""
-    ids: list[int] = []
-    logprobs: list[Any] = []
-    versions: list[str] = []
-    info: Any = {}
-    async for chunk in stream:
-        info = chunk["meta_info"]
-        ids += chunk["output_ids"]
-        logprobs += info.get("output_token_logprobs", [])
-        versions += [info["weight_version"]] * len(chunk["output_ids"])
-    assert versions == [version for version, start, stop in info["weight_versions"] for _ in range(start, stop)]
-    return {"output_ids": ids, "meta_info": {**info, "output_token_logprobs": logprobs}}
-
-
-def started(engine: AsyncEngine, prompt: list[int], count: int, **options: Any) -> asyncio.Task[Any]:
-    """Start a stream that delivers every token alone."""
-    stream = engine.async_generate(
-        input_ids=prompt,
-        sampling_params={**GREEDY, "max_new_tokens": count},
-        stream=True,
-        return_logprob=True,
-        **options,
-    )
-    return asyncio.create_task(collect(stream))
-
-
-async def until_tokens(engine: AsyncEngine, count: int) -> None:
-    await until(lambda: engine.stats()["output_tokens"] >= count)
 
 
 async def test_running_requests_continue_with_the_new_weights(folders: dict[str, Path], reference: Reference) -> None:
@@ -191,9 +157,7 @@ async def test_lost_scheduler_starts_with_the_newest_weights(folders: dict[str, 
         await until_tokens(engine, 10)
         assert await engine.update_weights_from_disk(folders["v2"], weight_version="v2")
         await until_tokens(engine, 30)
-        for process in engine.health()["processes"]:
-            if process["role"] == "scheduler":
-                os.kill(process["pid"], signal.SIGKILL)
+        kill_scheduler(engine)
         assert reference.check(PROMPT, await task) == ["default", "v2"]
         assert engine.stats()["num_restarts"] == 1
         answer = await engine.async_generate(input_ids=PROMPT, sampling_params={**GREEDY, "max_new_tokens": 9})
@@ -209,7 +173,7 @@ async def test_versions_of_lost_tokens_are_forgotten(folders: dict[str, Path]) -
             assert await engine.update_weights_from_disk(folders[version], weight_version=version)
             if version == "v2":
                 assert await engine.continue_generation()
-        os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
+        kill_scheduler(engine)
         await until(lambda: engine.stats()["num_restarts"] == 1)
         assert await engine.continue_generation()
         assert (await task)["meta_info"]["weight_versions"] == [("default", 0, 200)]

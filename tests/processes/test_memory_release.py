@@ -1,0 +1,93 @@
+"""Memory of an engine that another program may use for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioengine import AsyncEngine
+from tests.kit.waiting import until
+from tests.kit.weight_versions import ARGUMENTS, Reference, save_version
+from tests.processes.weight_streams import kill_scheduler, started, until_tokens
+
+pytestmark = pytest.mark.process
+
+PROMPT = list(range(20, 60))
+
+
+def memory_of(engine: AsyncEngine) -> int:
+    """Return the bytes of the scheduler process in memory."""
+    pid = next(process["pid"] for process in engine.health()["processes"] if process["role"] == "scheduler")
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def engine_of(folder: Path, **options: Any) -> AsyncEngine:
+    return AsyncEngine(model_path=str(folder), **ARGUMENTS, enable_memory_saver=True, **options)
+
+
+async def test_requests_wait_until_memory_is_resumed(tmp_path: Path) -> None:
+    save_version(tmp_path, 0)
+    reference = Reference({"default": tmp_path})
+    async with engine_of(tmp_path) as engine:
+        with pytest.raises(RuntimeError, match="the memory of weights is not released"):
+            await engine.resume_memory_occupation("weights")
+        task = started(engine, PROMPT, 100)
+        await until_tokens(engine, 10)
+        with pytest.raises(RuntimeError, match="1 request still running"):
+            await engine.release_memory_occupation()
+        assert await engine.pause_generation("retract")
+        await engine.release_memory_occupation(["kv_cache", "weights"])
+        with pytest.raises(RuntimeError, match="the memory of kv_cache is already released"):
+            await engine.release_memory_occupation(["kv_cache"])
+        await engine.release_memory_occupation("cuda_graph")
+        assert await engine.continue_generation()
+        num_steps = engine.stats()["num_steps"]
+        await engine.resume_memory_occupation("kv_cache")
+        await asyncio.sleep(0.1)
+        assert engine.stats()["num_steps"] == num_steps
+        await engine.resume_memory_occupation(["weights", "cuda_graph"])
+        answer = await task
+        assert reference.check(PROMPT, answer) == ["default"]
+        again = await started(engine, PROMPT, 100)
+        assert again["output_ids"] == answer["output_ids"]
+        assert again["meta_info"]["cached_tokens"] > 0
+
+
+async def test_released_memory_is_free(tmp_path: Path) -> None:
+    """The pool is 64 MiB, which a prompt fills partly; the weights are about 35 MB."""
+    save_version(tmp_path, 0, hidden_size=512, intermediate_size=1536, num_attention_heads=8)
+    async with engine_of(tmp_path) as engine:
+        await started(engine, PROMPT, 20)
+        before = memory_of(engine)
+        await engine.release_memory_occupation()
+        assert memory_of(engine) < before - 20_000_000
+        await engine.resume_memory_occupation()
+        first = await started(engine, PROMPT, 20)
+        assert await engine.update_weights_from_disk(tmp_path)
+        assert (await started(engine, PROMPT, 20))["output_ids"] == first["output_ids"]
+
+
+async def test_new_process_has_released_memory_too(tmp_path: Path) -> None:
+    save_version(tmp_path, 0)
+    async with engine_of(tmp_path) as engine:
+        await engine.release_memory_occupation()
+        kill_scheduler(engine)
+        await until(lambda: engine.stats()["num_restarts"] == 1)
+        task = started(engine, PROMPT, 20)
+        await until(lambda: engine.stats()["num_waiting"] == 1)
+        assert engine.stats()["num_steps"] == 0
+        await engine.resume_memory_occupation()
+        assert Reference({"default": tmp_path}).check(PROMPT, await task) == ["default"]
+
+
+async def test_memory_is_not_released_unless_the_engine_is_made_for_it(tmp_path: Path) -> None:
+    save_version(tmp_path, 0)
+    async with AsyncEngine(model_path=str(tmp_path), **ARGUMENTS) as engine:
+        with pytest.raises(RuntimeError, match="give its constructor enable_memory_saver=True"):
+            await engine.release_memory_occupation()
+        with pytest.raises(ValueError, match="tags entries must be"):
+            await engine.release_memory_occupation("states")

@@ -1,0 +1,216 @@
+"""New weights that a program sends as tensors, in one call or in several."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from aioengine import AsyncEngine, Engine, RequestError
+from tests.kit.waiting import until
+from tests.kit.weight_versions import ARGUMENTS, GREEDY, Reference, save_version
+from tests.processes.weight_streams import kill_scheduler, started, until_tokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+pytestmark = pytest.mark.process
+
+PROMPT = [5, 9, 200, 31, 7]
+PROMPTS = [PROMPT, [1, 2, 3], list(range(20, 60))]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("default", "v2", "v3")}
+    for seed, folder in enumerate(folders.values()):
+        save_version(folder, seed)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def tensors(folders: dict[str, Path]) -> dict[str, dict[str, Tensor]]:
+    """Version -> name -> tensor."""
+    return {version: load_file(folder / "model.safetensors") for version, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def reference(folders: dict[str, Path]) -> Reference:
+    return Reference(folders)
+
+
+def engine_of(folders: dict[str, Path], **options: Any) -> AsyncEngine:
+    return AsyncEngine(model_path=str(folders["default"]), **ARGUMENTS, **options)
+
+
+def buckets(tensors: dict[str, Tensor], size: int = 6) -> list[list[tuple[str, Tensor]]]:
+    pairs = list(tensors.items())
+    return [pairs[start : start + size] for start in range(0, len(pairs), size)]
+
+
+@pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"dp_size": 2, "load_balance_method": "round_robin"}])
+async def test_tensors_replace_the_weights_of_running_requests(
+    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference, options: dict[str, Any]
+) -> None:
+    async with engine_of(folders, **options) as engine:
+        tasks = [started(engine, prompt, 200) for prompt in PROMPTS]
+        await until_tokens(engine, 30)
+        transposed = {name: tensor.t().contiguous().t() for name, tensor in tensors["v2"].items() if tensor.dim() == 2}
+        result = await engine.update_weights_from_tensor({**tensors["v2"], **transposed}, weight_version="v2")
+        assert result == (True, "", 3)
+        await until_tokens(engine, 120)
+        assert await engine.begin_weight_update()
+        for bucket in buckets(tensors["v3"]):
+            assert await engine.update_weights_from_tensor(bucket)
+        assert await engine.end_weight_update(weight_version="v3") == (True, "")
+        for prompt, task in zip(PROMPTS, tasks, strict=True):
+            assert reference.check(prompt, await task) == ["default", "v2", "v3"]
+
+
+async def test_parts_of_the_weights_are_replaced(
+    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]]
+) -> None:
+    """Also parts of fused layers."""
+    async with engine_of(folders) as engine:
+        changed = dict(tensors["default"])
+        for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
+            changed[name] = tensors["v2"][name]
+            assert await engine.update_weights_from_tensor([(name, changed[name].double())])
+        for name, tensor in changed.items():
+            assert await engine.get_weights_by_name(name, truncate_size=7) == tensor[:7].tolist()
+        assert await engine.get_weights_by_name("model.unknown") is None
+        assert (await engine.get_model_info())["weight_version"] == "3"
+
+
+async def test_wrong_tensors_change_nothing(
+    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    name = "model.norm.weight"
+    wrong = {
+        "1 tensor not expected by this model: other.weight": {"other.weight": torch.ones(64)},
+        "model.norm.weight has shape [65], and the model expects [64]": {name: torch.ones(65)},
+        "model.norm.weight is of type I32": {name: torch.ones(64, dtype=torch.int32)},
+        "tensor model.norm.weight has numbers that are not finite in float32": {name: torch.full((64,), torch.nan)},
+    }
+    async with engine_of(folders) as engine:
+        task = started(engine, PROMPT, 200)
+        await until_tokens(engine, 10)
+        for message, changes in wrong.items():
+            result = await engine.update_weights_from_tensor({**tensors["v2"], **changes})
+            assert not result
+            assert message in result.message
+        with pytest.raises(TypeError, match=r"named_tensors\['a'\] must be a torch.Tensor"):
+            await engine.update_weights_from_tensor({"a": 3})  # type: ignore[dict-item]
+        with pytest.raises(TypeError, match="named_tensors must be pairs"):
+            await engine.update_weights_from_tensor(3)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="named_tensors is empty"):
+            await engine.update_weights_from_tensor([])
+        assert reference.check(PROMPT, await task) == ["default"]
+
+
+async def test_incomplete_update_stays_open_and_computes_nothing(
+    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    async with engine_of(folders) as engine:
+        assert await engine.end_weight_update() == (False, "no weight update is open; call begin_weight_update first")
+        assert await engine.begin_weight_update()
+        message = "a weight update is open already; call end_weight_update first"
+        assert await engine.begin_weight_update() == (False, message)
+        task = started(engine, PROMPT, 30)
+        first, *others = buckets(tensors["v2"])
+        for bucket in others:
+            assert await engine.update_weights_from_tensor(bucket, weight_version="v2")
+        assert not await engine.update_weights_from_tensor([("wrong", torch.ones(3)), *first])
+        result = await engine.end_weight_update()
+        assert not result
+        assert "the update is incomplete and stays open: 6 tensors missing: lm_head.weight" in result.message
+        assert engine.stats()["num_steps"] == 0
+        assert await engine.update_weights_from_tensor(first)
+        assert await engine.end_weight_update()
+        assert reference.check(PROMPT, await task) == ["v2"]
+
+
+async def test_checkpoint_ends_an_open_update(
+    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    async with engine_of(folders) as engine:
+        assert await engine.begin_weight_update()
+        assert await engine.update_weights_from_tensor(buckets(tensors["v2"])[0])
+        assert await engine.update_weights_from_disk(folders["v3"], weight_version="v3")
+        assert not await engine.end_weight_update()
+        assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
+
+
+async def test_kept_tensors_are_loaded_again_after_a_loss(
+    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    async with engine_of(folders, enable_weights_cpu_backup=True) as engine:
+        task = started(engine, PROMPT, 240)
+        await until_tokens(engine, 10)
+        assert await engine.update_weights_from_tensor(tensors["v2"], weight_version="v2")
+        assert await engine.begin_weight_update()
+        for bucket in buckets(tensors["v3"]):
+            assert await engine.update_weights_from_tensor(bucket)
+        assert await engine.end_weight_update(weight_version="v3")
+        await until_tokens(engine, 30)
+        kill_scheduler(engine)
+        assert reference.check(PROMPT, await task)[-1] == "v3"
+        assert engine.stats()["num_restarts"] == 1
+        name = "model.norm.weight"
+        assert await engine.update_weights_from_tensor([(name, tensors["v3"][name])], weight_version="v3")
+        kill_scheduler(engine)
+        await until(lambda: engine.stats()["num_restarts"] == 2)
+        assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
+
+
+async def test_requests_end_if_their_tensors_are_lost(
+    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    async with engine_of(folders) as engine:
+        assert await engine.update_weights_from_disk(folders["v3"], weight_version="v3")
+        assert await engine.update_weights_from_tensor(tensors["v2"], weight_version="v2")
+        task = started(engine, PROMPT, 240)
+        await until_tokens(engine, 10)
+        kill_scheduler(engine)
+        with pytest.raises(
+            RequestError, match=r"weights of version 'v2', which came by tensor, are lost .*_cpu_backup=True"
+        ):
+            await task
+        assert (await engine.get_model_info())["weight_version"] == "v3"
+        assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
+        result = await engine.update_weights_from_tensor({"lm_head.weight": tensors["v2"]["lm_head.weight"]})
+        assert "the weights that came by tensor were lost with their process" in result.message
+        assert await engine.begin_weight_update()
+        assert await engine.update_weights_from_tensor(tensors["v2"])
+        assert await engine.end_weight_update(weight_version="v2")
+        assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v2"]
+
+
+async def test_update_is_not_open_after_the_loss_of_its_process(
+    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    async with engine_of(folders) as engine:
+        assert await engine.begin_weight_update()
+        first, *others = buckets(tensors["v2"])
+        assert await engine.update_weights_from_tensor(first)
+        kill_scheduler(engine)
+        await until(lambda: engine.stats()["num_restarts"] == 1)
+        result = await engine.update_weights_from_tensor(others[0])
+        assert "no weight update is open, because the process was replaced" in result.message
+        assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["default"]
+
+
+def test_engine_for_synchronous_code_takes_tensors(
+    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    with Engine(model_path=str(folders["default"]), **ARGUMENTS) as engine:
+        assert engine.begin_weight_update()
+        assert engine.update_weights_from_tensor(list(tensors["v2"].items()))
+        assert engine.end_weight_update(weight_version="v2")
+        assert engine.get_weights_by_name("model.norm.weight") == tensors["v2"]["model.norm.weight"][:100].tolist()
+        answer = engine.generate(input_ids=PROMPT, sampling_params={**GREEDY, "max_new_tokens": 9})
+        assert reference.check(PROMPT, answer) == ["v2"]

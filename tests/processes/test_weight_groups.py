@@ -1,0 +1,92 @@
+"""New weights that a training program broadcasts in a process group."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed import distributed_c10d
+
+from aioengine import AsyncEngine
+from tests.kit.weight_versions import ARGUMENTS, Reference, save_version
+from tests.processes.weight_streams import started, until_tokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+pytestmark = pytest.mark.process
+
+PROMPT = [5, 9, 200, 31, 7]
+GROUP = "trainer"
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def open_group(port: int, world_size: int) -> Any:
+    """Open a group beside the default group of a program, as training programs do."""
+    c10d: Any = distributed_c10d
+    store, rank, size = next(iter(c10d.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size)))
+    store = c10d.PrefixStore(GROUP, store)
+    group, _ = c10d._new_process_group_helper(
+        size, rank, [], c10d.Backend("gloo"), store, group_name=GROUP, timeout=c10d.default_pg_timeout
+    )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
+
+
+def broadcast(tensors: dict[str, Tensor], group: Any) -> None:
+    for tensor in tensors.values():
+        dist.broadcast(tensor, 0, group=group)
+
+
+async def push(engine: AsyncEngine, tensors: dict[str, Tensor], group: Any, **options: Any) -> Any:
+    names, shapes = [*tensors], [tensor.shape for tensor in tensors.values()]
+    dtypes = [tensor.dtype for tensor in tensors.values()]
+    sending = asyncio.to_thread(broadcast, tensors, group)
+    updating = engine.update_weights_from_distributed(names, dtypes, shapes, GROUP, **options)
+    return (await asyncio.gather(sending, updating))[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"tp_size": 2}])
+async def test_broadcast_tensors_replace_the_weights(options: dict[str, Any], tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("default", "v2", "v3")}
+    for seed, folder in enumerate(folders.values()):
+        save_version(folder, seed)
+    new, newer = (load_file(folders[name] / "model.safetensors") for name in ("v2", "v3"))
+    reference = Reference(folders)
+    num_ranks = options.get("tp_size", 1)
+    async with AsyncEngine(model_path=str(folders["default"]), **ARGUMENTS, **options) as engine:
+        result = await engine.update_weights_from_distributed(["a"], ["float32"], [[3]], GROUP)
+        assert "the engine is in no group 'trainer'" in result.message
+        port, size = free_port(), 1 + num_ranks
+        opening = asyncio.to_thread(open_group, port, size)
+        joining = engine.init_weights_update_group("127.0.0.1", port, 1, size, GROUP, backend="gloo")
+        group, outcome = await asyncio.gather(opening, joining)
+        assert outcome, outcome.message
+        task = started(engine, PROMPT, 150)
+        await until_tokens(engine, 10)
+        wrong = await push(engine, {"model.norm.weight": torch.ones(65)}, group)
+        assert "model.norm.weight has shape [65]" in wrong.message
+        assert (await push(engine, new, group, weight_version="v2")) == (True, "", 1)
+        await until_tokens(engine, 40)
+        assert await engine.begin_weight_update()
+        for name, tensor in newer.items():
+            assert await push(engine, {name: tensor}, group)
+        assert await engine.end_weight_update(weight_version="v3")
+        assert reference.check(PROMPT, await task) == ["default", "v2", "v3"]
+        assert await engine.destroy_weights_update_group(GROUP)
+        assert not await engine.destroy_weights_update_group(GROUP)
+        with pytest.raises(ValueError, match="different lengths: 1, 2, 1"):
+            await engine.update_weights_from_distributed(["a"], ["float32", "int8"], [[3]], GROUP)
+    dist.destroy_process_group(group)

@@ -1,0 +1,51 @@
+"""Streams of an engine that gets new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+from tests.kit.waiting import until
+from tests.kit.weight_versions import GREEDY
+
+if TYPE_CHECKING:
+    from aioengine import AsyncEngine
+
+
+async def collect(stream: Any) -> Any:
+    """Return the chunks of a stream as one answer. Each chunk must have the version of its last token."""
+    ids: list[int] = []
+    logprobs: list[Any] = []
+    versions: list[str] = []
+    info: Any = {}
+    async for chunk in stream:
+        info = chunk["meta_info"]
+        ids += chunk["output_ids"]
+        logprobs += info.get("output_token_logprobs", [])
+        versions += [info["weight_version"]] * len(chunk["output_ids"])
+    assert versions == [version for version, start, stop in info["weight_versions"] for _ in range(start, stop)]
+    return {"output_ids": ids, "meta_info": {**info, "output_token_logprobs": logprobs}}
+
+
+def started(engine: AsyncEngine, prompt: list[int], count: int, **options: Any) -> asyncio.Task[Any]:
+    """Start a stream that delivers every token alone."""
+    stream = engine.async_generate(
+        input_ids=prompt,
+        sampling_params={**GREEDY, "max_new_tokens": count},
+        stream=True,
+        return_logprob=True,
+        **options,
+    )
+    return asyncio.create_task(collect(stream))
+
+
+async def until_tokens(engine: AsyncEngine, count: int) -> None:
+    await until(lambda: engine.stats()["output_tokens"] >= count)
+
+
+def kill_scheduler(engine: AsyncEngine) -> None:
+    for process in engine.health()["processes"]:
+        if process["role"] == "scheduler":
+            os.kill(process["pid"], signal.SIGKILL)
