@@ -193,9 +193,7 @@ class Requests:
             self.deadlines.add(request.uid, submit.limits.deadlines, self._requests)
         if submit.continuation is not None:
             self.events.reopen_text(request, submit.continuation)
-            versions = {self.events.weight_version, submit.continuation.first_token.weight_version}
-            if versions != {DEFAULT_WEIGHT_VERSION}:  # the weights of its last token are unknown
-                self.reweighted.add(request.uid)
+            self.reweighted.add(request.uid)  # the weights of its last token are unknown
 
     def abort(
         self,
