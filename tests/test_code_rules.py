@@ -1,4 +1,4 @@
-"""Rules of the code that a machine can judge: file sizes, annotations, broad excepts, globals, mixins."""
+"""Rules of the code that a machine can judge: file sizes, annotations, broad excepts, globals, mixins, attributes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ LONG_FILES: dict[str, str] = {}
 SEVERAL_BASES = {
     "errors.py:UnknownParameterError": "the contract lets callers catch it as TypeError or ValueError",
 }
+
+
+READ_BY_OTHERS = {"special_token_ids": "llguidance"}
+"""Attributes that only another package reads."""
 
 
 def long_files(files: tuple[Module, ...]) -> set[str]:
@@ -65,6 +69,20 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
     )
 
 
+def unread_attributes(files: tuple[Module, ...]) -> set[str]:
+    """Attributes of ``self`` that are set but never read, for example under a name that was changed elsewhere."""
+    written: set[str] = set()
+    read = set(READ_BY_OTHERS)
+    for node in (node for file in files for node in ast.walk(file.tree)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            read.add(node.attr)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            written.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            read.add(node.value)  # for getattr
+    return {name for name in written - read if not name.startswith("__")}
+
+
 def test_files_are_short_or_have_a_reason() -> None:
     assert long_files(modules()) == set(LONG_FILES)
 
@@ -99,3 +117,12 @@ def test_long_files_missing_annotations_and_hiding_excepts_are_detected() -> Non
     assert unannotated(module("x.py", bad)) == ["x.py:f: a"]
     assert hiding_excepts(module("x.py", bad)) == ["x.py:3", "x.py:5"]
     assert hiding_excepts(module("x.py", good)) == []
+
+
+def test_attributes_that_are_set_are_read() -> None:
+    assert unread_attributes(modules()) == set()
+
+
+def test_unread_attributes_are_detected() -> None:
+    text = "class A:\n def f(self):\n  self.is_old, self.is_new = False, True\n  return self.is_new"
+    assert unread_attributes((module("a.py", text),)) == {"is_old"}

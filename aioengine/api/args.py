@@ -428,6 +428,12 @@ _ROWS: Final = {
         "none",
         place="speculation.draft_model_path",
     ),
+    "speculative_draft_model_revision": Argument(
+        _text,
+        "branch, tag or commit of the draft model on the hub",
+        "the main branch",
+        place="speculation.draft_revision",
+    ),
     "speculative_draft_model_quantization": Argument(
         _method,
         "quantization of the draft model",

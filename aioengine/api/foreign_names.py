@@ -58,7 +58,6 @@ MISSING_ARGUMENTS: Final = _missing(
         "several machines": "nnodes=1 node_rank=0",
         "trees of drafts": "speculative_eagle_topk=1",
         "speculation with EAGLE heads": "speculative_token_map",
-        "revisions of draft models": "speculative_draft_model_revision",
         "speculation in this form (use speculative_algorithm and speculative_draft_model_path)": "speculative_config "
         "num_speculative_tokens speculative_model",
         "releasing memory": "enable_sleep_mode=False",

@@ -134,6 +134,7 @@ class EngineArguments(TypedDict, total=False):
     speculative_num_draft_tokens: int | None
     speculative_num_steps: int | None
     speculative_draft_model_path: str | PurePath | None
+    speculative_draft_model_revision: str | None
     speculative_draft_model_quantization: str | None
     max_queued_requests: int | None
     max_queued_tokens: int | None

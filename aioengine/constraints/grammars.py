@@ -11,6 +11,7 @@ import json
 import re
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import cached_property, partial
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
@@ -172,6 +173,13 @@ class Constraint:
         else:
             self.next_token = self.forced[self.num_forced]
         return taken
+
+    def copy(self) -> Constraint:
+        """Return a copy that advances on its own."""
+        copied = copy(self)
+        copied.matcher = self.matcher.deep_copy()
+        copied.thinking = copy(self.thinking)
+        return copied
 
     def _consume(self, token_ids: list[int]) -> None:
         if self.matcher.consume_tokens(token_ids):

@@ -443,7 +443,6 @@ def build_service(
     depth = settings.scheduler.depth
     core = SchedulerCore(scheduler, runner, depth, clock=time.monotonic, trace=profile, board=board)
     core.requests.events.weight_version = weight_version_in(runner.facts)
-    core.requests.has_new_weights = num_weight_loads_in(runner.facts) > 0
     facts: Facts = {
         "page_size": settings.memory.page_size,
         "max_total_tokens": scheduler.cache.num_pages * settings.memory.page_size,

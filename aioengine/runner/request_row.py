@@ -171,6 +171,10 @@ class OpenConstraint(RowConstraint, Protocol):
         """Follow the next token of the request."""
         ...
 
+    def copy(self) -> OpenConstraint:
+        """Return a copy that advances on its own."""
+        ...
+
     def take_forced(self, at_least: int, at_most: int) -> list[int]:
         """Return and follow the forced next tokens; empty if there are fewer than ``at_least``."""
         ...

@@ -121,7 +121,6 @@ class Requests:
         closed: uids for ``StepPlan.closed``: the runner knows them, and they have ended or lost their pages.
         events: not reported yet. cache: the pages. adapters: the adapter slots. pace: estimates of step and queue time.
         reweighted: requests whose next token is the first one with other weights than their last one.
-        has_new_weights: the weights were replaced, in this process or before its start.
     """
 
     def __init__(
@@ -138,7 +137,6 @@ class Requests:
         self.is_blocked = False
         self.closed: list[int] = []
         self.reweighted: set[int] = set()
-        self.has_new_weights = False
         self.pace = Pace(settings.chunk_tokens)
         self._tenants = Tenants(settings.tenant_weights)
         share = settings.max_running // max(1, num_adapter_slots)
@@ -195,10 +193,7 @@ class Requests:
             self.deadlines.add(request.uid, submit.limits.deadlines, self._requests)
         if submit.continuation is not None:
             self.events.reopen_text(request, submit.continuation)
-            versions = {self.events.weight_version, submit.continuation.first_token.weight_version}
-            # The weights of its last token are unknown.
-            if self.has_new_weights or versions != {DEFAULT_WEIGHT_VERSION}:
-                self.reweighted.add(request.uid)
+            self.reweighted.add(request.uid)  # the weights of its last token are unknown
 
     def abort(
         self,
@@ -280,7 +275,6 @@ class Requests:
         """
         num_running = len(self.running)
         self.events.weight_version = version
-        self.has_new_weights = True
         self.cache.change_weights()
         if not keeps_kv:
             self.preempt_all()

@@ -101,13 +101,14 @@ class SpeculationConfig(Struct, frozen=True, kw_only=True):
     Attributes:
         algorithm: "": off.
         num_steps: maximum drafts of a row. num_draft_tokens: ``num_steps`` + 1, as in other engines. One is enough.
-        draft_model_path, draft_quantization: the draft model, as in ``ModelConfig``.
+        draft_model_path, draft_revision, draft_quantization: the draft model, as in ``ModelConfig``.
     """
 
     algorithm: str = ""
     num_steps: int | None = None
     num_draft_tokens: int | None = None
     draft_model_path: str | None = None
+    draft_revision: str | None = None
     draft_quantization: str | None = None
 
 
@@ -236,6 +237,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             return None
         return ModelConfig(
             path=self.speculation.draft_model_path,
+            revision=self.speculation.draft_revision,
             quantization=self.speculation.draft_quantization,
             download_dir=self.model.download_dir,
             load_format="dummy" if self.model.load_format == "dummy" else "auto",

@@ -403,11 +403,11 @@ def _draft_settings(
                 "speculative_algorithm='STANDALONE' needs speculative_draft_model_path: a small model with the "
                 "vocabulary of the model"
             )
-        if wanted.draft_quantization is not None:
-            raise ValueError(
-                f"speculative_draft_model_quantization={wanted.draft_quantization!r} has an effect only with "
-                "speculative_draft_model_path"
-            )
+        for name, value in (("revision", wanted.draft_revision), ("quantization", wanted.draft_quantization)):
+            if value is not None:
+                raise ValueError(
+                    f"speculative_draft_model_{name}={value!r} has an effect only with speculative_draft_model_path"
+                )
         return None
     if not is_standalone:
         raise ValueError(

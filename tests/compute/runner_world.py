@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -29,6 +30,7 @@ from aioengine.runner.model_runner import ModelRunner
 from aioengine.runner.ticket import Ticket
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.scheduler import Scheduler
+from aioengine.settings.config import DraftSettings, ModelSettings
 from tests.kit.settings import small_settings
 from tests.kit.tiny_sizes import CONTEXT_LENGTH, SIZES, VOCAB_SIZE
 
@@ -106,6 +108,19 @@ def make_settings(
         max_running=32,
         chunk_tokens=chunk_tokens,
         depth=depth,
+    )
+
+
+def with_draft(settings: Settings, folder: Path, *, max_drafts: int = 4, max_length: int = CONTEXT_LENGTH) -> Settings:
+    """Add a draft model, which proposes drafts for requests of up to ``max_length`` tokens."""
+    model = ModelSettings(
+        path=str(folder), dtype="float32", load_format="auto", context_length=max_length, vocab_size=VOCAB_SIZE
+    )
+    draft = DraftSettings(model=model, attention_backend="torch")
+    return replace(
+        settings,
+        scheduler=replace(settings.scheduler, max_drafts=max_drafts),
+        runner=replace(settings.runner, draft=draft),
     )
 
 

@@ -164,6 +164,21 @@ async def test_lost_scheduler_starts_with_the_newest_weights(folders: dict[str, 
         assert reference.check(PROMPT, answer) == ["v2"]
 
 
+async def test_versions_of_lost_tokens_are_forgotten(folders: dict[str, Path]) -> None:
+    async with engine_of(folders, stream_interval=500) as engine:  # only the first token is delivered at once
+        task = started(engine, PROMPT, 200)
+        for version in ("v2", "default"):
+            await until_tokens(engine, engine.stats()["output_tokens"] + 10)
+            assert await engine.pause_generation("retract")
+            assert await engine.update_weights_from_disk(folders[version], weight_version=version)
+            if version == "v2":
+                assert await engine.continue_generation()
+        kill_scheduler(engine)
+        await until(lambda: engine.stats()["num_restarts"] == 1)
+        assert await engine.continue_generation()
+        assert (await task)["meta_info"]["weight_versions"] == [("default", 0, 200)]
+
+
 @pytest.mark.parametrize("options", [{"tp_size": 2}, {"dp_size": 2, "load_balance_method": "round_robin"}])
 async def test_all_ranks_and_replicas_get_the_new_weights(
     folders: dict[str, Path], reference: Reference, options: dict[str, Any], tmp_path: Path

@@ -67,7 +67,7 @@ class CallRow(Struct, eq=False):
         hidden_states: which hidden states it returns (``Sampling.hidden_states``).
         newest_hidden_state: the newest hidden state that was read, if the row returns only the last one.
         drafts: extras of kind ``DRAFTS`` by token index, for ``meta_info``; None: the engine does not speculate.
-        versions: index of an output token -> version of the weights from this token on; None: they have not changed.
+        versions: index of an output token -> version of the weights from this token on; None: they have never changed.
         num_image_tokens: positions of the prompt that hold features of images.
         info: the ``meta_info`` so far. Each chunk gets a copy.
         uid: the engine's number of the row; -1: not submitted.
@@ -174,7 +174,7 @@ class CallRow(Struct, eq=False):
                 self.drafts[extra.index] = extra
             return
         if extra.kind == WEIGHT_VERSION:
-            # Later entries belong to tokens that were lost with a process before they were delivered.
+            # later tokens were lost with a process, and are computed again
             earlier = {index: version for index, version in (self.versions or {}).items() if index < extra.index}
             self.versions = earlier | {extra.index: extra.data.decode()}
             return

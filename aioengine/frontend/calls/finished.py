@@ -35,7 +35,8 @@ def recorded_request(row: CallRow, output_ids: list[int] | None) -> RecordedRequ
     Files of images are deleted with their request, and embeddings need too much memory.
     """
     request, prompt_ids = row.call.request, row.prompt_token_ids
-    if not output_ids or row.versions is not None:  # the weights were replaced meanwhile
+    version = row.info["weight_version"]
+    if not output_ids or {*(row.versions or {}).values()} - {version}:  # the weights were replaced meanwhile
         return None
     if isinstance(prompt_ids, EmbedsIds | MediaIds) or len(prompt_ids) > MAX_FINISHED_TOKENS:
         return None
@@ -48,7 +49,7 @@ def recorded_request(row: CallRow, output_ids: list[int] | None) -> RecordedRequ
         output_ids,
         request.params_of(prompt),
         row.seed,
-        row.info["weight_version"],
+        version,
         None if request.adapters is None else request.adapters.of(prompt),
         "" if request.processors is None else request.processors.of(prompt),
     )

@@ -298,6 +298,9 @@ class Fixed:
 
     def advance(self, token_id: int) -> None: ...
 
+    def copy(self) -> Fixed:
+        return self
+
     def take_forced(self, at_least: int, at_most: int) -> list[int]:
         return []
 

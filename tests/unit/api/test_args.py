@@ -31,7 +31,7 @@ DOCUMENTED = """
     logits_processors logprobs_mode max_hidden_state_bytes allowed_local_media_path allow_private_urls max_image_bytes
     max_image_pixels max_images_per_prompt media_timeout
     speculative_algorithm speculative_num_draft_tokens speculative_num_steps speculative_draft_model_path
-    speculative_draft_model_quantization enable_weights_cpu_backup
+    speculative_draft_model_revision speculative_draft_model_quantization enable_weights_cpu_backup
     enable_memory_saver
 """.split()
 
@@ -239,7 +239,6 @@ def test_the_model_may_be_set_only_once() -> None:
         ("ep_size", 2, "expert parallelism"),
         ("speculative_algorithm", "EAGLE", "EAGLE heads"),
         ("speculative_algorithm", "NEXTN", "multi-token-prediction"),
-        ("speculative_draft_model_revision", "main", "revisions of draft models"),
         ("speculative_model", "draft", "use speculative_algorithm and speculative_draft_model_path"),
         ("speculative_eagle_topk", 4, "trees of drafts"),
         ("enable_sleep_mode", True, "releasing memory"),

@@ -173,6 +173,7 @@ def test_a_draft_model_proposes_up_to_its_length(model: dict[str, Any], draft: d
     [
         ({"speculative_algorithm": "STANDALONE"}, "needs speculative_draft_model_path"),
         ({"speculative_draft_model_quantization": "int8"}, "only with speculative_draft_model_path"),
+        ({"speculative_draft_model_revision": "main"}, "only with speculative_draft_model_path"),
     ],
 )
 def test_speculation_without_its_draft_model_is_refused(arguments: dict[str, object], message: str) -> None:

@@ -12,7 +12,8 @@ from aioengine.constraints.grammars import Grammars
 from aioengine.protocol.columns import DRAFTS
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, FinishCode, Limits, Sampling, Submit, TextRules
 from aioengine.protocol.packed_logprobs import LogprobRules
-from tests.compute.runner_world import World, make_settings, save_model
+from tests.compute.runner_world import World, make_settings, save_model, with_draft
+from tests.kit.drafts import save_with_draft
 from tests.kit.grammar_walks import FOLDER, grammar_of
 from tests.kit.processors import ADD
 from tests.kit.tiny_sizes import VOCAB_SIZE
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from aioengine.settings.config import Settings
 
-FAMILIES = ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"]
+FAMILIES = ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3"]
 GRAMMARS = [
     grammar_of(
         json_schema={
@@ -45,6 +46,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
     for family, path in paths.items():
         save_model(family, path)
+    folder = tmp_path_factory.mktemp("drafted")
+    paths |= {"drafted": folder / "model", "equal": folder / "draft"}
+    save_with_draft(save_model("llama", paths["drafted"]), paths["drafted"], paths["equal"])
     return paths
 
 
@@ -159,6 +163,10 @@ CASES = [
     ("gemma3_text", 128, 7, 1, {"attention_backend": "fused"}),
     ("gpt_oss", 128, 7, 0, {"attention_backend": "fused"}),
     ("deepseek_v3", 128, 7, 0, {}),
+    ("drafted", 512, 7, 0, {"draft": "equal", "attention_backend": "fused"}),
+    ("drafted", 64, 4, 1, {"draft": "equal"}),
+    ("drafted", 128, 3, 0, {"draft": "qwen3", "kv_dtype": "int8"}),
+    ("gemma3_text", 128, 7, 1, {"draft": "deepseek_v3"}),
 ]
 
 
@@ -166,7 +174,7 @@ CASES = [
 def test_answers_equal_the_answers_without_drafts(
     folders: dict[str, Path], family: str, num_pages: int, max_drafts: int, depth: int, changes: dict[str, str]
 ) -> None:
-    check(folders[family], 24, num_pages, max_drafts, depth, changes)
+    check(folders, family, 24, num_pages, max_drafts, depth, changes)
 
 
 @pytest.mark.slow
@@ -181,11 +189,12 @@ def test_twenty_thousand_answers_equal_the_answers_without_drafts(
     changes: dict[str, str],
     seed: int,
 ) -> None:
-    check(folders[family], 125, num_pages, max_drafts, depth, changes, seed=seed)
+    check(folders, family, 125, num_pages, max_drafts, depth, changes, seed=seed)
 
 
 def check(
-    folder: Path,
+    folders: dict[str, Path],
+    family: str,
     num_requests: int,
     num_pages: int,
     max_drafts: int,
@@ -196,10 +205,15 @@ def check(
 ) -> None:
     rng = random.Random(seed)
     submits = [random_submit(rng, uid) for uid in range(num_requests)]
-    plain, storm = (
-        run(settings_of(folder, depth=depth, num_pages=num_pages, max_drafts=most, **changes), submits, seed=most)
+    changes = dict(changes)
+    draft = changes.pop("draft", None)
+    all_settings = [
+        settings_of(folders[family], depth=depth, num_pages=num_pages, max_drafts=most, **changes)
         for most in (0, max_drafts)
-    )
+    ]
+    if draft is not None:
+        all_settings[1] = with_draft(all_settings[1], folders[draft], max_drafts=max_drafts)
+    plain, storm = (run(settings, submits, seed=settings.scheduler.max_drafts) for settings in all_settings)
     compare(plain, storm)
     stats = storm.world.core.scheduler.stats(0.0)
     assert stats.num_accepted_drafts > 20
