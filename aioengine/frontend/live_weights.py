@@ -83,7 +83,7 @@ class _OpenUpdate:
     """An update from ``begin_weight_update`` to ``end_weight_update``.
 
     number: unique. version: given by the user; None: none was given. files: with its tensors, if they are kept.
-    is_kept: all its tensors are in files.
+    is_kept: all its tensors are in files. loss: why it cannot be continued; "": it can.
     """
 
     def __init__(self, number: int) -> None:
@@ -91,6 +91,7 @@ class _OpenUpdate:
         self.version: str | None = None
         self.files: list[_TensorFile] = []
         self.is_kept = True
+        self.loss = ""
 
 
 def _to_its_end(
@@ -147,6 +148,8 @@ class LiveWeights:
             folder = await _in_thread(partial(model_folder.locate, path))
         except ValueError as error:
             return WeightUpdate(False, str(error))
+        if self._update is not None and self._update.loss:
+            self._end_update()
         checked = await self._ask(CHECK_WEIGHTS, {"path": folder})
         if not checked.success:
             return WeightUpdate(False, checked.message)
@@ -260,8 +263,9 @@ class LiveWeights:
     async def begin(self, selector: object) -> Outcome:
         """See ``AsyncEngine.begin_weight_update``."""
         checks.choice("selector", selector, {"all": "all", "target": "target"})
-        if self._update is not None:
+        if self._update is not None and not self._update.loss:
             return Outcome(False, "a weight update is open already; call end_weight_update first")
+        self._end_update()
         self._num_updates += 1
         update = _OpenUpdate(self._num_updates)
         reply = await self._ask(BEGIN_WEIGHTS, {"update": update.number})
@@ -277,6 +281,8 @@ class LiveWeights:
             return Outcome(False, "no weight update is open; call begin_weight_update first")
         checked = await self._ask(CHECK_WEIGHTS, {"ends": True})
         if not checked.success:
+            if update.loss:
+                self._end_update()
             return Outcome(False, checked.message)
         files = _needed([*self._files, *update.files])
         loaded = replace(
@@ -347,14 +353,19 @@ class LiveWeights:
         return WeightUpdate(True, "", sum(counts) if isinstance(counts, list) else counts)
 
     async def _ask(self, name: str, arguments: dict[str, Argument]) -> Reply:
-        """Send a control call. The loss of the scheduler process is a failure, too."""
+        """Send a control call. The loss of the scheduler process is a failure, too.
+
+        If the process of an open update was lost, its next tensors must not become an update of their own.
+        """
+        if self._update is not None and self._update.loss:
+            return Reply(0, False, self._update.loss)
         number = 0 if self._update is None else self._update.number
         try:
             reply = await self._controls.ask(name, {"update": number, **arguments}, timeout_s=UPDATE_TIMEOUT_S)
         except RequestError as error:
             return Reply(0, False, str(error))
-        if NOT_OPEN in reply.data:
-            self._end_update()
+        if NOT_OPEN in reply.data and self._update is not None:
+            self._update.loss = reply.message
         return reply
 
 

@@ -123,10 +123,11 @@ class Storm:
             elif kind == 1:
                 tensors = self._tensors[version]
                 result = await engine.update_weights_from_tensor(tensors, weight_version=version)
+            elif not await engine.begin_weight_update():
+                result = False
             else:
-                await engine.begin_weight_update()
                 for name, tensor in self._tensors[version].items():
-                    await engine.update_weights_from_tensor({name: tensor})
+                    await engine.update_weights_from_tensor({name: tensor})  # ``end`` is refused if one failed
                 result = await engine.end_weight_update(weight_version=version)
             if result:
                 return
@@ -168,7 +169,7 @@ def main() -> None:
     asyncio.run(measure_pauses(options.model, options.device, options.streams))
     if options.device == "cpu":
         with tempfile.TemporaryDirectory() as folder:
-            folders = {name: Path(folder) / name for name in ("default", *map(str, range(1, NUM_VERSIONS)))}
+            folders = {name: Path(folder) / name for name in ("default", *(f"v{i}" for i in range(1, NUM_VERSIONS)))}
             for seed, path in enumerate(folders.values()):
                 save_version(path, seed)
             asyncio.run(Storm(folders, options.seed).run(options.updates, options.streams, options.kills))

@@ -204,6 +204,9 @@ async def test_update_is_not_open_after_the_loss_of_its_process(
         await until(lambda: engine.stats()["num_restarts"] == 1)
         result = await engine.update_weights_from_tensor(others[0])
         assert "no weight update is open, because the process was replaced" in result.message
+        assert (await engine.update_weights_from_tensor(first)) == result  # no update of its own
+        assert (await engine.end_weight_update()) == (False, result.message)
+        assert (await engine.get_model_info())["weight_version"] == "default"
         assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["default"]
 
 
