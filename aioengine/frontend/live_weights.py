@@ -21,6 +21,7 @@ from aioengine.model_files import model_folder
 from aioengine.protocol.messages import Argument, Reply
 from aioengine.protocol.weight_messages import (
     BEGIN_WEIGHTS,
+    CANCEL_WEIGHTS,
     CHECK_WEIGHTS,
     DTYPE_NAMES,
     END_WEIGHTS,
@@ -366,6 +367,7 @@ class LiveWeights:
             return Reply(0, False, str(error))
         if NOT_OPEN in reply.data and self._update is not None:
             self._update.loss = reply.message
+            await self._ask(CANCEL_WEIGHTS, {})  # the replicas that still have the update would wait for its end
         return reply
 
 

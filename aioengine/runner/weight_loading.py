@@ -20,6 +20,7 @@ from aioengine.model_files.quantization import read_config, split_config
 from aioengine.protocol.messages import Control, Reply
 from aioengine.protocol.weight_messages import (
     BEGIN_WEIGHTS,
+    CANCEL_WEIGHTS,
     CHECK_WEIGHTS,
     END_WEIGHTS,
     GET_WEIGHTS,
@@ -128,6 +129,7 @@ class WeightLoader:
             LOAD_WEIGHTS: self._load,
             BEGIN_WEIGHTS: self._begin,
             END_WEIGHTS: self._end,
+            CANCEL_WEIGHTS: self._cancel,
             GET_WEIGHTS: self._get,
             JOIN_GROUP: self._join,
             LEAVE_GROUP: self._leave,
@@ -209,6 +211,12 @@ class WeightLoader:
             return refusal
         self._update = 0
         self._note(loaded)
+        return Reply(control.call_id, True)
+
+    def _cancel(self, control: Control) -> Reply:
+        """Let the next process start with the weights before the open update, because another replica has lost it."""
+        if self._update:
+            raise WeightsBrokenError("another replica was lost in the middle of an update of the weights")
         return Reply(control.call_id, True)
 
     @torch.no_grad()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -247,3 +249,24 @@ async def test_update_whose_caller_is_cancelled_is_finished(
         assert update.cancelled()
         assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
         assert engine.stats()["num_restarts"] == 0
+
+
+async def test_all_replicas_continue_after_the_loss_of_an_update(
+    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    async with engine_of(folders, dp_size=2, load_balance_method="round_robin") as engine:
+        assert await engine.begin_weight_update()
+        first, *others = buckets(tensors["v2"])
+        assert await engine.update_weights_from_tensor(first)
+        pid = next(each["pid"] for each in engine.health()["processes"] if each["role"] == "scheduler")
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: engine.stats()["num_restarts"] == 1)
+        result = await engine.update_weights_from_tensor(others[0])
+        assert "no weight update is open, because the process was replaced" in result.message
+        for task, prompt in [(started(engine, prompt, 20), prompt) for prompt in PROMPTS]:
+            assert reference.check(prompt, await task) == ["default"]
+        assert await engine.begin_weight_update()
+        assert await engine.update_weights_from_tensor(tensors["v2"])
+        assert await engine.end_weight_update(weight_version="v2")
+        for task, prompt in [(started(engine, prompt, 20), prompt) for prompt in PROMPTS]:
+            assert reference.check(prompt, await task) == ["v2"]
