@@ -246,14 +246,14 @@ class Ledger:
 
     Attributes:
         is_connected: whether a scheduler accepts messages.
-        calls: the control calls.
+        controls: the control calls.
         finished: uid -> the output ids of the last requests that stopped or reached their length.
     """
 
     def __init__(self) -> None:
         self.is_connected = True
         self.finished: dict[int, list[int]] = {}
-        self.calls = ControlCalls()
+        self.controls = ControlCalls()
         self._requests: dict[int, OpenRequest] = {}
         self._token_ids: dict[int, list[int]] = {}  # uid -> ``token_ids`` of the request
         self._quarantine = Quarantine()
@@ -267,7 +267,7 @@ class Ledger:
     @property
     def holds_back(self) -> bool:
         """Whether there are reports to take, or there may be unsent requests."""
-        if self._ended or self.calls.lost:
+        if self._ended or self.controls.lost:
             return True
         return bool(self._requests) and (not self.is_connected or self._quarantine.retried is not None)
 
@@ -294,19 +294,19 @@ class Ledger:
                 case Suspend() | Resume():
                     due += self._suspend(message)
                 case Control():
-                    self.calls.add(message)
+                    self.controls.add(message)
                     if self.is_connected:
-                        due += self.calls.take()
+                        due += self.controls.take()
         return due
 
     def replay(self) -> list[ToScheduler]:
         """Record that a new scheduler is ready. Return the first messages to send to it."""
         self.is_connected = True
         self._quarantine.choose_next()
-        pause = [Control(_OWN_CALL, "pause")] if self.calls.is_paused else []
-        if released := sorted(self.calls.released):
+        pause = [Control(_OWN_CALL, "pause")] if self.controls.is_paused else []
+        if released := sorted(self.controls.released):
             pause.append(Control(_OWN_CALL, RELEASE_MEMORY, {"tags": released}))
-        return [*pause, *self.calls.pinned.values(), *self._release(), *self.calls.take()]
+        return [*pause, *self.controls.pinned.values(), *self._release(), *self.controls.take()]
 
     def _abort(self, abort: Abort, now: float) -> list[ToScheduler]:
         """Record an abort. Return the messages to send now.
@@ -397,7 +397,7 @@ class Ledger:
     def take_reports(self) -> list[ToFrontend]:
         """Return reports that no process will send: ends of requests, and replies to lost control calls."""
         ended, self._ended = self._ended, []
-        lost, self.calls.lost = self.calls.lost, []
+        lost, self.controls.lost = self.controls.lost, []
         return [TextChunks(ended=ended), *lost] if ended else [*lost]
 
     def expire(self, now: float) -> None:
@@ -421,12 +421,12 @@ class Ledger:
         """
         self.is_connected = False
         if is_scheduler_lost:
-            self.calls.lose(reason)
-            if not self.calls.weights.are_kept:
+            self.controls.lose(reason)
+            if not self.controls.weights.are_kept:
                 self._end_all(reason, now)
-            self.calls.weights = self.calls.weights.after_loss()
+            self.controls.weights = self.controls.weights.after_loss()
         else:
-            self.calls.put_back()
+            self.controls.put_back()
         for uid, request in list(self._requests.items()):
             if request.is_sent and request.has_replayed_abort and request.abort is not None:
                 self._end(End(uid, request.abort.code, message=request.abort.message, ended_at=now))
@@ -449,7 +449,7 @@ class Ledger:
         If a process died in a step of the retried request, this request ends with an error, because it would kill
         processes of other replicas too. Control calls without a reply fail.
         """
-        self.calls.take()
+        self.controls.take()
         self.crash({}, reason, now)
         if self._quarantine.is_alone and self._quarantine.retried in self._quarantine.requests:
             self._end_retried(reason, now)
@@ -473,7 +473,7 @@ class Ledger:
 
     def _end_all(self, reason: str, now: float) -> None:
         """End all requests, because the weights that computed them are lost."""
-        weights = self.calls.weights
+        weights = self.controls.weights
         text = (
             f"{reason}, and the weights of version {weights.version!r}, which came by tensor, are lost with it; new "
             f"requests get version {weights.disk_version!r}; enable_weights_cpu_backup=True keeps a copy of tensors"

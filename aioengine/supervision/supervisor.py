@@ -174,7 +174,7 @@ class Supervisor:
     @property
     def weights(self) -> LoadedWeights:
         """The weights that compute new requests."""
-        return self.ledger.calls.weights
+        return self.ledger.controls.weights
 
     @property
     def is_recovering(self) -> bool:
@@ -206,7 +206,7 @@ class Supervisor:
             elif isinstance(message, Stats):
                 messages[index] = self._totals.add(message)
             elif isinstance(message, Reply):
-                self.ledger.calls.receive(message)
+                self.ledger.controls.receive(message)
         self._events.on_messages(messages)
 
     def _report_later(self) -> None:

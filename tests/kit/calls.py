@@ -49,7 +49,7 @@ def add_row(call: Call, position: int = 0, **fields: Any) -> CallRow:
     """Start a row of a call."""
     index = position if call.request.gives_batch else None
     row = row_type(call.request)(
-        call, position, **{"rid": f"x_{position}", "index": index, "is_queued": not call.is_stream} | fields
+        call, position, **{"rid": f"x_{position}", "index": index, "has_unread": not call.is_stream} | fields
     )
     call.add_row(row)
     return row

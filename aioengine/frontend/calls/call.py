@@ -80,7 +80,7 @@ class CallRow(Struct, eq=False):
         text_offset, token_offset: number of characters and ids that were read.
         token_ids: the ids of the last chunk that was taken.
         end: its end; None: it has none yet. delivered_at: when its end arrived. error: why it has no answer.
-        is_queued: whether it is in ``Call.ready``; always true if the call is no stream.
+        has_unread: it has output that was not taken, so it is in ``Call.ready``. Always true if the call is no stream.
         num_logprob_bytes: memory reserved for its logprobs (``QueueLimits.reserve_logprobs``).
     """
 
@@ -95,7 +95,7 @@ class CallRow(Struct, eq=False):
     decoders: tuple[ExtraDecoder, ...] = ()
     hidden_states: str = ""
     num_image_tokens: int = 0
-    is_queued: bool = False
+    has_unread: bool = False
     uid: int = -1
     first_token: FirstToken | None = None
     newest_hidden_state: Extra | None = None
@@ -155,11 +155,11 @@ class CallRow(Struct, eq=False):
 
         ``new``: one id, or a list that the row keeps and changes.
         """
-        if self.is_queued:
+        if self.has_unread:
             self._merge(text, new)
             return False
         self.text, self.unread = text, new
-        self.is_queued = True
+        self.has_unread = True
         self.call.ready.append(self)
         return True
 
@@ -186,7 +186,7 @@ class CallRow(Struct, eq=False):
     def num_known(self) -> int:
         """Return the number of its output tokens."""
         num_unread = 1 if isinstance(self.unread, int) else len(self.unread)
-        return self.token_offset + (num_unread if self.is_queued else 0)
+        return self.token_offset + (num_unread if self.has_unread else 0)
 
     def failure(self, end: End) -> RowError | None:
         """Return the error of a row with this end; None: the row has an answer."""
@@ -240,7 +240,7 @@ class CallRow(Struct, eq=False):
             self._add_extras(chunk)
         self.text_offset = text_offset + len(text)
         self.token_offset = num_tokens
-        self.is_queued = False
+        self.has_unread = False
         if self.end is not None and self.call.is_stream:
             self.call.num_held -= 1
             self.free_logprobs()

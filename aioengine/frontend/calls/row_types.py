@@ -138,9 +138,9 @@ class LoggedRow(CallRow):
 
     def put(self, text: str, new: int | list[int]) -> bool:
         self.log.add(text, [new] if isinstance(new, int) else new)
-        if self.is_queued or not self.call.has_reader:
+        if self.has_unread or not self.call.has_reader:
             return False
-        self.is_queued = True
+        self.has_unread = True
         self.call.ready.append(self)
         return True
 
@@ -163,8 +163,8 @@ class LoggedRow(CallRow):
         for extra in self.log.extras.values():
             super().put_extra(extra)
         is_ended = self.end is not None and self.error is None
-        self.is_queued = is_ended or offset < self.log.num_characters or self.token_offset < self.num_known()
-        if self.is_queued:
+        self.has_unread = is_ended or offset < self.log.num_characters or self.token_offset < self.num_known()
+        if self.has_unread:
             self.call.ready.append(self)
 
     def take(self) -> Chunk:

@@ -346,7 +346,7 @@ class Submitter:
             hidden_states=request.hidden_states_of(prompt) if has_extras else "",
             drafts={} if self._settings.scheduler.max_drafts else None,
             num_image_tokens=ids.num_image_tokens if isinstance(ids, MediaIds) else 0,
-            is_queued=not call.is_stream,
+            has_unread=not call.is_stream,
         )
         call.add_row(row)
         return row

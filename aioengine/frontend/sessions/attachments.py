@@ -55,7 +55,7 @@ class Attachment(Struct, eq=False):
     def is_read_to_end(self) -> bool:
         """Whether the call has ended, and its present reader (if any) has read the end."""
         call, row = self.call, self.row
-        is_unread = row is not None and row.is_queued and call.has_reader and call.error is None and not call.num_open
+        is_unread = row is not None and row.has_unread and call.has_reader and call.error is None and not call.num_open
         return self.is_ended and not is_unread
 
     def next_until(self) -> float:

@@ -14,7 +14,7 @@ from tests.kit.calls import add_row, make_call
 
 def answer_of(text: str, token_ids: list[int], end: End, delivered_at: float, position: int = 0) -> Answer:
     """The answer of a row of a call at 10 s."""
-    row = a_row(position, is_queued=True)
+    row = a_row(position, has_unread=True)
     row.put(text, token_ids)
     row.call.end_row(row, end, delivered_at)
     answer = row.call.results[position]
@@ -33,7 +33,7 @@ def finished(code: FinishCode, **fields: object) -> End:
 
 class TestWeightVersions:
     def test_rows_have_a_span_of_tokens_for_each_version(self) -> None:
-        row = a_row(is_queued=True)
+        row = a_row(has_unread=True)
         row.put_extra(Extra(1, 3, WEIGHT_VERSION, b"v2"))
         row.put_extra(Extra(1, 5, WEIGHT_VERSION, b"v2"))
         row.put_extra(Extra(1, 6, WEIGHT_VERSION, b"v3"))
@@ -46,7 +46,7 @@ class TestWeightVersions:
 
     def test_tokens_that_are_computed_again_have_the_new_version(self) -> None:
         """The first process was lost after it had announced a version for tokens that were not delivered."""
-        row = a_row(is_queued=True)
+        row = a_row(has_unread=True)
         row.put_extra(Extra(1, 5, WEIGHT_VERSION, b"v2"))
         row.put_extra(Extra(1, 2, WEIGHT_VERSION, b"v3"))
         row.put("text", [10] * 8)

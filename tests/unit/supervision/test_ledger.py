@@ -186,8 +186,8 @@ def test_pinned_adapters_are_loaded_again_into_each_new_scheduler() -> None:
     loads = [Control(one.id, LOAD_ADAPTER, msgspec.structs.asdict(one)) for one in adapters]
     world.tell(*loads)
     for load in loads[:3]:
-        world.ledger.calls.receive(Reply(load.call_id, True))
-    world.ledger.calls.receive(Reply(4, False, "it cannot be read"))
+        world.ledger.controls.receive(Reply(load.call_id, True))
+    world.ledger.controls.receive(Reply(4, False, "it cannot be read"))
     world.tell(Control(9, UNLOAD_ADAPTER, msgspec.structs.asdict(adapters[2])))
     world.crash()
     again = [one for one in world.ledger.replay() if isinstance(one, Control)]
@@ -202,20 +202,20 @@ def test_load_that_was_given_up_is_not_sent_again(is_sent: bool) -> None:
         world.crash()
     world.tell(Control(1, LOAD_ADAPTER, adapter))
     world.tell(Control(2, UNLOAD_ADAPTER, adapter))
-    world.ledger.calls.receive(Reply(1, True))
-    world.ledger.calls.put_back()
-    assert [call.name for call in world.ledger.calls.take() if isinstance(call, Control)] == [UNLOAD_ADAPTER]
-    assert not world.ledger.calls.pinned
+    world.ledger.controls.receive(Reply(1, True))
+    world.ledger.controls.put_back()
+    assert [call.name for call in world.ledger.controls.take() if isinstance(call, Control)] == [UNLOAD_ADAPTER]
+    assert not world.ledger.controls.pinned
 
 
 def test_pause_survives_a_restart_of_the_scheduler() -> None:
     world = World(1)
     world.tell(Control(1, "pause"))
-    world.ledger.calls.receive(Reply(1, True))
+    world.ledger.controls.receive(Reply(1, True))
     world.restart()
     assert [type(message) for message in world.sent] == [Control, Submit]
     world.tell(Control(2, "continue"))
-    world.ledger.calls.receive(Reply(2, True))
+    world.ledger.controls.receive(Reply(2, True))
     world.restart()
     assert world.uids() == [1]
     assert len(world.sent) == 1
@@ -224,7 +224,7 @@ def test_pause_survives_a_restart_of_the_scheduler() -> None:
 def test_control_calls_in_flight_at_a_crash_fail() -> None:
     world = World(1)
     world.tell(Control(1, "pause"), Control(2, "flush_cache"), Control(3, "server_info"))
-    world.ledger.calls.receive(Reply(2, True))
+    world.ledger.controls.receive(Reply(2, True))
     world.crash()
     assert world.ledger.holds_back
     assert lost_calls_of(world.ledger) == [
@@ -245,7 +245,7 @@ def test_control_calls_in_flight_at_a_crash_fail() -> None:
 def test_control_calls_are_sent_again_if_only_the_detokenizer_was_lost() -> None:
     world = World(1)
     world.tell(Control(1, "pause"), Control(2, "server_info"))
-    world.ledger.calls.receive(Reply(2, True))
+    world.ledger.controls.receive(Reply(2, True))
     world.sent = []
     world.ledger.crash({}, "the other one died", 9.0, is_scheduler_lost=False)
     world.tell(Control(3, "flush_cache"))
@@ -257,7 +257,7 @@ def test_control_calls_are_sent_again_if_only_the_detokenizer_was_lost() -> None
 def test_continue_in_flight_at_a_crash_succeeds() -> None:
     world = World(1)
     world.tell(Control(1, "pause"))
-    world.ledger.calls.receive(Reply(1, True))
+    world.ledger.controls.receive(Reply(1, True))
     world.tell(Control(2, "continue"))
     world.restart()
     assert lost_calls_of(world.ledger) == [Reply(2, True)]
