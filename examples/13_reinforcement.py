@@ -27,9 +27,9 @@ def main() -> None:
             optimizer.zero_grad()
             rewards: list[torch.Tensor] = []
             for prompt in map(llm.tokenizer.encode, PROMPTS):
-                answers = llm.generate(input_ids=prompt, sampling_params=SAMPLING, return_logprob=True)
+                answers = llm.generate(input_ids=[prompt], sampling_params=SAMPLING, return_logprob=True)
                 rewards.append(torch.tensor([answer["text"].count("e") / 12 for answer in answers]))
-                loss_of(model, prompt, answers, rewards[-1]).backward()
+                loss_of(model, prompt, answers, rewards[-1]).backward()  # type: ignore[no-untyped-call]
             print(f"{answers[0]['meta_info']['weight_version']}: mean reward {torch.cat(rewards).mean():.3f}")
             optimizer.step()
             assert llm.update_weights_from_tensor(model.state_dict(), weight_version=f"step-{step + 1}")

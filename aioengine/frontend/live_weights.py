@@ -7,9 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, wraps
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -38,11 +38,14 @@ from aioengine.supervision.ledger import LOST_WEIGHTS
 from aioengine.supervision.tasks import WorkerThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Coroutine, Iterable
 
     from aioengine.frontend.controls import Controls
     from aioengine.settings.config import LoadedWeights
     from aioengine.supervision.fleet import Processes
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 UPDATE_TIMEOUT_S: Final = 600.0
 LOAD_FORMATS: Final = ("auto", "safetensors", "gguf")
@@ -80,7 +83,7 @@ class _OpenUpdate:
     """An update from ``begin_weight_update`` to ``end_weight_update``.
 
     number: unique. version: given by the user; None: none was given. files: with its tensors, if they are kept.
-    is_kept: all its tensors are in files.
+    is_kept: all its tensors are in files. loss: why it cannot be continued; "": it can.
     """
 
     def __init__(self, number: int) -> None:
@@ -88,6 +91,25 @@ class _OpenUpdate:
         self.version: str | None = None
         self.files: list[_TensorFile] = []
         self.is_kept = True
+        self.loss = ""
+
+
+def _to_its_end(
+    method: Callable[Concatenate[LiveWeights, Arguments], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[LiveWeights, Arguments], Coroutine[Any, Any, Result]]:
+    """Run a method after the others, and to its end, even if its caller is cancelled.
+
+    Otherwise files might be closed before the processes have read them.
+    """
+
+    @wraps(method)
+    async def run(self: LiveWeights, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        await self.lock.acquire()
+        task = self.task = asyncio.create_task(method(self, *args, **kwargs))
+        task.add_done_callback(lambda _: self.lock.release())
+        return await asyncio.shield(task)
+
+    return run
 
 
 class LiveWeights:
@@ -103,7 +125,8 @@ class LiveWeights:
         self._first_version = str(facts.get("weight_version", processes.weights.version))
         self._is_on_cpu = facts.get("device") == "cpu"
         self._gpu = str(facts.get("device_uuid", "")) if is_alone and not keeps else ""
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()
+        self.task: asyncio.Task[Any] | None = None  # holds the lock
         self._update: _OpenUpdate | None = None
         self._num_updates = 0
         self._released: set[str] = set()  # tags of memory
@@ -115,56 +138,58 @@ class LiveWeights:
         weights = self._processes.weights
         return weights if weights.number else replace(weights, version=self._first_version)
 
+    @_to_its_end
     async def from_disk(self, model_path: object, load_format: object, weight_version: object) -> WeightUpdate:
         """Replace all weights by a checkpoint. See ``AsyncEngine.update_weights_from_disk``."""
         path = _path(model_path)
         _check_format(load_format)
         version = _version(weight_version)
-        async with self._lock:
-            try:
-                folder = await _in_thread(partial(model_folder.locate, path))
-            except ValueError as error:
-                return WeightUpdate(False, str(error))
-            checked = await self._ask(CHECK_WEIGHTS, {"path": folder})
-            if not checked.success:
-                return WeightUpdate(False, checked.message)
-            data = json.loads(checked.data)
-            files: dict[str, str] = data[0] if isinstance(data, list) else data  # all replicas have read the same
-            loaded = self._next(version)
-            loaded = replace(
-                loaded,
-                path=folder,
-                files=files,
-                disk_version=loaded.version,
-                tensor_files=(),
-                are_kept=True,
-                are_lost=False,
-            )
-            result = await self._load({"path": folder}, loaded)
-            if result:
-                self._keep([])
-                self._end_update()
-            return result
+        try:
+            folder = await _in_thread(partial(model_folder.locate, path))
+        except ValueError as error:
+            return WeightUpdate(False, str(error))
+        if self._update is not None and self._update.loss:
+            self._end_update()
+        checked = await self._ask(CHECK_WEIGHTS, {"path": folder})
+        if not checked.success:
+            return WeightUpdate(False, checked.message)
+        data = json.loads(checked.data)
+        files: dict[str, str] = data[0] if isinstance(data, list) else data  # all replicas have read the same
+        loaded = self._next(version)
+        loaded = replace(
+            loaded,
+            path=folder,
+            files=files,
+            disk_version=loaded.version,
+            tensor_files=(),
+            are_kept=True,
+            are_lost=False,
+        )
+        result = await self._load({"path": folder}, loaded)
+        if result:
+            self._keep([])
+            self._end_update()
+        return result
 
+    @_to_its_end
     async def from_tensors(self, named_tensors: object, load_format: object, weight_version: object) -> WeightUpdate:
         """Replace some weights. See ``AsyncEngine.update_weights_from_tensor``."""
         tensors = _tensors(named_tensors)
         if load_format is not None:
             checks.choice("load_format", load_format, {"auto": "auto"})
         version = _version(weight_version)
-        async with self._lock:
-            if self._update is None and self.loaded.are_lost:
-                return WeightUpdate(False, LOST_WEIGHTS)
-            if self._gpu and (handles := await _in_thread(partial(_cuda_handles, tensors, self._gpu))):
-                return await self._load_part({"handles": handles}, version, None)
-            file = await _in_thread(partial(_write, tensors))
-            result = WeightUpdate(False, "")
-            try:
-                result = await self._load_part({"path": file.path}, version, file)
-            finally:
-                if not (result and self._keeps):
-                    _close([file])
-            return result
+        if self._update is None and self.loaded.are_lost:
+            return WeightUpdate(False, LOST_WEIGHTS)
+        if self._gpu and (handles := await _in_thread(partial(_cuda_handles, tensors, self._gpu))):
+            return await self._load_part({"handles": handles}, version, None)
+        file = await _in_thread(partial(_write, tensors))
+        result = WeightUpdate(False, "")
+        try:
+            result = await self._load_part({"path": file.path}, version, file)
+        finally:
+            if not (result and self._keeps):
+                _close([file])
+        return result
 
     async def _load_part(
         self, source: dict[str, Argument], version: str | None, file: _TensorFile | None
@@ -197,6 +222,7 @@ class LiveWeights:
             self._keep(files)
         return result
 
+    @_to_its_end
     async def join(
         self, address: object, port: object, rank_offset: object, world_size: object, group: object, backend: object
     ) -> Outcome:
@@ -209,16 +235,16 @@ class LiveWeights:
             "group": checks.text("group_name", group),
             "backend": checks.choice("backend", backend, {"nccl": "nccl", "gloo": "gloo"}),
         }
-        async with self._lock:
-            reply = await self._ask(JOIN_GROUP, arguments)
-            return Outcome(reply.success, reply.message)
+        reply = await self._ask(JOIN_GROUP, arguments)
+        return Outcome(reply.success, reply.message)
 
+    @_to_its_end
     async def leave(self, group: object) -> Outcome:
         """See ``AsyncEngine.destroy_weights_update_group``."""
-        async with self._lock:
-            reply = await self._ask(LEAVE_GROUP, {"group": checks.text("group_name", group)})
-            return Outcome(reply.success, reply.message)
+        reply = await self._ask(LEAVE_GROUP, {"group": checks.text("group_name", group)})
+        return Outcome(reply.success, reply.message)
 
+    @_to_its_end
     async def from_group(
         self, names: object, dtypes: object, shapes: object, group: object, weight_version: object
     ) -> WeightUpdate:
@@ -226,64 +252,66 @@ class LiveWeights:
         listed = json.dumps(_listed(names, dtypes, shapes))
         version = _version(weight_version)
         arguments: dict[str, Argument] = {"tensors": listed, "group": checks.text("group_name", group)}
-        async with self._lock:
-            reply = await self._ask(RECEIVE, arguments)
-            if not reply.success:
-                return WeightUpdate(False, reply.message)
-            if self._update is None and self.loaded.are_lost:
-                return WeightUpdate(False, LOST_WEIGHTS)
-            return await self._load_checked({"received": True, "is_part": True}, version, None)
+        reply = await self._ask(RECEIVE, arguments)
+        if not reply.success:
+            return WeightUpdate(False, reply.message)
+        if self._update is None and self.loaded.are_lost:
+            return WeightUpdate(False, LOST_WEIGHTS)
+        return await self._load_checked({"received": True, "is_part": True}, version, None)
 
+    @_to_its_end
     async def begin(self, selector: object) -> Outcome:
         """See ``AsyncEngine.begin_weight_update``."""
         checks.choice("selector", selector, {"all": "all", "target": "target"})
-        async with self._lock:
-            if self._update is not None:
-                return Outcome(False, "a weight update is open already; call end_weight_update first")
-            self._num_updates += 1
-            update = _OpenUpdate(self._num_updates)
-            reply = await self._ask(BEGIN_WEIGHTS, {"update": update.number})
-            if reply.success:
-                self._update = update
-            return Outcome(reply.success, reply.message)
+        if self._update is not None and not self._update.loss:
+            return Outcome(False, "a weight update is open already; call end_weight_update first")
+        self._end_update()
+        self._num_updates += 1
+        update = _OpenUpdate(self._num_updates)
+        reply = await self._ask(BEGIN_WEIGHTS, {"update": update.number})
+        if reply.success:
+            self._update = update
+        return Outcome(reply.success, reply.message)
 
+    @_to_its_end
     async def end(self, weight_version: object) -> Outcome:
         """See ``AsyncEngine.end_weight_update``."""
         version = _version(weight_version)
-        async with self._lock:
-            if (update := self._update) is None:
-                return Outcome(False, "no weight update is open; call begin_weight_update first")
-            checked = await self._ask(CHECK_WEIGHTS, {"ends": True})
-            if not checked.success:
-                return Outcome(False, checked.message)
-            files = _needed([*self._files, *update.files])
-            loaded = replace(
-                self._next(version or update.version),
-                tensor_files=tuple(file.path for file in files),
-                are_kept=update.is_kept,
-                are_lost=False,
-            )
-            result = await self._load({}, loaded, END_WEIGHTS)
-            if result:
-                update.files = [file for file in update.files if file not in files]
-                self._keep(files)
-            self._end_update()
-            return Outcome(result.success, result.message)
+        if (update := self._update) is None:
+            return Outcome(False, "no weight update is open; call begin_weight_update first")
+        checked = await self._ask(CHECK_WEIGHTS, {"ends": True})
+        if not checked.success:
+            if update.loss:
+                self._end_update()
+            return Outcome(False, checked.message)
+        files = _needed([*self._files, *update.files])
+        loaded = replace(
+            self._next(version or update.version),
+            tensor_files=tuple(file.path for file in files),
+            are_kept=update.is_kept,
+            are_lost=False,
+        )
+        result = await self._load({}, loaded, END_WEIGHTS)
+        if result:
+            update.files = [file for file in update.files if file not in files]
+            self._keep(files)
+        self._end_update()
+        return Outcome(result.success, result.message)
 
+    @_to_its_end
     async def change_memory(self, tags: object, name: str) -> None:
         """Release or resume memory. See ``AsyncEngine.release_memory_occupation``."""
         known = MEMORY_TAGS if self._is_on_cpu else ("kv_cache",)
         chosen = known if tags is None else checks.items("tags", [tags] if isinstance(tags, str) else tags, 8)
         words = {checks.choice("tags entries", tag, {tag: tag for tag in MEMORY_TAGS}) for tag in chosen}
         is_release = name == RELEASE_MEMORY
-        async with self._lock:
-            if wrong := words & self._released if is_release else words - self._released:
-                state = "already released" if is_release else "not released"
-                raise RuntimeError(f"the memory of {', '.join(sorted(wrong))} is {state}")
-            reply = await self._ask(name, {"tags": sorted(words)})
-            if not reply.success:
-                raise RuntimeError(reply.message)
-            self._released = self._released | words if is_release else self._released - words
+        if wrong := words & self._released if is_release else words - self._released:
+            state = "already released" if is_release else "not released"
+            raise RuntimeError(f"the memory of {', '.join(sorted(wrong))} is {state}")
+        reply = await self._ask(name, {"tags": sorted(words)})
+        if not reply.success:
+            raise RuntimeError(reply.message)
+        self._released = self._released | words if is_release else self._released - words
 
     async def get(self, name: object, truncate_size: object) -> Any:
         """See ``AsyncEngine.get_weights_by_name``."""
@@ -325,14 +353,19 @@ class LiveWeights:
         return WeightUpdate(True, "", sum(counts) if isinstance(counts, list) else counts)
 
     async def _ask(self, name: str, arguments: dict[str, Argument]) -> Reply:
-        """Send a control call. The loss of the scheduler process is a failure, too."""
+        """Send a control call. The loss of the scheduler process is a failure, too.
+
+        If the process of an open update was lost, its next tensors must not become an update of their own.
+        """
+        if self._update is not None and self._update.loss:
+            return Reply(0, False, self._update.loss)
         number = 0 if self._update is None else self._update.number
         try:
             reply = await self._controls.ask(name, {"update": number, **arguments}, timeout_s=UPDATE_TIMEOUT_S)
         except RequestError as error:
             return Reply(0, False, str(error))
-        if NOT_OPEN in reply.data:
-            self._end_update()
+        if NOT_OPEN in reply.data and self._update is not None:
+            self._update.loss = reply.message
         return reply
 
 

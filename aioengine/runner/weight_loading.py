@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     Facts = dict[str, str | int | float | bool]
 
 
+RELEASED = "the weights are released; call resume_memory_occupation first"
+
+
 class WeightsBrokenError(BaseException):
     """New weights could not be loaded completely.
 
@@ -211,6 +214,8 @@ class WeightLoader:
     @torch.no_grad()
     def _get(self, control: Control) -> Reply:
         """The data of the reply: the first rows of a tensor as JSON, or null if there is no such tensor."""
+        if "weights" in self._released:
+            return Reply(control.call_id, False, RELEASED)
         name, num_rows = str(control.arguments["name"]), int(str(control.arguments["num_rows"]))
         target = self._targets().get(name)
         if target is None:
@@ -310,7 +315,9 @@ class WeightLoader:
             self._replace(self._part_of({"path": file, "is_part": True}))
 
     def _refusal(self, control: Control) -> Reply | None:
-        """Return a refusal if this process does not have the open update of the call."""
+        """Return a refusal if this process has no weights, or not the open update of the call."""
+        if "weights" in self._released:
+            return Reply(control.call_id, False, RELEASED)
         if _update_of(control) == self._update:
             return None
         text = "no weight update is open, because the process was replaced after begin_weight_update; begin again"

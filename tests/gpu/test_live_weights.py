@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from aioengine import AsyncEngine
 from tests.compute.runner_world import save_model
@@ -26,13 +27,14 @@ def save(folder: Path, initializer_range: float) -> Path:
     return folder
 
 
-def engine_of(folder: Path) -> AsyncEngine:
+def engine_of(folder: Path, **options: Any) -> AsyncEngine:
     return AsyncEngine(
         str(folder),
         device=DEVICE,
         skip_tokenizer_init=True,
         enable_deterministic_inference=True,
         max_total_tokens=32 * CONTEXT_LENGTH,
+        **options,
     )
 
 
@@ -66,3 +68,29 @@ async def test_answers_are_those_of_an_engine_with_the_new_weights(tmp_path: Pat
         expected = await other.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
         found = await engine.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
         assert found["output_ids"] == expected["output_ids"]
+
+
+async def test_tensors_on_the_gpu_and_released_memory(tmp_path: Path) -> None:
+    old, new = save(tmp_path / "old", 0.1), save(tmp_path / "new", 0.2)
+    prompts = [[7, 8, 9], list(range(100))]
+    tensors = [(name, tensor.to(DEVICE)) for name, tensor in load_file(new / "model.safetensors").items()]
+    async with engine_of(old, enable_memory_saver=True) as engine, engine_of(new) as other:
+        expected = await other.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
+        before = await engine.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
+        assert before["output_ids"] != expected["output_ids"]
+        assert await engine.begin_weight_update()
+        assert await engine.update_weights_from_tensor(tensors[::2])
+        assert not await engine.end_weight_update(), "half of the tensors are missing"
+        assert await engine.update_weights_from_tensor(tensors[1::2])
+        assert await engine.end_weight_update()
+        found = await engine.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
+        assert found["output_ids"] == expected["output_ids"]
+        pool_bytes = (await engine.get_server_info())["memory"]["kv_pool_bytes"]
+        free = torch.cuda.mem_get_info()[0]
+        await engine.release_memory_occupation("kv_cache")
+        assert torch.cuda.mem_get_info()[0] - free > 0.9 * pool_bytes
+        await engine.resume_memory_occupation("kv_cache")
+        found = await engine.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
+        assert found["output_ids"] == expected["output_ids"]
+        name, tensor = tensors[0]
+        assert await engine.get_weights_by_name(name, 2) == tensor[:2].float().tolist()

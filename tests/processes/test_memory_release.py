@@ -44,6 +44,11 @@ async def test_requests_wait_until_memory_is_resumed(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="the memory of kv_cache is already released"):
             await engine.release_memory_occupation(["kv_cache"])
         await engine.release_memory_occupation("cuda_graph")
+        update = await engine.update_weights_from_disk(tmp_path)
+        assert not update
+        assert update.message == "the weights are released; call resume_memory_occupation first"
+        with pytest.raises(ValueError, match="the weights are released"):
+            await engine.get_weights_by_name("model.norm.weight")
         assert await engine.continue_generation()
         num_steps = engine.stats()["num_steps"]
         await engine.resume_memory_occupation("kv_cache")

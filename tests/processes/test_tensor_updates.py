@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from aioengine import AsyncEngine, Engine, RequestError
+from aioengine.frontend.controls import Controls
+from aioengine.protocol.weight_messages import LOAD_WEIGHTS
 from tests.kit.waiting import until
 from tests.kit.weight_versions import ARGUMENTS, GREEDY, Reference, save_version
 from tests.processes.weight_streams import kill_scheduler, started, until_tokens
@@ -201,6 +204,9 @@ async def test_update_is_not_open_after_the_loss_of_its_process(
         await until(lambda: engine.stats()["num_restarts"] == 1)
         result = await engine.update_weights_from_tensor(others[0])
         assert "no weight update is open, because the process was replaced" in result.message
+        assert (await engine.update_weights_from_tensor(first)) == result  # no update of its own
+        assert (await engine.end_weight_update()) == (False, result.message)
+        assert (await engine.get_model_info())["weight_version"] == "default"
         assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["default"]
 
 
@@ -214,3 +220,30 @@ def test_engine_for_synchronous_code_takes_tensors(
         assert engine.get_weights_by_name("model.norm.weight") == tensors["v2"]["model.norm.weight"][:100].tolist()
         answer = engine.generate(input_ids=PROMPT, sampling_params={**GREEDY, "max_new_tokens": 9})
         assert reference.check(PROMPT, answer) == ["v2"]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+async def test_update_whose_caller_is_cancelled_is_finished(
+    folders: dict[str, Path],
+    tensors: dict[str, dict[str, Tensor]],
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+    keeps: bool,
+) -> None:
+    is_sent = asyncio.Event()
+    ask = Controls.ask
+
+    def noted(controls: Controls, name: str, *arguments: Any, **options: Any) -> Any:
+        if name == LOAD_WEIGHTS:
+            is_sent.set()
+        return ask(controls, name, *arguments, **options)
+
+    monkeypatch.setattr(Controls, "ask", noted)
+    async with engine_of(folders, enable_weights_cpu_backup=keeps) as engine:
+        update = asyncio.create_task(engine.update_weights_from_tensor(tensors["v2"], weight_version="v2"))
+        await is_sent.wait()
+        update.cancel()
+        assert await engine.update_weights_from_tensor(tensors["v3"], weight_version="v3")
+        assert update.cancelled()
+        assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
+        assert engine.stats()["num_restarts"] == 0

@@ -7,6 +7,7 @@ import pytest
 from aioengine.api.answers import Answer, BatchOutput, FinishReason, error, finish_reason
 from aioengine.errors import RequestError, RequestTooLargeError
 from aioengine.frontend.calls.call import CallRow
+from aioengine.protocol.columns import WEIGHT_VERSION, Extra
 from aioengine.protocol.messages import End, FinishCode
 from tests.kit.calls import add_row, make_call
 
@@ -28,6 +29,31 @@ def a_row(position: int = 0, *, is_stream: bool = False, **fields: object) -> Ca
 
 def finished(code: FinishCode, **fields: object) -> End:
     return End(uid=1, code=code, ended_at=20.0, **fields)  # type: ignore[arg-type]
+
+
+class TestWeightVersions:
+    def test_rows_have_a_span_of_tokens_for_each_version(self) -> None:
+        row = a_row(is_queued=True)
+        row.put_extra(Extra(1, 3, WEIGHT_VERSION, b"v2"))
+        row.put_extra(Extra(1, 5, WEIGHT_VERSION, b"v2"))
+        row.put_extra(Extra(1, 6, WEIGHT_VERSION, b"v3"))
+        row.put("text", [10] * 6)
+        row.call.end_row(row, finished(FinishCode.LENGTH), 21.0)
+        answer = row.call.results[0]
+        assert isinstance(answer, dict)
+        assert answer["meta_info"]["weight_versions"] == [("default", 0, 3), ("v2", 3, 6)]
+        assert answer["meta_info"]["weight_version"] == "v2"
+
+    def test_tokens_that_are_computed_again_have_the_new_version(self) -> None:
+        """The first process was lost after it had announced a version for tokens that were not delivered."""
+        row = a_row(is_queued=True)
+        row.put_extra(Extra(1, 5, WEIGHT_VERSION, b"v2"))
+        row.put_extra(Extra(1, 2, WEIGHT_VERSION, b"v3"))
+        row.put("text", [10] * 8)
+        row.call.end_row(row, finished(FinishCode.LENGTH), 21.0)
+        answer = row.call.results[0]
+        assert isinstance(answer, dict)
+        assert answer["meta_info"]["weight_versions"] == [("default", 0, 2), ("v3", 2, 8)]
 
 
 class TestFinishReason:
