@@ -119,7 +119,12 @@ class Controls:
         checks.choice("mode", mode, dict.fromkeys(("abort", "in_place", "retract")))
         if mode == "abort":
             self._abort_all()
-        reply = await self.ask("pause", {"retracts": True} if mode == "retract" else None)
+        try:
+            reply = await self.ask("pause", {"retracts": True} if mode == "retract" else None)
+        except RequestError:
+            if not self.is_paused:
+                self.resume()  # other replicas may be paused
+            raise
         self.is_paused |= reply.success
         return Outcome(reply.success, reply.message)
 
