@@ -50,7 +50,7 @@ async def update_weights_from_disk(
     weights are not used any more. ``meta_info["weight_version"]`` of each chunk is the version of its last token,
     and ``meta_info["weight_versions"]`` of a finished request lists all versions: ``(version, start, stop)`` for
     its output tokens from ``start`` to ``stop``. If a process is replaced later, it loads these weights, so the
-    files must stay.
+    files must stay unchanged.
 
     load_format: "auto" (default), "safetensors" or "gguf"; the files decide. weight_version: the name of the new
     weights (default: the number of updates).

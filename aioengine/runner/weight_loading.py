@@ -15,7 +15,7 @@ from aioengine import plugins
 from aioengine.api import checks
 from aioengine.layers.linear import Linear
 from aioengine.model_files import folder_files
-from aioengine.model_files.checkpoint import Entry, file_states, listed
+from aioengine.model_files.checkpoint import Entry, check_unchanged, file_states, listed
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.protocol.messages import Control, Reply
 from aioengine.protocol.weight_messages import (
@@ -172,8 +172,9 @@ class WeightLoader:
                 return Reply(control.call_id, True)
             part = self._part_of(arguments)
             self._check_model(None if arguments.get("is_part") else Path(str(arguments["path"])))
-            part.check(self._targets())
             files = file_states(entry.path for entry in part.entries) if isinstance(part, _StoredPart) else {}
+            part.check(self._targets())
+            check_unchanged(files, "while it was checked")
         except ValueError as error:
             return Reply(control.call_id, False, str(error))
         return Reply(control.call_id, True, data=json.dumps(files))

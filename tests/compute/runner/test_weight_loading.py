@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from aioengine.protocol.messages import Control
 from aioengine.protocol.weight_messages import CHECK_WEIGHTS, LOAD_WEIGHTS
+from aioengine.runner import weight_loading
 from aioengine.runner.weight_loading import WeightsBrokenError
+from aioengine.runner.weight_reading import check_all
 from aioengine.settings.config import LoadedWeights
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import Stepper
@@ -88,6 +90,20 @@ def test_a_call_that_arrives_twice_loads_once(tmp_path: Path) -> None:
     expected = logits_of(world)
     assert call(world, LOAD_WEIGHTS, first).success  # the same number
     assert torch.equal(logits_of(world), expected)
+
+
+def test_files_that_change_while_they_are_checked_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = save_pair("llama", tmp_path)
+    world = World(make_settings(first))
+
+    def check_and_change(*arguments: Any) -> None:
+        check_all(*arguments)
+        (second / "model.safetensors").write_bytes((first / "model.safetensors").read_bytes())
+
+    monkeypatch.setattr(weight_loading, "check_all", check_and_change)
+    reply = call(world, CHECK_WEIGHTS, second)
+    assert not reply.success
+    assert "was changed while it was checked" in reply.message
 
 
 def test_failure_while_weights_are_replaced_ends_the_process(tmp_path: Path) -> None:
