@@ -126,7 +126,8 @@ async def get_weights_by_name(self: Any, name: str, truncate_size: int = 100) ->
         EngineClosedError, EngineDeadError.
     """
     frontend: Frontend = self._frontend_here()
-    return await frontend.weights.get(name, truncate_size)
+    rows: list[Any] | None = await frontend.weights.get(name, truncate_size)
+    return rows
 
 
 @signatures.own_arguments

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from functools import partial, wraps
+from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -103,8 +103,7 @@ def _to_its_end(
     Otherwise files might be closed before the processes have read them.
     """
 
-    @wraps(method)
-    async def run(self: LiveWeights, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    async def run(self: LiveWeights, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         await self.lock.acquire()
         task = self.task = asyncio.create_task(method(self, *args, **kwargs))
         task.add_done_callback(lambda _: self.lock.release())
