@@ -18,8 +18,8 @@ from tests.kit.source import ROOT
 def test_two_steps_write_a_folder(tmp_path: Path) -> None:
     train("brief", 2, num_rows=2).save_pretrained(tmp_path)
     found = read_folder(tmp_path)
-    assert {module.rank for module in found.modules} == {8}
-    assert len(found.modules) == 4 * 7  # layers, projections of each
+    assert {part.rank for part in found.stored_parts} == {8}
+    assert len(found.stored_parts) == 4 * 7  # layers, projections of each
 
 
 def test_every_style_can_name_capitals_and_add() -> None:

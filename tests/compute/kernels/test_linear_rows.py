@@ -179,10 +179,10 @@ def test_few_rows_are_padded_where_large_weights_are_read_slowly_with_them(
     milliseconds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "TIMED_SHAPE", (64, 64))
+    monkeypatch.setattr(linear, "_packed", differing_in(set()))
     monkeypatch.setattr(linear, "_seconds", lambda _, x: milliseconds[len(x) - 1] / 1000)
     slow = tuple(count for count in (1, 2, 3) if milliseconds[count - 1] > 22)
     assert linear.slow_counts.__wrapped__(1) == slow
-    monkeypatch.setattr(linear, "_packed", differing_in(set()))
     monkeypatch.setattr(linear, "has_matrix_unit", lambda: False)
     monkeypatch.setattr(linear, "slow_counts", lambda _: slow)
     for cached_bytes, first in ((1 << 20, 1), (0, 1 + len(slow))):
