@@ -4,6 +4,7 @@
     LOAD_WEIGHTS    replace weights, between two steps
     BEGIN_WEIGHTS   compute no step until END_WEIGHTS; the weights arrive in several LOAD_WEIGHTS
     END_WEIGHTS     end this update; CHECK_WEIGHTS with ``ends`` checks first that all tensors have arrived
+    CANCEL_WEIGHTS  end the process if an update is open, because another replica has lost this update
     GET_WEIGHTS     return the first rows of a tensor
     JOIN_GROUP      join the process group of a training program (``TrainerGroup``)
     LEAVE_GROUP     leave it

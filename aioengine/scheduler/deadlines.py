@@ -19,12 +19,15 @@ class Deadlines:
     def __init__(self) -> None:
         self.heap: list[tuple[float, int, str]] = []
 
-    def add(self, uid: int, deadlines: Mapping[str, float], living: Collection[int]) -> None:
-        """Add the deadlines of a request. If most entries are of requests that are not ``living``, remove these."""
+    def add(self, uid: int, deadlines: Mapping[str, float], open_uids: Collection[int]) -> None:
+        """Add the deadlines of a request. If most entries are of ended requests, remove these.
+
+        open_uids: of all open requests.
+        """
         for kind, time in deadlines.items():
             heapq.heappush(self.heap, (time, uid, kind))
-        if len(self.heap) > 4 * len(living) + SPARE_ENTRIES:
-            self.heap = [entry for entry in self.heap if entry[1] in living]
+        if len(self.heap) > 4 * len(open_uids) + SPARE_ENTRIES:
+            self.heap = [entry for entry in self.heap if entry[1] in open_uids]
             heapq.heapify(self.heap)
 
     def next_time(self, requests: dict[int, Request]) -> float | None:
