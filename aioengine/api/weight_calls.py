@@ -1,4 +1,4 @@
-"""The methods of both engines for new weights, and pauses."""
+"""The methods of both engines for new weights, pauses, and memory that is freed for a while."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def update_weights_from_disk(
     *,
     weight_version: str | None = None,
 ) -> WeightUpdate:
-    """Replace all weights by those of another checkpoint of the same model, without a restart.
+    """Replace all weights by another checkpoint of the same model, without a restart.
 
     The result is true if it succeeded. Otherwise nothing has changed, and ``message`` says why: names, shapes,
     types and numbers of all tensors are checked before the first one is replaced, on all replicas.

@@ -1,4 +1,4 @@
-"""New weights for a running engine: on all replicas, or on none."""
+"""New weights for a running engine, on all replicas or on none, and memory that is freed for a while."""
 
 from __future__ import annotations
 

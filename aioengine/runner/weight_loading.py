@@ -1,4 +1,4 @@
-"""Replaces the weights of a running engine between two steps."""
+"""Replaces the weights of a running engine between two steps, and frees memory for a while."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 import torch
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     Facts = dict[str, str | int | float | bool]
 
 
-RELEASED = "the weights are released; call resume_memory_occupation first"
+RELEASED: Final = "the weights are released; call resume_memory_occupation first"
 
 
 class WeightsBrokenError(BaseException):
@@ -183,7 +183,7 @@ class WeightLoader:
         if refusal := self._refusal(control):
             return refusal
         loaded = _loaded_by(control)
-        if loaded is not None and loaded.number == self._facts["num_weight_loads"]:
+        if loaded is not None and loaded.number == self._loaded.number:
             return Reply(control.call_id, True)  # the process has started with them, or the call arrived twice
         try:
             part = self._part_of(control.arguments)
@@ -206,7 +206,7 @@ class WeightLoader:
     def _end(self, control: Control) -> Reply:
         loaded = _loaded_by(control)
         assert loaded is not None, "the end of an update names its weights"
-        if loaded.number == self._facts["num_weight_loads"]:
+        if loaded.number == self._loaded.number:
             return Reply(control.call_id, True)
         if refusal := self._refusal(control):
             return refusal
@@ -229,7 +229,7 @@ class WeightLoader:
         target = self._targets().get(name)
         if target is None:
             return Reply(control.call_id, True, data="null")
-        if target.writer is not None or target.source is not None or self._fixed_layer() is not None:
+        if target.writer is not None or target.source is not None or _fixed_layer(self._model) is not None:
             where = "quantized" if target.source is None else "divided among ranks"
             return Reply(control.call_id, False, f"{name} is {where}, and cannot be returned")
         self._model.open_for_loading("", {name.rpartition(".")[0]})
@@ -382,9 +382,6 @@ class WeightLoader:
             count = checks.counted(len(missing), "tensor")
             raise ValueError(f"the update is incomplete and stays open: {count} missing: {listed(missing)}")
 
-    def _fixed_layer(self) -> str | None:
-        return _fixed_layer(self._model)
-
     def _check_model(self, path: Path | None) -> None:
         """Raise ValueError if the model cannot take new weights, or if its config.json differs.
 
@@ -392,7 +389,7 @@ class WeightLoader:
         """
         if self._settings.model.implementation == TRANSFORMERS:
             raise ValueError("a model in transformers' code cannot take new weights; start an engine with them")
-        if (layer := self._fixed_layer()) is not None:
+        if (layer := _fixed_layer(self._model)) is not None:
             raise ValueError(f"the layer {layer} is quantized, and its weights on a GPU cannot be replaced")
         if path is None or folder_files.is_gguf(path) or folder_files.is_gguf(Path(self._settings.model.path)):
             return

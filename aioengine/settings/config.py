@@ -276,7 +276,7 @@ class PoolingSettings(Struct, frozen=True, kw_only=True):
 
 
 class LoadedWeights(Struct, frozen=True, kw_only=True):
-    """Weights that have replaced those of the model folder. A new runner starts with them.
+    """Weights that have replaced the weights of the model folder. A new runner starts with them.
 
     Attributes:
         version: the user's name of the weights.

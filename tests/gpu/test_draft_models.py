@@ -1,4 +1,4 @@
-"""Draft models on a GPU: in deterministic mode, answers are those of an engine without drafts."""
+"""Draft models on a GPU: in deterministic mode, answers equal the answers of an engine without drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New weights for a running engine on a GPU, with CUDA graphs: answers are those of an engine that starts with them."""
+"""New weights for a running engine on a GPU, with CUDA graphs: a new engine gives the same answers."""
 
 from __future__ import annotations
 
