@@ -140,8 +140,10 @@ def app_of(
 async def _no_route(request: Request, error: Exception) -> Response:
     status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
     path = request.url.path[:100]
-    refusal = CallError(f"there is no {request.method} {path}; the base URL of OpenAI's clients ends with /v1", status)
-    return json_response(openai_error(refusal)[1], status, headers)
+    hint = "" if path.startswith("/v1/") else "; the base URL of OpenAI's clients ends with /v1"
+    return json_response(
+        openai_error(CallError(f"there is no {request.method} {path}{hint}", status))[1], status, headers
+    )
 
 
 def _listed(value: str | Sequence[str] | None) -> list[str]:
