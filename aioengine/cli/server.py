@@ -54,7 +54,7 @@ def run_server(arguments: Arguments) -> int:
     async def run_engine() -> BaseException | None:
         try:
             await engine.start()
-            await engine.freeze_gc()  # a collection of all modules would stop the streams for some 100 ms
+            await engine.freeze_gc()  # a collection of all modules would stop the streams for 70 ms
             print(f"serving at http://{_name(listening)}/v1", flush=True)
             return await engine.wait_failed()
         finally:
@@ -81,7 +81,7 @@ def run_server(arguments: Arguments) -> int:
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     with socket.create_server((arguments.host, arguments.port), family=family) as listening:
         # In an iteration of its loop, uvloop accepts one connection per socket. Under load, an iteration takes some
-        # milliseconds, so with one socket the last of many new clients would wait for seconds.
+        # milliseconds, so with one socket the last of 256 new clients would wait for a second.
         server.run(sockets=[listening, *(listening.dup() for _ in range(NUM_ACCEPTED - 1))])
     for error in results:
         if error is not None and not isinstance(error, EngineClosedError):  # raised by a shutdown during the start

@@ -128,7 +128,7 @@ def openai_router(
 def app_of(
     router: APIRouter, lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]] | None = None
 ) -> Starlette:
-    """Return an app with only the routes of ``openai_router``. A request starts in half of the time of FastAPI."""
+    """Return an app with only the routes of ``openai_router``. A request takes a quarter less CPU than in FastAPI."""
     routes = [
         Route(route.path, route.endpoint, methods=sorted(route.methods or ()), name=route.name)
         for route in router.routes
