@@ -24,8 +24,6 @@ from aioengine.runner.token_lists import token_lists
 from aioengine.runner.transfer import Ints, upload_to
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import numpy.typing as npt
     from torch import Tensor
 
@@ -68,12 +66,13 @@ class RowTable:
         num_embeddings: token ids are below this.
         max_rows: maximum number of open requests.
         adapters: the adapter slots; None: all requests use the base model.
+        max_drafts: maximum drafts of a row.
 
     Attributes:
         requests: uid -> open request.
         page_tables: their pages.
-        last_tokens: [2 * max_rows] int64 on the device, by row index. The second half is memory for the known tokens of
-            expanded rows.
+        last_tokens: [X] int64 on the device, by row index. After the first ``max_rows`` there is memory for the known
+            tokens of expanded rows. The last one is never read.
         sampling: [max_rows] of SAMPLING_RECORD.
         num_opened: number of requests opened so far. While it is unchanged, rows belong to the same requests.
         num_pooled: number of open requests of kind POOL.
@@ -95,10 +94,11 @@ class RowTable:
         max_rows: int,
         images: Images | None = None,
         adapters: AdapterPool | None = None,
+        max_drafts: int = 0,
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
         self.page_tables = page_tables
-        self.last_tokens = torch.zeros(2 * max_rows, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros((2 + max_drafts) * max_rows + 1, dtype=torch.int64, device=device)
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
         self.num_opened = 0
@@ -345,18 +345,17 @@ class FailedRows:
             self._kv_pool.clean(self._table.pages(uid))
         self._table.close(uid)
 
-    def clean_after_step(self, uids: Iterable[int], token_ids: Tensor, closed: list[int]) -> None:
+    def clean_after_step(self, indices: dict[int, int], token_ids: Tensor, closed: list[int]) -> None:
         """Clean the pages of closed requests if they fail in the step in flight.
 
         The device decides after the step which pages it cleans. The host knows the failed rows too late: the pages may
         then belong to another request.
 
         Args:
-            uids: the S rows of the step.
+            indices: uid -> index in ``token_ids``, of the rows of the step.
             token_ids: [S] the result of the step on the device; negative for a failed row.
             closed: uids of the closed requests.
         """
-        indices = {uid: index for index, uid in enumerate(uids)}
         pages = {indices[uid]: self._table.pages(uid) for uid in closed if uid in indices}
         if pages:
             self._kv_pool.clean_failed(pages, token_ids, self._table.upload)

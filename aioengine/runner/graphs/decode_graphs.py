@@ -99,8 +99,11 @@ class TensorAddress:
 class DecodeStep:
     """The results of a replayed step.
 
+    R: rows of the step, or tokens if each token was sampled (``DecodeGraphs.replay``).
+
     Attributes:
-        token_ids: [R] int64, already stored in the table; None: a row needs more than a temperature, or was expanded.
+        token_ids: [R] int64, already stored in the table; None: a row needs more than a temperature. If each token was
+            sampled, they are not stored.
         hidden: [R, D].
         graph: the graph, for ``DecodeGraphs.logits``.
         order: [R] int64, the row of the graph of each row; None: they are in order.
@@ -218,8 +221,8 @@ class DecodeGraphs:
         """
         return num_rows if num_rows > self.max_rows else self.sizes[bisect_left(self.sizes, num_rows)]
 
-    def fits(self, rows: StepRows) -> bool:
-        """Return whether these rows are a decode step with a graph."""
+    def fits(self, rows: StepRows, *, has_drafts: bool = False) -> bool:
+        """Return whether these rows are a decode step with a graph. has_drafts: known tokens are drafts."""
         num_rows = len(rows.requests)
         if not num_rows or num_rows > self.max_rows:
             return False
@@ -227,11 +230,18 @@ class DecodeGraphs:
         if rows.known_ids.size:
             spec = self._model.input_spec
             is_small = num_tokens <= self.max_rows and not spec.rows and not spec.states
-            return is_small and bool(self._table.num_with_grammar) and can_expand(rows)
+            may_expand = has_drafts or bool(self._table.num_with_grammar)
+            return is_small and may_expand and can_expand(rows)
         return num_tokens == num_rows and bool(rows.samples.all())
 
-    def replay(self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None]) -> DecodeStep:
-        """Queue the step, which must fit. when_ready: called before its inputs overwrite those of the previous step."""
+    def replay(
+        self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None], samples_each: bool = False
+    ) -> DecodeStep:
+        """Queue the step, which must fit.
+
+        when_ready: called before its inputs overwrite those of the previous step. samples_each: sample after each token
+        of rows with known tokens, and return R tokens and hidden states for R tokens of the step.
+        """
         num_rows, table = int(rows.token_ends[-1]), self._table
         expanded, cascade = None, None
         with part("prepare"):
@@ -244,9 +254,17 @@ class DecodeGraphs:
             chosen = self._choose(num_rows, cascade, slots)
             size = chosen.num_rows
             self._copied.synchronize()
-            is_drawn = expanded is None and is_simple(sampled)
+            is_drawn = is_simple(sampled)
+            targets: Ints64 | int = -1
+            if samples_each:
+                targets = len(table.last_tokens) - 1 if is_drawn else -1
+            elif expanded is not None:
+                targets = np.full(num_rows, -1)
+                targets[rows.token_ends - 1] = rows.row_indices
+            elif is_drawn:
+                targets = rows.row_indices if cascade is None else rows.row_indices[cascade.order]
             arrays = self._host_arrays
-            num_used = self._fill(arrays, size, rows, sampled, cascade=cascade, expanded=expanded, is_drawn=is_drawn)
+            num_used = self._fill(arrays, size, rows, sampled, targets, cascade=cascade, expanded=expanded)
             host, ends = self._host[0], _COLUMNS * size
             chosen.attention.plan(host[ends : ends + size + 1], host[3 * size : 4 * size])
         when_ready()
@@ -259,12 +277,15 @@ class DecodeGraphs:
             inverse = cascade.inverse
             token_ids = None if token_ids is None else token_ids[inverse]
             return DecodeStep(token_ids, chosen.hidden[inverse], chosen, inverse)
+        if samples_each:
+            return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None)
         has_readers = table.num_with_logprobs or table.num_with_hidden_states
         needs_masks = not (is_drawn or has_readers) and is_simple(sampled, aside_from=table.mask_bit)
         if expanded is None:
             return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None, needs_masks)
-        order, last_indices = expanded.last_indices, (rows.token_ends - 1).tolist()
-        return DecodeStep(None, chosen.hidden[order], chosen, order, needs_masks, last_indices)
+        order = table.upload(rows.token_ends - 1)
+        token_ids = None if token_ids is None else token_ids[order]
+        return DecodeStep(token_ids, chosen.hidden[order], chosen, order, needs_masks, (rows.token_ends - 1).tolist())
 
     def draw(self, step: DecodeStep, logits: Tensor) -> Tensor:
         """Sample token ids [R] by temperature from masked logits [>= R, V], and store them in the table. ``step`` must
@@ -303,13 +324,15 @@ class DecodeGraphs:
         size: int,
         rows: StepRows,
         sampled: SampledRows,
+        targets: Ints64 | int,
         *,
         cascade: Cascade | None = None,
         expanded: ExpandedRows | None = None,
-        is_drawn: bool,
     ) -> list[int]:
         """Write the inputs of the graph of ``size`` rows to ``hosts``, an array [X] for each page group. Return the
         number of integers written to each of them.
+
+        targets: [rows of the graph] indices at which the table stores the sampled tokens; -1: the row is not sampled.
         """
         page_size, ends = self._inputs.page_size, _COLUMNS * size
         order = cascade.order if cascade else expanded.row_of_token if expanded else slice(None)
@@ -327,15 +350,14 @@ class DecodeGraphs:
             columns[1, :num_rows] += images.deltas[row_indices]
         columns[2, :num_rows] = slots_GR[0]
         columns[3, :num_rows] = last_lengths
-        columns[4] = -1
-        if expanded:
-            columns[4, rows.token_ends - 1] = rows.row_indices
-        elif is_drawn:
-            columns[4, :num_rows] = row_indices
+        columns[4, :num_rows] = targets
+        columns[4, num_rows:] = -1
         fields = columns[5:]
         fill_fields(sampled, fields[:, : len(rows.requests)])
         if not isinstance(order, slice):
             fields[:, :num_rows] = fields[:, order]
+        if expanded:
+            fields[2, :num_rows] = positions + 1
         if num_rows < size:
             columns[:3, num_rows:] = 0
             columns[3, num_rows:] = 1

@@ -137,13 +137,11 @@ class ExpandedRows:
 
     Attributes:
         row_of_token: [T] the row of the step of each token.
-        last_indices: [R] on the device, index in T of the last token of each row.
         positions: [T] position of each token.
         sources: [T] index of each token in ``RowTable.last_tokens``.
     """
 
     row_of_token: Ints
-    last_indices: Tensor
     positions: Ints
     sources: Ints
 
@@ -164,4 +162,4 @@ def expand_rows(rows: StepRows, table: RowTable) -> ExpandedRows:
     sources[unknown] = rows.row_indices[unknown_rows]
     table.last_tokens[first : first + len(rows.known_ids)].copy_(table.upload(rows.known_ids))
     positions = np.arange(num_tokens) + (rows.starts + rows.counts - rows.token_ends)[row_of_token]
-    return ExpandedRows(row_of_token, table.upload(rows.token_ends - 1), positions, sources)
+    return ExpandedRows(row_of_token, positions, sources)

@@ -4,7 +4,8 @@ The scheduler plans how many drafts a row may have, and assumes that all are acc
 number. It computes the row with the proposed tokens like a part of a prompt, and samples a token at each position: the
 first drafts that equal these tokens are accepted. Without proposals, the row is a plain row.
 
-Proposals need all earlier tokens on the host. So before a step with drafts, the host waits for the steps in flight.
+Proposals need all earlier tokens on the host. So before a step with drafts, and before the step after it, the host
+waits for the steps in flight. On a GPU with CUDA graphs it does not wait for the step itself.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class DraftRows:
         self._model = model
         self._with_grammars = with_grammars
         self._open: dict[int, OpenDrafts] = {}
-        self._launched: list[Ticket] = []  # steps whose tokens are not in ``NgramProposer.token_ids``
+        self._launched: list[Ticket] = []  # steps whose tokens are not recorded
 
     def open(self, opened: NewRow) -> None:
         """Open a request, or open it again."""
@@ -64,10 +65,12 @@ class DraftRows:
         drafts = StepDrafts()
         if self._model is not None:
             self._model.note_pages(rows)
-        if any(row.num_drafts for row in rows):
+        has_drafts = any(row.num_drafts for row in rows)
+        if has_drafts or any(ticket.drafts is not None and ticket.drafts.proposed for ticket in self._launched):
             for ticket in self._launched:
-                _add_tokens(ticket, ticket.values.wait())
+                self._record(ticket, ticket.values.wait())
             self._launched.clear()
+        if has_drafts:
             self._propose(rows, drafts)
         return [self._with_drafts(row, drafts) for row in rows], drafts
 
@@ -101,36 +104,45 @@ class DraftRows:
         return Row(row.uid, start, count, row.outputs, token_ids)
 
     def launched(self, ticket: Ticket, rows: list[Row]) -> None:
-        """Record a launched and verified step. rows: as ``propose`` returned them."""
+        """Record a launched step, and let the draft model compute its prompts. rows: as ``propose`` returned them."""
         drafts = ticket.drafts
         assert drafts is not None
         drafts.open = [self._open.get(uid) for uid in ticket.sampled]
-        for uid, entry in zip(ticket.sampled, drafts.open, strict=True):
-            num_rejected = drafts.planned.get(uid, 0) - len(drafts.accepted.get(uid, ()))
-            if num_rejected and entry is not None:
-                drafts.rejected[uid] = num_rejected
-                entry.num_rejected += num_rejected
-        if self._model is not None:
-            self._update_model(self._model, drafts, rows)
+        if not drafts.proposed:  # otherwise they are rejected when the tokens are known
+            _reject(ticket, drafts)
         self._launched.append(ticket)
-
-    def _update_model(self, model: DraftModel, drafts: StepDrafts, rows: list[Row]) -> None:
-        """Tell the draft model which drafts were accepted, and let it compute the prompts of the step."""
+        if self._model is None:
+            return
         prompts: list[tuple[DraftedRequest, RequestRow, int]] = []
         for row in rows:
             entry, request = self._open.get(row.uid), self._requests.get(row.uid)
             if entry is None or request is None or not isinstance(entry.text, DraftedRequest):
                 continue
-            if row.uid in drafts.proposed:
-                model.accept(entry.text, request, len(drafts.accepted.get(row.uid, ())))
-            elif len(row.token_ids) == row.count and row.start + row.count <= len(entry.text.token_ids):
+            is_known = len(row.token_ids) == row.count and row.start + row.count <= len(entry.text.token_ids)
+            if is_known and row.uid not in drafts.proposed:
                 prompts.append((entry.text, request, row.start + row.count))
-        model.compute(prompts)
+        self._model.compute(prompts)
+
+    def _record(self, ticket: Ticket, values: list[int]) -> None:
+        """Record the tokens of a step, and which drafts were accepted. values: ``Ticket.values``."""
+        drafts = ticket.drafts
+        assert drafts is not None
+        if drafts.proposed:
+            _reject(ticket, drafts)
+        for uid, entry, value in zip(ticket.sampled, drafts.open, values, strict=False):
+            if entry is None or entry.text is None:
+                continue
+            accepted = drafts.accepted.get(uid, ())
+            if uid in drafts.proposed and isinstance(entry.text, DraftedRequest) and self._open.get(uid) is entry:
+                assert self._model is not None
+                self._model.accept(entry.text, self._requests[uid], len(accepted))
+            if value != FAILED and uid not in ticket.repeated:
+                entry.text.token_ids += (*accepted, value, *ticket.forced.get(uid, ()))
 
     def collected(self, ticket: Ticket, values: list[int]) -> None:
         """Record a collected step, after its forced tokens are known. values: ``Ticket.values``."""
         if ticket in self._launched:
-            _add_tokens(ticket, values)
+            self._record(ticket, values)
         self.failed(ticket)
         assert ticket.drafts is not None
         for uid, entry in zip(ticket.sampled, ticket.drafts.open, strict=True):
@@ -147,10 +159,10 @@ class DraftRows:
         self._launched = [other for other in self._launched if other is not ticket]
 
 
-def _add_tokens(ticket: Ticket, values: list[int]) -> None:
-    """Add the new tokens of a step to the proposers of its requests. values: ``Ticket.values``."""
-    drafts = ticket.drafts
-    assert drafts is not None
-    for uid, entry, value in zip(ticket.sampled, drafts.open, values, strict=False):
-        if entry is not None and entry.text is not None and value != FAILED and uid not in ticket.repeated:
-            entry.text.token_ids += (*drafts.accepted.get(uid, ()), value, *ticket.forced.get(uid, ()))
+def _reject(ticket: Ticket, drafts: StepDrafts) -> None:
+    """Set the number of rejected drafts of each row of a step."""
+    for uid, entry in zip(ticket.sampled, drafts.open, strict=True):
+        num_rejected = drafts.planned.get(uid, 0) - len(drafts.accepted.get(uid, ()))
+        if num_rejected and entry is not None:
+            drafts.rejected[uid] = num_rejected
+            entry.num_rejected += num_rejected
