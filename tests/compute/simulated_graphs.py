@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,12 @@ class SimulatedGraphs(decode_graphs.DecodeGraphs):
 
     def replay(self, *arguments: Any, samples_each: bool = False, **options: Any) -> decode_graphs.DecodeStep:
         self.num_replayed = self.num_replayed[0] + 1, self.num_replayed[1] + samples_each
-        return super().replay(*arguments, samples_each=samples_each, **options)
+        step = super().replay(*arguments, samples_each=samples_each, **options)
+        # on a CPU, the tokens of a step in flight are not copied
+        return replace(step, token_ids=None if step.token_ids is None else step.token_ids.clone())
+
+    def draw(self, step: decode_graphs.DecodeStep, logits: Tensor) -> Tensor:
+        return super().draw(step, logits).clone()
 
     def _captured(self, size: int, attention: Any, pool: object, tiles: Any = None) -> Any:
         compute = self._step(size, attention, tiles)
