@@ -143,9 +143,15 @@ class ModelRunner:
                 draft_model = DraftModel(parts.draft, self._table, self._sampler, processors, num_embeddings)
             with_grammars = settings.scheduler.depth == 0
             self._drafts = DraftRows(self._table.requests, draft_model, with_grammars=with_grammars)
-        self._verifier = Verifier(
-            self._table, self._sampler, pool, logits=self._logits, keep=self._keep, errors=self._custom.errors
-        )
+            self._verifier = Verifier(
+                self._table,
+                self._sampler,
+                pool,
+                logits=self._logits,
+                keep=self._keep,
+                errors=self._custom.errors,
+                read=self._drafts.read,
+            )
         self._is_closed = False
 
     @torch.inference_mode()
@@ -163,6 +169,8 @@ class ModelRunner:
         graphs.capture(report)
         self._graphs = graphs
         self._constrained.max_tokens = graphs.max_rows
+        if self._drafts is not None:
+            self._drafts.capture_graphs(self._vocab_size, max_rows, report)
         self.facts["cuda_graph_sizes"] = " ".join(map(str, graphs.sizes))
 
     @torch.inference_mode()
@@ -174,14 +182,21 @@ class ModelRunner:
             self._constrained.sample_deferred()
         with part("prepare"):
             self._change_requests(plan)
-            plan_rows, drafts = plan.rows, None
+            planned = plan_rows = plan.rows
+            drafts: StepDrafts | None = None
             if self._drafts is not None:
                 if any(row.num_drafts for row in plan_rows):
                     self._constrained.sample_deferred()
                 failed = self._failed.reasons
-                plan_rows = [row for row in plan_rows if row.uid not in failed] if failed else plan_rows
-                plan_rows, drafts = self._drafts.propose(plan_rows)
+                planned = [row for row in planned if row.uid not in failed] if failed else planned
+                drafts = self._drafts.propose(planned)
+                plan_rows = self._drafts.with_drafts(planned, drafts)
             rows = self._read(plan_rows)
+            is_on_device = drafts is not None and drafts.on_device is not None
+            if self._drafts is not None and drafts is not None and is_on_device and not self._verifies_in_graph(rows):
+                self._drafts.read(drafts)
+                plan_rows = self._drafts.with_drafts(planned, drafts)
+                rows = self._read(plan_rows)
         if self._send_plan is not None:
             self._send_plan(plan, self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
@@ -374,6 +389,12 @@ class ModelRunner:
             hidden = hidden[self._table.upload(np.flatnonzero(~rows.samples))]
         return torch.where(hidden.isfinite().all(-1), 0, FAILED)
 
+    def _verifies_in_graph(self, rows: StepRows) -> bool:
+        """Return whether all drafts of these rows can be verified at once in a CUDA graph."""
+        if self._graphs is None or not self._graphs.fits(rows, has_drafts=True):
+            return False
+        return not any(one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
+
     def _compute_drafts(
         self, rows: StepRows, sampled: list[RequestRow], positions: Ints, drafts: StepDrafts
     ) -> Readback:
@@ -387,8 +408,9 @@ class ModelRunner:
         counts = drafts.counts(sampled)
         first = self._table.sampled(sampled, rows.row_indices[rows.samples], positions - counts)
         if self._graphs is not None and self._graphs.fits(rows, has_drafts=True):
-            step = self._graphs.replay(rows, first, when_ready=self._constrained.sample_deferred, samples_each=True)
-            if not any(one_by_one(first)):
+            num_drafts = None if drafts.on_device is None else counts
+            step = self._graphs.replay(rows, first, samples_each=True, num_drafts=num_drafts)
+            if not any(one_by_one(sampled, first.records)):
                 return self._verifier.accept_later(self._graphs, step, rows, first, drafts)
             before_drafts = step.hidden[self._table.upload(drafts.token_indices(rows))]
             hidden = step.hidden[self._table.upload(rows.token_ends - 1)]

@@ -9,6 +9,7 @@ R rows of a step, P pages of the longest row, G page groups.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -72,7 +73,7 @@ class RowTable:
         requests: uid -> open request.
         page_tables: their pages.
         last_tokens: [X] int64 on the device, by row index. After the first ``max_rows`` there is memory for the known
-            tokens of expanded rows. The last one is never read.
+            tokens of expanded rows, then for drafts (``draft_indices``). The last one is never read.
         sampling: [max_rows] of SAMPLING_RECORD.
         num_opened: number of requests opened so far. While it is unchanged, rows belong to the same requests.
         num_pooled: number of open requests of kind POOL.
@@ -98,7 +99,8 @@ class RowTable:
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
         self.page_tables = page_tables
-        self.last_tokens = torch.zeros((2 + max_drafts) * max_rows + 1, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros((2 + 2 * max_drafts) * max_rows + 1, dtype=torch.int64, device=device)
+        self._first_draft = (2 + max_drafts) * max_rows
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
         self.num_opened = 0
@@ -114,6 +116,23 @@ class RowTable:
         self.mask_bit = sum(1 << i for i, processor in enumerate(processors) if isinstance(processor, GrammarMask))
         self._recent: Tensor | None = None
         self._free_indices = list(range(max_rows - 1, -1, -1))
+
+    def draft_indices(self, number: Ints | int, row_indices: Ints) -> Ints:
+        """Return the indices in ``last_tokens`` of the drafts with this number, from 0 on, of these rows [R]."""
+        return self._first_draft + number * len(self.sampling) + row_indices
+
+    def store_drafts(self, number: int, row_indices: Ints, token_ids: Tensor) -> None:
+        """Store the drafts [R] with this number of these rows."""
+        indices = self.upload(self.draft_indices(number, row_indices))
+        self.last_tokens.index_copy_(0, indices, token_ids.clamp(min=0))
+
+    def for_draft_model(self) -> RowTable:
+        """Return the same table for a draft model, which has one page group, and neither adapters nor images."""
+        table = copy(self)
+        table.page_tables = copy(self.page_tables)
+        table.page_tables.tables, table.page_tables.groups = self.page_tables.tables[:1], None
+        table.adapters, table.images = RowAdapters(len(self.sampling)), None
+        return table
 
     def open(self, opened: NewRow) -> None:
         """Open a request.

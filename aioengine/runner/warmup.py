@@ -79,8 +79,9 @@ def warm_up_device(
 ) -> None:
     """Capture CUDA graphs where the attention backend supports it, and run all warm-up steps."""
     settings = parts.settings
-    if isinstance(parts.attention, CapturableAttention):
-        parts.attention.warm_up()
+    for attention in (parts.attention, None if parts.draft is None else parts.draft.attention):
+        if isinstance(attention, CapturableAttention):
+            attention.warm_up()
     if settings.runner.cuda_graph_max_rows:
         is_foreign = settings.model.implementation == TRANSFORMERS
         if is_foreign and (reason := why_it_waits(parts.model, parts.device)):

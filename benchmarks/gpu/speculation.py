@@ -23,6 +23,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from benchmarks.gpu.models import MODELS, write_folder
 SHORT, LONG = 16, 144
 WARM_UP_S = 0.7
 PROFILED_TOKENS, MORE_TOKENS = 9000, 1500
+NUM_KERNELS = 9
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 4}
 
 
@@ -123,18 +125,28 @@ class Times:
             await self.engine.start_profile(folder, num_steps=step_profile.NUM_TRACED)
             await asyncio.sleep(WARM_UP_S)
             path = await self.engine.stop_profile()
-            parts = step_profile.traced_parts(path) | {"wall": wall_ms(path)}
+            parts, kernels = step_profile.traced_parts(path), top_kernels(path)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        return "  ".join(f"{name} {value:.3f}" for name, value in parts.items())
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in parts.items())
+        return f"{shown}\n{kernels}"
 
 
-def wall_ms(path: str) -> float:
-    """Return the milliseconds between the launches of two steps in a trace."""
+def top_kernels(path: str) -> str:
+    """Return the wall time of a step in a trace, and the kernels that take the most time of a step."""
     with gzip.open(path) as file:
-        events = json.load(file)["traceEvents"]
-    starts = sorted(event["ts"] for event in events if str(event.get("name")).startswith("step "))
-    return float(starts[-1] - starts[0]) / 1000 / max(len(starts) - 1, 1) if starts else 0.0
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    steps = [event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith("step ")]
+    starts = sorted(event["ts"] for event in steps)
+    num_steps = max(len(starts) - 1, 1)
+    lines = [f"         wall {(starts[-1] - starts[0]) / 1000 / num_steps:.3f} ms a step" if starts else ""]
+    spent: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}:
+            spent[event["name"][:70]].append(event["dur"] / 1000)
+    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:NUM_KERNELS]:
+        lines.append(f"         {sum(times) / num_steps:.3f} ms, {len(times) / num_steps:.1f} calls of {name}")
+    return "\n".join(lines)
 
 
 async def run(name: str, options: argparse.Namespace) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import AttentionShape, DecodeBuffers, Ints
     from aioengine.kernels.triton.sampling import Draws
+    from aioengine.runner.model_runner import ModelRunner
 
 
 class FixedRows(TorchAttention):
@@ -126,8 +127,18 @@ class SimulatedGraphs(decode_graphs.DecodeGraphs):
         return compute
 
 
+def capture(runner: ModelRunner, max_rows: int) -> None:
+    """Capture the graphs of a runner, after ``simulate_graphs``."""
+    drafts = runner._drafts
+    model = None if drafts is None else drafts._model
+    for attention in (runner._attention, None if model is None else model._parts.attention):
+        if attention is not None:
+            attention.__class__ = CapturableTorch  # type: ignore[assignment]
+    runner.capture_graphs(max_rows, lambda *_: None)
+
+
 def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``ModelRunner.capture_graphs`` work on a CPU, for a runner whose attention is ``CapturableTorch``."""
+    """Let ``ModelRunner.capture_graphs`` work on a CPU."""
     monkeypatch.setattr(decode_graphs, "SamplingKernels", Kernels)
     monkeypatch.setattr(decode_graphs, "DecodeGraphs", SimulatedGraphs)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")

@@ -156,9 +156,18 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: Model, attention: CapturableAttention, inputs: InputBuilder, *, vocab_size: int, max_rows: int
+        self,
+        model: Model,
+        attention: CapturableAttention,
+        inputs: InputBuilder,
+        *,
+        vocab_size: int,
+        max_rows: int,
+        may_cascade: bool = True,
     ) -> None:
-        """inputs: builds the inputs of steps without graphs; its table, page size and states are used here too."""
+        """inputs: builds the inputs of steps without graphs; its table, page size and states are used here too.
+        may_cascade: rows that share pages may use cascade attention.
+        """
         table = inputs.table
         device = table.last_tokens.device
         self.max_rows = max_rows
@@ -184,7 +193,7 @@ class DecodeGraphs:
         tiles = table.adapters.tiles
         self._tiles = None if tiles is None else FixedTiles(max_rows, tiles, device)
         self._prefixes: SharedPrefixes | None = None
-        if isinstance(attention, CascadeAttention):
+        if may_cascade and isinstance(attention, CascadeAttention):
             self._prefixes = SharedPrefixes(table, attention.cascade_limits, page_size=self._inputs.page_size)
 
     def capture(self, report: Callable[[int, int], None]) -> None:
@@ -192,7 +201,7 @@ class DecodeGraphs:
         attention, tiles = self._attention, self._tiles
         rows = {size: attention.fixed_decode(size, self._buffers(size)) for size in reversed(self.sizes)}
         cascades: dict[int, FixedCascade] = {}
-        if isinstance(attention, CascadeAttention):
+        if self._prefixes is not None and isinstance(attention, CascadeAttention):
             cascade_sizes = cascade_ladder(self.max_rows, min_rows=attention.cascade_limits.min_rows)
             cascades = {size: attention.fixed_cascade(size, self._buffers(size)) for size in reversed(cascade_sizes)}
         with compile_only():  # compile the kernels of all steps in parallel
@@ -235,19 +244,31 @@ class DecodeGraphs:
         return num_tokens == num_rows and bool(rows.samples.all())
 
     def replay(
-        self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None], samples_each: bool = False
+        self,
+        rows: StepRows,
+        sampled: SampledRows,
+        *,
+        when_ready: Callable[[], None] | None = None,
+        samples_each: bool = False,
+        num_drafts: Ints64 | None = None,
+        draft_number: int | None = None,
     ) -> DecodeStep:
         """Queue the step, which must fit.
 
-        when_ready: called before its inputs overwrite those of the previous step. samples_each: sample after each token
-        of rows with known tokens, and return R tokens and hidden states for R tokens of the step.
+        Args:
+            when_ready: called before its inputs overwrite those of the previous step.
+            samples_each: sample after each token of rows with known tokens, and return R tokens and hidden states for R
+                tokens of the step.
+            num_drafts: as in ``expand_rows``.
+            draft_number: read and store drafts instead of last tokens: read the drafts before this number, unless the
+                tokens are known, and store the drafts with this number.
         """
         num_rows, table = int(rows.token_ends[-1]), self._table
         expanded, cascade = None, None
         with part("prepare"):
             slots = table.adapters.slots(rows.row_indices)
             if rows.known_ids.size:
-                expanded = expand_rows(rows, table)
+                expanded = expand_rows(rows, table, num_drafts)
                 slots = None if slots is None else slots[expanded.row_of_token]
             elif slots is None and self._prefixes is not None:
                 cascade = self._prefixes.find(rows)
@@ -255,19 +276,23 @@ class DecodeGraphs:
             size = chosen.num_rows
             self._copied.synchronize()
             is_drawn = is_simple(sampled)
-            targets: Ints64 | int = -1
-            if samples_each:
-                targets = len(table.last_tokens) - 1 if is_drawn else -1
-            elif expanded is not None:
-                targets = np.full(num_rows, -1)
-                targets[rows.token_ends - 1] = rows.row_indices
-            elif is_drawn:
-                targets = rows.row_indices if cascade is None else rows.row_indices[cascade.order]
+            sources = targets = rows.row_indices
+            if draft_number is not None:
+                sources, targets = (table.draft_indices(draft_number - i, rows.row_indices) for i in (1, 0))
+            if expanded is not None:
+                sources, last = expanded.sources, targets
+                targets = np.full(num_rows, len(table.last_tokens) - 1 if samples_each and is_drawn else -1)
+                if not samples_each:
+                    targets[rows.token_ends - 1] = last
+            elif cascade is not None:
+                sources = targets = rows.row_indices[cascade.order]
+            places = sources, targets if is_drawn or expanded is not None else -1
             arrays = self._host_arrays
-            num_used = self._fill(arrays, size, rows, sampled, targets, cascade=cascade, expanded=expanded)
+            num_used = self._fill(arrays, size, rows, sampled, places, cascade=cascade, expanded=expanded)
             host, ends = self._host[0], _COLUMNS * size
             chosen.attention.plan(host[ends : ends + size + 1], host[3 * size : 4 * size])
-        when_ready()
+        if when_ready is not None:
+            when_ready()
         for memory, host, end in zip(self._memory, self._host, num_used, strict=True):
             memory[:end].copy_(host[:end], non_blocking=True)
         self._copied.record()
@@ -324,7 +349,7 @@ class DecodeGraphs:
         size: int,
         rows: StepRows,
         sampled: SampledRows,
-        targets: Ints64 | int,
+        places: tuple[Ints64, Ints64 | int],
         *,
         cascade: Cascade | None = None,
         expanded: ExpandedRows | None = None,
@@ -332,7 +357,8 @@ class DecodeGraphs:
         """Write the inputs of the graph of ``size`` rows to ``hosts``, an array [X] for each page group. Return the
         number of integers written to each of them.
 
-        targets: [rows of the graph] indices at which the table stores the sampled tokens; -1: the row is not sampled.
+        places: [rows of the graph] indices of the last tokens in the table, and indices at which it stores the sampled
+        tokens (-1: the row is not sampled).
         """
         page_size, ends = self._inputs.page_size, _COLUMNS * size
         order = cascade.order if cascade else expanded.row_of_token if expanded else slice(None)
@@ -344,13 +370,12 @@ class DecodeGraphs:
         tables_GRP = self._table.page_tables.of_step(row_indices, positions, int(last_pages.max()) + 1)
         slots_GR = tables_GRP[:, np.arange(num_rows), last_pages] * page_size + last_lengths - 1
         columns = hosts[0][:ends].reshape(_COLUMNS, size)
-        columns[0, :num_rows] = expanded.sources if expanded else row_indices
+        columns[0, :num_rows], columns[4, :num_rows] = places
         columns[1, :num_rows] = rows.shifted(positions, self._model.input_spec.short_length, order)
         if (images := self._table.images) is not None:
             columns[1, :num_rows] += images.deltas[row_indices]
         columns[2, :num_rows] = slots_GR[0]
         columns[3, :num_rows] = last_lengths
-        columns[4, :num_rows] = targets
         columns[4, num_rows:] = -1
         fields = columns[5:]
         fill_fields(sampled, fields[:, : len(rows.requests)])

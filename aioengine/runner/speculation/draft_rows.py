@@ -5,7 +5,8 @@ number. It computes the row with the proposed tokens like a part of a prompt, an
 first drafts that equal these tokens are accepted. Without proposals, the row is a plain row.
 
 Proposals need all earlier tokens on the host. So before a step with drafts, and before the step after it, the host
-waits for the steps in flight. On a GPU with CUDA graphs it does not wait for the step itself.
+waits for the steps in flight. On a GPU with CUDA graphs it does not wait for the step itself: drafts of a draft model
+stay on the device, and the host reads them together with the tokens of the step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from aioengine.runner.ticket import OpenDrafts, StepDrafts, Ticket
 from aioengine.scheduler.plan import NewRow, Row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aioengine.runner.request_row import RequestRow
     from aioengine.runner.speculation.draft_model import DraftModel
 
@@ -57,11 +60,13 @@ class DraftRows:
         if self._model is not None:
             self._model.close(uid)
 
-    def propose(self, rows: list[Row]) -> tuple[list[Row], StepDrafts]:
-        """Return rows with their proposed drafts as known tokens, and with exact starts. Waits for steps in flight.
+    def capture_graphs(self, vocab_size: int, max_rows: int, report: Callable[[int, int], None]) -> None:
+        """Capture CUDA graphs of the draft model, if there is one. See ``DraftModel.capture_graphs``."""
+        if self._model is not None:
+            self._model.capture_graphs(vocab_size, max_rows, report)
 
-        rows: of requests that have not failed.
-        """
+    def propose(self, rows: list[Row]) -> StepDrafts:
+        """Return the drafts of these rows, whose requests have not failed. May wait for steps in flight."""
         drafts = StepDrafts()
         if self._model is not None:
             self._model.note_pages(rows)
@@ -72,11 +77,23 @@ class DraftRows:
             self._launched.clear()
         if has_drafts:
             self._propose(rows, drafts)
-        return [self._with_drafts(row, drafts) for row in rows], drafts
+        return drafts
+
+    def with_drafts(self, rows: list[Row], drafts: StepDrafts) -> list[Row]:
+        """Return the rows of ``propose`` with their proposed drafts as known tokens, and with exact starts."""
+        return [self._with_drafts(row, drafts) for row in rows]
+
+    def read(self, drafts: StepDrafts, token_ids: list[int] | None = None) -> None:
+        """Set the drafts that are only on the device. token_ids: these drafts; None: wait for them."""
+        if (on_device := drafts.on_device) is not None:
+            assert self._model is not None
+            token_ids = on_device.token_ids.tolist() if token_ids is None else token_ids
+            drafts.proposed = self._model.by_request(on_device, token_ids)
+            drafts.on_device = None
 
     def _propose(self, rows: list[Row], drafts: StepDrafts) -> None:
         """Set ``planned`` and ``proposed`` of the drafts of a step."""
-        proposals: dict[int, Proposal] = {}
+        proposals: list[Proposal] = []
         for row in rows:
             entry = self._open.get(row.uid)
             if not row.num_drafts or entry is None:
@@ -86,12 +103,16 @@ class DraftRows:
             if text is None or len(text.token_ids) != num_known:
                 continue
             if isinstance(text, DraftedRequest):
-                proposals[row.uid] = Proposal(text, self._requests[row.uid], row.num_drafts)
+                proposals.append(Proposal(text, self._requests[row.uid], row.num_drafts))
             elif proposed := list(text.propose(row.num_drafts)):
                 drafts.proposed[row.uid] = proposed
-        if self._model is not None and proposals:
-            found = zip(proposals, self._model.propose([*proposals.values()]), strict=True)
-            drafts.proposed = {uid: proposed for uid, proposed in found if proposed}
+        if self._model is None:
+            return
+        drafts.on_device = self._model.propose(proposals)
+        if drafts.on_device is not None:
+            drafts.proposed = {uid: [0] * count for uid, count in drafts.on_device.counts().items()}
+            if not drafts.on_device.is_stored:
+                self.read(drafts)
 
     def _with_drafts(self, row: Row, drafts: StepDrafts) -> Row:
         entry = self._open.get(row.uid)

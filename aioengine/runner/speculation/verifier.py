@@ -19,6 +19,7 @@ from aioengine.settings.memory_model import SAMPLED_ROWS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
@@ -68,6 +69,7 @@ class Verifier:
         logits: Callable[[Tensor], Tensor],
         keep: Callable[[Tensor, Tensor, Tensor, SampledRows, Ints], None],
         errors: dict[int, str],
+        read: Callable[[StepDrafts, list[int]], None],
     ) -> None:
         """
         Args:
@@ -75,6 +77,7 @@ class Verifier:
             keep: stores the chosen ones of sampled tokens [N]. Arguments: hidden [N, D], logits [N, V], token ids [N],
                 rows [N], chosen indices.
             errors: uid -> error of a custom processor.
+            read: see ``DraftRows.read``.
         """
         self._table = table
         self._sampler = sampler
@@ -82,6 +85,7 @@ class Verifier:
         self._logits = logits
         self._keep = keep
         self._errors = errors
+        self._read = read
 
     def accept_later(
         self, graphs: DecodeGraphs, step: DecodeStep, rows: StepRows, first: SampledRows, drafts: StepDrafts
@@ -96,12 +100,19 @@ class Verifier:
             row_of_token = np.repeat(np.arange(len(counts)), rows.counts)
             later = np.arange(len(row_of_token)) - firsts[row_of_token]
             token_ids = self._sampler.sample(graphs.logits(step)[: len(later)], first.part(row_of_token, later))
+        if drafts.on_device is not None:
+            token_ids = torch.cat([token_ids, drafts.on_device.token_ids])
         return SampledDrafts(token_ids, firsts.tolist(), partial(self._accept, first.requests, drafts))
 
     def _accept(
         self, requests: list[RequestRow], drafts: StepDrafts, firsts: list[int], token_ids: list[int]
     ) -> list[int]:
-        """Accept the drafts of these rows by the tokens sampled at all positions. Return the last token of each row."""
+        """Accept the drafts of these rows by the tokens sampled at all positions. Return the last token of each row.
+
+        token_ids: these tokens, then the drafts that were only on the device.
+        """
+        if drafts.on_device is not None:
+            self._read(drafts, token_ids[-len(drafts.on_device.token_ids) :])
         proposed = [drafts.proposed.get(request.uid, []) for request in requests]
         verification = Verification(proposed, [False] * len(requests))
         entries = verification.entries()
@@ -127,7 +138,7 @@ class Verifier:
         rows: with the positions of the first tokens.
         """
         proposed = [drafts.proposed.get(request.uid, []) for request in rows.requests]
-        is_slow = one_by_one(rows)
+        is_slow = one_by_one(rows.requests, rows.records)
         num_before = np.cumsum([0, *map(len, proposed)]).tolist()
         hidden = torch.cat((hidden, before_drafts))
         values: list[int] = []
@@ -167,10 +178,13 @@ class Verifier:
         return values
 
 
-def one_by_one(rows: SampledRows) -> list[bool]:
-    """Return whether each row must sample the tokens of its drafts one after the other, see ``Verification``."""
-    has_processors = (rows.records["processors"] != 0).tolist()
+def one_by_one(requests: list[RequestRow], records: npt.NDArray[np.void]) -> list[bool]:
+    """Return whether each row must sample the tokens of its drafts one after the other, see ``Verification``.
+
+    records: [S] of SAMPLING_RECORD.
+    """
+    has_processors = (records["processors"] != 0).tolist()
     return [
         is_processed or request.logprobs is not None or bool(request.sampling.hidden_states)
-        for is_processed, request in zip(has_processors, rows.requests, strict=True)
+        for is_processed, request in zip(has_processors, requests, strict=True)
     ]

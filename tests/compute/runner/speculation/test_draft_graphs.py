@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -30,8 +30,7 @@ def graph_worlds(monkeypatch: pytest.MonkeyPatch) -> list[World]:
         def __post_init__(self) -> None:
             super().__post_init__()
             if self.settings.scheduler.max_drafts:
-                self.runner._attention.__class__ = simulated.CapturableTorch
-                self.runner.capture_graphs(48, lambda *_: None)
+                simulated.capture(self.runner, 48)
                 worlds.append(self)
 
     monkeypatch.setattr(storms, "World", GraphWorld)
@@ -59,4 +58,5 @@ def test_answers_equal_the_answers_without_drafts(
 ) -> None:
     storms.check(folders, family, 24, num_pages, max_drafts, depth, changes)
     (world,) = graph_worlds
-    assert min(world.runner._graphs.num_replayed) > 10
+    graphs: Any = world.runner._graphs
+    assert min(graphs.num_replayed) > 10
