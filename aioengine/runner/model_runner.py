@@ -469,12 +469,11 @@ class ModelRunner:
         elif (
             not isinstance(graphs, EncoderGraphs | None)
             and inputs.outputs is not None
-            and not extra_outputs
             and (inputs.token_ids is not None or self._model.input_spec.embeddings)  # no embeddings of the user
             and inputs.deepstack is None
-            and graphs.fits(batch)
+            and graphs.fits(batch, num_needed := len(inputs.outputs) if extra_outputs else len(rows.requests))
         ):
-            hidden = graphs.replay(inputs, batch)
+            hidden = graphs.replay(inputs, batch, num_needed)
         else:
             with part("prepare"):
                 self._attention.prepare(batch)

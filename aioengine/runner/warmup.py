@@ -29,6 +29,7 @@ from aioengine.runner.inputs import model_inputs
 from aioengine.runner.pooler import MEAN
 from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan
 from aioengine.settings.config import TRANSFORMERS
+from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -155,8 +156,10 @@ def _capture(runner: ModelRunner, parts: DeviceParts, report: Callable[[Progress
 
 def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
     """Return graphs for steps with prompts, not captured yet; None: the attention backend does not support them."""
-    attention, max_rows = parts.attention, parts.settings.scheduler.max_running
+    attention, limits = parts.attention, parts.settings.scheduler
+    max_rows = limits.max_running
     if isinstance(attention, CapturableAttention):
+        max_rows = max(max_rows, min(max_rows * (1 + limits.max_drafts), SAMPLED_ROWS))
         tiles = None if parts.adapters is None else parts.adapters.tiles
         layers = parts.kv_pool.layers
         return PieceGraphs(parts.model, attention, layers, max_rows=max_rows, adapters=tiles, states=parts.states)

@@ -4,9 +4,10 @@ The scheduler plans how many drafts a row may have, and assumes that all are acc
 number. It computes the row with the proposed tokens like a part of a prompt, and samples a token at each position: the
 first drafts that equal these tokens are accepted. Without proposals, the row is a plain row.
 
-Proposals need all earlier tokens on the host. So before a step with drafts, and before the step after it, the host
-waits for the steps in flight. On a GPU with CUDA graphs it does not wait for the step itself: drafts of a draft model
-stay on the device, and the host reads them together with the tokens of the step.
+Proposals need all earlier tokens on the host. So before a step with proposals, and before the step after it, the host
+waits for the steps in flight. It does not wait if the known tokens show that no n-gram will be found. On a GPU with
+CUDA graphs it does not wait for the step itself: drafts of a draft model stay on the device, and the host reads them
+together with the tokens of the step.
 """
 
 from __future__ import annotations
@@ -70,14 +71,26 @@ class DraftRows:
         drafts = StepDrafts()
         if self._model is not None:
             self._model.note_pages(rows)
-        has_drafts = any(row.num_drafts for row in rows)
-        if has_drafts or any(ticket.drafts is not None and ticket.drafts.proposed for ticket in self._launched):
-            for ticket in self._launched:
-                self._record(ticket, ticket.values.wait())
-            self._launched.clear()
-        if has_drafts:
-            self._propose(rows, drafts)
+        if any(ticket.drafts is not None and ticket.drafts.proposed for ticket in self._launched):
+            self._record_launched()
+        drafted = [row for row in rows if row.num_drafts]
+        if self._launched and any(map(self._may_propose, drafted)):
+            self._record_launched()
+        self._propose(drafted, drafts)
         return drafts
+
+    def _record_launched(self) -> None:
+        """Wait for all steps in flight."""
+        for ticket in self._launched:
+            self._record(ticket, ticket.values.wait())
+        self._launched.clear()
+
+    def _may_propose(self, row: Row) -> bool:
+        """Return whether a row may get drafts when all tokens before them are known."""
+        entry = self._open.get(row.uid)
+        if entry is None or not isinstance(entry.text, NgramProposer):
+            return entry is not None and entry.text is not None
+        return entry.text.may_propose(_num_known(row, entry) - len(entry.text.token_ids))
 
     def with_drafts(self, rows: list[Row], drafts: StepDrafts) -> list[Row]:
         """Return the rows of ``propose`` with their proposed drafts as known tokens, and with exact starts."""
@@ -96,11 +109,11 @@ class DraftRows:
         proposals: list[Proposal] = []
         for row in rows:
             entry = self._open.get(row.uid)
-            if not row.num_drafts or entry is None:
+            if entry is None:
                 continue
             drafts.planned[row.uid] = row.num_drafts
-            text, num_known = entry.text, row.start - entry.num_rejected + row.count - row.num_drafts
-            if text is None or len(text.token_ids) != num_known:
+            text = entry.text
+            if text is None or len(text.token_ids) != _num_known(row, entry):
                 continue
             if isinstance(text, DraftedRequest):
                 proposals.append(Proposal(text, self._requests[row.uid], row.num_drafts))
@@ -178,6 +191,11 @@ class DraftRows:
     def failed(self, ticket: Ticket) -> None:
         """Forget a step without tokens."""
         self._launched = [other for other in self._launched if other is not ticket]
+
+
+def _num_known(row: Row, entry: OpenDrafts) -> int:
+    """Return the number of tokens before the drafts of a row."""
+    return row.start - entry.num_rejected + row.count - row.num_drafts
 
 
 def _reject(ticket: Ticket, drafts: StepDrafts) -> None:

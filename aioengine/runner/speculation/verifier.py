@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from aioengine.runner.sampling.sampler import FAILED
-from aioengine.runner.speculation.verification import Verification, row_groups
+from aioengine.runner.speculation.verification import Verification, num_accepted, row_groups
 from aioengine.runner.transfer import Ints, Readback
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
@@ -114,22 +114,21 @@ class Verifier:
         if drafts.on_device is not None:
             self._read(drafts, token_ids[-len(drafts.on_device.token_ids) :])
         proposed = [drafts.proposed.get(request.uid, []) for request in requests]
-        verification = Verification(proposed, [False] * len(requests))
-        entries = verification.entries()
-        verification.take(entries, [token_ids[firsts[row] + count] for row, count in entries])
+        last_tokens: list[int] = []
         open_rows: list[tuple[int, int]] = []
-        for row, (request, ids, last) in enumerate(zip(requests, proposed, verification.final, strict=True)):
-            drafts.accepted[request.uid] = ids[: verification.counts[row]]
-            if self._table.requests.get(request.uid) is not request:
-                continue
-            open_rows.append((request.row_index, max(last, 0)))
-            start = firsts[row] + 1
-            if FAILED in token_ids[start : start + len(ids)]:  # a rejected draft, as in ``_compute_drafts``
-                self._kv_pool.clean(self._table.pages(request.uid))
+        for request, ids, first in zip(requests, proposed, firsts, strict=True):
+            sampled = token_ids[first : first + len(ids) + 1]
+            count = num_accepted(ids, sampled)
+            drafts.accepted[request.uid] = ids[:count]
+            last_tokens.append(sampled[count])
+            if self._table.requests.get(request.uid) is request:
+                open_rows.append((request.row_index, max(sampled[count], 0)))
+                if FAILED in sampled[1:]:  # a rejected draft, as in ``_compute_drafts``
+                    self._kv_pool.clean(self._table.pages(request.uid))
         with torch.inference_mode():
-            row_indices, last_tokens = self._table.upload(np.array(open_rows, dtype=np.int64).reshape(-1, 2).T)
-            self._table.last_tokens.index_copy_(0, row_indices, last_tokens)
-        return verification.final
+            row_indices, values = self._table.upload(np.array(open_rows, dtype=np.int64).reshape(-1, 2).T)
+            self._table.last_tokens.index_copy_(0, row_indices, values)
+        return last_tokens
 
     def verify(self, hidden: Tensor, before_drafts: Tensor, rows: SampledRows, drafts: StepDrafts) -> list[int]:
         """Sample the S rows and accept their drafts. Return the last token of each row.
