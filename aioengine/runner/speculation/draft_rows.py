@@ -12,6 +12,7 @@ together with the tokens of the step.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import RequestKind
@@ -43,6 +44,7 @@ class DraftRows:
         self._with_grammars = with_grammars
         self._open: dict[int, OpenDrafts] = {}
         self._launched: list[Ticket] = []  # steps whose tokens are not recorded
+        self._max_tokens = sys.maxsize  # with drafts, a step does not become larger than the largest CUDA graph
 
     def open(self, opened: NewRow) -> None:
         """Open a request, or open it again."""
@@ -62,7 +64,8 @@ class DraftRows:
             self._model.close(uid)
 
     def capture_graphs(self, vocab_size: int, max_rows: int, report: Callable[[int, int], None]) -> None:
-        """Capture CUDA graphs of the draft model, if there is one. See ``DraftModel.capture_graphs``."""
+        """Propose drafts for steps of up to ``max_rows`` tokens. See ``DraftModel.capture_graphs``."""
+        self._max_tokens = max_rows
         if self._model is not None:
             self._model.capture_graphs(vocab_size, max_rows, report)
 
@@ -76,7 +79,10 @@ class DraftRows:
         drafted = [row for row in rows if row.num_drafts]
         if self._launched and any(map(self._may_propose, drafted)):
             self._record_launched()
-        self._propose(drafted, drafts)
+        drafts.planned = {row.uid: row.num_drafts for row in drafted if row.uid in self._open}
+        if drafted:
+            left = self._max_tokens - sum(row.count - row.num_drafts for row in rows)
+            self._propose(drafted, drafts, sys.maxsize if left < 0 else left)
         return drafts
 
     def _record_launched(self) -> None:
@@ -104,21 +110,22 @@ class DraftRows:
             drafts.proposed = self._model.by_request(on_device, token_ids)
             drafts.on_device = None
 
-    def _propose(self, rows: list[Row], drafts: StepDrafts) -> None:
-        """Set ``planned`` and ``proposed`` of the drafts of a step."""
+    def _propose(self, rows: list[Row], drafts: StepDrafts, most: int) -> None:
+        """Set ``proposed`` of the drafts of a step. most: maximum number of drafts."""
         proposals: list[Proposal] = []
         for row in rows:
             entry = self._open.get(row.uid)
-            if entry is None:
+            text = None if entry is None else entry.text
+            if entry is None or text is None or len(text.token_ids) != _num_known(row, entry):
                 continue
-            drafts.planned[row.uid] = row.num_drafts
-            text = entry.text
-            if text is None or len(text.token_ids) != _num_known(row, entry):
-                continue
+            if row.num_drafts > most:
+                break
             if isinstance(text, DraftedRequest):
                 proposals.append(Proposal(text, self._requests[row.uid], row.num_drafts))
+                most -= row.num_drafts
             elif proposed := list(text.propose(row.num_drafts)):
                 drafts.proposed[row.uid] = proposed
+                most -= len(proposed)
         if self._model is None:
             return
         drafts.on_device = self._model.propose(proposals)
