@@ -40,7 +40,7 @@ from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.speculation.draft_model import DraftParts
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
-from aioengine.runner.warmup import warm_up_device
+from aioengine.runner.warmup import capture_graphs, warm_up_device
 from aioengine.runner.weight_loading import WeightLoader
 from aioengine.settings.config import TRANSFORMERS, DraftSettings, RunnerSettings, Settings
 from aioengine.settings.memory_model import PoolDemand, PoolFit
@@ -193,6 +193,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         runner.facts,
         make_empty=lambda: _model(settings, config, dataclasses.replace(options, device=torch.device("meta"))),
         runner=runner,
+        capture_graphs=lambda: capture_graphs(runner, parts, report),
         ranks=shard.group,
     )
     runner.controls |= loader.controls

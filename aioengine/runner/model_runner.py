@@ -284,6 +284,14 @@ class ModelRunner:
         if self._inputs.states is not None and not self._inputs.states.tensors[0].is_cuda:
             self._inputs.states.resume()
 
+    @property
+    def has_graphs(self) -> bool:
+        return self._graphs is not None or self.prompt_graphs is not None
+
+    def drop_graphs(self) -> None:
+        """Free the CUDA graphs, until ``warmup.capture_graphs``."""
+        self._graphs = self.prompt_graphs = None
+
     def forget_features(self) -> None:
         """Compute the features of images again, because the weights have changed."""
         if self._table.images is not None:
