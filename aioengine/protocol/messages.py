@@ -217,7 +217,8 @@ class Adapter(Struct, frozen=True, array_like=True, gc=False):
 
     id: from 1, unique in the engine; each load has a new id, even of the same name.
     path: the absolute path of its folder. fingerprint: of the files in the folder at the load. If the files have
-    changed, the adapter is refused. is_pinned: it keeps its slot on the device.
+    changed, the adapter is refused. is_pinned: it keeps its slot on the device. config: the content of its config, if
+    ``path`` is not a folder, but a file with its tensors; else "".
     """
 
     id: int
@@ -225,6 +226,7 @@ class Adapter(Struct, frozen=True, array_like=True, gc=False):
     path: str
     fingerprint: str
     is_pinned: bool = False
+    config: str = ""
 
 
 class Media(Struct, frozen=True, array_like=True, gc=False):
