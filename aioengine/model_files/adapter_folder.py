@@ -228,7 +228,7 @@ def fingerprint(folder: Path) -> str:
     if a file cannot be read.
     """
     states: list[str] = []
-    paths = [folder] if folder_files.is_file(folder) else [folder / CONFIG, folder / TENSORS]
+    paths = [folder] if folder.is_file() else [folder / CONFIG, folder / TENSORS]
     for path in paths:
         with folder_files.open_existing(path, f"{path.name} in {str(folder)!r} was removed") as file:
             states.append(f"{checkpoint.file_state(file)} {os.fstat(file.fileno()).st_ctime_ns}")
