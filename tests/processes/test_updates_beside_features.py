@@ -109,7 +109,7 @@ def test_http_streams_continue_with_new_weights(tmp_path: Path) -> None:
         chunks: list[dict[str, Any]] = []
 
         def read() -> None:
-            long = body | {"stream": True, "max_tokens": 1000, "ignore_eos": True}
+            long = body | {"stream": True, "max_tokens": 200, "ignore_eos": True}
             with server.client.stream("POST", "/v1/completions", json=long) as response:
                 lines = (line for line in response.iter_lines() if line.startswith("data: {"))
                 chunks.extend(json.loads(line.removeprefix("data: ")) for line in lines)
@@ -117,10 +117,13 @@ def test_http_streams_continue_with_new_weights(tmp_path: Path) -> None:
         reader = threading.Thread(target=read)
         reader.start()
         assert wait_until(lambda: len(chunks) > 5)
+        assert server.call(server.engine.pause_generation("in_place"))
         result = server.call(server.engine.update_weights_from_tensor({layer: tensors[layer].flip(0)}))
         assert result.num_paused_requests == 1
-        reader.join(60)
-        assert "".join(chunk["choices"][0]["text"] for chunk in chunks).startswith(text[:5])
-        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.call(server.engine.continue_generation())
+        reader.join()
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+        assert "".join(choice["text"] for choice in choices).startswith(text[:5])
+        assert choices[-1]["finish_reason"] == "length"
         assert server.post("/v1/completions", body).json()["choices"][0]["text"] == expected
         assert server.call(server.engine.get_model_info())["weight_version"] == "1"
