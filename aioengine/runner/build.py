@@ -159,6 +159,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         states=states,
         ranks=shard.group,
         draft=draft_parts,
+        workspace=choice.workspace(kv_pool.tensors[0].device),
     )
     facts: Facts = {
         "dtype": settings.model.dtype,
@@ -369,6 +370,13 @@ class AttentionChoice:
         """Build the backend for the pools [L, 1 or 2, N, K, S, E] of ``AttentionShape.groups``."""
         backend = _mixed.build(plugins.load("attention", self.name), shape, kv_pools)
         return _image_attention.build(backend, shape, kv_pools) if shape.has_bidirectional_images else backend
+
+    def workspace(self, device: torch.device) -> Tensor | None:
+        """Return the workspace of the backends on a device; None: they have none."""
+        if self.name != "flashinfer":
+            return None
+        workspace: Tensor | None = importlib.import_module("aioengine.attention._flashinfer").workspace_on(device)
+        return workspace
 
 
 def choose_attention(

@@ -310,8 +310,9 @@ class WeightLoader:
         if "weights" in tags:
             self._model.free_weights()
         if tags & {"weights", "cuda_graph"}:  # graphs contain the addresses of weights
-            self._lacks_graphs |= self._runner.has_graphs
-            self._runner.drop_graphs()
+            if self._runner.has_graphs:
+                self._runner.drop_graphs()
+                self._lacks_graphs = True
             _free_unused_memory()
         self._released |= tags
         self._facts["lacks_memory"] = True
@@ -326,6 +327,7 @@ class WeightLoader:
             if "weights" in tags:
                 self._load_all()
             if self._lacks_graphs and not self._released - tags:
+                self._runner.resume_workspace()
                 self._capture_graphs()
                 self._lacks_graphs = False
         except Exception as error:

@@ -141,6 +141,7 @@ def test_graphs_are_captured_again_when_all_memory_is_resumed(
     captures: list[object] = []
     monkeypatch.setattr(build, "capture_graphs", lambda runner, parts, report: captures.append(runner))
     world.runner.prompt_graphs = cast("PieceGraphs", object())  # a CPU has none
+    workspace = world.runner._workspace = torch.ones(64)
     expected = logits_of(world)
 
     def change(name: str, tags: list[str]) -> None:
@@ -150,10 +151,12 @@ def test_graphs_are_captured_again_when_all_memory_is_resumed(
     assert world.runner.has_graphs
     change(RELEASE_MEMORY, ["weights"])
     assert not world.runner.has_graphs
+    assert workspace.untyped_storage().nbytes() == 0
     change(RESUME_MEMORY, order[:1])
     assert not captures
     change(RESUME_MEMORY, order[1:])
     assert captures == [world.runner]
+    assert torch.equal(workspace, torch.zeros(64))
     assert torch.equal(logits_of(world), expected)
     change(RELEASE_MEMORY, ["kv_cache"])
     change(RESUME_MEMORY, ["kv_cache"])
