@@ -63,7 +63,7 @@ model that share 1024 tokens take equally long with and without cascade.
 
 
 def workspace_on(device: torch.device) -> Tensor | None:
-    """Return the workspace of all backends on a device; None: there is no backend."""
+    """Return the workspace [bytes] of all backends on a device; None: there is no backend."""
     return _workspaces.get(device)
 
 

@@ -80,6 +80,7 @@ def prepare(
     wide_bias = None if bias is None else bias.float()
 
     def update(new: Codes, bias: Tensor | None) -> None:
+        """Replace codes [O, D] and bias [O]."""
         copy_in_place((*codes, wide_bias), (*new, None if bias is None else bias.float()))
 
     def matmul(x: Tensor) -> Tensor:

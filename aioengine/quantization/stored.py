@@ -152,7 +152,7 @@ class StoredFormat(CodesFormat):
         return layer.prepared(joined if len(parts) > 1 else parts[0].matmul, restore, update if can_update else None)
 
     def _parts(self, layer: LinearSpec, tensors: Tensors) -> list[tuple[Codes, Tensor | None]]:
-        """Return codes and bias of the layer, or of each part if the parts have different orders of inputs."""
+        """Return codes [O, D] and bias [O] of the layer, or of each part if these have different orders of inputs."""
         bias, codes = tensors.get("bias"), self._codes(layer, tensors)
         if bias is not None and layer.order is not None:
             bias = bias[layer.order]

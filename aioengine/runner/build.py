@@ -372,7 +372,7 @@ class AttentionChoice:
         return _image_attention.build(backend, shape, kv_pools) if shape.has_bidirectional_images else backend
 
     def workspace(self, device: torch.device) -> Tensor | None:
-        """Return the workspace of the backends on a device; None: they have none."""
+        """Return the workspace [bytes] of the backends on a device; None: they have none."""
         if self.name != "flashinfer":
             return None
         workspace: Tensor | None = importlib.import_module("aioengine.attention._flashinfer").workspace_on(device)
