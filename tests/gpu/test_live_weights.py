@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.process
 
 NUM_TOKENS = 200
-WORKSPACE_BYTES = 512 << 20
-"""Of FlashInfer."""
 
 
 def save(folder: Path, initializer_range: float) -> Path:
@@ -116,8 +114,7 @@ async def test_tensors_on_the_gpu_and_released_memory(tmp_path: Path) -> None:
         assert await engine.update_weights_from_disk(str(new))
         free = torch.cuda.mem_get_info()[0]
         await engine.release_memory_occupation()
-        sizes = memory["kv_pool_bytes"] + memory["weights_bytes"] + WORKSPACE_BYTES
-        assert torch.cuda.mem_get_info()[0] - free > 0.9 * sizes
+        assert torch.cuda.mem_get_info()[0] - free > 0.9 * (memory["kv_pool_bytes"] + memory["weights_bytes"])
         for tag in ("cuda_graph", "weights", "kv_cache"):
             await engine.resume_memory_occupation(tag)
         await check()
