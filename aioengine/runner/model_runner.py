@@ -65,6 +65,7 @@ class DeviceParts:
         states: None: the model has no states.
         ranks: None: there is one rank.
         draft: None: there is no draft model.
+        workspace: memory of attention that CUDA graphs contain; None: there is none.
     """
 
     settings: Settings
@@ -77,6 +78,7 @@ class DeviceParts:
     states: StatePool | None
     ranks: RankGroup | None = None
     draft: DraftParts | None = None
+    workspace: Tensor | None = None
 
 
 class ModelRunner:
@@ -97,6 +99,7 @@ class ModelRunner:
         self._attention = parts.attention
         settings, pool = parts.settings, parts.kv_pool
         self._kv_pool = pool
+        self._workspace = parts.workspace
         max_rows = settings.scheduler.max_running
         num_embeddings = parts.model.vocab_size
         vocab_size = self._vocab_size = min(parts.vocab_size, num_embeddings)
@@ -302,6 +305,22 @@ class ModelRunner:
         self._kv_pool.resume()
         if self._inputs.states is not None and not self._inputs.states.tensors[0].is_cuda:
             self._inputs.states.resume()
+
+    @property
+    def has_graphs(self) -> bool:
+        return self._graphs is not None or self.prompt_graphs is not None
+
+    def drop_graphs(self) -> None:
+        """Free the CUDA graphs and the workspace. Call ``resume_workspace`` and ``warmup.capture_graphs`` later."""
+        self._graphs = self.prompt_graphs = None
+        if self._workspace is not None:
+            self._workspace.untyped_storage().resize_(0)
+
+    def resume_workspace(self) -> None:
+        """Allocate the workspace again. It is initialized with zeros."""
+        if self._workspace is not None:
+            self._workspace.untyped_storage().resize_(self._workspace.nbytes)
+            self._workspace.zero_()
 
     def forget_features(self) -> None:
         """Compute the features of images again, because the weights have changed."""

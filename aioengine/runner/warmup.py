@@ -90,7 +90,7 @@ def warm_up_device(
                 "steps run without CUDA graphs: transformers' code for this model waits for the device (%s)", reason
             )
         else:
-            _capture(runner, parts, report)
+            capture_graphs(runner, parts, report)
     times.end("graphs")
     limits = settings.scheduler
     longest = longest_graph(settings, parts.model.num_active) if runner.prompt_graphs else 0
@@ -132,7 +132,8 @@ def why_it_waits(model: Model, device: torch.device) -> str:
 
 
 @torch.inference_mode()
-def _capture(runner: ModelRunner, parts: DeviceParts, report: Callable[[Progress], None]) -> None:
+def capture_graphs(runner: ModelRunner, parts: DeviceParts, report: Callable[[Progress], None]) -> None:
+    """Capture CUDA graphs where the attention backend supports it. No request may be open."""
     # Garbage collection may free graphs and events of a discarded runner in the same process. These CUDA calls would
     # make a running capture invalid.
     was_enabled = gc.isenabled()
