@@ -61,7 +61,7 @@ FLOORS = {
         "0 1 1' 2 2' 2g 2t",
         "torch zmq uvloop msgspec PIL numpy safetensors httpx",
     ),
-    "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop"),
+    "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop ray"),
     "4": Floor(
         (
             "utils, http > api.sync > api.engine, settings.planning > api.selfcheck, api.weight_calls > api.signatures"
