@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,6 @@ if find_spec("ray") is None:
     pytest.skip("needs the extra ray: pip install 'aioengine[ray]'", allow_module_level=True)
 
 import ray
-from ray.cluster_utils import Cluster
 
 from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineStartupError
@@ -30,6 +27,7 @@ from aioengine.supervision.launchers._ray_places import RayPlaces
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.testing.fake_engine import FakeSetup
 from tests.kit.waiting import until
+from tests.processes.ray_kit import add_node
 from tests.processes.restart_kit import ANSWERS, ROLES, ask_all, undisturbed, until_idle, until_restarted
 
 if TYPE_CHECKING:
@@ -40,29 +38,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.process]
 
 SETUP = FakeSetup(answers=ANSWERS, step_time_s=0.003)
-PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-OBJECT_STORE_BYTES = 80 * 1024 * 1024
-
-
-def node(num_cpus: int) -> dict[str, Any]:
-    """Return the arguments of a node. With these ports, it does not wait for its agents, which start slowly."""
-    with ExitStack() as sockets:
-        free = [sockets.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in PORTS]
-    return {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES, **dict(zip(PORTS, free, strict=True))}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    cluster = Cluster(initialize_head=True, head_node_args={**node(2), "include_dashboard": False})
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
 
 
 @pytest.fixture
 def second_node(cluster: Any) -> Iterator[Any]:
-    second = cluster.add_node(**node(1))
+    second = add_node(cluster, 1)
     yield second
     if second in cluster.worker_nodes:
         cluster.remove_node(second)
@@ -118,7 +98,7 @@ async def test_replicas_of_a_model_answer_and_keep_deadlines(cluster: Any) -> No
     arguments: EngineArguments = {"device": "cpu", "max_total_tokens": 4096, "load_balance_method": "round_robin"}
     async with AsyncEngine(**arguments, dp_size=2, executor="ray") as engine:
         prompts = ["The capital of France is"] * 2
-        answers = await engine.async_generate(prompts, {"temperature": 0, "max_new_tokens": 3}, timeout=60)
+        answers = await engine.async_generate(prompts, {"temperature": 0, "max_new_tokens": 2}, timeout=60)
         assert answers["text"] == [" Paris."] * 2
         assert {answer["meta_info"]["dp_rank"] for answer in answers} == {0, 1}
         timings = answers[0]["meta_info"]["timings"]
