@@ -11,6 +11,11 @@ similar logits, the same random number selects the same token: at temperature 1,
 drafts of its own int4 weights, and 64 % of their greedy drafts. Bad words, the user's logits processors, and on a GPU
 also penalties are left out: they need the state after each draft.
 
+A draft model may be a draft head (``models._draft_head``). Position p of a head reads the token at position p + 1, so
+it can compute one position less than there are known tokens: it lags by one. The first draft after a step reads hidden
+states of the model, so the positions of accepted drafts are computed again. The last position of a prefix hit keeps the
+next token of the request that computed it first. It is not computed again, because other requests share it.
+
 N proposals, R rows of a forward pass, T packed tokens, D model size, V vocabulary.
 """
 
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import AttentionBackend
     from aioengine.models._base import Model
+    from aioengine.models._draft_head import Features
     from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.request_row import RequestRow
@@ -50,7 +56,7 @@ class DraftParts(NamedTuple):
     """The parts of a draft model after its weights are loaded.
 
     kv_pool: with the number of pages of the model's pool. max_length: tokens of the longest request with drafts.
-    max_tokens: maximum tokens of a forward pass.
+    max_tokens: maximum tokens of a forward pass. features: of a draft head; None: another draft model.
     """
 
     model: Model
@@ -58,6 +64,13 @@ class DraftParts(NamedTuple):
     kv_pool: KVPool
     max_length: int
     max_tokens: int
+    features: Features | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the KV pool and of the hidden states for a draft head."""
+        pool = None if self.features is None else self.features.pool
+        return self.kv_pool.num_bytes + (0 if pool is None else pool.nbytes)
 
 
 @dataclass(slots=True)
@@ -96,6 +109,7 @@ class DraftModel:
     ) -> None:
         """num_embeddings: of the model. The sampler may read this number of logits."""
         self._parts = parts
+        self._lag = int(parts.features is not None)
         self._table = table
         self._sampler = sampler
         self._num_embeddings = num_embeddings
@@ -137,9 +151,16 @@ class DraftModel:
 
     def compute(self, spans: list[tuple[DraftedRequest, RequestRow, int]]) -> None:
         """Compute the known tokens of these requests up to the given numbers of positions."""
+        spans = [(drafted, row, min(end, _length(drafted) - self._lag)) for drafted, row, end in spans]
         missing = [span for span in spans if span[0].num_computed < span[2] <= span[0].max_length]
         if missing:
             self._extend(missing)
+
+    def may_propose(self, row: Row) -> bool:
+        """Return whether a row with drafts may get them. A draft head needs the hidden state of the model before the
+        newest token, so it has no drafts for a row that first computes forced tokens.
+        """
+        return not self._lag or row.count - row.num_drafts == 1
 
     def propose(self, proposals: list[Proposal]) -> list[list[int]]:
         """Return the drafts of each request; [] if it gets none."""
@@ -154,9 +175,10 @@ class DraftModel:
 
     def _propose(self, proposals: list[Proposal]) -> list[list[int]]:
         upload, table = self._table.upload, self._table
-        for drafted, _, _ in proposals:
-            drafted.num_computed = min(drafted.num_computed, _length(drafted) - 1)
-        hidden = self._extend([(drafted, row, _length(drafted)) for drafted, row, _ in proposals])
+        ends = [_length(drafted) - self._lag for drafted, _, _ in proposals]
+        for (drafted, _, _), end in zip(proposals, ends, strict=True):
+            drafted.num_computed = min(drafted.num_computed, end - 1)
+        hidden = self._extend([(drafted, row, end) for (drafted, row, _), end in zip(proposals, ends, strict=True)])
         row_indices = np.array([row.row_index for _, row, _ in proposals], dtype=np.int64)
         lengths = np.array([_length(drafted) for drafted, _, _ in proposals], dtype=np.int64)
         counts = np.array([count for _, _, count in proposals], dtype=np.int64)
@@ -175,17 +197,19 @@ class DraftModel:
                 table.write_history(sampled, token_ids.clamp(min=0))
             is_active = counts[active] > step + 1
             if not is_active.all():
-                active, token_ids = active[is_active], token_ids[upload(np.flatnonzero(is_active))]
+                kept = upload(np.flatnonzero(is_active))
+                active, token_ids, hidden = active[is_active], token_ids[kept], hidden[kept]
             if active.size:
-                ones = np.ones(len(active), dtype=np.int64)
-                hidden = self._forward(row_indices[active], lengths[active] + step, ones, token_ids.clamp(min=0))
+                ones, starts = np.ones(len(active), dtype=np.int64), lengths[active] + (step - self._lag)
+                hidden = self._forward(row_indices[active], starts, ones, token_ids.clamp(min=0), hidden)
         values = iter(torch.cat([token_ids for _, token_ids in steps]).tolist())  # waits for the device, once
         found: list[list[int]] = [[] for _ in proposals]
         for indices, _ in steps:
             for i in indices.tolist():
                 found[i].append(next(values))
         for (drafted, row, count), token_ids in zip(proposals, found, strict=True):
-            drafted.num_computed += count - 1
+            if not self._lag:
+                drafted.num_computed += count - 1
             if FAILED in token_ids:
                 self._fail(drafted, row)
                 del token_ids[token_ids.index(FAILED) :]
@@ -194,7 +218,7 @@ class DraftModel:
     def accept(self, drafted: DraftedRequest, row: RequestRow, num_accepted: int) -> None:
         """Record how many drafts were accepted, before the tokens of the step are added."""
         length = _length(drafted)
-        end = min(drafted.num_computed, length + num_accepted)
+        end = min(drafted.num_computed, length - self._lag + num_accepted)
         drafted.num_computed = min(length, end)
         self._advance(drafted, row, end)
 
@@ -225,9 +249,10 @@ class DraftModel:
                 counts.append(count)
                 budget -= count
             chosen = [spans[i] for i in left[: len(counts)]]
+            firsts = [drafted.num_computed + self._lag for drafted, _, _ in chosen]
             ids = [
-                drafted.token_ids[drafted.num_computed : drafted.num_computed + count]
-                for (drafted, _, _), count in zip(chosen, counts, strict=True)
+                drafted.token_ids[first : first + count]
+                for (drafted, _, _), first, count in zip(chosen, firsts, counts, strict=True)
             ]
             token_ids = np.concatenate([np.array(part, dtype=np.int64) for part in ids])
             hidden = self._forward(
@@ -249,9 +274,13 @@ class DraftModel:
             self._is_full[self._table.page_tables.tables[0, row.row_index, first:last]] = True
         drafted.num_computed = end
 
-    def _forward(self, row_indices: Ints, starts: Ints, counts: Ints, token_ids: Tensor) -> Tensor:
+    def _forward(
+        self, row_indices: Ints, starts: Ints, counts: Ints, token_ids: Tensor, features: Tensor | None = None
+    ) -> Tensor:
         """Compute ``counts`` [R] tokens from positions ``starts`` [R] on, with ids [T]. Return the hidden states [R, D]
         of the last ones.
+
+        features: [T, D] that a draft head reads instead of hidden states of the model; None: it reads these.
         """
         model, attention, page_size, upload = (
             self._parts.model,
@@ -273,7 +302,13 @@ class DraftModel:
         )
         attention.prepare(batch)
         outputs = upload(ends - 1) if len(positions) > len(counts) else None
-        return model.forward(model_inputs(model, token_ids, upload(positions), outputs=outputs), attention)
+        kept = self._parts.features
+        if kept is None:
+            features = None
+        elif features is None:
+            features = kept.read(batch.slot_mapping)
+        inputs = model_inputs(model, token_ids, upload(positions), outputs=outputs, features=features)
+        return model.forward(inputs, attention)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, D] -> logits [R, at least ``num_embeddings``]."""

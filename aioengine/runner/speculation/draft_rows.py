@@ -83,6 +83,8 @@ class DraftRows:
             if text is None or len(text.token_ids) != num_known:
                 continue
             if isinstance(text, DraftedRequest):
+                if self._model is not None and not self._model.may_propose(row):
+                    continue
                 proposals[row.uid] = Proposal(text, self._requests[row.uid], row.num_drafts)
             elif proposed := list(text.propose(row.num_drafts)):
                 drafts.proposed[row.uid] = proposed
