@@ -9,7 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from tests.kit.tiny_sizes import SIZES
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+
+FILE = "model.safetensors"
 
 
 def head_config(**changes: object) -> dict[str, Any]:
@@ -34,7 +37,7 @@ def random_tensors(config: dict[str, Any], algorithm: str, *, seed: int = 1, sca
     is_third = algorithm == "EAGLE3"
     block, inputs = ("midlayer.", 2 * size) if is_third else ("layers.0.", size)
     kv = config["num_key_value_heads"] * (size // heads)
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (size, (3 if is_third else 2) * size),
         f"{block}self_attn.q_proj.weight": (size, inputs),
         f"{block}self_attn.k_proj.weight": (kv, inputs),
@@ -65,7 +68,53 @@ def save_head(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) 
     """Save a head as it is published."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / FILE)
+
+
+def save_repeating(model: Any, folder: Path, head_folder: Path, algorithm: str, **changes: object) -> None:
+    """Change ``model`` of transformers so that it repeats its last token. Save it, and a head that repeats the token of
+    the hidden state that it reads. So greedy drafts are accepted if it reads the right one.
+
+    changes: of config.json of the head.
+    """
+    table = model.get_input_embeddings().weight
+    with torch.no_grad():
+        table.copy_(functional.normalize(table, dim=1))
+        model.lm_head.weight.copy_(table)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    model.save_pretrained(folder)
+    size, vocab_size = model.config.hidden_size, model.config.vocab_size
+    config = head_config(**{"draft_vocab_size": vocab_size if algorithm == "EAGLE3" else None, **changes})
+    tensors = random_tensors(config, algorithm)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")):
+            tensor.zero_()
+    tensors["fc.weight"][:, size : 2 * size] = torch.eye(size)  # after the embedding, or of the second layer
+    if algorithm == "EAGLE3":
+        tensors |= {"norm.weight": torch.ones(size), "lm_head.weight": table.data.clone()}
+    save_head(head_folder, config, {name: tensor.to(table.dtype) for name, tensor in tensors.items()})
+
+
+def save_with_mtp(model: Any, folder: Path, *, seed: int = 1) -> PlainMtp:
+    """Save a DeepSeek-V3 model of transformers so that its last layer is the one for multi-token prediction."""
+    generator, size = torch.Generator().manual_seed(seed), model.config.hidden_size
+    number = len(model.model.layers) - 1
+    eh_proj = 0.3 * torch.randn(size, 2 * size, generator=generator)
+    enorm, hnorm, norm = (1 + 0.1 * torch.randn(3, size, generator=generator)).unbind()
+    own = {"eh_proj": eh_proj, "enorm": enorm, "hnorm": hnorm, "shared_head.norm": norm}
+    copies = {"embed_tokens": model.model.embed_tokens.weight.data, "shared_head.head": model.lm_head.weight.data}
+    model.save_pretrained(folder)
+    stored = load_file(folder / FILE)
+    stored |= {f"model.layers.{number}.{name}.weight": each.clone() for name, each in (own | copies).items()}
+    save_file(stored, folder / FILE)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {"num_hidden_layers": number, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    layer = model.model.layers.pop(-1)
+    model.config.num_hidden_layers = number
+    return PlainMtp(model, layer, own)
 
 
 class PlainHead:
@@ -145,3 +194,28 @@ class PlainHead:
     def _norm(self, name: str, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         return functional.rms_norm(x, x.shape[-1:], self._tensors[f"{name}.weight"], self._config["rms_norm_eps"])
+
+
+class PlainMtp(PlainHead):
+    """A layer for multi-token prediction, with the block of transformers."""
+
+    def __init__(self, model: Any, layer: Any, tensors: dict[str, Tensor]) -> None:
+        config = {"rms_norm_eps": model.config.rms_norm_eps}
+        super().__init__(config, {f"{name}.weight": tensor for name, tensor in tensors.items()}, model, "MTP")
+        self._layer = layer
+
+    def _forward(self, embeddings: Tensor, features: Tensor) -> Tensor:
+        """[T, D] each -> hidden states [T, D]."""
+        joined = torch.cat((self._norm("enorm", embeddings), self._norm("hnorm", features)), dim=1)
+        x = self._linear("eh_proj", joined)[None]
+        positions = torch.arange(len(embeddings))[None]
+        return self._layer(
+            x,
+            attention_mask=torch.full((1, 1, len(positions[0]), len(positions[0])), -torch.inf).triu(1),
+            position_ids=positions,
+            position_embeddings=self._model.model.rotary_emb(x, positions),
+        )[0]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[D] -> [V]."""
+        return self._model.lm_head(self._norm("shared_head.norm", hidden))
