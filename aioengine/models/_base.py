@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.linear import Linear
     from aioengine.layers.mixer import StateShape, StepStates
-    from aioengine.models._draft_head import Features
+    from aioengine.models._features import Features
     from aioengine.quantization._base import LinearFormat
 
 

@@ -4,11 +4,10 @@ Position p of a head reads the hidden state of the model at position p and the t
 token at position p + 2. Its own hidden state replaces the hidden state of the model at positions that the model has not
 computed.
 
-``Features`` keeps these hidden states of the model in memory with the slots of the KV cache. So they exist wherever the
-KV cache of the model does: after a prefix hit, in chunks of a prompt, and after a preemption.
+``Features`` keeps these hidden states of the model.
 
 Shape letters: T tokens, S output tokens, D hidden size, F size of all hidden states that a head reads, V vocabulary
-size, N slots of the KV cache.
+size.
 """
 
 from __future__ import annotations
@@ -127,30 +126,3 @@ class DraftHead(Model):
         if self._token_ids is None:
             return logits
         return logits.new_full((len(logits), self.vocab_size), _EXCLUDED).index_copy_(1, self._token_ids, logits)
-
-
-class Features:
-    """Keeps the hidden states of the model that a draft head reads.
-
-    Attributes:
-        layers: the layers whose inputs it reads. The number of layers stands for the hidden states after the last norm.
-        pool: [N, D]; None until it is allocated.
-    """
-
-    def __init__(self, head: DraftHead, layers: tuple[int, ...]) -> None:
-        self.layers = layers
-        self.pool: Tensor | None = None
-        self._head = head
-
-    def store(self, states: dict[int, Tensor], slots: Tensor | None) -> None:
-        """Keep the hidden states [T, D] by layer in ``slots`` [T]; None: drop them, while memory is measured."""
-        features = self._head.reduce(torch.cat([states[layer] for layer in self.layers], dim=1))
-        if slots is not None and self.pool is not None:
-            self.pool.index_copy_(0, slots.long(), features)
-
-    def read(self, slots: Tensor) -> Tensor:
-        """Return the features of ``slots`` [T]: [T, D]. A failed request may have left non-finite ones, which become
-        zeros.
-        """
-        assert self.pool is not None, "the pool is not allocated"
-        return self.pool.index_select(0, slots).nan_to_num_(0.0, 0.0, 0.0)

@@ -29,7 +29,8 @@ from aioengine.model_files.online_quantization import OnlineQuantization
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import Model, ModelOptions
-from aioengine.models._draft_head import DraftHead, Features
+from aioengine.models._draft_head import DraftHead
+from aioengine.models._features import Features
 from aioengine.protocol.messages import Progress
 from aioengine.quantization.gguf import gguf_formats
 from aioengine.quantization.online import online_formats
@@ -285,7 +286,7 @@ def _load_draft(
     features = None
     if isinstance(model, DraftHead):
         model.target = target
-        target.features = features = Features(model, draft.read_layers)
+        target.features = features = Features(draft.read_layers, model.reduce)
     return _LoadedDraft(model, shape, choice, weights_bytes, features)
 
 

@@ -246,7 +246,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         """The draft model of speculation; None: there is none."""
         wanted, own = self.speculation, self.model
         is_own = wanted.algorithm == MTP
-        if wanted.draft_model_path is None and not is_own:
+        has_folder = wanted.algorithm in (STANDALONE, EAGLE, EAGLE3) and wanted.draft_model_path is not None
+        if not (is_own or has_folder):
             return None
         return ModelConfig(
             path=own.path if is_own else wanted.draft_model_path,

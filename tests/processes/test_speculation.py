@@ -234,7 +234,7 @@ def test_draft_heads_that_cannot_be_used_are_refused_by_the_constructor(folders:
         with pytest.raises(ValueError, match=message):
             Engine(**{**folders.arguments("EAGLE3"), "speculative_draft_model_path": tmp_path / name})
     arguments = folders.arguments("EAGLE3")
-    with pytest.raises(ValueError, match=r"tensors missing: fc\.weight, layers\.0\."):  # no EAGLE head
+    with pytest.raises(ValueError, match=r"8 tensors missing: layers\.0\."):  # no EAGLE head
         Engine(**{**arguments, "speculative_algorithm": "EAGLE"})
     with pytest.raises(ValueError, match="'MTP' does not work for .*no layers for multi-token prediction"):
         Engine(**{**arguments, "speculative_algorithm": "MTP", "speculative_draft_model_path": None})

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import AttentionBackend
     from aioengine.models._base import Model
-    from aioengine.models._draft_head import Features
+    from aioengine.models._features import Features
     from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.request_row import RequestRow
