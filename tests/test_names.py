@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -82,15 +83,22 @@ def wrong_names(of: Module) -> list[str]:
     return sorted({f"{of.place}:{line}: {name}: {why}" for name, line, why in found})
 
 
-def what_is_wrong(name: str, of: Module) -> str | None:
-    if of.place == "api/signatures.py" and name in {*ARGUMENTS, *ALIASES}:
-        return None  # the keyword arguments of the contract
-    parts = words(name)
-    joined = f"_{'_'.join(parts)}_"
+@cache
+def wrong_word(name: str) -> str | None:
+    """Cached, because most names are given many times."""
+    joined = f"_{'_'.join(words(name))}_"
     if short := next((word for word in ABBREVIATIONS if f"_{word}_" in joined), None):
         return f"write {short!r} out"
     if other := next((word for word in OTHER_WORDS if f"_{word}_" in joined), None):
         return f"the word is {OTHER_WORDS[other]!r}"
+    return None
+
+
+def what_is_wrong(name: str, of: Module) -> str | None:
+    if of.place == "api/signatures.py" and name in {*ARGUMENTS, *ALIASES}:
+        return None  # the keyword arguments of the contract
+    if wrong := wrong_word(name):
+        return wrong
     if name.startswith(("enable_", "disable_")) and floor_of(of.name) in INNER_FLOORS:
         return "a switch is positive, and has no enable_ or disable_"
     if name.startswith("n_"):

@@ -36,27 +36,23 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
 
 ENOUGH_PROGRAMS = 256
-"""Number of programs that keeps a GPU busy. With fewer (row, kv head) pairs, several programs compute each pair."""
+"""Number of programs that keeps a GPU busy. With fewer (row, kv head) pairs, more than two programs compute each."""
 LONG_ROW_PROGRAMS = 8
 """Minimum programs per pair if rows may be long: one long row among short rows would finish much later than they do."""
 MANY_PROGRAMS = 1024
-"""With this number of pairs or more, long rows have one program too: merging splits would cost short rows a tenth of
-the attention time on an H200.
-"""
-MAX_SPLITS_BYTES = 256 << 20
+"""With this number of pairs or more, long rows have two programs, too."""
+MAX_SPLITS_BYTES = 512 << 20
 """Limit of the results of splits before they are merged."""
 
 
 def num_programs(layers: AttentionLayers, num_rows: int, max_splits: int) -> int:
-    """Return the number of programs for the splits of a decode row and kv head; 1: one after the other."""
+    """Return the number of programs for the splits of a decode row and kv head; 1: use ``attend``."""
     shape = layers.shape
     pairs = num_rows * -(-shape.num_heads // head_group(shape.num_heads, layers.pool[0]).heads)
     num_bytes = 4 * num_rows * max_splits * shape.num_heads * (shape.output_size + 2)
     is_long = max_splits > EVEN_SPLITS.value and pairs < MANY_PROGRAMS
-    wanted = max(-(-ENOUGH_PROGRAMS // pairs), LONG_ROW_PROGRAMS if is_long else 1)
-    if wanted == 1 or num_bytes > MAX_SPLITS_BYTES:
-        return 1
-    return max(min(max_splits, wanted), 2)  # at least 2: 1 selects other kernels
+    wanted = max(-(-ENOUGH_PROGRAMS // pairs), LONG_ROW_PROGRAMS if is_long else 2)
+    return 1 if num_bytes > MAX_SPLITS_BYTES else max(min(max_splits, wanted), 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +61,13 @@ class _TritonStep(PagedStep):
 
     Attributes:
         tiles: [X, 2] int32, as in ``kernels.triton.attention.attend``.
+        num_done: as in ``attend_splits``.
         max_splits: number of splits of the longest row.
-        num_programs: see ``num_programs``; 1 if a row has several tokens. 1 selects the kernel over ``tiles``.
+        num_programs: see ``num_programs``; 1 if a row has several tokens.
     """
 
     tiles: Tensor
+    num_done: Tensor
     max_splits: int
     num_programs: int
 
@@ -81,7 +79,7 @@ class _TritonStep(PagedStep):
             kernels.attend(q, pool, self.rows, self.tiles, scale=shape.scale, out=out, rules=rules, in_splits=in_splits)
         else:
             splits = {"max_splits": self.max_splits, "num_programs": self.num_programs}
-            kernels.attend_splits(q, pool, self.rows, **splits, scale=shape.scale, out=out, rules=rules)
+            kernels.attend_splits(q, pool, self.rows, self.num_done, **splits, scale=shape.scale, out=out, rules=rules)
 
 
 class TritonAttention(PagedAttention):
@@ -96,7 +94,8 @@ class TritonAttention(PagedAttention):
         programs = num_programs(layers, len(kv_lengths), max_splits) if int(query_lengths.max()) == 1 else 1
         group = head_group(layers.shape.num_heads, layers.pool[0])
         tiles = uploaded(tiles_of(query_lengths, group.tokens), layers.device)
-        self._prepared = _TritonStep(layers, batch.slot_mapping, rows, tiles, max_splits, programs)
+        num_done = _num_done(layers, len(kv_lengths))
+        self._prepared = _TritonStep(layers, batch.slot_mapping, rows, tiles, num_done, max_splits, programs)
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> PagedAttention:
         """Return attention for decode steps of ``num_rows`` rows."""
@@ -106,12 +105,18 @@ class TritonAttention(PagedAttention):
         rows = PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
         max_splits = num_splits(buffers.max_pages * layers.page_size)
         programs = num_programs(layers, num_rows, max_splits)
-        return PagedAttention(layers, _TritonStep(layers, buffers.slot_mapping, rows, tiles, max_splits, programs))
+        num_done = _num_done(layers, num_rows)
+        step = _TritonStep(layers, buffers.slot_mapping, rows, tiles, num_done, max_splits, programs)
+        return PagedAttention(layers, step)
 
     def warm_up(self) -> None:
         """Compile the kernels of steps without a CUDA graph: prefill chunks and decode rows."""
         for count in (1, 2):
             run_once(self, self._layers, 1, count)
+
+
+def _num_done(layers: AttentionLayers, num_rows: int) -> Tensor:
+    return torch.zeros(num_rows * layers.shape.num_heads, dtype=torch.int32, device=layers.device)
 
 
 def build(shape: AttentionShape, kv_pool: Tensor) -> TritonAttention | AdaptiveLatentAttention:

@@ -340,10 +340,9 @@ def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:
 
 def _invariant(weight: Tensor, bias: Tensor | None) -> Matmul:
     """Return a batch-invariant matmul for weight [O, I] and bias [O] on a GPU."""
-    from aioengine.kernels.triton import invariant_linear
+    from aioengine.kernels.triton.invariant_linear import InvariantMatmul
 
-    invariant_matmul, weight = invariant_linear.matmul, weight.contiguous()
-    return lambda x: invariant_matmul(x.contiguous(), weight, bias)
+    return InvariantMatmul(weight.contiguous(), bias)
 
 
 def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:

@@ -115,10 +115,12 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="the device's time by kernel")
     parser.add_argument("--running", type=int, help="max_running_requests")
     parser.add_argument("--attention", default="auto", help="attention_backend")
+    parser.add_argument("--deterministic", action="store_true", help="enable_deterministic_inference")
     options = parser.parse_args()
     folder = write_folder(options.models, options.model)
     arguments = {"load_format": "dummy", "disable_cuda_graph": options.eager, "max_running_requests": options.running}
     arguments["attention_backend"] = options.attention
+    arguments["enable_deterministic_inference"] = options.deterministic
     config = engine_config(str(folder), arguments)
     settings = resolve(config, find_facts(config.model), device_facts())
     started = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -41,8 +42,10 @@ SCRIPTS = {
     "12_quantization.py": r"16 bits: 8\.7 MB .* Paris.*int8: 4\.4 MB .* Paris.*int4: 2\.8 MB .* Paris",
     "13_reinforcement.py": r"default: mean reward 0\.\d+\nstep-1: .*step-5: mean reward 0\.\d+",
 }
-ALONE = ("03_async.py", "12_quantization.py", "13_reinforcement.py")
-"""These run in a process of their own. The others share a process and an engine, because each start takes seconds."""
+ALONE = "03_async.py"
+"""Runs in a process of its own. The others run in the process of the tests, because imports take seconds."""
+OWN_ENGINES = ("12_quantization.py", "13_reinforcement.py")
+"""The other scripts share an engine, because each start takes seconds."""
 TRAINED = {
     "10_adapters.py": r"base: The capital of Norway is Oslo.*pirate: .*brief: ",
     "11_images.py": r"\n.*picture\? .*\[0 tokens were cached\].*yellow\? .*\[\d\d+ tokens were cached\]",
@@ -63,16 +66,33 @@ def test_an_example_is_short(name: str) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ALONE)
-def test_a_script_runs(name: str) -> None:
-    done = run(name)
+def test_a_script_runs_in_a_process_of_its_own() -> None:
+    """In Python's development mode, with warnings as errors."""
+    command = [sys.executable, "-X", "dev", "-W", "error", str(EXAMPLES / ALONE)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    assert re.search(SCRIPTS[name], done.stdout, re.DOTALL), done.stdout
+    assert re.search(SCRIPTS[ALONE], done.stdout, re.DOTALL), done.stdout
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
+
+
+def run_here(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", OWN_ENGINES)
+def test_a_script_runs_with_its_own_engines(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_here(name, monkeypatch)
+    printed = capsys.readouterr().out
+    assert re.search(SCRIPTS[name], printed, re.DOTALL), printed
     if name == "13_reinforcement.py":
-        first, *_, last = map(float, re.findall(r"reward ([\d.]+)", done.stdout))
-        assert last > first + 0.05, done.stdout
+        first, *_, last = map(float, re.findall(r"reward ([\d.]+)", printed))
+        assert last > first + 0.05, printed
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +102,7 @@ def llm() -> Iterator[Engine]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in ALONE])
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in (ALONE, *OWN_ENGINES)])
 def test_a_script_runs_on_a_shared_engine(
     name: str, llm: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,8 +113,7 @@ def test_a_script_runs_on_a_shared_engine(
     for engine in ("Engine", "AsyncEngine"):
         monkeypatch.setattr(aioengine, engine, shared)
     monkeypatch.setattr(sys, "stdin", StringIO("".join(f"{line}\n" for line in lines)))
-    monkeypatch.setattr(sys, "argv", [name])
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    run_here(name, monkeypatch)
     printed = capsys.readouterr()
     assert re.search(SCRIPTS[name], printed.out, re.DOTALL), printed.out
     if name == "05_batch.py":
@@ -105,13 +124,14 @@ def test_a_script_runs_on_a_shared_engine(
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft
 @pytest.mark.parametrize("name", TRAINED)
-def test_script_runs_with_the_trained_model(name: str, tmp_path: Path) -> None:
+def test_script_runs_with_the_trained_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     train_a_little(name, tmp_path)
-    done = run(name, str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert re.search(TRAINED[name], done.stdout, re.DOTALL), done.stdout
-    assert "Traceback" not in done.stderr
-    assert "Warning" not in done.stderr
+    capsys.readouterr()
+    run_here(name, monkeypatch, str(tmp_path))
+    printed = capsys.readouterr().out
+    assert re.search(TRAINED[name], printed, re.DOTALL), printed
 
 
 def train_a_little(name: str, folder: Path) -> None:
@@ -124,18 +144,6 @@ def train_a_little(name: str, folder: Path) -> None:
         return
     for style in STYLES:
         train_adapter(style, 1, num_rows=1).save_pretrained(folder / style)
-
-
-def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-X", "dev", "-W", "error", str(EXAMPLES / name), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment())
-
-
-def environment() -> dict[str, str]:
-    """The environment, with the checkout where the package may be imported from."""
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 # ---------------------------------------------------------------- the notebook

@@ -2,9 +2,12 @@
 
 The positions of a row are divided into splits, and the splits of a token are merged in order. Splits start at the same
 positions in all rows: every 256 positions up to position 8192. After that, each doubling of the positions has 16
-splits, so that long rows do not have too many. A split is always computed by a tile of ``ROWS`` query rows in blocks of
-``BLOCK`` positions, in decode steps and in prefill chunks. So neither the batch nor chunks, prefix hits or preemption
-change a bit of the result.
+splits, so that long rows do not have too many. A split is always computed in blocks of ``BLOCK`` positions, in decode
+steps and in prefill chunks. So neither the batch nor chunks, prefix hits or preemption change a bit of the result.
+
+In 16 bits, tiles of decode steps have fewer query rows than tiles of prefill chunks. This does not change a bit: tensor
+cores add in the same order for every number of rows. They also add the weights of a block, because the order in which
+threads add depends on the tile. In fp32 all tiles have the same number of rows.
 
 With a window, splits and blocks that no token of a tile sees are skipped. This does not change a bit either, because
 the weights of positions before the window become exactly zero at the first visible position.
@@ -28,7 +31,8 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
@@ -36,7 +40,6 @@ from aioengine.kernels.triton.scores import (
     fp16_queries,
     merged,
     nothing_attended,
-    softmax_step,
     store_attended,
     store_split,
     with_split,
@@ -53,11 +56,13 @@ SPLIT = tl.constexpr(256)
 """Positions per split at the start of a row. Splits are multiples of ``BLOCK``."""
 EVEN_SPLITS = tl.constexpr(32)
 """Number of splits of this size. After that, each doubling of the positions has half as many splits."""
-MERGED_HEADS = tl.constexpr(4)
-"""Query heads per program that merges splits."""
 ROWS = 64
-"""Query rows of a tile, unless one token has more. 64 is the minimum for Hopper's tensor cores."""
+"""Query rows of a tile, unless one token has more. 64 is the minimum for Hopper's fastest instructions."""
+DECODE_ROWS = 16
+"""Query rows of a tile of a decode step in 16 bits."""
 BLOCK = 64
+ONES = tl.constexpr(16)
+"""Columns of a matrix of ones, by which weights are multiplied to add them: the minimum for tensor cores."""
 
 
 class PagedRows(NamedTuple):
@@ -147,45 +152,72 @@ class _Sizes(NamedTuple):
 
 
 @triton.jit
+def _attend_block(
+    state: tl.tuple, inputs: tl.tuple, page_ids: tl.tensor, first: tl.tensor, seen: tl.tuple,
+    SIZES: tl.constexpr, HAS_MASK: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Add the block of positions from ``first`` to the state. HAS_MASK: some query rows do not attend to all of it."""
+    highest, totals, sums = state
+    queries, rotated, keys, values, scale = inputs
+    last, first_seen, stop = seen
+    columns = tl.arange(0, queries.shape[1])[None, :]
+    positions = first + tl.arange(0, SIZES.block)
+    inside = positions < stop if HAS_MASK else positions >= 0
+    if SIZES.window:
+        inside = inside & (positions >= first_seen)
+    pages = tl.load(page_ids + positions // SIZES.page_size, mask=inside, other=0).to(tl.int64)
+    sources = (pages * SIZES.page_stride + positions % SIZES.page_size * SIZES.key_size)[:, None]
+    there = inside[:, None] & (columns < SIZES.value_size)
+    part = tl.load(keys + (sources + columns), mask=there, other=0.0).to(queries.dtype)
+    if SIZES.more:
+        rest = keys + (sources + SIZES.value_size)
+        others = load_part(rest, inside, SIZES.key_size - SIZES.value_size, SIZES.more)
+        scores = tl.dot(rotated, tl.trans(others), input_precision="ieee")
+        scores = tl.dot(queries, tl.trans(part), scores, input_precision="ieee") * scale
+    else:
+        scores = tl.dot(queries, tl.trans(part), input_precision="ieee") * scale
+    if SIZES.cap > 0.0:
+        scores = capped(scores, SIZES.cap)
+    if HAS_MASK:
+        is_seen = positions[None, :] <= last[:, None]
+        if SIZES.window:
+            is_seen = is_seen & (positions[None, :] > last[:, None] - SIZES.window)
+        scores = tl.where(is_seen, scores, MASKED)
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None]).to(queries.dtype)
+    shrink = tl.exp2(highest - higher)[:, None]
+    ones = tl.full((positions.shape[0], ONES), 1.0, queries.dtype)
+    totals = tl.dot(weights, ones, totals * shrink, input_precision="ieee")
+    if not SIZES.more:
+        part = tl.load(values + (sources + columns), mask=there, other=0.0).to(queries.dtype)
+    sums = tl.dot(weights, part, sums * shrink, input_precision="ieee")
+    return higher, totals, sums
+
+
+@triton.jit
 def _attend_split(
     inputs: tl.tuple, page_ids: tl.tensor, start: tl.tensor, stop: tl.tensor, last: tl.tensor, first_seen: tl.tensor,
+    all_see: tl.tensor,
     SIZES: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """Return the state of each query row after positions start to stop (see ``nothing_attended``). A query row attends
     to positions up to ``last``. inputs: see ``_tile_inputs``. first_seen: the first position that any query row attends
-    to.
+    to. all_see: all query rows attend to the positions before this one, unless there is a window.
     """
-    queries, rotated, keys, values, scale = inputs
-    columns = tl.arange(0, queries.shape[1])[None, :]
-    highest, total, sums = nothing_attended(queries.shape[0], queries.shape[1])
+    highest, _, sums = nothing_attended(SIZES.rows, SIZES.columns)
+    state = highest, tl.zeros((inputs[0].shape[0], ONES), tl.float32), sums
+    seen = last, first_seen, stop
     if SIZES.window:
         start += tl.maximum(first_seen - start, 0) // SIZES.block * SIZES.block
+    else:
+        whole = start + tl.maximum(tl.minimum(all_see, stop) - start, 0) // SIZES.block * SIZES.block
+        for first in tl.range(start, whole, SIZES.block):
+            state = _attend_block(state, inputs, page_ids, first, seen, SIZES, False)
+        start = whole
     for first in tl.range(start, stop, SIZES.block):
-        positions = first + tl.arange(0, SIZES.block)
-        inside = positions < stop
-        if SIZES.window:
-            inside = inside & (positions >= first_seen)
-        pages = tl.load(page_ids + positions // SIZES.page_size, mask=inside, other=0).to(tl.int64)
-        sources = (pages * SIZES.page_stride + positions % SIZES.page_size * SIZES.key_size)[:, None]
-        there = inside[:, None] & (columns < SIZES.value_size)
-        part = tl.load(keys + (sources + columns), mask=there, other=0.0).to(queries.dtype)
-        if SIZES.more:
-            rest = keys + (sources + SIZES.value_size)
-            others = load_part(rest, inside, SIZES.key_size - SIZES.value_size, SIZES.more)
-            scores = tl.dot(rotated, tl.trans(others), input_precision="ieee")
-            scores = tl.dot(queries, tl.trans(part), scores, input_precision="ieee") * scale
-        else:
-            scores = tl.dot(queries, tl.trans(part), input_precision="ieee") * scale
-        if SIZES.cap > 0.0:
-            scores = capped(scores, SIZES.cap)
-        is_seen = positions[None, :] <= last[:, None]
-        if SIZES.window:
-            is_seen = is_seen & (positions[None, :] > last[:, None] - SIZES.window)
-        weights, shrink, highest, total = softmax_step(tl.where(is_seen, scores, MASKED), highest, total)
-        if not SIZES.more:
-            part = tl.load(values + (sources + columns), mask=there, other=0.0).to(queries.dtype)
-        sums = tl.dot(weights.to(part.dtype), part, sums * shrink[:, None], input_precision="ieee")
-    return highest, total, sums
+        state = _attend_block(state, inputs, page_ids, first, seen, SIZES, True)
+    highest, totals, sums = state
+    return highest, tl.max(totals, 1), sums
 
 
 @triton.jit
@@ -237,6 +269,7 @@ def _attend_kernel(
     scales: tl.tensor, scale: tl.tensor,
     SIZES: tl.constexpr, IN_SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
+    start_next_and_wait()
     TOKENS: tl.constexpr = SIZES.rows // SIZES.group
     tile_start, first_token, count, first_page, length = tokens_of(
         tiles, tl.program_id(0), query_starts, page_starts, last_lengths, SIZES.page_size
@@ -249,32 +282,35 @@ def _attend_kernel(
     inputs = _tile_inputs(q, keys, values, tokens, heads, is_member, scales, scale, SIZES)
     last = length - count + tl.minimum(token, count - 1)
     stop = length - count + tl.minimum(tile_start + TOKENS, count)
-    first_seen = tl.maximum(length - count + tile_start - SIZES.window + 1, 0)
+    all_see = length - count + tile_start + 1
+    first_seen = tl.maximum(all_see - SIZES.window, 0)
     page_ids += first_page
     if IN_SPLITS:
         state = nothing_attended(SIZES.rows, SIZES.columns)
         index = first_split(first_seen) if SIZES.window else tl.full((), 0, tl.int32)
         while split_start(index) < stop:
             start, end = split_start(index), tl.minimum(split_start(index + 1), stop)
-            split = _attend_split(inputs, page_ids, start, end, last, first_seen, SIZES)
+            split = _attend_split(inputs, page_ids, start, end, last, first_seen, all_see, SIZES)
             state = merged(state, split)
             index += 1
     else:
-        state = _attend_split(inputs, page_ids, 0, stop, last, first_seen, SIZES)
+        state = _attend_split(inputs, page_ids, 0, stop, last, first_seen, all_see, SIZES)
     targets = tokens * SIZES.num_heads + heads
     store_attended(out, targets, is_member, state, sinks, heads, scales, SIZES.value_size)
 
 
 @triton.jit(
     do_not_specialize=["max_splits", "num_programs"],
-    do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids"],
+    do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids", "num_done"],
 )
 def _splits_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor,
-    page_ids: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, scales: tl.tensor, scale: tl.tensor,
-    max_splits: tl.tensor, num_programs: tl.tensor,
+    page_ids: tl.tensor, num_done: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor,
+    sinks: tl.tensor, scales: tl.tensor, scale: tl.tensor, max_splits: tl.tensor, num_programs: tl.tensor,
     SIZES: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute every ``num_programs``-th split of a tile. The program that finishes last merges all splits."""
+    start_next_and_wait()
     row = tl.program_id(0).to(tl.int64)
     first_page, length = pages_of(row, page_starts, last_lengths, SIZES.page_size)
     members = tl.arange(0, SIZES.rows)
@@ -284,39 +320,28 @@ def _splits_kernel(
     last = tl.zeros_like(members) + (length - 1)
     first_seen = tl.maximum(length - SIZES.window, 0)
     page_ids += first_page
-    index = tl.program_id(2)
-    if SIZES.window:
-        index += first_split(first_seen)
+    first_index = first_split(first_seen) if SIZES.window else tl.full((), 0, tl.int32)
+    index = first_index + tl.program_id(2)
     while split_start(index) < length:
         start, end = split_start(index), tl.minimum(split_start(index + 1), length)
-        state = _attend_split(inputs, page_ids, start, end, last, first_seen, SIZES)
+        state = _attend_split(inputs, page_ids, start, end, last, first_seen, length, SIZES)
         targets = (row * max_splits + index) * SIZES.num_heads + heads
         store_split(split_sums, split_marks, targets, state, is_member, SIZES.value_size)
         index += num_programs
-
-
-@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["page_starts", "last_lengths"])
-def _merge_kernel(
-    split_sums: tl.tensor, split_marks: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor, out: tl.tensor,
-    sinks: tl.tensor, scales: tl.tensor, max_splits: tl.tensor,
-    SIZES: tl.constexpr,
-) -> None:  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    _, length = pages_of(row, page_starts, last_lengths, SIZES.page_size)
-    heads = tl.program_id(1) * MERGED_HEADS + tl.arange(0, MERGED_HEADS)
-    is_head = heads < SIZES.num_heads
-    state = nothing_attended(MERGED_HEADS, SIZES.columns)
-    index = first_split(tl.maximum(length - SIZES.window, 0)) if SIZES.window else tl.full((), 0, tl.int32)
-    while split_start(index) < length:
-        sources = (row * max_splits + index) * SIZES.num_heads + heads
-        state = with_split(state, split_sums, split_marks, sources, is_head, SIZES.value_size, "")
-        index += 1
-    store_attended(out, row * SIZES.num_heads + heads, is_head, state, sinks, heads, scales, SIZES.value_size)
+    tl.debug_barrier()  # all threads must have stored before one increments the counter
+    done = num_done + row * tl.num_programs(1) + tl.program_id(1)
+    if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+        tl.store(done, 0)
+        whole, index = nothing_attended(SIZES.rows, SIZES.columns), first_index
+        while split_start(index) < length:
+            sources = (row * max_splits + index) * SIZES.num_heads + heads  # the loads bypass L1
+            whole = with_split(whole, split_sums, split_marks, sources, is_member, SIZES.value_size, ".cg")
+            index += 1
+        store_attended(out, row * SIZES.num_heads + heads, is_member, whole, sinks, heads, scales, SIZES.value_size)
 
 
 _attend = KernelLauncher(_attend_kernel)
 _splits = KernelLauncher(_splits_kernel)
-_merge = KernelLauncher(_merge_kernel)
 
 
 class AttentionTile(NamedTuple):
@@ -331,14 +356,19 @@ class AttentionTile(NamedTuple):
     def options(self) -> dict[str, object]:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
+    @property
+    def launch_options(self) -> dict[str, object]:
+        """Return ``options`` and those of the kernels here. Without fused operations, masks do not change a bit."""
+        return options(self.num_warps, fuses=False) | self.options
+
 
 class HeadGroup(NamedTuple):
-    """The tile for a model, and the number of query heads per tile. A tile has as many tokens as fit.
-
-    All kernels that compute splits must use the same tile.
+    """The tiles of several tokens and of one token for a model, and the number of query heads per tile. A tile has as
+    many tokens as fit.
     """
 
     tile: AttentionTile
+    decode_tile: AttentionTile
     heads: int
 
     @property
@@ -347,19 +377,23 @@ class HeadGroup(NamedTuple):
 
 
 def head_group(num_heads: int, pool: Pool) -> HeadGroup:
-    """Return the tile for H query heads, keys [N, K, S, E] and values [N, K, S, V]."""
+    """Return the tiles for H query heads, keys [N, K, S, E] and values [N, K, S, V]."""
     keys, values = pool
     if values.shape[3] < keys.shape[3]:  # latent attention; in fp32 it runs without tensor cores
         tile = AttentionTile(16, 32, 4, 1) if keys.dtype == torch.float32 else AttentionTile(ROWS, BLOCK, 8, 2)
-        return HeadGroup(tile, min(num_heads, tile.rows))
+        return HeadGroup(tile, tile, min(num_heads, tile.rows))
     group = num_heads // keys.shape[1]
     rows = max(ROWS, next_power_of_2(group))
     is_wide = next_power_of_2(keys.shape[3]) * max(keys.itemsize, 2) > 256
-    return HeadGroup(AttentionTile(rows, BLOCK, 8, 2) if is_wide else AttentionTile(rows, BLOCK, 4, 3), group)
+    tile = AttentionTile(rows, BLOCK, 8, 2) if is_wide else AttentionTile(rows, BLOCK, 4, 3)
+    if keys.dtype == torch.float32:
+        return HeadGroup(tile, tile, group)
+    decode_tile = AttentionTile(max(DECODE_ROWS, next_power_of_2(group)), BLOCK, 4, tile.num_stages)
+    return HeadGroup(tile, decode_tile, group)
 
 
-def _sizes(q: Tensor, pool: Pool, group: HeadGroup, rules: ScoreRules) -> _Sizes:
-    """Return the constants of the kernels for q [T, H, E]."""
+def _sizes(q: Tensor, pool: Pool, heads: int, tile: AttentionTile, rules: ScoreRules) -> _Sizes:
+    """Return the constants of the kernels for q [T, H, E], and tiles of these query heads."""
     num_heads, key_size = q.shape[1:]
     _, num_kv_heads, page_size, value_size = pool[1].shape
     head_stride = page_size * key_size
@@ -369,14 +403,14 @@ def _sizes(q: Tensor, pool: Pool, group: HeadGroup, rules: ScoreRules) -> _Sizes
         page_stride=num_kv_heads * head_stride,
         tile_stride=head_stride if num_kv_heads > 1 else 0,
         num_heads=num_heads,
-        group=group.heads,
+        group=heads,
         page_size=page_size,
         key_size=key_size,
         value_size=value_size,
         columns=columns,
         more=more if value_size < key_size else 0,
-        rows=group.tile.rows,
-        block=group.tile.block,
+        rows=tile.rows,
+        block=tile.block,
         window=rules.window or 0,
         cap=rules.cap,
     )
@@ -396,21 +430,23 @@ def attend(
     """Attend with q [T, H, E] to keys [N, K, S, E] and values [N, K, S, V] into ``out`` [T, H, V].
 
     Args:
-        tiles: [Y, 2] int32, (row, first token within the row) of each tile.
+        tiles: [Y, 2] int32, (row, first token within the row) of each tile. T tiles have one token each.
         in_splits: False: compute rows without splits, which is faster, but differs from ``attend_splits``.
     """
     group = head_group(q.shape[1], pool)
-    sizes = _sizes(q, pool, group, rules)
+    tile = group.decode_tile if len(tiles) == len(q) else group.tile
+    sizes = _sizes(q, pool, group.heads, tile, rules)
     tensors = (q, *pool, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out, rules.sinks)
     key = (q.dtype, pool[0].dtype, sizes, in_splits, rules.tensors_key, *alignments(q, *pool, out))
     grid = tiles.shape[0], -(-q.shape[1] // group.heads), 1
-    _attend(grid, key, (*tensors, rules.scales, rules.factor(scale), sizes, in_splits), group.tile.options)
+    _attend(grid, key, (*tensors, rules.scales, rules.factor(scale), sizes, in_splits), tile.launch_options)
 
 
 def attend_splits(
     q: Tensor,
     pool: Pool,
     rows: PagedRows,
+    num_done: Tensor,
     *,
     max_splits: int,
     num_programs: int,
@@ -420,19 +456,18 @@ def attend_splits(
 ) -> None:
     """Compute ``attend`` with the same bits for R rows of one token, q [R, H, E] and out [R, H, V].
 
-    max_splits: of the longest row. num_programs: per row and tile.
+    Args:
+        num_done: [R * H] int32 zeros, which are zeros again after.
+        max_splits: of the longest row.
+        num_programs: per row and tile.
     """
     num_rows, num_heads, value_size = out.shape
     sums = torch.empty(num_rows, max_splits, num_heads, value_size, dtype=torch.float32, device=q.device)
     stats = torch.empty(num_rows, max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
     group = head_group(num_heads, pool)
-    sizes = _sizes(q, pool, group, rules)
-    tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, sums, stats)
+    sizes = _sizes(q, pool, group.heads, group.decode_tile, rules)
+    tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, num_done, sums, stats, out, rules.sinks)
     numbers = rules.scales, rules.factor(scale), max_splits, num_programs
     grid = num_rows, -(-num_heads // group.heads), num_programs
-    key = (q.dtype, pool[0].dtype, sizes, rules.tensors_key, *alignments(q, *pool, sums, stats))
-    _splits(grid, key, (*tensors, *numbers, sizes), group.tile.options)
-    tensors = sums, stats, rows.page_starts, rows.last_lengths, out, rules.sinks, rules.scales
-    key = (out.dtype, sizes, rules.tensors_key, *alignments(sums, stats, out))
-    grid = num_rows, -(-num_heads // MERGED_HEADS.value), 1
-    _merge(grid, key, (*tensors, max_splits, sizes), {"num_warps": 4})
+    key = (q.dtype, pool[0].dtype, sizes, rules.tensors_key, *alignments(q, *pool, sums, stats, out))
+    _splits(grid, key, (*tensors, *numbers, sizes), group.decode_tile.launch_options)

@@ -22,7 +22,7 @@ for rules in (ScoreRules(), ScoreRules(300), ScoreRules(None, 50.0), ScoreRules(
         q, out = torch.zeros(2, 16, head_size, dtype=dtype)[:, :8], torch.zeros(2, 8, head_size, dtype=dtype)
         pool = torch.zeros(2, 3, 4, 16, head_size, dtype=dtype).unbind(0)
         attention.attend(q, pool, rows, ints[:4].view(2, 2), scale=0.1, out=out, rules=rules)
-        attention.attend_splits(q, pool, rows, max_splits=4, num_programs=2, scale=0.1, out=out, rules=rules)
+        attention.attend_splits(q, pool, rows, ints, max_splits=4, num_programs=2, scale=0.1, out=out, rules=rules)
         if head_size != 80:  # FlashInfer does not support it
             for other in (None, (out, weights)):
                 decode.decode(q, pool, step, scale=0.1, out=out, other=other, rules=rules)

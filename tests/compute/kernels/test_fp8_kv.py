@@ -218,7 +218,7 @@ for scales in (None, torch.zeros(2)):
         q, out = torch.zeros(2, 16, head_size, dtype=dtype)[:, :8], torch.zeros(2, 8, head_size, dtype=dtype)
         pool = torch.zeros(2, 3, 4, 16, head_size, dtype=FP8).unbind(0)
         attention.attend(q, pool, rows, ints[:4].view(2, 2), scale=0.1, out=out, rules=rules)
-        attention.attend_splits(q, pool, rows, max_splits=4, num_programs=2, scale=0.1, out=out, rules=rules)
+        attention.attend_splits(q, pool, rows, ints, max_splits=4, num_programs=2, scale=0.1, out=out, rules=rules)
         decode.decode(q, pool, step, scale=0.1, out=out, rules=rules)
         both = torch.zeros(2, 16, head_size, dtype=dtype)
         tables = torch.zeros(2, 2, 1, head_size).unbind(0)

@@ -29,7 +29,7 @@ for num_heads, value_size, more, dtypes in (
         pool = keys, keys[..., :value_size]
         tiles, in_splits = ints.view(-1, 1).expand(-1, 2), num_heads != 20
         attention.attend(q, pool, rows, tiles, scale=0.1, out=out, in_splits=in_splits)
-        attention.attend_splits(q, pool, rows, max_splits=4, num_programs=2, scale=0.1, out=out)
+        attention.attend_splits(q, pool, rows, ints, max_splits=4, num_programs=2, scale=0.1, out=out)
         both = torch.zeros(2, num_heads * (64 + more) + size, dtype=dtype)
         queries, latents = both.tensor_split((num_heads * (64 + more),), dim=1)
         queries = queries.unflatten(1, (num_heads, -1))

@@ -12,7 +12,7 @@ import torch
 
 from aioengine.api.args import engine_config
 from aioengine.frontend.startup import blueprint_of
-from aioengine.model_files import checkpoint, folder_files, gguf_header
+from aioengine.model_files import checkpoint, folder_files, gguf_header, gguf_tokenizer
 from aioengine.model_files.model_folder import family_config, find_facts, locate
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.kit.gguf_files import Stored, byte_tokenizer, model_metadata, stored, word_tokenizer, write_gguf
@@ -277,17 +277,18 @@ def test_quantization_while_loading_is_refused(tmp_path: Path) -> None:
         find_facts(engine_config(str(path), {"quantization": "int8"}).model)
 
 
-def test_vocabulary_with_too_many_merges_is_refused(tmp_path: Path) -> None:
+def test_vocabulary_with_too_many_merges_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = word_tokenizer(["the"])
     tokens = words["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
     path = write(tmp_path / "m.gguf", tokenizer={**words, "tokenizer.ggml.tokens": [*tokens[:-1], "x" * 100_000]})
     with pytest.raises(ValueError, match="a token of 100000 characters; the limit is 256"):
         Tokenizer(path)
-    longest = random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=400)
-    parts = {"".join(longest[begin : begin + size]) for begin in range(len(longest)) for size in range(1, 256)}
+    monkeypatch.setattr(gguf_tokenizer, "_MAX_MERGES", 1000)
+    longest = random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=40)
+    parts = {"".join(longest[begin : begin + size]) for begin in range(len(longest)) for size in range(1, 26)}
     path = write(tmp_path / "m.gguf", tokenizer=word_tokenizer(sorted(parts)))
-    with pytest.raises(ValueError, match="tokens has more merges than the limit of 2097152"):
+    with pytest.raises(ValueError, match="tokens has more merges than the limit of 1000"):
         Tokenizer(path)
 
 

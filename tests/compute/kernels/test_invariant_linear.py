@@ -1,0 +1,31 @@
+"""Batch-invariant products match torch in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compute.interpreted import run_interpreted
+
+PROGRAM = """
+import torch
+
+from aioengine.kernels.triton import invariant_linear
+
+invariant_linear.has_dependent_launch = lambda: True
+torch.manual_seed(0)
+for num_outputs, size, num_rows in (
+    (100, 512, 300),
+    (40, 512, 20),
+    (300, 2048, 150),  # each half of the inputs has its own program
+    (70, 2048, 300),
+):
+    weight, x, bias = (torch.randn(*shape).half() for shape in ((num_outputs, size), (num_rows, size), (num_outputs,)))
+    result = invariant_linear.InvariantMatmul(weight, bias)(x)
+    expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    torch.testing.assert_close(result.float(), expected, rtol=2e-3, atol=2e-2)
+"""
+
+
+@pytest.mark.slow
+def test_products_match_torch() -> None:
+    run_interpreted(PROGRAM)
