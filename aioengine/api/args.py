@@ -25,7 +25,17 @@ from aioengine.model_files.adapter_folder import MAX_RANK
 from aioengine.model_files.online_quantization import GROUP_SIZES, METHODS
 from aioengine.model_files.quantized_formats import FORMATS
 from aioengine.settings import resolve
-from aioengine.settings.config import DEFAULT_GROUP_SIZE, MAX_REPLICAS, ROUTINGS, EngineConfig, GivenAdapter
+from aioengine.settings.config import (
+    DEFAULT_GROUP_SIZE,
+    DRAFT_HEADS,
+    MAX_REPLICAS,
+    MTP,
+    NGRAM,
+    ROUTINGS,
+    STANDALONE,
+    EngineConfig,
+    GivenAdapter,
+)
 from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES
 
 
@@ -120,14 +130,12 @@ def _group_size(name: str, value: object) -> int:
 
 
 def _algorithm(name: str, value: object) -> str:
-    """Check the algorithm of speculation. The other algorithms of the field are refused with their feature."""
+    """Return the algorithm of speculation in upper case. NEXTN is another name of MTP."""
     word = checks.text(name, value).upper()
-    if word in MISSING_ALGORITHMS:
-        raise ValueError(
-            f"{name}={value!r}: {MISSING_ALGORITHMS[word]} are not available yet; NGRAM and STANDALONE work"
-        )
-    if word not in ("NGRAM", resolve.STANDALONE):
-        raise checks.wrong_value(name, "'NGRAM', 'STANDALONE' or None", value)
+    if word == "NEXTN":
+        return MTP
+    if word not in ALGORITHMS:
+        raise checks.wrong_value(name, f"{', '.join(map(repr, ALGORITHMS))} or None", value)
     return word
 
 
@@ -248,13 +256,7 @@ MAX_HIDDEN_STATE_BYTES: Final = 192 * 1024 * 1024
 """They must fit into a frame together with the other results of a step."""
 MAX_PROCESSORS: Final = 64
 MAX_DRAFT_TOKENS: Final = 16
-MISSING_ALGORITHMS: Final = {
-    "EAGLE": "drafts of EAGLE heads",
-    "EAGLE3": "drafts of EAGLE-3 heads",
-    "MTP": "drafts of the multi-token-prediction layers of a checkpoint",
-    "NEXTN": "drafts of the multi-token-prediction layers of a checkpoint",
-}
-"""Algorithms of speculation -> the missing feature."""
+ALGORITHMS: Final = (NGRAM, STANDALONE, *DRAFT_HEADS)
 MAX_NAME_BYTES: Final = 512
 MAX_ADAPTERS: Final = 100_000
 MAX_MODULES: Final = 1024
@@ -411,7 +413,8 @@ _ROWS: Final = {
     "speculative_algorithm": Argument(
         _algorithm,
         "compute several tokens of a row per step; NGRAM: propose the tokens that followed the same tokens before; "
-        "STANDALONE: propose the tokens of a draft model",
+        "STANDALONE: propose the tokens of a draft model; EAGLE, EAGLE3: of a draft head; MTP or NEXTN: of the model's "
+        "own layers for multi-token prediction",
         "no speculation",
         place="speculation.algorithm",
     ),
@@ -429,7 +432,7 @@ _ROWS: Final = {
     ),
     "speculative_draft_model_path": Argument(
         _path,
-        "folder, hub id or GGUF file of the draft model, for STANDALONE",
+        "folder, hub id or GGUF file of the draft model, for STANDALONE, EAGLE and EAGLE3",
         "none",
         place="speculation.draft_model_path",
     ),

@@ -73,6 +73,7 @@ class TensorNames(Struct, frozen=True, kw_only=True):
         positions: the table of learned positions, which are added to the token embeddings; "" if there is none.
         first_position: the row of the first position in that table.
         layers: the list of blocks.
+        only_block: the prefix of the tensor names of the block of a draft head; "" for other models.
     """
 
     embedding: str = "model.embed_tokens"
@@ -81,10 +82,11 @@ class TensorNames(Struct, frozen=True, kw_only=True):
     layers: str = "model.layers"
     norm: str = "model.norm"
     head: str = "lm_head"
+    only_block: str = ""
 
     def block(self, layer: int) -> str:
         """Return the prefix of all tensor names of a block."""
-        return f"{self.layers}.{layer}."
+        return self.only_block or f"{self.layers}.{layer}."
 
 
 class NormConfig(Struct, frozen=True, kw_only=True):
@@ -190,6 +192,7 @@ class AttentionConfig(Struct, frozen=True, kw_only=True):
         has_sinks: each head has a learned attention sink, see ``AttentionShape``.
         has_output_gate: the query projection also outputs a gate after each head. The sigmoid of the gate multiplies
             the head's attention output.
+        num_inputs: joined vectors of the hidden size that the projections of queries, keys and values read.
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -205,6 +208,7 @@ class AttentionConfig(Struct, frozen=True, kw_only=True):
     latent: LatentConfig | None = None
     has_sinks: bool = False
     has_output_gate: bool = False
+    num_inputs: int = 1
 
 
 class ShortConvConfig(Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from aioengine.families._block_config import (
     TensorSpecs,
 )
 from aioengine.families._config import DecoderConfig, Task
+from aioengine.families._draft_heads import DraftHeadConfig
 from aioengine.families._encoders import EncoderConfig
 from aioengine.families._experts import CHOICE_BIAS, MXFP4_BLOCK
 from aioengine.families._vision import VisionConfig
@@ -46,6 +47,8 @@ def checkpoint_tensors(config: TransformerConfig, linear_tensors: LinearTensors 
     """Return all tensors that the model loads, without a vision tower."""
     if isinstance(config, EncoderConfig):
         return _encoder(config, linear_tensors)
+    if isinstance(config, DraftHeadConfig):
+        return _draft_head(config, linear_tensors)
     assert isinstance(config, DecoderConfig)
     names, size = config.names, config.hidden_size
     specs = {f"{names.embedding}.weight": TensorSpec((config.vocab_size, size)), **_norm(names.norm, size, config.norm)}
@@ -121,7 +124,8 @@ def mixer_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
     queries = 2 * inner if attention.has_output_gate else inner
     sizes = (queries, kv_size, kv_size) if len(attention.qkv) > 1 else (inner + 2 * kv_size,)
     named = zip(attention.qkv, sizes, strict=True)
-    first = [LinearShape(name, outputs, size, attention.qkv_bias) for name, outputs in named]
+    inputs = attention.num_inputs * size
+    first = [LinearShape(name, outputs, inputs, attention.qkv_bias) for name, outputs in named]
     return [*first, LinearShape(attention.output, size, inner, attention.output_bias)]
 
 
@@ -243,6 +247,17 @@ def expert_tensors(
                 code_specs[f"{name}_scales"] = TensorSpec(scales, "U8", per_element=0)
     specs = {name: TensorSpec(shape) for name, shape in shapes.items()} | code_specs
     return _linears(unquantized, plain_tensors) | _linears(linears, linear_tensors) | _prefixed(prefix, specs)
+
+
+def _draft_head(config: DraftHeadConfig, linear_tensors: LinearTensors) -> TensorSpecs:
+    specs = block_tensors(config, 0, linear_tensors) | _linears([config.fc], plain_tensors)
+    for name in (*config.joined_norms, config.names.norm):
+        specs |= _norm(name, config.hidden_size, config.norm) if name else {}
+    if config.head is not None:
+        specs |= _linears([config.head], linear_tensors)
+    if config.has_token_map:
+        specs["d2t"] = TensorSpec((config.draft_vocab_size,), "I64", per_element=0)
+    return specs
 
 
 def _encoder(config: EncoderConfig, linear_tensors: LinearTensors) -> TensorSpecs:

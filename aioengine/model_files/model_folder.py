@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
@@ -18,6 +19,7 @@ from aioengine.api import checks
 from aioengine.api.params import FROM_MODEL, PARAMETERS
 from aioengine.families._block_config import AttentionConfig
 from aioengine.families._config import DecoderConfig, Task, as_embedder
+from aioengine.families._draft_heads import DraftHeadConfig, read_draft_head
 from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fallback_config import linear_layers as fallback_layers
 from aioengine.families._fallback_config import read_fallback_config
@@ -84,6 +86,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         linear_layers: name in the checkpoint -> (outputs, inputs) of the layers that adapters may change.
         implementation: the code that computes the model: "aioengine" or "transformers".
         rank_counts: the values of tp_size that work. rank_sizes: the sizes that limit them, or why there is only 1.
+        read_layers: of a draft head, see ``DraftHeadConfig``.
         sampling_defaults: values in generation_config.json of the parameters in ``params.FROM_MODEL``.
         warning: which values of generation_config.json have no effect, and why; "" if all have.
     """
@@ -114,6 +117,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     implementation: str = OWN
     rank_counts: tuple[int, ...] = (1,)
     rank_sizes: str = ""
+    read_layers: tuple[int, ...] = ()
     sampling_defaults: dict[str, float] = {}
     warning: str = ""
 
@@ -325,6 +329,7 @@ def find_facts(
         implementation=implementation,
         rank_counts=tuple(rank_counts(model)) if implementation == OWN else (1,),
         rank_sizes=(why_whole(model) or describe_sizes(model)) if implementation == OWN else _FALLBACK_IS_WHOLE,
+        read_layers=model.read_layers if isinstance(model, DraftHeadConfig) else (),
         sampling_defaults=defaults,
         warning=left_out and f"values in generation_config.json of {str(folder)!r} have no effect: {left_out}",
     )
@@ -389,7 +394,13 @@ def _read_config(
         config = msgspec.convert({name: value for name, value in raw.items() if value is not None}, _ConfigFacts)
         implementation = _implementation(config, wanted.implementation)
         read: ReadConfig = read_fallback_config
-        if implementation == OWN:
+        if wanted.draft_head:
+            if method == "gguf":
+                raise ValueError(
+                    f"draft heads for speculative_algorithm={wanted.draft_head!r} are not read from GGUF files"
+                )
+            read = partial(read_draft_head, algorithm=wanted.draft_head)
+        elif implementation == OWN:
             read = plugins.load("families", plugins.file_name(config.model_type or "")).read
         model = read(raw)
         if model.task is Task.GENERATE and (is_embedder(folder) if is_embedding is None else is_embedding):

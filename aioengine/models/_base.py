@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.linear import Linear
     from aioengine.layers.mixer import StateShape, StepStates
+    from aioengine.models._features import Features
     from aioengine.quantization._base import LinearFormat
 
 
@@ -80,6 +81,8 @@ class ModelInputs:
             first K blocks; None if there are none.
         adapters: the rows by adapter; None if no row has an adapter.
         states: the recurrent states; None for other models, and if the results of the step are dropped.
+        slots: [T] the KV slot of each token, where ``Model.features`` keeps its hidden states; None if there are none.
+        features: [T, D] hidden states that a draft head reads; None for other models.
     """
 
     positions: Tensor
@@ -91,6 +94,8 @@ class ModelInputs:
     deepstack: tuple[Tensor, Tensor] | None = None
     adapters: AdapterRows | None = None
     states: StepStates | None = None
+    slots: Tensor | None = None
+    features: Tensor | None = None
 
 
 class Model(Layer, metaclass=ABCMeta):
@@ -107,6 +112,7 @@ class Model(Layer, metaclass=ABCMeta):
         state_shape: recurrent states per request, in addition to keys and values or instead of them; None if there are
             none. A state includes all tokens computed so far, so each step of a request must start where the previous
             one ended.
+        features: keeps hidden states for a draft head; None: there is none.
     """
 
     input_spec: InputSpec
@@ -114,6 +120,7 @@ class Model(Layer, metaclass=ABCMeta):
     prefix: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
     state_shape: StateShape | None = None
+    features: Features | None = None
 
     def __init__(self, config: TransformerConfig, options: ModelOptions) -> None:
         self._config = config

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import StepAttention
     from aioengine.families._config import DecoderConfig
+    from aioengine.families._rope_config import RopeConfig
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import Grouping
     from aioengine.layers.layer import Shard
@@ -52,30 +53,13 @@ class DecoderModel(Model):
         super().__init__(config, options)
         self._config = config
         self._shard = options.shard
-        heads, kv_heads = self._heads = rank_heads(config, options.shard)
-        self.attention_shape = AttentionShape(
-            num_layers=len(config.attention_layers),
-            num_heads=len(heads),
-            num_kv_heads=len(kv_heads),
-            head_size=config.head_size,
-            scale=config.head_size**-0.5 if config.attention.scale is None else config.attention.scale,
-            is_causal=config.is_causal,
-            windows=effective_windows(config.windows, options.max_positions),
-            soft_cap=config.attention.soft_cap,
-            sinks=tuple(options.empty(len(heads)) for _ in range(config.num_layers * config.attention.has_sinks)),
-            kv_scales=_kv_scales(config, options),
-            value_size=None if config.attention.latent is None else config.attention.latent.rank,
-            expansions=_expansions(config, options),
-            plain_size=0 if config.attention.latent is None else config.attention.latent.plain_size,
-            batch_invariant=options.batch_invariant,
-        )
-        is_longer = options.max_positions > config.short_length
-        short_length = config.short_length if is_longer else 0
+        self._heads = rank_heads(config, options.shard)
+        self.attention_shape = attention_shape(config, options)
         if config.stateful is not None:
             specs = state_specs(config)
             tensors = (StateTensor(spec.shape, torch.float32 if spec.in_fp32 else options.dtype) for spec in specs)
             self.state_shape = StateShape(len(config.stateful.layers), tuple(tensors))
-        self.input_spec = InputSpec(short_length=short_length, states=self.state_shape is not None)
+        self.input_spec = InputSpec(short_length=_short_length(config, options), states=self.state_shape is not None)
         head = config.head
         self._device = options.device
         is_tied = head is None and self.task is Task.GENERATE
@@ -85,18 +69,8 @@ class DecoderModel(Model):
         if config.names.positions:
             num_positions = config.names.first_position + config.max_position_embeddings
             self._positions = EmbeddingTable(options.empty(num_positions, config.hidden_size), options)
-        ropes = list(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers)))
-        self._ropes = [
-            RotaryEmbedding(
-                rope,
-                config.rope_size or config.head_size,
-                max_position_embeddings=config.max_position_embeddings,
-                num_positions=options.max_positions,
-                short_length=short_length,
-                device=options.device,
-            )
-            for rope in ropes
-        ]
+        self._ropes = rotary_embeddings(config, options)
+        ropes = _ropes(config)
         self._blocks: list[Block] = []
         previous_norm: Norm | None = None
         for layer in range(config.num_layers):
@@ -166,12 +140,29 @@ class DecoderModel(Model):
             first = self._config.names.first_position
             x.add_(self._positions(inputs.positions + first if first else inputs.positions))
         delta: Tensor | None = None
+        num_layers, outputs = len(self._blocks), inputs.outputs
+        kept_layers = () if self.features is None else self.features.layers
+        kept: dict[int, Tensor] = {}
+        if num_layers in kept_layers:
+            outputs = None
         for layer, block in enumerate(self._blocks):
-            is_last = layer == len(self._blocks) - 1
-            x, delta = block(x, delta, step, outputs=inputs.outputs if is_last else None)
+            if layer in kept_layers:
+                kept[layer] = self._stream(x, delta, layer)
+            x, delta = block(x, delta, step, outputs=outputs if layer == num_layers - 1 else None)
             if inputs.deepstack is not None and layer < inputs.deepstack[1].shape[1]:
                 x.index_add_(0, inputs.deepstack[0], inputs.deepstack[1][:, layer])
-        return self._norm(x) if delta is None else add_to_stream(delta, x, self._last_norm, self._norm)
+        hidden = self._norm(x) if delta is None else add_to_stream(delta, x, self._last_norm, self._norm)
+        if self.features is not None:
+            self.features.store(kept | {num_layers: hidden}, inputs.slots)
+            if outputs is not inputs.outputs and inputs.outputs is not None:
+                hidden = hidden.index_select(0, inputs.outputs)
+        return hidden
+
+    def _stream(self, x: Tensor, delta: Tensor | None, layer: int) -> Tensor:
+        """Return a copy of the input of a layer [T, D]: the residual stream with the update of the previous layer."""
+        if delta is None:
+            return x.clone()
+        return add_to_stream(delta.clone(), x.clone(), self._blocks[layer - 1].output_norm, None)
 
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
@@ -201,6 +192,52 @@ class DecoderModel(Model):
             logits = self._shard.group.all_gather(padded)[:, : self.vocab_size]
         logits, cap = _scaled(logits, self._config.logits_scale), self._config.logits_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def attention_shape(config: DecoderConfig, options: ModelOptions) -> AttentionShape:
+    """Return the shape of attention on this rank."""
+    heads, kv_heads = rank_heads(config, options.shard)
+    return AttentionShape(
+        num_layers=len(config.attention_layers),
+        num_heads=len(heads),
+        num_kv_heads=len(kv_heads),
+        head_size=config.head_size,
+        scale=config.head_size**-0.5 if config.attention.scale is None else config.attention.scale,
+        is_causal=config.is_causal,
+        windows=effective_windows(config.windows, options.max_positions),
+        soft_cap=config.attention.soft_cap,
+        sinks=tuple(options.empty(len(heads)) for _ in range(config.num_layers * config.attention.has_sinks)),
+        kv_scales=_kv_scales(config, options),
+        value_size=None if config.attention.latent is None else config.attention.latent.rank,
+        expansions=_expansions(config, options),
+        plain_size=0 if config.attention.latent is None else config.attention.latent.plain_size,
+        batch_invariant=options.batch_invariant,
+    )
+
+
+def rotary_embeddings(config: DecoderConfig, options: ModelOptions) -> list[RotaryEmbedding]:
+    """Return the rotary embeddings of ``_ropes``."""
+    return [
+        RotaryEmbedding(
+            rope,
+            config.rope_size or config.head_size,
+            max_position_embeddings=config.max_position_embeddings,
+            num_positions=options.max_positions,
+            short_length=_short_length(config, options),
+            device=options.device,
+        )
+        for rope in _ropes(config)
+    ]
+
+
+def _ropes(config: DecoderConfig) -> list[RopeConfig | None]:
+    """Return the different rotary embeddings of the layers."""
+    return list(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers)))
+
+
+def _short_length(config: DecoderConfig, options: ModelOptions) -> int:
+    """Return ``InputSpec.short_length``."""
+    return config.short_length if options.max_positions > config.short_length else 0
 
 
 def rank_heads(config: DecoderConfig, shard: Shard) -> tuple[range, range]:
@@ -317,7 +354,13 @@ class Block(Layer):
         )
 
     def __call__(
-        self, x: Tensor, delta: Tensor | None, step: BlockStep, *, outputs: Tensor | None
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        step: BlockStep,
+        *,
+        outputs: Tensor | None,
+        beside: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the block on x [T, D].
 
@@ -326,6 +369,7 @@ class Block(Layer):
             delta: [T, D], the pending update of the previous block, before its ``output_norm``; None in the first
                 block.
             outputs: [S] int64, the tokens to compute after attention; None for all.
+            beside: [T, D], which attention reads before its other input (``AttentionConfig.num_inputs``).
 
         Returns:
             The residual stream and the pending update: [T, D] or [S, D] each.
@@ -334,6 +378,8 @@ class Block(Layer):
             normed = add_to_stream(delta, x, self._previous_norm, self._attention_norm)
         else:
             normed = x if self._attention_norm is None else self._attention_norm(x)
+        if beside is not None:
+            normed = torch.cat((beside, normed), dim=1)
         attended = self._attention(normed, step, self._layer, outputs=outputs)
         rows = step.rows(outputs)
         if outputs is not None:

@@ -17,6 +17,7 @@ from aioengine import models, plugins
 from aioengine.attention import _image_attention, _mixed, fused
 from aioengine.attention._base import AttentionBackend, AttentionShape, BackendUnavailableError
 from aioengine.families._config import Task, as_embedder
+from aioengine.families._draft_heads import read_draft_head
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
@@ -28,13 +29,15 @@ from aioengine.model_files.online_quantization import OnlineQuantization
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import Model, ModelOptions
+from aioengine.models._draft_head import DraftHead
+from aioengine.models._features import Features
 from aioengine.protocol.messages import Progress
 from aioengine.quantization.gguf import gguf_formats
 from aioengine.quantization.online import online_formats
 from aioengine.quantization.stored import formats
 from aioengine.runner import weights
 from aioengine.runner.device_memory import DeviceMemory, fit_pool, kv_cache_of
-from aioengine.runner.kv_pool import KVPool
+from aioengine.runner.kv_pool import FIRST_PAGE, KVPool
 from aioengine.runner.lora.pool import AdapterPool, slots_bytes
 from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.speculation.draft_model import DraftParts
@@ -43,7 +46,7 @@ from aioengine.runner.timing import StartTimes
 from aioengine.runner.warmup import capture_graphs, warm_up_device
 from aioengine.runner.weight_loading import WeightLoader
 from aioengine.settings.config import TRANSFORMERS, DraftSettings, RunnerSettings, Settings
-from aioengine.settings.memory_model import PoolDemand, PoolFit
+from aioengine.settings.memory_model import KVCache, PoolDemand, PoolFit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -113,12 +116,12 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     draft: _LoadedDraft | None = None
     if settings.runner.draft is not None:
         with memory.record("the weights of the draft model", advice=advice), torch.no_grad():
-            draft = _load_draft(settings, settings.runner.draft, device, kv_dtype=kv_dtype, report=report)
+            draft = _load_draft(settings, settings.runner.draft, model, kv_dtype=kv_dtype, report=report)
         weights_bytes += draft.weights_bytes
     times.end("weights")
     adapters = _take_adapters(model, settings, memory, dtype)
     state_bytes = 0 if model.state_shape is None else model.state_shape.num_bytes
-    draft_cache = None if draft is None else kv_cache_of(draft.shape)
+    draft_cache = None if draft is None else draft.cache
     demand = PoolDemand.of(settings, kv_cache_of(shape), state_bytes=state_bytes, draft=draft_cache)
     pool = fit_pool(demand, memory.pool_budget(model, settings, adapters, None if draft is None else draft.model))
     if shard.group is not None:
@@ -172,7 +175,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         **kv_pool.facts,
     }
     if draft_parts is not None:
-        facts["kv_pool_bytes"] = kv_pool.num_bytes + draft_parts.kv_pool.num_bytes
+        facts["kv_pool_bytes"] = kv_pool.num_bytes + draft_parts.num_bytes
     if states is not None:
         facts |= states.facts
     if adapters is not None:
@@ -216,16 +219,26 @@ def _load_weights(model: Model, settings: Settings, purpose: str, report: Callab
 
 @dataclass(frozen=True, slots=True)
 class _LoadedDraft:
-    """A draft model before the sizes of the pools are known."""
+    """A draft model before the sizes of the pools are known. features: of a draft head; None: another draft model."""
 
     model: Model
     shape: AttentionShape
     choice: AttentionChoice
     weights_bytes: int
+    features: Features | None
+
+    @property
+    def cache(self) -> KVCache:
+        """The sizes of its KV cache."""
+        return replace(kv_cache_of(self.shape), feature_size=self.model.hidden_size if self.features else 0)
 
     def parts(self, settings: Settings, num_pages: int, kv_dtype: torch.dtype, device: torch.device) -> DraftParts:
-        """Allocate the KV pool."""
+        """Allocate the KV pool, and the memory of the features."""
         assert settings.runner.draft is not None
+        if self.features is not None:
+            num_slots = (FIRST_PAGE + num_pages) * settings.memory.page_size
+            size = num_slots, self.model.hidden_size
+            self.features.pool = torch.zeros(size, dtype=self.model.dtype, device=device)
         kv_pool = KVPool(
             self.shape,
             num_pages=num_pages,
@@ -240,18 +253,20 @@ class _LoadedDraft:
             kv_pool,
             max_length=settings.runner.draft.model.context_length,
             max_tokens=settings.scheduler.max_step_tokens,
+            features=self.features,
         )
 
 
 def _load_draft(
     settings: Settings,
     draft: DraftSettings,
-    device: torch.device,
+    target: Model,
     *,
     kv_dtype: torch.dtype,
     report: Callable[[Progress], None],
 ) -> _LoadedDraft:
-    """Load a draft model."""
+    """Load a draft model. target: the model, which keeps its hidden states for a draft head."""
+    device = torch.device(settings.runner.device)
     settings = replace(
         settings, model=draft.model, runner=replace(settings.runner, attention_backend=draft.attention_backend)
     )
@@ -270,7 +285,11 @@ def _load_draft(
     shape = dataclasses.replace(model.attention_shape, dtype=dtype)
     choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
     weights_bytes = _load_weights(model, settings, "loading the draft model", report)
-    return _LoadedDraft(model, shape, choice, weights_bytes)
+    features = None
+    if isinstance(model, DraftHead):
+        model.target = target
+        target.features = features = Features(draft.read_layers, model.reduce)
+    return _LoadedDraft(model, shape, choice, weights_bytes, features)
 
 
 def _shard(settings: Settings, device: torch.device) -> Shard:
@@ -339,6 +358,8 @@ def _with_formats(
 def _model(settings: Settings, config: Mapping[str, object], options: ModelOptions) -> Model:
     if settings.model.implementation == TRANSFORMERS:
         return _fallback(settings).load(options)
+    if settings.model.draft_head:
+        return DraftHead(read_draft_head(config, settings.model.draft_head), options)
     return models.build(config, options)
 
 

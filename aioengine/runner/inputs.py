@@ -72,6 +72,8 @@ def model_inputs(
     token_types: Tensor | None = None,
     outputs: Tensor | None = None,
     adapters: AdapterRows | None = None,
+    slots: Tensor | None = None,
+    features: Tensor | None = None,
 ) -> ModelInputs:
     """Return the inputs of this model for token ids [T] and positions [T], or [3, T] for a model with three axes. Other
     arguments are as in ``ModelInputs``.
@@ -87,6 +89,8 @@ def model_inputs(
         token_types=token_types,
         outputs=outputs,
         adapters=adapters,
+        slots=slots,
+        features=features,
     )
 
 
@@ -239,6 +243,8 @@ class InputBuilder:
             batch = replace(batch, parts=parts)
         if images and spans and model.attention_shape.has_bidirectional_images:
             batch = replace(batch, bidirectional_images=images.bidirectional(spans))
+        if model.features is not None:
+            inputs = replace(inputs, slots=batch.slot_mapping)
         return inputs, batch
 
     def _image_spans(self, rows: StepRows) -> list[Span]:

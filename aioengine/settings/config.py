@@ -16,6 +16,15 @@ OWN: Final = "aioengine"
 TRANSFORMERS: Final = "transformers"
 """Names of the code that computes a model."""
 
+NGRAM: Final = "NGRAM"
+STANDALONE: Final = "STANDALONE"
+EAGLE: Final = "EAGLE"
+EAGLE3: Final = "EAGLE3"
+MTP: Final = "MTP"
+"""Algorithms of speculation."""
+DRAFT_HEADS: Final = (EAGLE, EAGLE3, MTP)
+"""Algorithms with a draft head."""
+
 DEFAULT_GROUP_SIZE: Final = 128
 """Inputs that share a scale in int4."""
 
@@ -36,6 +45,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
             sentence-transformers.
         implementation: "auto", "aioengine" or "transformers".
         sampling_defaults: "model" (from generation_config.json) or "engine".
+        draft_head: the folder has a draft head for this algorithm of speculation; "": a model.
     """
 
     path: str | None = None
@@ -54,6 +64,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     is_embedding: bool | None = None
     implementation: str = "auto"
     sampling_defaults: str = "model"
+    draft_head: str = ""
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):
@@ -99,7 +110,7 @@ class SpeculationConfig(Struct, frozen=True, kw_only=True):
     """Speculation.
 
     Attributes:
-        algorithm: "": off.
+        algorithm: "": off. "MTP": the draft head is in the folder of the model.
         num_steps: maximum drafts of a row. num_draft_tokens: ``num_steps`` + 1, as in other engines. One is enough.
         draft_model_path, draft_revision, draft_quantization: the draft model, as in ``ModelConfig``.
     """
@@ -235,12 +246,17 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     @property
     def draft_model(self) -> ModelConfig | None:
         """The draft model of speculation; None: there is none."""
-        if self.speculation.draft_model_path is None:
+        wanted, own = self.speculation, self.model
+        is_own = wanted.algorithm == MTP
+        has_folder = wanted.algorithm in (STANDALONE, EAGLE, EAGLE3) and wanted.draft_model_path is not None
+        if not (is_own or has_folder):
             return None
         return ModelConfig(
-            path=self.speculation.draft_model_path,
-            revision=self.speculation.draft_revision,
-            quantization=self.speculation.draft_quantization,
+            path=own.path if is_own else wanted.draft_model_path,
+            revision=own.revision if is_own else wanted.draft_revision,
+            quantization=own.quantization if is_own else wanted.draft_quantization,
+            quantization_group_size=own.quantization_group_size if is_own else None,
+            draft_head=wanted.algorithm if wanted.algorithm in DRAFT_HEADS else "",
             download_dir=self.model.download_dir,
             load_format="dummy" if self.model.load_format == "dummy" else "auto",
             is_embedding=False,
@@ -319,6 +335,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
         sampling_defaults: values of sampling parameters for requests that leave them out.
         quantization: how weights are quantized while they are loaded: "fp8", "int8" or "int4"; "": they are not.
         quantization_group_size: inputs that share a scale in int4.
+        draft_head: the folder has a draft head for this algorithm of speculation; "": a model.
         implementation: whose code computes the model, "aioengine" or "transformers". Only the latter may run code in
             the folder, with ``trust_remote_code``.
         weights: the weights to load instead of those in the folder.
@@ -339,6 +356,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
     sampling_defaults: dict[str, float] = {}
     quantization: str = ""
     quantization_group_size: int = DEFAULT_GROUP_SIZE
+    draft_head: str = ""
     weights: LoadedWeights = LoadedWeights()
 
     def with_weights(self, weights: LoadedWeights) -> ModelSettings:
@@ -456,10 +474,15 @@ class RankSettings(Struct, frozen=True, kw_only=True):
 
 
 class DraftSettings(Struct, frozen=True, kw_only=True):
-    """A draft model. It proposes no drafts for requests beyond its context length."""
+    """A draft model. It proposes no drafts for requests beyond its context length.
+
+    Attributes:
+        read_layers: of a draft head, see ``Features.layers``.
+    """
 
     model: ModelSettings
     attention_backend: str
+    read_layers: tuple[int, ...] = ()
 
 
 class RunnerSettings(Struct, frozen=True, kw_only=True):

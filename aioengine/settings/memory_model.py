@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from aioengine.families._block_config import LinearShape, MambaConfig, ShortConvConfig
 from aioengine.families._config import DecoderConfig, Task
+from aioengine.families._draft_heads import DraftHeadConfig
 from aioengine.families._tensors import checkpoint_tensors, plain_tensors
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
@@ -135,12 +136,14 @@ class KVCache(Struct, frozen=True, kw_only=True):
         layer_elements: elements per token in each of these layers.
         head_size: elements of a key or value per KV head.
         windows: the window of each of these layers; empty if no layer has one.
+        feature_size: elements per token of the hidden states that are kept for a draft head, in the model's dtype.
     """
 
     num_layers: int
     layer_elements: int
     head_size: int
     windows: tuple[int | None, ...] = ()
+    feature_size: int = 0
 
     @property
     def elements_per_token(self) -> int:
@@ -174,6 +177,7 @@ def kv_cache(config: TransformerConfig, context_length: int) -> KVCache:
         layer_elements=sides * config.num_kv_heads * config.head_size,
         head_size=config.head_size,
         windows=effective_windows(config.windows, context_length) if config.is_causal else (),
+        feature_size=config.hidden_size if isinstance(config, DraftHeadConfig) else 0,
     )
 
 
@@ -255,6 +259,7 @@ class PoolDemand(Struct, frozen=True, kw_only=True):
         token_bytes = cache.token_bytes(elements, kv_dtype)
         if draft is not None:
             token_bytes += draft.token_bytes(draft.elements_per_token, kv_dtype)
+            token_bytes += draft.feature_size * DTYPE_BYTES[settings.model.dtype]
         return cls(
             num_tokens=None if num_pages is None else num_pages * page_size,
             groups=PageGroups(windows=windows, page_size=page_size, min_tokens=settings.scheduler.min_tokens),

@@ -15,6 +15,9 @@ from aioengine.model_files.adapter_folder import FUSED
 from aioengine.model_files.online_quantization import METHODS
 from aioengine.settings.config import (
     DEFAULT_GROUP_SIZE,
+    EAGLE,
+    EAGLE3,
+    STANDALONE,
     TRANSFORMERS,
     DeviceConfig,
     DraftSettings,
@@ -64,8 +67,12 @@ After a prefix hit, fewer tokens than this are computed again, which takes a GPU
 numbers would split prompts into too many steps.
 """
 GPU_GRAPH_ROWS: Final = 1024
-STANDALONE: Final = "STANDALONE"
-"""The algorithm of speculation with a draft model."""
+_DRAFT_FOLDERS: Final = {
+    STANDALONE: "a small model with the vocabulary of the model",
+    EAGLE: "the folder of an EAGLE head that was trained for the model",
+    EAGLE3: "the folder of an EAGLE-3 head that was trained for the model",
+}
+"""Algorithms of speculation with a folder of its own -> the folder."""
 DRAFT_TOKENS: Final = 8
 """Default tokens of a row with drafts. On a CPU, up to 8 tokens take little longer than one."""
 FUSED_CHUNK: Final = 512
@@ -283,6 +290,7 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
         implementation=model.implementation,
         sampling_defaults=model.sampling_defaults,
         quantization=quantization,
+        draft_head=config.model.draft_head,
         quantization_group_size=group_size or DEFAULT_GROUP_SIZE,
     )
 
@@ -397,24 +405,29 @@ def _draft_settings(
     Raises ValueError if there must be one, or if it cannot propose drafts.
     """
     wanted, draft_config = config.speculation, config.draft_model
-    is_standalone = wanted.algorithm == STANDALONE
-    if draft is None or draft_config is None:
-        if is_standalone:
-            raise ValueError(
-                "speculative_algorithm='STANDALONE' needs speculative_draft_model_path: a small model with the "
-                "vocabulary of the model"
-            )
+    algorithm = wanted.algorithm
+    if algorithm not in _DRAFT_FOLDERS and wanted.draft_model_path is not None:
+        raise ValueError(
+            f"speculative_draft_model_path={wanted.draft_model_path!r} has an effect only with "
+            "speculative_algorithm='STANDALONE', 'EAGLE' or 'EAGLE3'"
+        )
+    if algorithm in _DRAFT_FOLDERS and wanted.draft_model_path is None:
+        raise ValueError(
+            f"speculative_algorithm={algorithm!r} needs speculative_draft_model_path: {_DRAFT_FOLDERS[algorithm]}"
+        )
+    if wanted.draft_model_path is None:
         for name, value in (("revision", wanted.draft_revision), ("quantization", wanted.draft_quantization)):
             if value is not None:
                 raise ValueError(
                     f"speculative_draft_model_{name}={value!r} has an effect only with speculative_draft_model_path"
                 )
+    if draft is None or draft_config is None:
         return None
-    if not is_standalone:
-        raise ValueError(
-            f"speculative_draft_model_path={wanted.draft_model_path!r} has an effect only with "
-            "speculative_algorithm='STANDALONE'"
-        )
+    length = context_length(config, model)
+    read_layers: tuple[int, ...] = ()
+    if draft_config.draft_head:
+        read_layers = _read_layers(algorithm, model, draft)
+        draft = replace(draft, context_length=length)  # drafts beyond the trained length may still be accepted
     if why := _why_undraftable(draft):
         raise ValueError(
             f"speculative_draft_model_path={wanted.draft_model_path!r} cannot be a draft model ({draft.model_type}): "
@@ -422,7 +435,6 @@ def _draft_settings(
         )
     # The draft model reads the page table of the layers with the largest window. Within this window, no page is freed.
     # It computes no position with long RoPE factors.
-    length = context_length(config, model)
     windows = layer_groups(effective_windows(model.windows, length))[1]
     limits = length, draft.context_length, draft.short_length, windows[0] if windows else None
     draft_config = replace(draft_config, context_length=min(limit for limit in limits if limit))
@@ -432,7 +444,33 @@ def _draft_settings(
         quantized_formats.check("quantization", settings.quantization, "cuda" if is_on_gpu else "cpu")
     backend = _attention_backend(own, draft, dtype, is_on_gpu=is_on_gpu)
     _kv_dtype(own, draft, dtype, backend, is_on_gpu=is_on_gpu)  # checks that the draft model can use it, too
-    return DraftSettings(model=settings, attention_backend=backend)
+    return DraftSettings(model=settings, attention_backend=backend, read_layers=read_layers)
+
+
+def _read_layers(algorithm: str, model: ModelFacts, head: ModelFacts) -> tuple[int, ...]:
+    """Return the layers of the model whose inputs a draft head reads; see ``Features.layers``.
+
+    Raises ValueError if the head does not fit the model.
+    """
+    shown, num_layers = f"the draft head {head.path!r}", model.num_layers
+    if model.implementation == TRANSFORMERS:
+        raise ValueError(
+            f"speculative_algorithm={algorithm!r} does not work for models in transformers' code; NGRAM and STANDALONE "
+            "work"
+        )
+    if head.hidden_size != model.hidden_size:
+        raise ValueError(
+            f"{shown} has hidden_size {head.hidden_size}, and the model has {model.hidden_size}; a head works only "
+            "with the model for which it was trained"
+        )
+    if algorithm != EAGLE3:
+        return (num_layers,)
+    layers = head.read_layers or (2, num_layers // 2, num_layers - 3)
+    if not all(0 <= layer < num_layers for layer in layers):
+        raise ValueError(
+            f"{shown} reads the inputs of layers {', '.join(map(str, layers))}, and the model has {num_layers} layers"
+        )
+    return layers
 
 
 def _lora_settings(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[AdapterFolder]) -> LoraSettings | None:

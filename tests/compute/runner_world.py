@@ -111,12 +111,28 @@ def make_settings(
     )
 
 
-def with_draft(settings: Settings, folder: Path, *, max_drafts: int = 4, max_length: int = CONTEXT_LENGTH) -> Settings:
-    """Add a draft model, which proposes drafts for requests of up to ``max_length`` tokens."""
+def with_draft(
+    settings: Settings,
+    folder: Path,
+    *,
+    max_drafts: int = 4,
+    max_length: int = CONTEXT_LENGTH,
+    head: str = "",
+    read_layers: tuple[int, ...] = (),
+) -> Settings:
+    """Add a draft model, which proposes drafts for requests of up to ``max_length`` tokens.
+
+    head: the algorithm of a draft head, which reads the inputs of ``read_layers``.
+    """
     model = ModelSettings(
-        path=str(folder), dtype="float32", load_format="auto", context_length=max_length, vocab_size=VOCAB_SIZE
+        path=str(folder),
+        dtype="float32",
+        load_format="auto",
+        context_length=max_length,
+        vocab_size=VOCAB_SIZE,
+        draft_head=head,
     )
-    draft = DraftSettings(model=model, attention_backend="torch")
+    draft = DraftSettings(model=model, attention_backend="torch", read_layers=read_layers)
     return replace(
         settings,
         scheduler=replace(settings.scheduler, max_drafts=max_drafts),

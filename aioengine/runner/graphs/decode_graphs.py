@@ -434,7 +434,7 @@ class DecodeGraphs:
         def compute() -> tuple[Tensor, Tensor, Tensor]:
             """Return hidden states [B, D], logits [B, V] and token ids [B], which always have the same memory."""
             last_tokens = self._table.last_tokens.index_select(0, columns[0])
-            inputs = model_inputs(self._model, last_tokens, columns[1], rows=rows, adapters=adapters)
+            inputs = model_inputs(self._model, last_tokens, columns[1], rows=rows, adapters=adapters, slots=columns[2])
             if self._inputs.states is not None:  # padding rows write to the padding page
                 states = self._inputs.states.of_graph(columns[0], columns[1], columns[2] < self._inputs.page_size)
                 inputs = replace(inputs, states=states)

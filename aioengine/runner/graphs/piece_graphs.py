@@ -268,6 +268,7 @@ class PaddedInputs:
             rows=None if inputs.rows is None else inputs.rows[:num_tokens],
             outputs=inputs.outputs[:num_rows],
             states=None if inputs.states is None else states_for_graph(inputs.states, num_tokens, num_rows),
+            slots=self.slots[0, :num_tokens],
         )
         return PaddedInputs(views, self.slots[:, :num_tokens], states=self.states)
 

@@ -11,6 +11,11 @@ similar logits, the same random number selects the same token: at temperature 1,
 drafts of its own int4 weights, and 64 % of their greedy drafts. Bad words, the user's logits processors, and on a GPU
 also penalties are left out: they need the state after each draft.
 
+A draft model may be a draft head (``models._draft_head``). Position p of a head reads the token at position p + 1, so
+it can compute one position less than there are known tokens: it lags by one. The first draft after a step reads hidden
+states of the model, so the positions of accepted drafts are computed again. The last position of a prefix hit keeps the
+next token of the request that computed it first. It is not computed again, because other requests share it.
+
 N proposals, R rows of a forward pass, T packed tokens, D model size, V vocabulary, X drafts.
 """
 
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import AttentionBackend
     from aioengine.models._base import Model
+    from aioengine.models._features import Features
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
     from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import LogitsProcessor
@@ -53,7 +59,7 @@ class DraftParts(NamedTuple):
     """The parts of a draft model after its weights are loaded.
 
     kv_pool: with the number of pages of the model's pool. max_length: tokens of the longest request with drafts.
-    max_tokens: maximum tokens of a forward pass.
+    max_tokens: maximum tokens of a forward pass. features: of a draft head; None: another draft model.
     """
 
     model: Model
@@ -61,6 +67,13 @@ class DraftParts(NamedTuple):
     kv_pool: KVPool
     max_length: int
     max_tokens: int
+    features: Features | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the KV pool and of the hidden states for a draft head."""
+        pool = None if self.features is None else self.features.pool
+        return self.kv_pool.num_bytes + (0 if pool is None else pool.nbytes)
 
 
 @dataclass(slots=True)
@@ -119,6 +132,7 @@ class DraftModel:
     ) -> None:
         """num_embeddings: of the model. The sampler may read this number of logits."""
         self._parts = parts
+        self._lag = int(parts.features is not None)
         self._table = table
         self._sampler = sampler
         self._num_embeddings = num_embeddings
@@ -133,14 +147,15 @@ class DraftModel:
         self._graphs: DecodeGraphs | None = None
 
     def capture_graphs(self, vocab_size: int, max_rows: int, report: Callable[[int, int], None]) -> None:
-        """Capture decode steps of up to ``max_rows`` rows as CUDA graphs, if the attention backend supports them.
+        """Capture decode steps of up to ``max_rows`` rows as CUDA graphs, if the attention backend supports them. Draft
+        heads have no graphs.
 
         vocab_size: they sample tokens below this.
         """
         from aioengine.runner.graphs.decode_graphs import DecodeGraphs  # imports Triton
 
         model, attention = self._parts.model, self._parts.attention
-        if isinstance(attention, CapturableAttention):
+        if isinstance(attention, CapturableAttention) and not self._lag:
             inputs = InputBuilder(
                 self._table.for_draft_model(), page_size=self._page_size, num_embeddings=model.vocab_size
             )
@@ -178,9 +193,16 @@ class DraftModel:
 
     def compute(self, spans: list[tuple[DraftedRequest, RequestRow, int]]) -> None:
         """Compute the known tokens of these requests up to the given numbers of positions."""
+        spans = [(drafted, row, min(end, _length(drafted) - self._lag)) for drafted, row, end in spans]
         missing = [span for span in spans if span[0].num_computed < span[2] <= span[0].max_length]
         if missing:
             self._extend(missing)
+
+    def may_propose(self, row: Row) -> bool:
+        """Return whether a row with drafts may get them. A draft head needs the hidden state of the model before the
+        newest token, so it has no drafts for a row that first computes forced tokens.
+        """
+        return not self._lag or row.count - row.num_drafts == 1
 
     def propose(self, proposals: list[Proposal]) -> ProposedDrafts | None:
         """Return the drafts of the requests; None: there are none."""
@@ -189,8 +211,9 @@ class DraftModel:
 
     def _propose(self, proposals: list[Proposal]) -> ProposedDrafts:
         upload, table = self._table.upload, self._table
-        for drafted, _, _ in proposals:
-            drafted.num_computed = min(drafted.num_computed, _length(drafted) - 1)
+        ends = [_length(drafted) - self._lag for drafted, _, _ in proposals]
+        for (drafted, _, _), end in zip(proposals, ends, strict=True):
+            drafted.num_computed = min(drafted.num_computed, end - 1)
         row_indices = np.array([row.row_index for _, row, _ in proposals], dtype=np.int64)
         lengths = np.array([_length(drafted) for drafted, _, _ in proposals], dtype=np.int64)
         counts = np.array([count for _, _, count in proposals], dtype=np.int64)
@@ -206,7 +229,8 @@ class DraftModel:
             token_ids = None if graphs is None else self._replay(graphs, proposals, sampled, step)
             if token_ids is None:
                 if hidden is None:
-                    hidden = self._extend([(drafted, row, _length(drafted)) for drafted, row, _ in proposals])
+                    spans = [(drafted, row, end) for (drafted, row, _), end in zip(proposals, ends, strict=True)]
+                    hidden = self._extend(spans)
                 token_ids = self._sampler.sample(self._logits(hidden), sampled)
                 if graphs is not None:
                     table.store_drafts(step, sampled.row_indices, token_ids)
@@ -217,12 +241,14 @@ class DraftModel:
                 table.write_history(sampled, token_ids.clamp(min=0))
             is_active = counts[active] > step + 1
             if not is_active.all():
-                active, token_ids = active[is_active], token_ids[upload(np.flatnonzero(is_active))]
+                kept = upload(np.flatnonzero(is_active))
+                active, token_ids = active[is_active], token_ids[kept]
+                hidden = None if hidden is None else hidden[kept]
             if active.size and graphs is None:
-                ones = np.ones(len(active), dtype=np.int64)
-                hidden = self._forward(row_indices[active], lengths[active] + step, ones, token_ids.clamp(min=0))
+                ones, starts = np.ones(len(active), dtype=np.int64), lengths[active] + (step - self._lag)
+                hidden = self._forward(row_indices[active], starts, ones, token_ids.clamp(min=0), hidden)
         for drafted, _, count in proposals:
-            drafted.num_computed += count - 1
+            drafted.num_computed += 0 if self._lag else count - 1
         token_ids = torch.cat([token_ids for _, token_ids in steps])
         return ProposedDrafts(proposals, token_ids, is_stored=graphs is not None)
 
@@ -284,7 +310,7 @@ class DraftModel:
     def accept(self, drafted: DraftedRequest, row: RequestRow, num_accepted: int) -> None:
         """Record how many drafts were accepted, before the tokens of the step are added."""
         length = _length(drafted)
-        end = min(drafted.num_computed, length + num_accepted)
+        end = min(drafted.num_computed, length - self._lag + num_accepted)
         drafted.num_computed = min(length, end)
         self._advance(drafted, row, end)
 
@@ -315,9 +341,10 @@ class DraftModel:
                 counts.append(count)
                 budget -= count
             chosen = [spans[i] for i in left[: len(counts)]]
+            firsts = [drafted.num_computed + self._lag for drafted, _, _ in chosen]
             ids = [
-                drafted.token_ids[drafted.num_computed : drafted.num_computed + count]
-                for (drafted, _, _), count in zip(chosen, counts, strict=True)
+                drafted.token_ids[first : first + count]
+                for (drafted, _, _), first, count in zip(chosen, firsts, counts, strict=True)
             ]
             token_ids = np.concatenate([np.array(part, dtype=np.int64) for part in ids])
             hidden = self._forward(
@@ -339,9 +366,13 @@ class DraftModel:
             self._is_full[self._table.page_tables.tables[0, row.row_index, first:last]] = True
         drafted.num_computed = end
 
-    def _forward(self, row_indices: Ints, starts: Ints, counts: Ints, token_ids: Tensor) -> Tensor:
+    def _forward(
+        self, row_indices: Ints, starts: Ints, counts: Ints, token_ids: Tensor, features: Tensor | None = None
+    ) -> Tensor:
         """Compute ``counts`` [R] tokens from positions ``starts`` [R] on, with ids [T]. Return the hidden states [R, D]
         of the last ones.
+
+        features: [T, D] that a draft head reads instead of hidden states of the model; None: it reads these.
         """
         model, attention, page_size, upload = (
             self._parts.model,
@@ -363,7 +394,13 @@ class DraftModel:
         )
         attention.prepare(batch)
         outputs = upload(ends - 1) if len(positions) > len(counts) else None
-        return model.forward(model_inputs(model, token_ids, upload(positions), outputs=outputs), attention)
+        kept = self._parts.features
+        if kept is None:
+            features = None
+        elif features is None:
+            features = kept.read(batch.slot_mapping)
+        inputs = model_inputs(model, token_ids, upload(positions), outputs=outputs, features=features)
+        return model.forward(inputs, attention)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, D] -> logits [R, at least ``num_embeddings``]."""

@@ -121,6 +121,8 @@ class DraftRows:
             if row.num_drafts > most:
                 break
             if isinstance(text, DraftedRequest):
+                if self._model is not None and not self._model.may_propose(row):
+                    continue
                 proposals.append(Proposal(text, self._requests[row.uid], row.num_drafts))
                 most -= row.num_drafts
             elif proposed := list(text.propose(row.num_drafts)):

@@ -137,7 +137,7 @@ def test_a_wrong_type_is_a_type_error_that_names_the_argument(name: str) -> None
         ("logits_processors entries", "a:B,c.:D", "package.module:Class"),
         ("logits_processors entries", ["a:b c"], "package.module:Class"),
         ("tenant_weights", "gold", "tenant=number"),
-        ("speculative_algorithm", "LOOKUP", "'NGRAM', 'STANDALONE' or None"),
+        ("speculative_algorithm", "LOOKUP", "'NGRAM', 'STANDALONE', 'EAGLE', 'EAGLE3', 'MTP' or None"),
         ("speculative_num_draft_tokens", 1, "2"),
         ("speculative_num_draft_tokens", 17, "16"),
         ("speculative_num_steps", 0, "1"),
@@ -238,8 +238,6 @@ def test_the_model_may_be_set_only_once() -> None:
     [
         ("pp_size", 2, "pipeline parallelism"),
         ("ep_size", 2, "expert parallelism"),
-        ("speculative_algorithm", "EAGLE", "EAGLE heads"),
-        ("speculative_algorithm", "NEXTN", "multi-token-prediction"),
         ("speculative_model", "draft", "use speculative_algorithm and speculative_draft_model_path"),
         ("speculative_eagle_topk", 4, "trees of drafts"),
         ("enable_sleep_mode", True, "releasing memory"),

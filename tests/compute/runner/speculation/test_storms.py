@@ -13,6 +13,7 @@ from aioengine.protocol.columns import DRAFTS
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, FinishCode, Limits, Sampling, Submit, TextRules
 from aioengine.protocol.packed_logprobs import LogprobRules
 from tests.compute.runner_world import World, make_settings, save_model, with_draft
+from tests.kit.draft_heads import head_config, random_tensors, save_head, save_with_mtp
 from tests.kit.drafts import save_with_draft
 from tests.kit.grammar_walks import FOLDER, grammar_of
 from tests.kit.processors import ADD
@@ -49,6 +50,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("drafted")
     paths |= {"drafted": folder / "model", "equal": folder / "draft"}
     save_with_draft(save_model("llama", paths["drafted"]), paths["drafted"], paths["equal"])
+    paths |= {name: folder / name for name in ("EAGLE3", "EAGLE", "MTP")}
+    config = head_config(draft_vocab_size=200)
+    save_head(paths["EAGLE3"], config, random_tensors(config, "EAGLE3"))
+    save_head(paths["EAGLE"], head_config(), random_tensors(head_config(), "EAGLE"))
+    save_with_mtp(save_model("deepseek_v3", paths["MTP"], num_hidden_layers=3), paths["MTP"])
     return paths
 
 
@@ -163,7 +169,12 @@ CASES = [
     ("deepseek_v3", 128, 7, 0, {}),
     ("drafted", 64, 4, 1, {"draft": "equal"}),
     ("drafted", 128, 3, 0, {"draft": "qwen3", "kv_dtype": "int8"}),
+    ("llama", 128, 4, 1, {"draft": "EAGLE3"}),
+    ("qwen3", 64, 3, 0, {"draft": "EAGLE", "kv_dtype": "int8"}),
+    ("MTP", 128, 4, 1, {"draft": "MTP"}),
 ]
+LAYERS = {"EAGLE3": (0, 1, 1), "EAGLE": (2,), "MTP": (2,)}
+"""The layers whose inputs the draft heads read."""
 
 
 @pytest.mark.parametrize(("family", "num_pages", "max_drafts", "depth", "changes"), CASES)
@@ -179,6 +190,7 @@ MORE_CASES = [
     ("gemma3_text", 128, 1, 0, {}),
     ("drafted", 512, 7, 0, {"draft": "equal", "attention_backend": "fused"}),
     ("gemma3_text", 128, 7, 1, {"draft": "deepseek_v3"}),
+    ("gemma3_text", 128, 7, 0, {"draft": "EAGLE3"}),
     ("gemma3_text", 64, 15, 1, {"kv_dtype": "int8", "logprobs_mode": "processed", "attention_backend": "fused"}),
     ("drafted", 128, 15, 0, {"draft": "equal", "kv_dtype": "int8", "logprobs_mode": "processed"}),
     ("gpt_oss", 64, 1, 0, {"draft": "llama", "attention_backend": "fused", "logprobs_mode": "processed"}),
@@ -215,7 +227,10 @@ def check(
         for most in (0, max_drafts)
     ]
     if draft is not None:
-        all_settings[1] = with_draft(all_settings[1], folders[draft], max_drafts=max_drafts)
+        head = draft if draft in LAYERS else ""
+        all_settings[1] = with_draft(
+            all_settings[1], folders[draft], max_drafts=max_drafts, head=head, read_layers=LAYERS.get(head, ())
+        )
     plain, storm = (run(settings, submits, seed=settings.scheduler.max_drafts) for settings in all_settings)
     compare(plain, storm)
     stats = storm.world.core.scheduler.stats(0.0)
