@@ -61,7 +61,7 @@ FLOORS = {
         "0 1 1' 2 2' 2g 2t",
         "torch zmq uvloop msgspec PIL numpy safetensors httpx",
     ),
-    "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop"),
+    "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop ray"),
     "4": Floor(
         (
             "utils, http > api.sync > api.engine, settings.planning"
@@ -72,6 +72,7 @@ FLOORS = {
         "0 1 1' 2' 2t 3s",
         "uvloop msgspec tqdm numpy typing_extensions",
     ),
+    "4r": Floor(("ray",), "4", "ray pyarrow"),
     "4m": Floor(("metrics", "tracing"), "0 4", "prometheus_client opentelemetry"),
     "4o": Floor(("openai",), "0 4 4m", "fastapi starlette msgspec prometheus_client"),
     "5": Floor(("__main__ > cli", "testing"), "0 1 1' 2 2' 2t 3 3s 4 4o", "*"),

@@ -321,6 +321,11 @@ _ROWS: Final = {
         "replicas: copies of the model, each with its own processes and tp_size GPUs",
         place="supervision.num_replicas",
     ),
+    "executor": Argument(
+        _words("process", "ray"),
+        "process (all replicas on this machine) or ray (replicas on the nodes of a Ray cluster)",
+        place="supervision.executor",
+    ),
     "load_balance_method": Argument(
         _words(*ROUTINGS),
         "how a request gets its replica: auto (cached prefix and open tokens), round_robin or shortest_queue",

@@ -55,7 +55,7 @@ MISSING_ARGUMENTS: Final = _missing(
         "pipeline parallelism": "pp_size=1 pipeline_parallel_size=1",
         "data parallelism inside a model": "enable_dp_attention=False",
         "expert parallelism": "ep_size=1 enable_expert_parallel=False",
-        "several machines": "nnodes=1 node_rank=0",
+        "several machines by this name (use executor='ray' and dp_size)": "nnodes=1 node_rank=0",
         "trees of drafts": "speculative_eagle_topk=1",
         "speculation with EAGLE heads": "speculative_token_map",
         "speculation in this form (use speculative_algorithm and speculative_draft_model_path)": "speculative_config "

@@ -103,6 +103,7 @@ class EngineArguments(TypedDict, total=False):
     enable_deterministic_inference: bool | None
     tp_size: int | None
     dp_size: int | None
+    executor: str | None
     load_balance_method: str | None
     base_gpu_id: int | None
     disable_cuda_graph: bool | None

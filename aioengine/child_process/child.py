@@ -21,9 +21,9 @@ import zmq
 from aioengine.child_process.host import AskedToEnd, die_with_parent, handle_signals, name_process, read_orders
 from aioengine.file_descriptors import raise_descriptor_limit
 from aioengine.protocol.board import CrashBoard
-from aioengine.protocol.codec import fingerprint
-from aioengine.protocol.messages import Failed, LogRecord, Message, Ready, Role, new_epoch_in
-from aioengine.protocol.orders import Orders, decode_orders, roles_of
+from aioengine.protocol.codec import fingerprint, new_epoch_in
+from aioengine.protocol.messages import Failed, LogRecord, Message, Ready, Role
+from aioengine.protocol.orders import Orders, SecureEndpoint, decode_orders, roles_of
 from aioengine.transport.addresses import Listener
 from aioengine.transport.base import BacklogFullError
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
@@ -50,11 +50,13 @@ class Child:
         self._context: Context = zmq.Context()
         listener = Listener(orders.endpoints[str(orders.role)], orders.listener_fd)
         self.receiver = ZmqReceiver(self._context, listener, orders.epoch, wake_fd=wake_fd)
+        if orders.from_frontend is not None:
+            self.receiver.attach(orders.from_frontend)
         self._senders: list[ZmqSender] = []
         self._to_ranks: list[ZmqSender] = []
         self.uplink = Uplink(self._connect(orders.frontend, "the frontend").send)
 
-    def _connect(self, endpoint: str, receiver: str) -> ZmqSender:
+    def _connect(self, endpoint: str | SecureEndpoint, receiver: str) -> ZmqSender:
         sender = ZmqSender(self._context, endpoint, self.orders.epoch, receiver=receiver)
         self._senders.append(sender)
         return sender

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from aioengine.media.intake.image_intake import ImageIntake
     from aioengine.model_files.model_folder import ModelFacts
     from aioengine.settings.config import EngineConfig, Settings, TextSettings
+    from aioengine.supervision.launchers._ray_places import RayPlaces
     from aioengine.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -65,8 +67,19 @@ def start_arguments(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool
         ValueError: a local folder cannot be served with these settings. A model to download is checked at the start.
     """
     path = config.model.path
+    if config.supervision.executor == "ray":
+        _check_ray(config)
     config = _with_local_model(config)
     return partial(blueprint_of, config), config.progress, "demo model" if path is None else repr(path)
+
+
+def _check_ray(config: EngineConfig) -> None:
+    if find_spec("ray") is None:
+        raise ValueError("executor='ray' needs the package ray: pip install 'aioengine[ray]'")
+    if config.device.base_gpu_id:
+        raise ValueError(
+            f"base_gpu_id={config.device.base_gpu_id} has no effect with executor='ray', because Ray chooses the GPUs"
+        )
 
 
 def _with_local_model(config: EngineConfig) -> EngineConfig:
@@ -79,7 +92,7 @@ def _with_local_model(config: EngineConfig) -> EngineConfig:
     if not model_folder.needs_download(model.path):
         if any(map(model_folder.needs_download, (model.tokenizer_path, draft_path))):
             model_folder.find_facts(replace(model, tokenizer_path=None))
-        else:
+        elif config.supervision.executor == "process":  # the devices of a Ray cluster are known at the start
             blueprint_of(config)
     else:
         read_adapters(config)
@@ -107,7 +120,11 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     draft = find_draft(config, progress=is_wanted(config.progress))
     if draft is not None:
         check_same_vocabulary(facts, draft)
-    settings = resolve(config, facts, machine.device_facts(), folders, draft)
+    places = _ray_places(config) if config.supervision.executor == "ray" else None
+    if places is None:
+        settings = resolve(config, facts, machine.device_facts(), folders, draft)
+    else:
+        settings = resolve(places.config_of_a_node(config), facts, places.device_facts(), folders, draft)
     adapters = None
     if settings.runner.lora is not None:
         adapters = AdapterRules(facts.linear_layers, settings.runner.lora, config.lora.adapters)
@@ -122,8 +139,14 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     num_replicas = config.supervision.num_replicas
 
     def make_replica(number: int, events: Events) -> Supervisor:
-        own = replace(settings, runner=replace(settings.runner, replica=number))
-        return Supervisor(own, config.supervision, launcher="process", events=events, roles=roles_of(own))
+        index = number if places is None else places.index_on_node(number)
+        own = replace(settings, runner=replace(settings.runner, replica=index))
+        start = partial(Supervisor, own, config.supervision, events=events, roles=roles_of(own))
+        if places is None:
+            return start(launcher="process")
+        from aioengine.supervision.launchers._ray_launcher import RayLauncher
+
+        return start(launcher=partial(RayLauncher, places, number), on_end=partial(places.leave, number))
 
     def make_processes(events: Events) -> Processes:
         if num_replicas == 1:
@@ -144,6 +167,13 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         warning=facts.warning,
         keeps_tensors=config.supervision.keeps_tensors,
     )
+
+
+def _ray_places(config: EngineConfig) -> RayPlaces:
+    """Reserve places for the replicas in the Ray cluster. Blocks."""
+    from aioengine.supervision.launchers._ray_places import RayPlaces
+
+    return RayPlaces.reserve(config)
 
 
 def find_draft(config: EngineConfig, *, progress: bool = False, configs_only: bool = False) -> ModelFacts | None:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
-from aioengine.protocol.messages import Frame, Message
+from aioengine.protocol.messages import Frame, Message, NewEpoch
+from aioengine.protocol.times import shift_times
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -56,9 +57,14 @@ class UnencodableError(ValueError):
 class FrameEncoder:
     """Encodes frames of one epoch. All frames use the same buffer."""
 
-    def __init__(self, epoch: int, *, max_bytes_of_several: int | None = None) -> None:
-        """max_bytes_of_several: limit for a frame of several messages; None: as for a single message."""
+    def __init__(
+        self, epoch: int, *, max_bytes_of_several: int | None = None, clock: Callable[[], float] | None = None
+    ) -> None:
+        """max_bytes_of_several: limit for a frame of several messages; None: as for a single message. clock: for a
+        receiver on another machine.
+        """
         self._max_bytes_of_several = max_bytes_of_several
+        self._clock = clock
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray(4096)
         self.begin(epoch)
@@ -79,7 +85,8 @@ class FrameEncoder:
         buffer = self._buffer if len(self._buffer) <= _KEPT_BUFFER_BYTES else bytearray(4096)
         self._buffer = buffer
         try:
-            self._encoder.encode_into(Frame(self._epoch, self._sender, self._number, messages), buffer, 1)
+            sent_at = None if self._clock is None else self._clock()
+            self._encoder.encode_into(Frame(self._epoch, self._sender, self._number, messages, sent_at), buffer, 1)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UnencodableError(f"{type(error).__name__}: {error}") from error
         most = MAX_FRAME_BYTES if len(messages) == 1 else self._max_bytes_of_several or MAX_FRAME_BYTES
@@ -140,6 +147,8 @@ class FrameDecoder:
         self._next_numbers[frame.sender] = expected + 1
         if self._missing_since:
             self._missing_since.pop(frame.sender, None)
+        if frame.sent_at is not None:
+            shift_times(frame.messages, self._clock() - frame.sent_at)
         return frame.messages
 
     def _miss(self, sender: int, expected: int) -> None:
@@ -149,6 +158,14 @@ class FrameDecoder:
         now = self._clock()
         if now - self._missing_since.setdefault(sender, now) > MISSING_S:
             raise LostFrameError(f"frame {expected} of a sender is missing, but later frames have arrived")
+
+
+def new_epoch_in(messages: Iterable[Message]) -> NewEpoch | None:
+    """Return the message that starts a new epoch. Messages in the same list belong to the old epoch."""
+    for message in messages:
+        if isinstance(message, NewEpoch):
+            return message
+    return None
 
 
 @cache

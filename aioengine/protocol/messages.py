@@ -9,23 +9,19 @@
     all children --> frontend   Ready, Failed, Progress, LogRecord
 
 Messages are sent in a ``Frame``, with the epoch of the child process that sends or receives it. Times are absolute
-seconds of ``CLOCK_MONOTONIC``, which all processes of a machine share. Data with one entry per token is in columns
+seconds of ``CLOCK_MONOTONIC`` of the machine (see ``Frame.sent_at``). Data with one entry per token is in columns
 (lists of equal length). Rare events are lists of Structs.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
 from aioengine.protocol.columns import POOLED_VECTOR, Extra, TokenColumns
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, LogprobRules
 from aioengine.protocol.rank_step import RankStep
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class Role(Struct, frozen=True, array_like=True, gc=False):
@@ -237,6 +233,7 @@ class Media(Struct, frozen=True, array_like=True, gc=False):
     content: sha256 digest of the source bytes and the image processing. Images with equal content have equal features.
     grid: (frames, height, width) in patches; zeros for families without grids.
     path: a safetensors file with the arguments of ``VisionModel.encode_image``. It exists as long as the request.
+    data: the content of this file, for a scheduler on another machine.
     """
 
     start: int
@@ -245,6 +242,7 @@ class Media(Struct, frozen=True, array_like=True, gc=False):
     content: bytes
     path: str
     grid: tuple[int, int, int] = (0, 0, 0)
+    data: bytes = b""
 
 
 class Submit(Struct, tag="submit", array_like=True, gc=False):
@@ -583,18 +581,11 @@ class Frame(Struct, array_like=True, gc=False):
     """The messages that are sent together. A receiver drops frames of other epochs.
 
     sender: a random number for each sender. number: the number of earlier frames of this sender, so that a repeated or
-    missing frame is noticed.
+    missing frame is noticed. sent_at: set between machines, so that the receiver can convert times to its clock.
     """
 
     epoch: int
     sender: int
     number: int
     messages: list[Message]
-
-
-def new_epoch_in(messages: Iterable[Message]) -> NewEpoch | None:
-    """Return the message that starts a new epoch. Messages in the same list belong to the old epoch."""
-    for message in messages:
-        if isinstance(message, NewEpoch):
-            return message
-    return None
+    sent_at: float | None = None

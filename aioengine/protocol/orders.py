@@ -23,11 +23,26 @@ def roles_of(settings: Settings) -> tuple[Role, ...]:
     return ROLES if ranks is None else (*ROLES, *(Role(RUNNER, rank) for rank in range(1, ranks.size)))
 
 
+class SecureEndpoint(Struct, frozen=True):
+    """One end of a link between machines: TCP with CURVE, which encrypts and authenticates the frames.
+
+    address: "tcp://host:port"; of the listening end, it may be "tcp://host:*".
+    public_key, secret_key: of this end.
+    server_key: the public key of the listening end; "": this is the listening end.
+    """
+
+    address: str
+    public_key: str
+    secret_key: str
+    server_key: str = ""
+
+
 class Orders(Struct, frozen=True, kw_only=True):
     """The role of a child process, its settings and its channels.
 
     epoch: a large random number in all frames of this incarnation; other frames are ignored.
     frontend: the endpoint at which the frontend listens to this child.
+    from_frontend: the endpoint at which the frontend sends to this child; None: it sends to the endpoint of the child.
     endpoints: str(role) -> the endpoint of the child with this role.
     listener_fd: the inherited file descriptor of its own endpoint.
     board: path of its crash board. parent_pid: the child exits when this process ends.
@@ -35,12 +50,13 @@ class Orders(Struct, frozen=True, kw_only=True):
 
     role: Role
     epoch: int
-    frontend: str
+    frontend: str | SecureEndpoint
     endpoints: dict[str, str]
     listener_fd: int
     board: str
     parent_pid: int
     settings: Settings
+    from_frontend: SecureEndpoint | None = None
 
 
 def encode_orders(orders: Orders) -> bytes:

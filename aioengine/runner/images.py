@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import load
 
 from aioengine.attention._base import BidirectionalImage
 from aioengine.models._base import Model, ModelInputs, VisionModel
@@ -186,7 +187,8 @@ class Images:
         if features is not None:
             self._cache.move_to_end(media.content)
             return features
-        features = self._model.encode_image(read_arrays(media.path, is_pinned=self._is_on_gpu))
+        arrays = load(media.data) if media.data else read_arrays(media.path, is_pinned=self._is_on_gpu)
+        features = self._model.encode_image(arrays)
         if len(features) != media.num_features:
             message = f"the vision tower returned {len(features)} features for {media.num_features} placeholders"
             raise ValueError(message)

@@ -173,6 +173,7 @@ class SupervisionConfig(Struct, frozen=True, kw_only=True):
     """Starting, watching and replacing the processes.
 
     Attributes:
+        executor: "process", or "ray" for replicas on the nodes of a Ray cluster.
         num_replicas: number of copies of the model, each with its own processes.
         routing: one of ``ROUTINGS``.
         max_restarts: number of times within ``restart_window_s`` that lost processes are replaced. After the next loss
@@ -182,6 +183,7 @@ class SupervisionConfig(Struct, frozen=True, kw_only=True):
         keeps_tensors: copies of new weights that come by tensor are kept for new processes.
     """
 
+    executor: str = "process"
     num_replicas: int = 1
     routing: str = "auto"
     max_restarts: int = 3

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from aioengine.settings.config import Settings
     from aioengine.supervision.launchers._base import Launcher, RunningChild
 
+    MakeLauncher = Callable[[Settings, Sequence[Role]], Launcher]
+
     OnStall = Callable[[Role, EngineStalledError], None]
 
 NUM_TICKS: Final = 8
@@ -158,7 +160,7 @@ class Incarnation:
         self,
         settings: Settings,
         roles: Sequence[Role],
-        launcher_class: type[Launcher],
+        make_launcher: MakeLauncher,
         *,
         startup_timeout_s: float,
         stall_timeout_s: float,
@@ -166,7 +168,7 @@ class Incarnation:
         on_loss: Callable[[Loss], None],
     ) -> None:
         self._roles = roles
-        self._launcher = launcher_class(settings, roles)
+        self._launcher = make_launcher(settings, roles)
         self._heartbeats = Heartbeats(stall_timeout_s)
         self._startup_timeout_s = startup_timeout_s
         self._step_tokens = settings.scheduler.chunk_tokens
@@ -399,8 +401,14 @@ class Incarnation:
                 self._handshake.child_ended(child)
                 return
             log_lines = child.log_lines()
-            error = EngineDeadError(str(child.role), pid=child.pid, exit_code=child.exit_code, log_lines=log_lines)
-            self._lose(child.role, error)
+            error = EngineDeadError(
+                str(child.role),
+                pid=child.pid,
+                exit_code=child.exit_code,
+                log_lines=log_lines,
+                reason=child.final_reason,
+            )
+            self._lose(child.role, error, is_final=bool(child.final_reason))
         except Exception as cause:  # the event loop would only log it, and calls would wait forever
             self._fail(f"the exit of the {child.role} process could not be handled", cause)
 

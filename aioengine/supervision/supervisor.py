@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.messages import Role, ToScheduler
     from aioengine.settings.config import LoadedWeights, Settings, SupervisionConfig
-    from aioengine.supervision.launchers._base import Launcher
+    from aioengine.supervision.incarnation import MakeLauncher
 
 logger = logging.getLogger(__name__)
 
@@ -83,16 +83,22 @@ class Supervisor:
         settings: Settings,
         config: SupervisionConfig,
         *,
-        launcher: str,
+        launcher: str | MakeLauncher,
         events: Events,
         roles: Sequence[Role] = ROLES,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
-        """launcher: name of a plug-in in ``launchers/``. roles: one child is started for each role."""
+        """launcher: name of a plug-in in ``launchers/``, or a function that makes a launcher. roles: one child is
+        started for each role. on_end: called after the last child has ended, perhaps several times.
+        """
         self._settings = settings
         self._roles = roles
         self._config = config
         # Load the plug-in now: later there may be no free file descriptor, or the package may have been removed.
-        self._launcher_class: type[Launcher] = plugins.load("supervision/launchers", launcher)
+        self._make_launcher: MakeLauncher = (
+            plugins.load("supervision/launchers", launcher) if isinstance(launcher, str) else launcher
+        )
+        self._on_end = on_end
         self._events = events
         self.ledger = Ledger()
         self._window = RestartWindow(config.max_restarts, config.restart_window_s)
@@ -146,6 +152,8 @@ class Supervisor:
         if recovery is not None:
             await recovery.stop()
         await self._incarnation.end(timeout_s * _EXIT_FRACTION)
+        if self._on_end is not None:
+            self._on_end()
 
     def kill_now(self) -> None:
         """Kill the children without an event loop, at exit of the interpreter or for engines that were not shut down.
@@ -158,6 +166,8 @@ class Supervisor:
         if self._recovery is not None:
             self._recovery.cancel()
         self._incarnation.kill_now()
+        if self._on_end is not None:
+            self._on_end()
 
     def process_states(self) -> list[ProcessState]:
         """Return the current state of each child."""
@@ -190,7 +200,7 @@ class Supervisor:
         return Incarnation(
             self._settings,
             self._roles,
-            self._launcher_class,
+            self._make_launcher,
             startup_timeout_s=self._startup_timeout_s,
             stall_timeout_s=self._config.stall_timeout_s,
             on_messages=self._receive,

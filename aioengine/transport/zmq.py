@@ -23,6 +23,7 @@ from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
     from aioengine.protocol.messages import Message
+    from aioengine.protocol.orders import SecureEndpoint
     from aioengine.transport.addresses import Listener
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -54,21 +55,45 @@ def end_context(context: Context) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class ZmqSender:
-    """The sender for blocking loops. They must call ``flush`` while there is a backlog."""
+def attach(socket: zmq.Socket[bytes], endpoint: str | SecureEndpoint) -> str:
+    """Connect a socket to an endpoint, or listen at it. Return its address.
 
-    def __init__(self, context: Context, endpoint: str, epoch: int, *, receiver: str = "the other end") -> None:
+    Raises:
+        ZmqError: the address cannot be used.
+    """
+    if isinstance(endpoint, str):
+        socket.connect(endpoint)
+        return endpoint
+    socket.setsockopt_string(zmq.CURVE_PUBLICKEY, endpoint.public_key)
+    socket.setsockopt_string(zmq.CURVE_SECRETKEY, endpoint.secret_key)
+    if endpoint.server_key:
+        socket.setsockopt_string(zmq.CURVE_SERVERKEY, endpoint.server_key)
+        socket.connect(endpoint.address)
+    else:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.bind(endpoint.address)
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+class ZmqSender:
+    """The sender for blocking loops. They must call ``flush`` while there is a backlog. address: of its endpoint."""
+
+    def __init__(
+        self, context: Context, endpoint: str | SecureEndpoint, epoch: int, *, receiver: str = "the other end"
+    ) -> None:
         """receiver: its name, for errors."""
         self._receiver = receiver
-        self._encoder = FrameEncoder(epoch, max_bytes_of_several=_MAX_BYTES_AT_ONCE)
+        clock = None if isinstance(endpoint, str) else time.monotonic
+        self._encoder = FrameEncoder(epoch, max_bytes_of_several=_MAX_BYTES_AT_ONCE, clock=clock)
         self._backlog: deque[bytes] = deque()
         self._backlog_bytes = 0
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.LINGER, 0)  # otherwise garbage collection would wait for a dead receiver
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # the receiver may accept late
-        self._socket.connect(endpoint)
+        if isinstance(endpoint, str):
+            self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # the receiver may accept late
+        self.address = attach(self._socket, endpoint)
 
     def send(self, messages: list[Message]) -> None:
         """Send ``messages`` as one frame, or as several if one frame would be larger than the maximum.
@@ -138,6 +163,10 @@ class PullSocket:
         """Accept connections from now on. libzmq takes over the descriptor."""
         self._socket.setsockopt(zmq.USE_FD, listener.fd)
         self._socket.bind(listener.endpoint)
+
+    def attach(self, endpoint: SecureEndpoint) -> str:
+        """Also receive from another machine. Return the address of the endpoint."""
+        return attach(self._socket, endpoint)
 
     def unbind(self, listener: Listener) -> None:
         """End the connections that were accepted by this listener, and accept no more."""

@@ -40,8 +40,8 @@ pytestmark = pytest.mark.process
 
 PAGES = [README, *sorted(GUIDES.glob("*.md"))]
 IMAGES = GUIDES / "images.md"
-OPENAI = GUIDES / "openai.md"
-"""tests/openai_api/test_openai_client.py runs its code."""
+RUN_ELSEWHERE = {GUIDES / "openai.md", GUIDES / "ray.md"}
+"""tests/openai_api/test_openai_client.py and tests/processes/test_ray_data.py run their code."""
 NOT_RUN = ("pip install", "uvicorn server:app", "curl ", "python examples/", "aioengine serve", "AIOENGINE_API_KEY=")
 """Beginnings of shell lines that install, serve without an end, ask a server, or train."""
 
@@ -58,7 +58,7 @@ def is_served(block: Block) -> bool:
 
 def found(language: str, *, programs: bool = False) -> Iterator[tuple[Path, Block]]:
     for page in PAGES:
-        if page == OPENAI:
+        if page in RUN_ELSEWHERE:
             continue
         for block in blocks(page.read_text(encoding="utf-8")):
             if block.language == language and is_program(block) is programs and not is_served(block):

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from tests.kit.weight_versions import Reference
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """A Ray cluster with one node on this machine."""
+    from tests.processes.ray_kit import running_cluster
+
+    with running_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture

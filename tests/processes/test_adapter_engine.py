@@ -53,16 +53,15 @@ def demo_model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory, engine_ids: list[list[int]]) -> Case:
-    folder = tmp_path_factory.mktemp("adapters")
+    folder, base = tmp_path_factory.mktemp("adapters"), demo_model()
     folders = {
-        name: save_adapter(demo_model(), folder / name, seed=seed, **kind)
-        for seed, (name, kind) in enumerate(KINDS.items())
+        name: save_adapter(base, folder / name, seed=seed, **kind) for seed, (name, kind) in enumerate(KINDS.items())
     }
     expected: dict[str, list[list[int]]] = {}
     states: dict[str, np.ndarray] = {}
     with torch.inference_mode():
         for name in ("", *KINDS):
-            model = merged(demo_model(), folders[name]) if name else demo_model()
+            model = merged(demo_model(), folders[name]) if name else base
             expected[name] = [greedy(model, ids) for ids in engine_ids]
             last = model.model(torch.tensor([engine_ids[0]])).last_hidden_state[0, -1]
             states[name] = (last / last.norm()).numpy()
@@ -161,9 +160,10 @@ def test_one_slot_and_few_pages_give_the_same_tokens(case: Case, tmp_path: Path)
 def hostile(folder: Path) -> dict[str, Path]:
     """What is wrong with an adapter -> its folder."""
     found: dict[str, Path] = {}
+    base = demo_model()
 
     def made(words: str, **config: object) -> Path:
-        found[words] = save_adapter(demo_model(), folder / str(len(found)), **config)
+        found[words] = save_adapter(base, folder / str(len(found)), **config)
         return found[words]
 
     change_tensors(made("finite"), {"q_proj.lora_A.weight": torch.full((4, 256), torch.nan)})

@@ -206,7 +206,7 @@ async def test_fork_of_the_host_leaves_the_children_alone() -> None:
 async def test_garbage_on_the_channels_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     async with Frontend() as frontend:
         launcher = frontend.supervisor._incarnation._launcher
-        directory = launcher._folder  # type: ignore[attr-defined]
+        directory = launcher._folder.path  # type: ignore[attr-defined]
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         assert not [name for name in os.listdir(directory) if name.startswith("frontend")]  # closed to strangers
         for name in ("scheduler", "detokenizer"):
@@ -242,7 +242,7 @@ async def test_repeated_and_damaged_frames_from_outside_are_ignored(monkeypatch:
             frontend.submit(uid, num_tokens=40)
             await asyncio.sleep(0.005)
         launcher = frontend.supervisor._incarnation._launcher
-        directory = launcher._folder  # type: ignore[attr-defined]
+        directory = launcher._folder.path  # type: ignore[attr-defined]
         draw = random.Random(1)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         assert not [name for name in os.listdir(directory) if name.startswith("frontend")]  # closed to strangers

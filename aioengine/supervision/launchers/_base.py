@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aioengine.supervision.launchers._process_child import ProcessChild
+    from aioengine.supervision.launchers._ray_launcher import RayChild, RayLauncher
     from aioengine.supervision.launchers.inline import InlineChild, InlineLauncher
     from aioengine.supervision.launchers.process import ProcessLauncher
 
-    Launcher = ProcessLauncher | InlineLauncher
+    Launcher = ProcessLauncher | InlineLauncher | RayLauncher
 
-    RunningChild = ProcessChild | InlineChild
+    RunningChild = ProcessChild | InlineChild | RayChild
     """A child after its start, running or not."""

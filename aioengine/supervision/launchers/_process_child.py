@@ -38,7 +38,10 @@ class ProcessChild:
 
     Attributes:
         exited: set after the exit of a watched child.
+        final_reason: "", because another child can be started (see ``RayChild``).
     """
+
+    final_reason = ""
 
     def __init__(self, role: Role, popen: subprocess.Popen[bytes], log_path: Path, spare: SpareDescriptors) -> None:
         """log_path: file of its output, beside its crash board. spare: freed while these files are read."""

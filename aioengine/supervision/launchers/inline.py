@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aioengine.protocol.codec import fingerprint
-from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, NewEpoch, Progress, Ready, Role, new_epoch_in
+from aioengine.protocol.codec import fingerprint, new_epoch_in
+from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, NewEpoch, Progress, Ready, Role
 from aioengine.transport.local import LocalReceiver, LocalSender
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class InlineChild:
 
     It has the methods of ``ProcessChild``.
     """
+
+    final_reason = ""
 
     def __init__(
         self, role: Role, settings: Settings, *, inbox: LocalReceiver, peer: LocalSender, frontend: LocalSender

@@ -8,17 +8,15 @@ import os
 import secrets
 from concurrent.futures import CancelledError, Future
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aioengine.errors import EngineStartupError
 from aioengine.file_descriptors import SpareDescriptors
-from aioengine.protocol.board import blank_board
 from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
-from aioengine.protocol.orders import Orders, encode_orders
-from aioengine.supervision.launchers._process_child import KILL_WAIT_S, ProcessChild, start_child
+from aioengine.supervision.launchers._child_folder import ChildFolder
+from aioengine.supervision.launchers._process_child import KILL_WAIT_S
 from aioengine.supervision.tasks import WorkerThread, require_threads
-from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, is_reachable, listen
+from aioengine.transport.addresses import is_reachable
 from aioengine.transport.async_zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender
 from aioengine.transport.zmq import Context, ZmqError, end_context
 
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aioengine.settings.config import Settings
+    from aioengine.supervision.launchers._process_child import ProcessChild
 
 _FRONTEND = "frontend"
 _EPOCH_BITS = 62
@@ -57,11 +56,9 @@ class ProcessLauncher:
         self._settings = settings
         self._roles = roles
         self._epoch = secrets.randbits(_EPOCH_BITS)
-        self._folder = Path()
+        self._folder: ChildFolder
         self._closing = contextlib.ExitStack()
-        self._inboxes: dict[Role, str] = {}  # role -> endpoint at which the child listens
         self._uplinks: dict[Role, str] = {}  # role -> endpoint at which the frontend listens to the child
-        self._listeners: dict[str, Listener] = {}  # endpoint -> its listener, while the launcher owns it
         self._num_started = 0
         self._owner_pid = os.getpid()
         self._is_closed = False
@@ -93,12 +90,12 @@ class ProcessLauncher:
             with self._spare.lent(num_used, used=num_used):
                 context = Context()
                 self._closing.callback(end_context, context)  # also closes a socket that was not opened completely
-                self.sender = AsyncZmqSender(context, self._inboxes[SCHEDULER], self._epoch, receiver="it")
+                self.sender = AsyncZmqSender(context, self._folder.inboxes[SCHEDULER], self._epoch, receiver="it")
                 self._closing.callback(self.sender.close)
                 self.receiver = AsyncZmqReceiver(context, self._epoch, spare=self._spare)
                 self._closing.callback(self.receiver.close)
                 for endpoint in self._uplinks.values():
-                    self.receiver.expect(self._listeners.pop(endpoint))
+                    self.receiver.expect(self._folder.take(endpoint))
         except ZmqError as error:
             raise EngineStartupError(f"the engine's sockets could not be opened: {error}") from error
         self._spare.free(keep=_HELD_BACK)
@@ -123,7 +120,7 @@ class ProcessLauncher:
         before = next(child for child in self.children if child.role == DETOKENIZER)
         self.receiver.forget(self._uplinks[DETOKENIZER])
         await self._in_thread(partial(self._spawn, DETOKENIZER))
-        self.receiver.expect(self._listeners.pop(self._uplinks[DETOKENIZER]))
+        self.receiver.expect(self._folder.take(self._uplinks[DETOKENIZER]))
         before.close()
         self._spare.hold(_HELD_BACK)
         self.children.remove(before)
@@ -135,7 +132,7 @@ class ProcessLauncher:
             EngineStartupError: they cannot, so messages between them would wait forever.
         """
         # If these names still exist, the children have connected to each other.
-        if not all(is_reachable(endpoint) for endpoint in self._inboxes.values()):
+        if not all(is_reachable(endpoint) for endpoint in self._folder.inboxes.values()):
             raise EngineStartupError("the sockets of the engine's processes were removed from their folder")
 
     async def _in_thread(self, spawn: Callable[[], None]) -> None:
@@ -170,58 +167,29 @@ class ProcessLauncher:
         self._spare.free()
 
     def _spawn_all(self) -> None:
-        """Create the directory, listen at the endpoints of all children, and start them. Runs in the thread."""
+        """Create the folder with the endpoints of all children, and start them. Runs in the thread."""
         num_used = _FOR_DIRECTORY + len(self._roles) * _FOR_INBOX
         try:
             with self._spare.lent(num_used + 1, used=num_used):
-                directory = PrivateDirectory()
-                self._closing.callback(directory.remove)
-                self._closing.callback(self._close_listeners)
-                self._folder = Path(directory.path)
-                self._inboxes = {role: self._listen(str(role)) for role in self._roles}
+                self._folder = ChildFolder(self._settings, self._roles, self._spare)
+                self._closing.callback(self._folder.close)
         except OSError as error:
             raise EngineStartupError(f"the engine has no place for its sockets: {error}") from error
         for role in self._roles:
             if self._is_closed:
                 raise EngineStartupError(_SHUT_DOWN)
             self._spawn(role)
-        for role, endpoint in self._inboxes.items():
-            if role != DETOKENIZER:  # the next detokenizer needs this one
-                os.close(self._listeners.pop(endpoint).fd)
-
-    def _listen(self, name: str) -> str:
-        listener = listen(str(self._folder), name)
-        self._listeners[listener.endpoint] = listener
-        return listener.endpoint
-
-    def _close_listeners(self) -> None:
-        while self._listeners:
-            os.close(self._listeners.popitem()[1].fd)
+        self._folder.close_inboxes()
 
     def _spawn(self, role: Role) -> None:
-        """Start a child with its own crash board and its own endpoint of the frontend. Runs in the thread."""
-        log_path = self._folder / f"{role}.log"
-        board_path = log_path.with_suffix(BOARD_SUFFIX)
-        scheduler = self._settings.scheduler
+        """Start a child with its own endpoint of the frontend. Runs in the thread."""
         with self._spare.lent(_FOR_PROCESS + _FOR_PROCESS_ALONE, used=_FOR_PROCESS):
+            self._num_started += 1
             try:
-                board_path.write_bytes(blank_board(scheduler.depth + 1, scheduler.max_running))
-                self._num_started += 1
-                self._uplinks[role] = self._listen(f"{_FRONTEND}-{self._num_started}")
+                self._uplinks[role] = self._folder.listen(f"{_FRONTEND}-{self._num_started}")
             except OSError as error:
                 raise EngineStartupError(f"the {role} process could not be started: {error}") from error
-            orders = Orders(
-                role=role,
-                epoch=self._epoch,
-                frontend=self._uplinks[role],
-                endpoints={str(role): endpoint for role, endpoint in self._inboxes.items()},
-                listener_fd=self._listeners[self._inboxes[role]].fd,
-                board=str(board_path),
-                parent_pid=os.getpid(),
-                settings=self._settings,
-            )
-            popen = start_child(str(role), log_path, encode_orders(orders), (orders.listener_fd,))
-        self.children.append(ProcessChild(role, popen, log_path, self._spare))
+            self.children.append(self._folder.start(role, self._epoch, self._uplinks[role]))
 
 
 PLUGIN = ProcessLauncher

@@ -21,7 +21,7 @@ DOCUMENTED = """
     model_path tokenizer_path device dtype context_length trust_remote_code model_impl load_format random_seed
     quantization quantization_group_size kv_cache_dtype
     max_running_requests max_queued_requests max_queued_tokens max_total_tokens mem_fraction_static page_size
-    chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule tp_size dp_size
+    chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule tp_size dp_size executor
     load_balance_method base_gpu_id disable_cuda_graph
     tenant_weights max_queued_bytes max_logprob_bytes slow_reader slow_reader_timeout
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
@@ -85,6 +85,7 @@ def test_each_argument_changes_one_field() -> None:
         "quantization_group_size": 64,
         "device": "cpu",
         "load_balance_method": "round_robin",
+        "executor": "ray",
         "dtype": "float32",
         "load_format": "dummy",
         "model_impl": "transformers",

@@ -1,0 +1,167 @@
+"""The actor of a replica: starts the child processes on its node, watches them, and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import ray.actor
+from msgspec import Struct
+from msgspec.structs import replace
+
+from aioengine.file_descriptors import SpareDescriptors
+from aioengine.model_files.checkpoint import file_states
+from aioengine.model_files.model_folder import find_facts
+from aioengine.protocol.messages import SCHEDULER, Role
+from aioengine.protocol.orders import SecureEndpoint
+from aioengine.supervision.launchers._child_folder import ChildFolder
+from aioengine.supervision.launchers._process_child import KILL_WAIT_S, ProcessChild
+from aioengine.transport.curve import new_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aioengine.model_files.model_folder import ModelFacts
+    from aioengine.settings.config import ModelConfig, ModelSettings, Settings
+
+NEWS_S: Final = 1.0
+"""Maximum time between two reports of an actor."""
+
+
+class ChildState(Struct, frozen=True):
+    """The state of a child process.
+
+    has_exited, exit_code, log_lines: as in ``ProcessChild``. rows: as in ``ProcessChild.uids_in_flight``.
+    """
+
+    role: Role
+    pid: int
+    has_exited: bool
+    exit_code: int | None
+    rows: dict[int, int]
+    log_lines: tuple[str, ...]
+
+
+class Uplinks(Struct, frozen=True):
+    """The endpoints of the frontend, and their public key."""
+
+    to_frontend: str
+    from_frontend: str
+    public_key: str
+
+
+class ReplicaHost:
+    """Owns the child processes of one incarnation. They end with the process of the actor.
+
+    All methods run on the event loop of the actor.
+    """
+
+    def __init__(self) -> None:
+        self._keys = new_keys()
+        self._spare = SpareDescriptors()
+        self._children: list[ProcessChild] = []
+        self._has_news = asyncio.Event()
+        self._facts: list[ModelFacts] = []
+        self._folder: ChildFolder
+        self._uplinks: Uplinks
+
+    async def prepare(self, models: Sequence[ModelConfig]) -> str:
+        """Find the model, and the draft model if there is one, on this machine. This may download them.
+
+        Return the public key of the child processes.
+
+        Raises:
+            ValueError: a model is not on this machine, and cannot be downloaded.
+        """
+        self._facts = [await asyncio.to_thread(find_facts, model) for model in models]
+        return self._keys.public
+
+    async def start(self, settings: Settings, roles: Sequence[Role], epoch: int, uplinks: Uplinks) -> list[ChildState]:
+        """Start a child process for each role.
+
+        Raises:
+            EngineStartupError, OSError: a child could not be started.
+        """
+        self._uplinks = uplinks
+        self._folder = ChildFolder(on_this_machine(settings, self._facts), roles, self._spare)
+        for role in roles:
+            self._start(role, epoch)
+        self._folder.close_inboxes()
+        return self._states()
+
+    async def restart(self, role: Role, epoch: int) -> list[ChildState]:
+        """Start another child process instead of one that has exited."""
+        before = next(child for child in self._children if child.role == role)
+        before.close()
+        self._children.remove(before)
+        self._start(role, epoch)
+        return self._states()
+
+    async def news(self) -> list[ChildState]:
+        """Return the states of all children: when one has exited, or after ``NEWS_S``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(NEWS_S):
+                await self._has_news.wait()
+        self._has_news.clear()
+        return self._states()
+
+    async def end(self, role: Role, *, is_killed: bool) -> None:
+        """Kill a child process, or ask it to exit."""
+        for child in self._children:
+            if child.role == role:
+                child.kill() if is_killed else child.terminate()
+
+    async def close(self) -> None:
+        """Kill the children, remove their files, and end the process of the actor."""
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.reap(KILL_WAIT_S)
+            child.close()
+        self._folder.close()
+        ray.actor.exit_actor()
+
+    def _start(self, role: Role, epoch: int) -> None:
+        links = self._uplinks
+        to_frontend = SecureEndpoint(links.to_frontend, *self._keys, links.public_key)
+        from_frontend = SecureEndpoint(links.from_frontend, *self._keys, links.public_key)
+        child = self._folder.start(role, epoch, to_frontend, from_frontend if role == SCHEDULER else None)
+        self._children.append(child)
+        child.watch(self._has_news.set)
+
+    def _states(self) -> list[ChildState]:
+        states: list[ChildState] = []
+        for child in self._children:
+            has_exited = not child.is_alive
+            log_lines = child.log_lines() if has_exited else ()
+            rows = child.uids_in_flight()
+            states.append(ChildState(child.role, child.pid, has_exited, child.exit_code, rows, log_lines))
+        return states
+
+
+def on_this_machine(settings: Settings, facts: Sequence[ModelFacts]) -> Settings:
+    """Return settings with the paths and file digests of this machine.
+
+    facts: of the model, and of the draft model if there is one; empty: the settings need no change.
+    """
+    if not facts:
+        return settings
+    model, drafts = facts[0], facts[1:]
+    draft = settings.runner.draft
+    if draft is not None:
+        draft = replace(draft, model=_local(draft.model, drafts[0]))
+    text = settings.text
+    if text.tokenizer_path is not None:
+        text = replace(text, tokenizer_path=model.tokenizer_path, files=model.weights.tokenizer_files)
+    runner = replace(settings.runner, draft=draft)
+    return replace(settings, model=_local(settings.model, model), runner=runner, text=text)
+
+
+def _local(settings: ModelSettings, facts: ModelFacts) -> ModelSettings:
+    local = replace(settings, path=facts.path, files=facts.weights.files)
+    weights = settings.weights
+    if not weights.number:
+        return local
+    return local.with_weights(replace(weights, files=file_states(map(Path, weights.files))))
