@@ -64,7 +64,8 @@ FLOORS = {
     "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop ray"),
     "4": Floor(
         (
-            "utils, http > api.sync > api.engine, settings.planning > api.selfcheck, api.weight_calls > api.signatures"
+            "utils, http > api.sync > api.engine, settings.planning"
+            " > api.selfcheck, api.weight_calls, api.adapter_calls > api.signatures"
             " > api.map_items > api.jobs > api.stream, api.journal > frontend > api.args, api.answers, media.intake"
             " > frontend.portal",
         ),

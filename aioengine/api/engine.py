@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from aioengine.api import map_items, selfcheck, signatures, weight_calls
+from aioengine.api import adapter_calls, map_items, selfcheck, signatures, weight_calls
 from aioengine.api.answers import Answer, BatchOutput
 from aioengine.api.args import engine_config
 from aioengine.api.foreign_names import no_attribute
@@ -22,7 +22,6 @@ from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.beam_search import beam_search, search_options
 from aioengine.frontend.intake.pool_requests import EncodeOptions, Pairs, PoolOptions, encode_request, rerank_request
 from aioengine.frontend.intake.score import ScoreOptions, ScoreResult, score, score_request
-from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S, AdapterResult
 from aioengine.frontend.sessions.sessions import SessionOpening
 from aioengine.frontend.startup import start_arguments, start_frontend
 from aioengine.supervision.tasks import runs_here
@@ -501,30 +500,10 @@ class AsyncEngine(BaseEngine):
         """Empty the prefix cache. If requests run or wait, do nothing and return a false outcome."""
         return await self._frontend_here().controls.call("flush_cache")
 
-    @signatures.own_arguments
-    async def load_lora_adapter(self, lora_name: str, lora_path: str | PurePath, pinned: bool = False) -> AdapterResult:
-        """Load a LoRA adapter from a folder written by peft. Requests then use it with ``lora_path=lora_name``.
-
-        pinned: keep the adapter in its slot on the device. If the adapter cannot be used or the name is in use, the
-        result is false and has the reason in ``error_message``. ``loaded_adapters`` has all loaded adapters.
-
-        Raises:
-            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
-        """
-        return await self._frontend_here().adapters.load(lora_name, lora_path, pinned)
-
-    @signatures.own_arguments
-    async def unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
-        """Unload a LoRA adapter: refuse new requests for it immediately, and wait for its running requests.
-
-        If some still run after ``timeout`` seconds, or if this call is cancelled, the adapter stays loaded. It has the
-        results and errors of ``load_lora_adapter``; an unknown name gives a false result.
-        """
-        return await self._frontend_here().adapters.unload(lora_name, timeout)
-
-    async def list_lora_adapters(self) -> AdapterResult:
-        """Return the loaded adapters in ``loaded_adapters``: name -> folder."""
-        return self._frontend_here().adapters.list()
+    load_lora_adapter = adapter_calls.load_lora_adapter
+    load_lora_adapter_from_tensors = adapter_calls.load_lora_adapter_from_tensors
+    unload_lora_adapter = adapter_calls.unload_lora_adapter
+    list_lora_adapters = adapter_calls.list_lora_adapters
 
     async def freeze_gc(self) -> None:
         """Exclude all present objects from garbage collection (``gc.freeze``), here and in the scheduler process."""

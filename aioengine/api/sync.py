@@ -270,6 +270,7 @@ class Engine(BaseEngine):
 
     flush_cache = _on_loop(AsyncEngine.flush_cache)
     load_lora_adapter = _on_loop(AsyncEngine.load_lora_adapter)
+    load_lora_adapter_from_tensors = _on_loop(AsyncEngine.load_lora_adapter_from_tensors)
     unload_lora_adapter = _on_loop(AsyncEngine.unload_lora_adapter)
     list_lora_adapters = _on_loop(AsyncEngine.list_lora_adapters)
     pause_generation = _on_loop(AsyncEngine.pause_generation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aioengine.api import signatures
+from aioengine.api import checks, signatures
 from aioengine.protocol.weight_messages import RELEASE_MEMORY, RESUME_MEMORY
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ async def update_weights_from_disk(
     model_path: str | PurePath,
     load_format: str | None = None,
     *,
+    flush_cache: bool = True,
     weight_version: str | None = None,
 ) -> WeightUpdate:
     """Replace all weights by another checkpoint of the same model, without a restart.
@@ -52,13 +53,15 @@ async def update_weights_from_disk(
     its output tokens from ``start`` to ``stop``. If a process is replaced later, it loads these weights, so the
     files must stay unchanged.
 
-    load_format: "auto" (default), "safetensors" or "gguf"; the files decide. weight_version: the name of the new
-    weights (default: the number of updates).
+    load_format: "auto" (default), "safetensors" or "gguf"; the files decide. flush_cache: has no effect, because old
+    prefixes are never used with new weights. weight_version: the name of the new weights (default: the number of
+    updates).
 
     Raises:
         TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
     """
     frontend: Frontend = self._frontend_here()
+    checks.switch("flush_cache", flush_cache)
     return await frontend.weights.from_disk(model_path, load_format, weight_version)
 
 
@@ -67,6 +70,7 @@ async def update_weights_from_tensor(
     self: Any,
     named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
     load_format: str | None = None,
+    flush_cache: bool = True,
     *,
     weight_version: str | None = None,
 ) -> WeightUpdate:
@@ -80,10 +84,13 @@ async def update_weights_from_tensor(
     computes is lost later, these weights are lost, and open requests end with ``RequestError``;
     ``enable_weights_cpu_backup=True`` of the constructor keeps a copy, with which they continue.
 
+    load_format: None or "auto". flush_cache: has no effect, as in ``update_weights_from_disk``.
+
     Raises:
         TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
     """
     frontend: Frontend = self._frontend_here()
+    checks.switch("flush_cache", flush_cache)
     return await frontend.weights.from_tensors(named_tensors, load_format, weight_version)
 
 
@@ -171,19 +178,21 @@ async def update_weights_from_distributed(
     dtypes: Sequence[Any],
     shapes: Sequence[Sequence[int]],
     group_name: str = "weight_update_group",
+    flush_cache: bool = True,
+    load_format: str | None = None,
     *,
     weight_version: str | None = None,
 ) -> WeightUpdate:
     """Replace some or all weights by tensors that rank 0 of the group broadcasts, in the order of ``names``.
 
-    As ``update_weights_from_tensor``; no step runs meanwhile. A copy is never kept (``enable_weights_cpu_backup``).
-    dtypes: of torch, or their names.
+    As ``update_weights_from_tensor``; no step runs meanwhile. dtypes: of torch, or their names.
 
     Raises:
         TypeError, ValueError: an argument is wrong. EngineClosedError, EngineDeadError.
     """
     frontend: Frontend = self._frontend_here()
-    return await frontend.weights.from_group(names, dtypes, shapes, group_name, weight_version)
+    checks.switch("flush_cache", flush_cache)
+    return await frontend.weights.from_group(names, dtypes, shapes, group_name, load_format, weight_version)
 
 
 @signatures.own_arguments
@@ -192,8 +201,8 @@ async def release_memory_occupation(self: Any, tags: Sequence[str] | str | None 
 
     The engine needs ``enable_memory_saver=True``. No request may be running: finish them, or call
     ``pause_generation("retract")`` before. tags: "kv_cache" (the prefix cache is emptied, too), "weights" (they are
-    loaded again later) and "cuda_graph". On a GPU only "kv_cache" can be released, and comes back at the same
-    addresses. None: all that can be released.
+    loaded again later) and "cuda_graph"; None: all of them. On a GPU, the KV cache comes back at the same addresses.
+    Releasing weights also frees the CUDA graphs, which are captured again when all memory is resumed.
 
     Raises:
         TypeError, ValueError: ``tags`` is wrong. EngineClosedError, EngineDeadError.

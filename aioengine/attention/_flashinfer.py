@@ -62,6 +62,11 @@ model that share 1024 tokens take equally long with and without cascade.
 """
 
 
+def workspace_on(device: torch.device) -> Tensor | None:
+    """Return the workspace [bytes] of all backends on a device; None: there is no backend."""
+    return _workspaces.get(device)
+
+
 @dataclass(frozen=True, slots=True)
 class FlashInferLayers(AttentionLayers):
     """The layers of a FlashInfer backend, and the state shared by all its plans.

@@ -32,14 +32,12 @@ class OpenAIRows:
     def __init__(self, engine: AsyncEngine, model_names: Sequence[str] | None) -> None:
         """Raises EngineError if the packages of the extra ``server`` are missing."""
         try:
-            from fastapi import FastAPI
-
             from aioengine.openai import openai_router
+            from aioengine.openai.router import app_of
         except ModuleNotFoundError as error:
             missing = f"rows in OpenAI's form need the package {error.name}: pip install 'aioengine[server]'"
             raise EngineError(missing) from error
-        app = FastAPI()
-        app.include_router(openai_router(engine, served_model_name=model_names))
+        app = app_of(openai_router(engine, served_model_name=model_names))
         self._engine = engine
         self._client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False),

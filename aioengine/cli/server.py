@@ -14,18 +14,22 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
-from fastapi import FastAPI
 
 from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineClosedError
 from aioengine.openai import openai_router
+from aioengine.openai.router import app_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from starlette.applications import Starlette
+
     from aioengine.cli.flags import Arguments
 
 DRAIN_S: Final = 30
+NUM_ACCEPTED: Final = 16
+"""Connections that are accepted in one iteration of the loop."""
 KEY_VARIABLE: Final = "AIOENGINE_API_KEY"
 
 
@@ -50,6 +54,7 @@ def run_server(arguments: Arguments) -> int:
     async def run_engine() -> BaseException | None:
         try:
             await engine.start()
+            await engine.freeze_gc()  # a collection of all modules would stop the streams for 70 ms
             print(f"serving at http://{_name(listening)}/v1", flush=True)
             return await engine.wait_failed()
         finally:
@@ -61,7 +66,7 @@ def run_server(arguments: Arguments) -> int:
         server.should_exit = True
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(run_engine())]
         stop = lambda: tasks.append(asyncio.create_task(drain()))  # noqa: E731  # the list keeps the task
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
@@ -69,14 +74,15 @@ def run_server(arguments: Arguments) -> int:
         await engine.shutdown()
         results.extend(await asyncio.gather(*tasks, return_exceptions=True))
 
-    app = FastAPI(lifespan=lifespan, title="aioengine")
-    app.include_router(router)
+    app = app_of(router, lifespan)
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S)
     )
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     with socket.create_server((arguments.host, arguments.port), family=family) as listening:
-        server.run(sockets=[listening])
+        # In an iteration of its loop, uvloop accepts one connection per socket. Under load, an iteration takes some
+        # milliseconds, so with one socket the last of 256 new clients would wait for a second.
+        server.run(sockets=[listening, *(listening.dup() for _ in range(NUM_ACCEPTED - 1))])
     for error in results:
         if error is not None and not isinstance(error, EngineClosedError):  # raised by a shutdown during the start
             raise error

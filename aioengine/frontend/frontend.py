@@ -295,6 +295,7 @@ class Frontend:
         self._encoder.close()
         await self.parts.processes.stop(STOP_TIMEOUT_S)
         self.weights.close()
+        self.adapters.close()
         if images is not None:
             await asyncio.wait([asyncio.wrap_future(images)])
         # Readers on other threads wait for these rows, and the loop may end after this.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, cast
@@ -16,8 +14,10 @@ from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.errors import RequestError
+from aioengine.frontend import given_tensors
 from aioengine.frontend.controls import Outcome
-from aioengine.model_files import model_folder
+from aioengine.model_files import checkpoint, model_folder, tensor_file
+from aioengine.model_files.tensor_file import TensorFile, dtype_name
 from aioengine.protocol.messages import Argument, Reply
 from aioengine.protocol.weight_messages import (
     BEGIN_WEIGHTS,
@@ -39,7 +39,7 @@ from aioengine.supervision.ledger import LOST_WEIGHTS
 from aioengine.supervision.tasks import WorkerThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Iterable, Mapping
 
     from aioengine.frontend.controls import Controls
     from aioengine.settings.config import LoadedWeights
@@ -51,7 +51,6 @@ Result = TypeVar("Result")
 UPDATE_TIMEOUT_S: Final = 600.0
 LOAD_FORMATS: Final = ("auto", "safetensors", "gguf")
 _MAX_EXIT_S: Final = 0.5
-_FILE_NAME: Final = "aioengine-weights"
 
 
 class WeightUpdate(NamedTuple):
@@ -69,17 +68,6 @@ class WeightUpdate(NamedTuple):
         return self.success
 
 
-class _TensorFile(NamedTuple):
-    """A safetensors file in memory. It exists until its descriptor is closed, also if this process is killed."""
-
-    fd: int
-    names: frozenset[str]
-
-    @property
-    def path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self.fd}"
-
-
 class _OpenUpdate:
     """An update from ``begin_weight_update`` to ``end_weight_update``.
 
@@ -90,7 +78,7 @@ class _OpenUpdate:
     def __init__(self, number: int) -> None:
         self.number = number
         self.version: str | None = None
-        self.files: list[_TensorFile] = []
+        self.files: list[TensorFile] = []
         self.is_kept = True
         self.loss = ""
 
@@ -123,14 +111,13 @@ class LiveWeights:
         self._processes = processes
         self._keeps = keeps
         self._first_version = str(facts.get("weight_version", processes.weights.version))
-        self._is_on_cpu = facts.get("device") == "cpu"
         self._gpu = str(facts.get("device_uuid", "")) if is_alone and not keeps else ""
         self.lock = asyncio.Lock()
         self.task: asyncio.Task[Any] | None = None  # holds the lock
         self._update: _OpenUpdate | None = None
         self._num_updates = 0
         self._released: set[str] = set()  # tags of memory
-        self._files: list[_TensorFile] = []
+        self._files: list[TensorFile] = []
 
     @property
     def loaded(self) -> LoadedWeights:
@@ -165,6 +152,10 @@ class LiveWeights:
             are_kept=True,
             are_lost=False,
         )
+        try:
+            await _in_thread(partial(checkpoint.check_unchanged, files, "after it was checked"))
+        except ValueError as error:
+            return WeightUpdate(False, str(error))
         result = await self._load({"path": folder}, loaded)
         if result:
             self._keep([])
@@ -174,35 +165,35 @@ class LiveWeights:
     @_to_its_end
     async def from_tensors(self, named_tensors: object, load_format: object, weight_version: object) -> WeightUpdate:
         """Replace some weights. See ``AsyncEngine.update_weights_from_tensor``."""
-        tensors = _tensors(named_tensors)
-        if load_format is not None:
-            checks.choice("load_format", load_format, {"auto": "auto"})
+        tensors = given_tensors.checked("named_tensors", named_tensors)
+        given_tensors.check_format(load_format)
         version = _version(weight_version)
         if self._update is None and self.loaded.are_lost:
             return WeightUpdate(False, LOST_WEIGHTS)
         if self._gpu and (handles := await _in_thread(partial(_cuda_handles, tensors, self._gpu))):
             return await self._load_part({"handles": handles}, version, None)
-        file = await _in_thread(partial(_write, tensors))
+        file = await _in_thread(partial(tensor_file.write, tensors))
         result = WeightUpdate(False, "")
         try:
             result = await self._load_part({"path": file.path}, version, file)
         finally:
             if not (result and self._keeps):
-                _close([file])
+                file.close()
         return result
 
     async def _load_part(
-        self, source: dict[str, Argument], version: str | None, file: _TensorFile | None
+        self, source: dict[str, Argument], version: str | None, file: TensorFile | None
     ) -> WeightUpdate:
         """Check and load tensors. file: where they are; None: in the memory of a GPU."""
         arguments = {**source, "is_part": True}
         checked = await self._ask(CHECK_WEIGHTS, arguments)
         if not checked.success:
-            return WeightUpdate(False, checked.message)
+            shown = "" if file is None else f"{file.path}: "
+            return WeightUpdate(False, checked.message.replace(shown, ""))
         return await self._load_checked(arguments, version, file)
 
     async def _load_checked(
-        self, arguments: dict[str, Argument], version: str | None, file: _TensorFile | None
+        self, arguments: dict[str, Argument], version: str | None, file: TensorFile | None
     ) -> WeightUpdate:
         """Load checked tensors."""
         new_files = [file] if file is not None and self._keeps else []
@@ -246,18 +237,41 @@ class LiveWeights:
 
     @_to_its_end
     async def from_group(
-        self, names: object, dtypes: object, shapes: object, group: object, weight_version: object
+        self,
+        names: object,
+        dtypes: object,
+        shapes: object,
+        group: object,
+        load_format: object,
+        weight_version: object,
     ) -> WeightUpdate:
         """See ``AsyncEngine.update_weights_from_distributed``."""
-        listed = json.dumps(_listed(names, dtypes, shapes))
+        listed = _listed(names, dtypes, shapes)
+        given_tensors.check_format(load_format)
         version = _version(weight_version)
-        arguments: dict[str, Argument] = {"tensors": listed, "group": checks.text("group_name", group)}
+        arguments: dict[str, Argument] = {
+            "tensors": json.dumps(listed),
+            "group": checks.text("group_name", group),
+            "keeps": self._keeps,
+        }
         reply = await self._ask(RECEIVE, arguments)
         if not reply.success:
             return WeightUpdate(False, reply.message)
         if self._update is None and self.loaded.are_lost:
             return WeightUpdate(False, LOST_WEIGHTS)
-        return await self._load_checked({"received": True, "is_part": True}, version, None)
+        file: TensorFile | None = None
+        result = WeightUpdate(False, "")
+        try:
+            if self._keeps:
+                data = json.loads(reply.data)  # all replicas have received the same
+                file = tensor_file.opened(data[0] if isinstance(data, list) else data, (name for name, _, _ in listed))
+            result = await self._load_checked({"received": True, "is_part": True}, version, file)
+        except FileNotFoundError:
+            return WeightUpdate(False, "the process was lost after it had received the tensors; send them again")
+        finally:
+            if file is not None and not result:
+                file.close()
+        return result
 
     @_to_its_end
     async def begin(self, selector: object) -> Outcome:
@@ -301,8 +315,7 @@ class LiveWeights:
     @_to_its_end
     async def change_memory(self, tags: object, name: str) -> None:
         """Release or resume memory. See ``AsyncEngine.release_memory_occupation``."""
-        known = MEMORY_TAGS if self._is_on_cpu else ("kv_cache",)
-        chosen = known if tags is None else checks.items("tags", [tags] if isinstance(tags, str) else tags, 8)
+        chosen = MEMORY_TAGS if tags is None else checks.items("tags", [tags] if isinstance(tags, str) else tags, 8)
         words = {checks.choice("tags entries", tag, {tag: tag for tag in MEMORY_TAGS}) for tag in chosen}
         is_release = name == RELEASE_MEMORY
         if wrong := words & self._released if is_release else words - self._released:
@@ -337,7 +350,7 @@ class LiveWeights:
             _close(self._update.files)
         self._update = None
 
-    def _keep(self, files: list[_TensorFile]) -> None:
+    def _keep(self, files: list[TensorFile]) -> None:
         """Keep these files, and free all others."""
         _close([file for file in self._files if file not in files])
         self._files = files
@@ -393,33 +406,6 @@ def _check_format(value: object) -> None:
         checks.choice("load_format", value, dict.fromkeys(LOAD_FORMATS))
 
 
-# ---------------------------------------------------------------- tensors of the user
-
-
-def _tensors(value: object) -> dict[str, Any]:
-    """Check ``named_tensors``: pairs of name and tensor, or a dict. Return name -> tensor [...]."""
-    torch: Any = sys.modules.get("torch")  # whoever has tensors has imported it
-    pairs = value.items() if isinstance(value, Mapping) else value
-    tensors: dict[str, Any] = {}
-    try:
-        for name, tensor in cast("Iterable[tuple[object, Any]]", pairs):
-            checked = checks.text("names of tensors", name)
-            if torch is None or not isinstance(tensor, torch.Tensor):
-                raise checks.wrong_type(f"named_tensors[{checked!r}]", "a torch.Tensor", tensor)
-            if checked in tensors:
-                raise ValueError(f"named_tensors has two tensors of the name {checked!r}")
-            if str(tensor.dtype).removeprefix("torch.") not in DTYPE_NAMES:
-                raise ValueError(f"{checked} is of type {tensor.dtype}; what works: {', '.join(DTYPE_NAMES)}")
-            tensors[checked] = tensor.detach()
-    except (TypeError, ValueError) as error:
-        if "unpack" in str(error) or "iterable" in str(error):
-            raise checks.wrong_type("named_tensors", "pairs of name and tensor", value) from None
-        raise
-    if not tensors:
-        raise ValueError("named_tensors is empty; give at least one tensor")
-    return tensors
-
-
 def _listed(names: object, dtypes: object, shapes: object) -> list[tuple[str, str, list[int]]]:
     """Return name, dtype and shape of each tensor to receive. dtypes: of torch, or their names."""
     lists = [
@@ -439,32 +425,6 @@ def _listed(names: object, dtypes: object, shapes: object) -> list[tuple[str, st
     return tensors
 
 
-def _dtype_name(tensor: Any) -> str:
-    return DTYPE_NAMES[str(tensor.dtype).removeprefix("torch.")]
-
-
-def _write(tensors: Mapping[str, Any]) -> _TensorFile:
-    """Write tensors to a safetensors file in memory that all processes of the engine can read."""
-    uint8: Any = sys.modules["torch"].uint8
-    header: dict[str, object] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _dtype_name(tensor), "shape": [*tensor.shape], "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    fd = os.memfd_create(_FILE_NAME)
-    try:
-        with open(fd, "wb", closefd=False) as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors.values():
-                if tensor.numel():
-                    file.write(memoryview(tensor.cpu().contiguous().reshape(-1).view(uint8).numpy()))
-    except BaseException:
-        os.close(fd)
-        raise
-    return _TensorFile(fd, frozenset(tensors))
-
-
 def _cuda_handles(tensors: Mapping[str, Any], gpu: str) -> str:
     """Return ``CudaTensor``s as JSON; "": the tensors are not all on this GPU, or cannot be shared."""
     torch: Any = sys.modules["torch"]
@@ -476,15 +436,15 @@ def _cuda_handles(tensors: Mapping[str, Any], gpu: str) -> str:
         for name, tensor in tensors.items():
             _, *storage = tensor.untyped_storage()._share_cuda_()
             place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-            shared.append(CudaTensor(name, _dtype_name(tensor), *place, *storage))
+            shared.append(CudaTensor(name, dtype_name(tensor), *place, *storage))
     except RuntimeError:  # memory of expandable segments, for example
         return ""
     return msgspec.json.encode(shared).decode()
 
 
-def _needed(files: list[_TensorFile]) -> list[_TensorFile]:
+def _needed(files: list[TensorFile]) -> list[TensorFile]:
     """Return the files that have a tensor which no later file has."""
-    needed: list[_TensorFile] = []
+    needed: list[TensorFile] = []
     later: set[str] = set()
     for file in reversed(files):
         if file.names - later:
@@ -493,6 +453,6 @@ def _needed(files: list[_TensorFile]) -> list[_TensorFile]:
     return needed[::-1]
 
 
-def _close(files: Iterable[_TensorFile]) -> None:
+def _close(files: Iterable[TensorFile]) -> None:
     for file in files:
-        os.close(file.fd)
+        file.close()

@@ -10,19 +10,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from aioengine.api import answers, checks
 from aioengine.errors import EngineStartupError, RequestError, describe
+from aioengine.frontend import given_tensors
 from aioengine.frontend.intake.prompt_options import PerPrompt, PromptCounts, per_prompt
-from aioengine.model_files import adapter_folder
+from aioengine.model_files import adapter_folder, tensor_file
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Argument, Reply
 from aioengine.settings.config import GivenAdapter, LoraSettings
 from aioengine.supervision.ledger import CRASH_STAGE
@@ -30,14 +33,20 @@ from aioengine.supervision.tasks import WorkerThread, post
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from aioengine.frontend.controls import Controls
+    from aioengine.model_files.tensor_file import TensorFile
+
+Result = TypeVar("Result")
 
 MAX_NAME_BYTES: Final = 4096
 LOAD_TIMEOUT_S: Final = 600.0
 UNLOAD_TIMEOUT_S: Final = 600.0
 """Default timeout of ``unload_lora_adapter`` for the requests that use an adapter."""
+
+BY_TENSOR: Final = "tensors"
+"""The place of an adapter that came by tensor, in ``AdapterResult``."""
 
 _ATTEMPTS: Final = 3
 """Attempts to load an adapter if the scheduler process is lost meanwhile."""
@@ -49,7 +58,7 @@ _NOT_ENABLED: Final = "this engine serves no LoRA adapters; give its constructor
 class AdapterResult(NamedTuple):
     """The result of a call for LoRA adapters; true if it succeeded.
 
-    ``loaded_adapters``: name -> folder of all adapters that requests may use now.
+    ``loaded_adapters``: name -> folder of all adapters that requests may use now, or "tensors" if they came by tensor.
     """
 
     success: bool
@@ -76,15 +85,17 @@ class AdapterRules(Struct, frozen=True):
         """Raise ValueError for an adapter of another base, or beyond the limits."""
         folder.parts(self.layers, max_rank=self.settings.max_rank, allowed=self.settings.modules or None)
 
-    def read(self, number: int, name: str, path: Path, *, is_pinned: bool) -> Adapter:
+    def read(self, number: int, name: str, path: Path, *, is_pinned: bool, config: str = "") -> Adapter:
         """Check the folder of an adapter, without reading its weights. Blocks: do not call it on the loop's thread.
+
+        config: see ``Adapter``.
 
         Raises:
             ValueError: the adapter belongs to another base, or exceeds the limits.
         """
-        folder = adapter_folder.read_folder(path)
+        folder = adapter_folder.read_folder(path, config)
         self.check(folder)
-        return Adapter(number, name, str(path), folder.fingerprint, is_pinned)
+        return Adapter(number, name, str(path), folder.fingerprint, is_pinned, config)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,10 +103,12 @@ class Load:
     """One load of an adapter.
 
     Attributes:
+        file: its tensors, if they did not come from a folder.
         users: the calls that use it. is_leaving: it is being unloaded. idle: set when its last user leaves.
     """
 
     adapter: Adapter
+    file: TensorFile | None = None
     users: set[AdapterChoice] = field(default_factory=set)
     is_leaving: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -268,18 +281,44 @@ class LoadedAdapters:
             path = _folder(lora_path)
         except OSError as error:  # it is relative, and the working folder is gone
             return self._result(f"the folder {lora_path!r} cannot be found: {describe(error)}")
+        return self._result(await self._load_new(name, path, is_pinned=is_pinned))
+
+    async def load_tensors(
+        self, lora_name: object, tensors: object, config_dict: object, load_format: object, pinned: object
+    ) -> AdapterResult:
+        """Load an adapter by tensor. Its file is kept until it is unloaded, for new processes.
+
+        Raises: see ``load``.
+        """
+        name = _checked_name("lora_name", lora_name)
+        given = given_tensors.checked("tensors", tensors)
+        config = _config(config_dict)
+        given_tensors.check_format(load_format)
+        is_pinned = checks.switch("pinned", pinned)
+        file = await _in_thread(partial(tensor_file.write, given))
+        try:
+            why = await self._load_new(name, Path(file.path), is_pinned=is_pinned, config=config, file=file)
+        finally:
+            load = self._loads.get(name)
+            if load is None or load.file is not file:
+                file.close()
+        return self._result(_without_path(why, file.path))
+
+    async def _load_new(
+        self, name: str, path: Path, *, is_pinned: bool, config: str = "", file: TensorFile | None = None
+    ) -> str:
+        """Load an adapter, unless the name is in use. Return the reason if it failed."""
         if self._rules is None:
-            return self._result(_NOT_ENABLED)
+            return _NOT_ENABLED
         with self._lock:
             if why := self._why_not(name, is_pinned=is_pinned):
-                return self._result(why)
+                return why
             self._loading[name] = is_pinned
         try:
-            why = await self._load(name, path, is_pinned=is_pinned, known={})
+            return await self._load(name, path, is_pinned=is_pinned, config=config, file=file)
         finally:
             with self._lock:
                 del self._loading[name]
-        return self._result(why)
 
     async def load_given(self) -> None:
         """Load the adapters of ``lora_paths``, each folder once.
@@ -329,15 +368,28 @@ class LoadedAdapters:
             for names in self._aliases.values():
                 names.discard(load.adapter.name)
             self._aliases = {alias: names for alias, names in self._aliases.items() if names}
-        with contextlib.suppress(RequestError):  # the scheduler process was lost, with its adapters
-            await self._controls.ask(UNLOAD_ADAPTER, _arguments(load.adapter))
+        try:
+            with contextlib.suppress(RequestError):  # the scheduler process was lost, with its adapters
+                await self._controls.ask(UNLOAD_ADAPTER, _arguments(load.adapter))
+        finally:
+            if load.file is not None:
+                load.file.close()
         return self._result("")
+
+    def close(self) -> None:
+        """Free the tensors of adapters. No call may follow."""
+        with self._lock:
+            loads, self._loads = self._loads, {}
+        for load in loads.values():
+            if load.file is not None:
+                load.file.close()
 
     # ------------------------------------------------------------ private
 
     def _result(self, why_not: str) -> AdapterResult:
         with self._lock:
-            loaded = {name: load.adapter.path for name, load in self._loads.items() if not load.is_leaving}
+            loads = [(name, load) for name, load in self._loads.items() if not load.is_leaving]
+            loaded = {name: load.adapter.path if load.file is None else BY_TENSOR for name, load in loads}
         return AdapterResult(not why_not, why_not, loaded)
 
     def _why_not(self, name: str, *, is_pinned: bool) -> str:
@@ -357,19 +409,31 @@ class LoadedAdapters:
                 )
         return ""
 
-    async def _load(self, name: str, path: Path, *, is_pinned: bool, known: dict[Path, Adapter]) -> str:
+    async def _load(
+        self,
+        name: str,
+        path: Path,
+        *,
+        is_pinned: bool,
+        known: dict[Path, Adapter] | None = None,
+        config: str = "",
+        file: TensorFile | None = None,
+    ) -> str:
         """Load an adapter under a free name. Return the reason if it failed.
 
-        ``known``: adapters that were just read, by their folders; this one is added.
+        known: adapters that were just read, by their folders; this one is added. config: see ``Adapter``. file: to
+        close after unloading.
         """
         assert self._rules is not None
         self._num_loads += 1
+        known = {} if known is None else known
         is_known = path in known
         try:
             if is_known:
                 adapter = replace(known[path], id=self._num_loads, name=name, is_pinned=is_pinned)
             else:
-                adapter = await _in_thread(partial(self._rules.read, self._num_loads, name, path, is_pinned=is_pinned))
+                read = partial(self._rules.read, self._num_loads, name, path, is_pinned=is_pinned, config=config)
+                adapter = await _in_thread(read)
         except ValueError as error:
             return str(error)
         except OSError as error:
@@ -384,7 +448,7 @@ class LoadedAdapters:
                 return reply.message
         known[path] = adapter
         with self._lock:
-            self._loads[name] = Load(adapter)
+            self._loads[name] = Load(adapter, file)
         return ""
 
     async def _ask(self, adapter: Adapter) -> Reply:
@@ -404,11 +468,11 @@ class LoadedAdapters:
         return Reply(0, False, lost)
 
 
-async def _in_thread(read: Callable[[], Adapter]) -> Adapter:
+async def _in_thread(work: Callable[[], Result]) -> Result:
     """Run a function on its own thread, because file systems may hang."""
-    thread = WorkerThread[Adapter]("aioengine-adapter", max_exit_s=_MAX_EXIT_S)
+    thread = WorkerThread[Result]("aioengine-adapter", max_exit_s=_MAX_EXIT_S)
     try:
-        return await asyncio.wrap_future(thread.submit(read))
+        return await asyncio.wrap_future(thread.submit(work))
     finally:
         thread.close()
 
@@ -420,6 +484,22 @@ def _arguments(adapter: Adapter) -> dict[str, Argument]:
 def _checked_name(argument: str, value: object) -> str:
     advice = "give the name by which requests name the adapter"
     return checks.text(argument, value, max_bytes=MAX_NAME_BYTES, if_empty=advice)
+
+
+def _config(value: object) -> str:
+    """Return ``config_dict`` as JSON. peft's ``to_dict`` contains sets and enumerations."""
+    if not isinstance(value, Mapping):
+        raise checks.wrong_type("config_dict", "a dict, such as LoraConfig.to_dict() of peft", value)
+    try:
+        return msgspec.json.encode(dict(cast("Mapping[str, object]", value))).decode()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"config_dict cannot be written as JSON: {error}") from None
+
+
+def _without_path(message: str, path: str) -> str:
+    """Replace the path of a file in memory in a message by the names of arguments."""
+    message = message.replace(f" in {path} ", " ").replace(f"{path}/{adapter_folder.CONFIG}", "config_dict")
+    return message.replace(f"{path}/{adapter_folder.TENSORS}", BY_TENSOR).replace(path, BY_TENSOR)
 
 
 def _folder(value: object) -> Path:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from aioengine.kernels import int8_linear, linear
-from aioengine.kernels.codes import FP8, MIDDLE, Codes, pack_nibbles
+from aioengine.kernels.codes import FP8, MIDDLE, Codes, copy_in_place, pack_nibbles
 from aioengine.kernels.linear import Matmul, Product
 from aioengine.kernels.triton import launcher
 from aioengine.model_files.online_quantization import CPU_OUTPUTS, GROUP_SIZES
@@ -49,7 +49,7 @@ def prepare(
     """
     if launcher.serves(codes.packed):
         matmul = _OnDevice(codes, bias, batch_invariant=batch_invariant)
-        return Product(matmul, matmul.restore)
+        return Product(matmul, matmul.restore, matmul.update)
     if codes.packed.device.type != "cpu":
         return Product(lambda x: functional.linear(x, codes.dequantized(x.dtype), bias), lambda: codes)
     if codes.packed.dtype == FP8:
@@ -157,6 +157,12 @@ class _OnDevice:
     def restore(self) -> Codes:
         """Return the codes."""
         return self._codes.restored(self._order)
+
+    def update(self, codes: Codes, bias: Tensor | None) -> None:
+        """Replace codes [O, D] and bias [O]."""
+        new = self._kernels.device_codes(codes)
+        old = *self._codes, self._order, self._fp8_scales, self._bias
+        copy_in_place(old, (*new, codes.order, _scales_of_fp8(new), bias))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""

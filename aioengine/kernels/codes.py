@@ -61,6 +61,16 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     ).flatten(-3)
 
 
+def copy_in_place(old: Sequence[object], new: Sequence[object]) -> None:
+    """Copy new tensors to the addresses of old ones, which CUDA graphs contain. Other values must be equal."""
+    for own, other in zip(old, new, strict=True):
+        if isinstance(own, torch.Tensor) and isinstance(other, torch.Tensor):
+            if own is not other:
+                own.copy_(other)
+        else:
+            assert own == other, "the weights are stored in another way than before"
+
+
 class Codes(NamedTuple):
     """A weight [O, D]: each number is multiplied by the scale of its group, and the offset of its group is added.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aioengine.kernels import code_linear, linear
 from aioengine.kernels.activation import activate_and_mul, sigmoid
-from aioengine.kernels.codes import Codes
+from aioengine.kernels.codes import Codes, copy_in_place
 from aioengine.kernels.expert_types import ChosenExperts, ExpertWeights, GateFunction, SharedOutputs
 from aioengine.kernels.linear import Product
 from aioengine.kernels.triton import launcher
@@ -96,11 +96,7 @@ class DeviceExperts:
         return self._codes.restored(self._weights)
 
     def update(self, weights: ExpertWeights) -> None:
-        for own, new in zip(_flat(self._weights), _flat(self._codes.device_weights(weights)), strict=True):
-            if not isinstance(own, torch.Tensor):
-                assert own == new, "the weights are stored in another way than before"
-            elif isinstance(new, torch.Tensor) and own is not new:
-                own.copy_(new)
+        copy_in_place(_flat(self._weights), _flat(self._codes.device_weights(weights)))
 
 
 def _flat(weights: DeviceWeights) -> list[object]:

@@ -12,17 +12,15 @@ other CPUs its sums of two products may overflow 16 bits, so there we multiply t
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from aioengine.kernels import linear
+from aioengine.kernels.codes import Codes, copy_in_place
 from aioengine.kernels.linear import Matmul, Product
-
-if TYPE_CHECKING:
-    from aioengine.kernels.codes import Codes
 
 MAX_INT8: Final = 127
 PART_BITS: Final = 8
@@ -81,6 +79,10 @@ def prepare(
         multiply, restore = _unpacked(weight, scales.t()), lambda: codes
     wide_bias = None if bias is None else bias.float()
 
+    def update(new: Codes, bias: Tensor | None) -> None:
+        """Replace codes [O, D] and bias [O]."""
+        copy_in_place((*codes, wide_bias), (*new, None if bias is None else bias.float()))
+
     def matmul(x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
         if activation_bits == 8:
@@ -98,7 +100,7 @@ def prepare(
         most = max(LEAST_ROWS, MAX_SUMS // len(scales))
         counts = tuple(count for count in ROW_COUNTS if count <= most)
         return Product(linear.in_pieces(matmul, counts), restore)
-    return Product(matmul, restore)
+    return Product(matmul, restore, None if is_on_cpu else update)
 
 
 @lru_cache(maxsize=1)

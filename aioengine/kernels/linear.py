@@ -115,10 +115,16 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
 
 
 class Product(NamedTuple, Generic[_Weight]):
-    """A matmul [T, I] -> [T, O], and a function that returns its weight as it was before it was prepared."""
+    """A matmul [T, I] -> [T, O].
+
+    Attributes:
+        restore: returns its weight as it was before it was prepared.
+        update: replaces weight and bias [O] at the addresses that CUDA graphs contain; None: prepare again instead.
+    """
 
     matmul: Matmul
     restore: Callable[[], _Weight]
+    update: Callable[[_Weight, Tensor | None], None] | None = None
 
 
 class Packing(NamedTuple):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.kernels import code_linear, linear
+from aioengine.kernels.codes import copy_in_place
 from aioengine.layers.layer import Layer, Slice, Target, Units, rank_ranges
 from aioengine.layers.linear import unplaced_targets
 from aioengine.quantization._base import LinearSpec
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.kernels.codes import Codes
-    from aioengine.kernels.linear import Matmul
+    from aioengine.kernels.linear import Matmul, Product
     from aioengine.layers.layer import Placement
     from aioengine.quantization._base import CodesFormat, Tensors
 
@@ -98,7 +99,7 @@ class CodeTable(Layer):
     """A quantized embedding table: [T] ids -> [T, D]."""
 
     def __init__(self, vocab_size: int, size: int, placement: Placement, table_format: CodesFormat) -> None:
-        """Allocate the tensors of a table [V, D]."""
+        """Allocate nothing yet, see ``weights``. The table is [V, D]."""
         self._spec = LinearSpec(
             size,
             (vocab_size,),
@@ -108,8 +109,14 @@ class CodeTable(Layer):
             batch_invariant=placement.batch_invariant,
         )
         self._format = table_format
-        self._tensors: Tensors = table_format.empty(self._spec)
+        self._tensors: Tensors = {}  # while the table is open for loading
         self._codes: Codes | None = None
+        self._head: Product[Codes] | None = None
+
+    def weights(self, prefix: str = "") -> dict[str, Target]:
+        if self._codes is None and not self._tensors:
+            self._tensors = self._format.empty(self._spec)
+        return super().weights(prefix)
 
     def own_weights(self) -> dict[str, Target]:
         if not self._tensors:
@@ -117,19 +124,22 @@ class CodeTable(Layer):
         return {name: target for name, [target] in unplaced_targets(self._format, self._spec, self._tensors)}
 
     def finish_loading(self) -> None:
-        if self._tensors:
-            self._codes = self._format.codes(self._spec, self._tensors)
-            self._tensors = {}
+        if not self._tensors:
+            return
+        codes, self._tensors = self._format.codes(self._spec, self._tensors), {}
+        if self._codes is None:
+            self._codes = codes
+        else:
+            copy_in_place(self._codes, codes)
 
     def open_for_loading(self, prefix: str = "", modules: Collection[str] | None = None) -> None:
         if modules is not None and prefix.removesuffix(".") not in modules:
             return
-        assert self._codes is not None, "the table is open for loading already"
+        assert self._codes is not None, "finish_loading was not called"
         self._tensors = self._format.tensors(self._spec, self._codes)
-        self._codes = None
 
     def free_weights(self) -> None:
-        self._tensors, self._codes = self._format.empty(self._spec), None
+        self._codes = self._head = None
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """[T] int64 ids -> [T, D]."""
@@ -140,6 +150,10 @@ class CodeTable(Layer):
         """Return the matmul [T, D] -> [T, V] with this table. Call it again after new weights are loaded."""
         assert self._codes is not None, "finish_loading was not called"
         spec = self._spec
-        return code_linear.prepare(
-            self._codes, None, spec.dtype, batch_invariant=spec.batch_invariant, is_shared=True
-        ).matmul
+        if self._head is not None and self._head.update is not None:
+            self._head.update(self._codes, None)
+        else:
+            self._head = code_linear.prepare(
+                self._codes, None, spec.dtype, batch_invariant=spec.batch_invariant, is_shared=True
+            )
+        return self._head.matmul

@@ -191,13 +191,16 @@ class Linear(Layer):
         super().finish_loading()
         if self._prepared is None:
             if self.joined:
-                self._prepared = self._spec.prepared(lambda x: torch.cat([part(x) for part in self.joined], 1), dict)
+                matmul = lambda x: torch.cat([part(x) for part in self.joined], 1)  # noqa: E731
+                self._prepared = self._spec.prepared(matmul, dict, lambda tensors: None)
             else:
                 try:
                     self._prepared = self._format.prepare(self._spec, self._tensors)
                 except ValueError as error:
                     raise ValueError(f"{self.name}: {error}") from error
             self._matmul = self._prepared.gated or self._prepared.matmul
+        elif self._prepared.update is not None:
+            self._prepared.update(self._tensors)
         self._tensors = {}
 
     def _reorder(self, order: Tensor) -> None:
@@ -214,13 +217,8 @@ class Linear(Layer):
         """The names of the parts in the checkpoint."""
         return ", ".join(self._names)
 
-    @property
-    def is_replaceable(self) -> bool:
-        """Whether weights can be loaded again while CUDA graphs contain their addresses. Without a GPU, always."""
-        return self._spec.device.type == "cpu" or self._prepared is None or self._prepared.is_in_place
-
     def open_for_loading(self, prefix: str = "", modules: Collection[str] | None = None) -> None:
-        """See ``Layer``. A matmul that reads these tensors directly is kept; others are prepared again at the end."""
+        """See ``Layer``. A matmul that cannot be updated is prepared again at the end."""
         if modules is not None and not any(f"{prefix}{part}" in modules for part in self.sizes):
             return
         assert not self._is_open, "the layer is open for loading already"
@@ -230,7 +228,7 @@ class Linear(Layer):
         self._tensors = self._prepared.restore()
         if self._order is not None:
             self._reorder(self._order.argsort())
-        if not self._prepared.is_in_place:
+        if self._prepared.update is None:
             self._prepared = self._matmul = None
 
     def free_weights(self) -> None:

@@ -180,30 +180,38 @@ class AdapterFolder(Struct, frozen=True):
 
     def _wrong_shape(self, entry: Entry, wanted: tuple[int, int], layer: str) -> ValueError:
         shape = list(entry.shape)
-        return self._error(
-            f"{entry.name} in {entry.path.name} has shape {shape}, but {layer} of the base model needs {list(wanted)}"
-        )
+        return self._error(f"{entry.name} has shape {shape}, but {layer} of the base model needs {list(wanted)}")
 
     def _error(self, reason: str) -> ValueError:
         return ValueError(f"the adapter in {self.path} cannot be used: {reason}")
 
 
-def read_folder(folder: Path) -> AdapterFolder:
+def read_folder(folder: Path, config_text: str = "") -> AdapterFolder:
     """Read the config of an adapter and the header of its tensors.
+
+    config_text: the content of the config, if ``folder`` is not a folder, but the file with the tensors.
 
     Raises ValueError, which names the file and the field or tensor, if a file is missing, damaged or not supported.
     """
+    if config_text:
+        return _adapter(msgspec.json.decode(config_text, type=dict[str, Any]), folder, folder)
     raw = folder_files.read_json(folder / CONFIG, dict[str, Any])
     if raw is None and not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is no folder; an adapter is a folder written by peft's save_pretrained")
     if raw is None:
         raise ValueError(f"{str(folder)!r} has no {CONFIG}: it is not the folder of a peft adapter")
     path = folder / TENSORS
-    _check_kind(raw, folder)
     if not folder_files.is_file(path):
+        _check_kind(raw, folder)
         convert = f"it has adapter_model.bin, which is not read; convert it: {_CONVERT}"
         reason = convert if (folder / "adapter_model.bin").exists() else "peft's save_pretrained writes it"
         raise ValueError(f"{str(folder)!r} has no {TENSORS}: {reason}")
+    return _adapter(raw, folder, path)
+
+
+def _adapter(raw: Json, folder: Path, path: Path) -> AdapterFolder:
+    """Return the adapter with this config, and the tensors in the file ``path``."""
+    _check_kind(raw, folder)
     try:
         config = msgspec.convert(raw, AdapterConfig)
     except msgspec.ValidationError as error:
@@ -214,14 +222,15 @@ def read_folder(folder: Path) -> AdapterFolder:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a digest of the states and the ctimes of the two files.
+    """Return a digest of the states and the ctimes of the two files, or of one if ``folder`` is the file with tensors.
 
     It differs after a file is changed or replaced, because programs cannot set the ctime of a file. Raises ValueError
     if a file cannot be read.
     """
     states: list[str] = []
-    for name in (CONFIG, TENSORS):
-        with folder_files.open_existing(folder / name, f"{name} in {str(folder)!r} was removed") as file:
+    paths = [folder] if folder.is_file() else [folder / CONFIG, folder / TENSORS]
+    for path in paths:
+        with folder_files.open_existing(path, f"{path.name} in {str(folder)!r} was removed") as file:
             states.append(f"{checkpoint.file_state(file)} {os.fstat(file.fileno()).st_ctime_ns}")
     return hashlib.sha256(" ".join(states).encode()).hexdigest()
 

@@ -10,7 +10,7 @@ from msgspec.json import decode
 from aioengine.openai.bodies import Body, read_generate_fields
 from aioengine.openai.chat_calls import chat_call, function_name, tool_call_id
 from aioengine.openai.http_call import event
-from aioengine.openai.replies import CallError, anthropic_error, check_completed, event_stream, json_response
+from aioengine.openai.replies import CallError, EventStream, anthropic_error, check_completed, json_response
 from aioengine.parsing import Content, Reasoning
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ async def anthropic_messages(call: HttpCall) -> Response:
     start = chat.start(call.model)
     if call.body.get("stream"):
         stream = await start(stream=True)
-        return event_stream(stream, _events(stream, chat, call.model), _failed)
+        return EventStream(stream, _events(stream, chat, call.model), _failed)
     generation = start()
     (answer,) = await call.answers(generation)
     reader, info = chat.reader(call.model), answer["meta_info"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import DecodeError, Struct, ValidationError, convert
@@ -110,9 +111,15 @@ def read_generate_fields(body: Mapping[str, object], kind: type[Fields]) -> tupl
 
     The engine refuses unknown ones. Raises CallError as ``read_fields``.
     """
-    others = body.keys() - {*kind.__struct_fields__, *IGNORED, *REFUSED}
-    fields = read_fields({name: value for name, value in body.items() if name not in others}, kind)
-    return fields, {name: value for name, value in body.items() if name in others and value is not None}
+    known = _known_fields(kind)
+    others = {name: value for name, value in body.items() if name not in known}
+    fields = read_fields({name: value for name, value in body.items() if name in known}, kind)
+    return fields, {name: value for name, value in others.items() if value is not None}
+
+
+@cache
+def _known_fields(kind: type[Struct]) -> frozenset[str]:
+    return frozenset((*kind.__struct_fields__, *IGNORED, *REFUSED))
 
 
 def prompt_arguments(prompt: str | list[Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from aioengine.openai.http_call import event, usage
-from aioengine.openai.replies import DONE, check_completed, event_stream, json_response, openai_error
+from aioengine.openai.replies import DONE, EventStream, check_completed, json_response, openai_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -62,7 +62,7 @@ class Choices(NamedTuple):
         """Make the call, and return its response."""
         if body.stream:
             stream, place = await call.stream(partial(self.start, stream=True), self.prefix)
-            return event_stream(stream, self._events(stream, place, body), _failed)
+            return EventStream(stream, self._events(stream, place, body), _failed)
         generation = self.start()
         answers = await call.answers(generation)
         infos = [answer["meta_info"] for answer in answers]

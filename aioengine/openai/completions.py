@@ -51,10 +51,14 @@ async def completions(call: HttpCall) -> Response:
         prompt = prompt[0]  # a list with one prompt is one prompt
     arguments = {
         **prompt_arguments(prompt),
-        **call.options(adapter, timeout=body.timeout, resume_ttl=body.resume_ttl),
+        **call.options(
+            adapter,
+            timeout=body.timeout,
+            resume_ttl=body.resume_ttl,
+            add_special_tokens=body.add_special_tokens,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+        ),
         "sampling_params": sampling,
-        "add_special_tokens": body.add_special_tokens,
-        "truncate_prompt_tokens": body.truncate_prompt_tokens,
     }
     if body.logprobs is not None:
         arguments |= token_logprobs.options(body.logprobs)

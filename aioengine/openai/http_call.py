@@ -86,6 +86,8 @@ class Place(NamedTuple):
     def split(self, chunk: Chunk) -> tuple[str, str, int]:
         """Return the text of a chunk before and after this place, and the number of its tokens before it."""
         text = chunk["text"]
+        if not self.num_characters and not self.num_tokens:  # the stream is new, as nearly always
+            return "", text, 0
         start = min(max(self.num_characters - chunk["text_offset"], 0), len(text))
         return text[:start], text[start:], max(self.num_tokens - chunk["token_offset"], 0)
 
@@ -97,10 +99,10 @@ class Place(NamedTuple):
 
 def event(value: object, place: Place | None = None, name: str = "") -> bytes:
     """Return a server-sent event. ``place``: its id; ``name``: its type."""
-    head = f"event: {name}\n" if name else ""
+    data = b"data: %b\n\n" % encode(value)
     if place is not None:
-        head += f"id: {place}\n"
-    return b"%bdata: %b\n\n" % (head.encode(), encode(value))
+        data = b"id: %b\n%b" % (str(place).encode(), data)
+    return b"event: %b\n%b" % (name.encode(), data) if name else data
 
 
 def usage(infos: Sequence[Info], num_samples: int = 1) -> dict[str, object]:

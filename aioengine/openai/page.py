@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from starlette.requests import Request  # noqa: TC002  # FastAPI reads the annotations
 from starlette.responses import HTMLResponse, Response
 
 from aioengine.openai.replies import json_response
@@ -23,7 +24,7 @@ _HEADERS: Final = {
 }
 
 
-async def page() -> Response:
+async def page(_: Request) -> Response:
     """Return the page. It has no secrets: it asks the user for the API key."""
     return HTMLResponse(FILE.read_bytes(), headers=_HEADERS)
 

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from aioengine.openai.bodies import Body, add_constraint, read_generate_fields
 from aioengine.openai.chat_calls import AnswerReader, ChatCall, chat_call, function_name, tool_call_id
 from aioengine.openai.http_call import event
-from aioengine.openai.replies import CallError, check_completed, event_stream, json_response
+from aioengine.openai.replies import CallError, EventStream, check_completed, json_response
 from aioengine.openai.served_model import ServedModel
 from aioengine.parsing import Content, Reasoning, ToolCallBegin
 
@@ -76,7 +76,7 @@ async def responses(call: HttpCall) -> Response:
             failure = {"code": "server_error", "message": str(error)}
             return write("response.failed", response=answer.written("failed", error=failure))
 
-        return event_stream(stream, _events(stream, answer, write), failed)
+        return EventStream(stream, _events(stream, answer, write), failed)
     generation = start()
     (whole,) = await call.answers(generation)
     reader.read_all(whole["text"])

@@ -131,7 +131,10 @@ class OutputFormat:
         if tool_choice == "none" or (tool_choice == "auto" and (not chosen or self._calls is None)):
             return params
         if self._calls is None:
-            raise ValueError(f"tool_choice={checks.shown(tool_choice)} needs a tool parser, and this model has none")
+            raise ValueError(
+                f"tool_choice={checks.shown(tool_choice)} needs a tool parser, and the chat template of this model has "
+                "none; name one with tool_parser (--tool-parser of the server)"
+            )
         if name is not None:
             chosen = [tool for tool in chosen if tool.name == name]
         if not chosen:

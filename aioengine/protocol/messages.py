@@ -212,8 +212,8 @@ class Adapter(Struct, frozen=True, array_like=True, gc=False):
     """A loaded LoRA adapter.
 
     id: from 1, unique in the engine; each load has a new id, even of the same name.
-    path: the absolute path of its folder. fingerprint: of the files in the folder at the load. If the files have
-    changed, the adapter is refused. is_pinned: it keeps its slot on the device.
+    path: the absolute path of its folder, or, with ``config``, of a file with its tensors. fingerprint: of the files at
+    the load. If they have changed, the adapter is refused. is_pinned: it keeps its slot. config: its config as JSON.
     """
 
     id: int
@@ -221,6 +221,7 @@ class Adapter(Struct, frozen=True, array_like=True, gc=False):
     path: str
     fingerprint: str
     is_pinned: bool = False
+    config: str = ""
 
 
 class Media(Struct, frozen=True, array_like=True, gc=False):

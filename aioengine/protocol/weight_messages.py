@@ -18,6 +18,7 @@ Arguments:
     handles    ``CudaTensor``s as JSON, any part of a checkpoint
     received   the source is what RECEIVE has received
     tensors    name, dtype and shape of the tensors to receive, as JSON
+    keeps      also write them to a file in memory, whose path is the data of the reply
     update     the number of the open update; 0: none is open
     weights    the ``LoadedWeights`` after the call, as JSON; "" while an update is open
 """

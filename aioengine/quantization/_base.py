@@ -34,14 +34,14 @@ class Prepared(NamedTuple):
         restore: returns tensors in the form of ``LinearFormat.empty`` with the current values, to load some or all
             again.
         gated: for a gated layer, [T, D] -> silu(first half of the outputs) * (second half), [T, O / 2].
-        is_in_place: ``restore`` returns the tensors that ``matmul`` reads, so loading changes its results, and their
-            addresses in CUDA graphs stay valid. Otherwise the layer must be prepared again.
+        update: makes ``matmul`` read new values of the tensors of ``restore``, at the addresses that CUDA graphs
+            contain. None: the layer must be prepared again.
     """
 
     matmul: Matmul
     restore: Callable[[], Tensors]
     gated: Matmul | None = None
-    is_in_place: bool = False
+    update: Callable[[Tensors], None] | None = None
 
 
 class LinearSpec(NamedTuple):
@@ -69,9 +69,12 @@ class LinearSpec(NamedTuple):
         """Return the uninitialized bias [O] as the entry of its name; {} without a bias."""
         return {"bias": torch.empty(sum(self.sizes), dtype=self.dtype, device=self.device)} if self.has_bias else {}
 
-    def prepared(self, matmul: Matmul, restore: Callable[[], Tensors]) -> Prepared:
+    def prepared(
+        self, matmul: Matmul, restore: Callable[[], Tensors], update: Callable[[Tensors], None] | None = None
+    ) -> Prepared:
         """Return a layer without a fused kernel for its gates."""
-        return Prepared(matmul, restore, (lambda x: activate_and_mul(matmul(x), "silu")) if self.is_gated else None)
+        gated = (lambda x: activate_and_mul(matmul(x), "silu")) if self.is_gated else None
+        return Prepared(matmul, restore, gated, update)
 
 
 class LinearFormat(Protocol):
@@ -161,7 +164,10 @@ class CodesFormat(LinearFormat):
         """See ``LinearFormat``."""
         bias = tensors.get("bias")
         others = {} if bias is None else {"bias": bias}
-        matmul, restore = code_linear.prepare(
+        matmul, restore, replace = code_linear.prepare(
             self.codes(layer, tensors), bias, layer.dtype, batch_invariant=layer.batch_invariant
         )
-        return layer.prepared(matmul, lambda: self.tensors(layer, restore()) | others)
+        update = None
+        if replace is not None:
+            update = lambda new: replace(self.codes(layer, new), new.get("bias"))  # noqa: E731
+        return layer.prepared(matmul, lambda: self.tensors(layer, restore()) | others, update)

@@ -39,9 +39,13 @@ class PlainFormat:
         gated = None
         if layer.is_gated:
             gated = gated_linear.prepare(matmul, weight, bias, batch_invariant=layer.batch_invariant)
-        is_in_place = not linear.packs(layer.dtype, layer.device)
         others = {} if bias is None else {"bias": bias}
-        return Prepared(matmul, lambda: {"weight": linear.unpack(weight), **others}, gated, is_in_place=is_in_place)
+        update = None if linear.packs(layer.dtype, layer.device) else _keep
+        return Prepared(matmul, lambda: {"weight": linear.unpack(weight), **others}, gated, update)
+
+
+def _keep(tensors: Tensors) -> None:
+    """Do nothing, because the matmul reads these tensors."""
 
 
 PLAIN = PlainFormat()

@@ -128,17 +128,12 @@ class StoredFormat(CodesFormat):
 
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
         others = self.kept(tensors)
-        bias, order = tensors.get("bias"), layer.order
-        loaded = self._codes(layer, tensors)
-        if order is not None:
-            bias = None if bias is None else bias[order]
-            order = order.argsort()
-        biases = [bias] if bias is None or len(loaded) == 1 else bias.split(layer.sizes)
+        order = None if layer.order is None else layer.order.argsort()
         parts = [
-            int8_linear.prepare(codes, part_bias)
+            int8_linear.prepare(codes, bias)
             if self.scheme.layout == "int8"
-            else code_linear.prepare(codes, part_bias, layer.dtype, batch_invariant=layer.batch_invariant)
-            for codes, part_bias in zip_longest(loaded, biases)
+            else code_linear.prepare(codes, bias, layer.dtype, batch_invariant=layer.batch_invariant)
+            for codes, bias in self._parts(layer, tensors)
         ]
 
         def joined(x: Tensor) -> Tensor:
@@ -148,7 +143,21 @@ class StoredFormat(CodesFormat):
         def restore() -> Tensors:
             return others | self._stored([part.restore() for part in parts], order)
 
-        return layer.prepared(joined if len(parts) > 1 else parts[0].matmul, restore)
+        def update(new: Tensors) -> None:
+            for part, (codes, bias) in zip(parts, self._parts(layer, new), strict=True):
+                assert part.update is not None
+                part.update(codes, bias)
+
+        can_update = all(part.update is not None for part in parts)
+        return layer.prepared(joined if len(parts) > 1 else parts[0].matmul, restore, update if can_update else None)
+
+    def _parts(self, layer: LinearSpec, tensors: Tensors) -> list[tuple[Codes, Tensor | None]]:
+        """Return codes [O, D] and bias [O] of the layer, or of each part if these have different orders of inputs."""
+        bias, codes = tensors.get("bias"), self._codes(layer, tensors)
+        if bias is not None and layer.order is not None:
+            bias = bias[layer.order]
+        biases = [bias] if bias is None or len(codes) == 1 else bias.split(layer.sizes)
+        return list(zip_longest(codes, biases))
 
     def _scales(self, layer: LinearSpec, tensors: Tensors) -> Tensor:
         """Return the scales [O, G]."""

@@ -40,7 +40,7 @@ from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.speculation.draft_model import DraftParts
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
-from aioengine.runner.warmup import warm_up_device
+from aioengine.runner.warmup import capture_graphs, warm_up_device
 from aioengine.runner.weight_loading import WeightLoader
 from aioengine.settings.config import TRANSFORMERS, DraftSettings, RunnerSettings, Settings
 from aioengine.settings.memory_model import PoolDemand, PoolFit
@@ -159,6 +159,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         states=states,
         ranks=shard.group,
         draft=draft_parts,
+        workspace=choice.workspace(kv_pool.tensors[0].device),
     )
     facts: Facts = {
         "dtype": settings.model.dtype,
@@ -193,6 +194,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         runner.facts,
         make_empty=lambda: _model(settings, config, dataclasses.replace(options, device=torch.device("meta"))),
         runner=runner,
+        capture_graphs=lambda: capture_graphs(runner, parts, report),
         ranks=shard.group,
     )
     runner.controls |= loader.controls
@@ -368,6 +370,13 @@ class AttentionChoice:
         """Build the backend for the pools [L, 1 or 2, N, K, S, E] of ``AttentionShape.groups``."""
         backend = _mixed.build(plugins.load("attention", self.name), shape, kv_pools)
         return _image_attention.build(backend, shape, kv_pools) if shape.has_bidirectional_images else backend
+
+    def workspace(self, device: torch.device) -> Tensor | None:
+        """Return the workspace [bytes] of the backends on a device; None: they have none."""
+        if self.name != "flashinfer":
+            return None
+        workspace: Tensor | None = importlib.import_module("aioengine.attention._flashinfer").workspace_on(device)
+        return workspace
 
 
 def choose_attention(

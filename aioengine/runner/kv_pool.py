@@ -132,7 +132,8 @@ class KVPool:
         On a CPU, memory is allocated when it is written to.
         """
         for pages, tensor in zip(self._pages, self._owned, strict=False):
-            pages.map()
+            if not pages.is_mapped:  # after a resume for which memory was short, some are
+                pages.map()
             tensor.zero_()
 
     def clean(self, pages: list[int]) -> None:

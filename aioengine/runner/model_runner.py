@@ -27,7 +27,7 @@ from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
 from aioengine.runner.speculation.draft_rows import DraftRows
-from aioengine.runner.speculation.verification import Verification, row_groups
+from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, one_by_one
 from aioengine.runner.ticket import StepDrafts, Ticket
 from aioengine.runner.timing import part
 from aioengine.runner.transfer import Ints, Readback
@@ -65,6 +65,7 @@ class DeviceParts:
         states: None: the model has no states.
         ranks: None: there is one rank.
         draft: None: there is no draft model.
+        workspace: memory of attention that CUDA graphs contain; None: there is none.
     """
 
     settings: Settings
@@ -77,6 +78,7 @@ class DeviceParts:
     states: StatePool | None
     ranks: RankGroup | None = None
     draft: DraftParts | None = None
+    workspace: Tensor | None = None
 
 
 class ModelRunner:
@@ -97,6 +99,7 @@ class ModelRunner:
         self._attention = parts.attention
         settings, pool = parts.settings, parts.kv_pool
         self._kv_pool = pool
+        self._workspace = parts.workspace
         max_rows = settings.scheduler.max_running
         num_embeddings = parts.model.vocab_size
         vocab_size = self._vocab_size = min(parts.vocab_size, num_embeddings)
@@ -115,6 +118,7 @@ class ModelRunner:
             max_rows=max_rows,
             images=images_of(parts.model, max_rows=max_rows, device=parts.device),
             adapters=parts.adapters,
+            max_drafts=settings.scheduler.max_drafts,
         )
         self._inputs = InputBuilder(self._table, parts.states, page_size=pool.page_size, num_embeddings=num_embeddings)
         self._sampler: Sampler | DeviceSampler | RankSampler = _sampler_class(parts.device)(
@@ -142,6 +146,15 @@ class ModelRunner:
                 draft_model = DraftModel(parts.draft, self._table, self._sampler, processors, num_embeddings)
             with_grammars = settings.scheduler.depth == 0
             self._drafts = DraftRows(self._table.requests, draft_model, with_grammars=with_grammars)
+            self._verifier = Verifier(
+                self._table,
+                self._sampler,
+                pool,
+                logits=self._logits,
+                keep=self._keep,
+                errors=self._custom.errors,
+                read=self._drafts.read,
+            )
         self._is_closed = False
 
     @torch.inference_mode()
@@ -159,6 +172,8 @@ class ModelRunner:
         graphs.capture(report)
         self._graphs = graphs
         self._constrained.max_tokens = graphs.max_rows
+        if self._drafts is not None:
+            self._drafts.capture_graphs(self._vocab_size, max_rows, report)
         self.facts["cuda_graph_sizes"] = " ".join(map(str, graphs.sizes))
 
     @torch.inference_mode()
@@ -170,14 +185,21 @@ class ModelRunner:
             self._constrained.sample_deferred()
         with part("prepare"):
             self._change_requests(plan)
-            plan_rows, drafts = plan.rows, None
+            planned = plan_rows = plan.rows
+            drafts: StepDrafts | None = None
             if self._drafts is not None:
                 if any(row.num_drafts for row in plan_rows):
                     self._constrained.sample_deferred()
                 failed = self._failed.reasons
-                plan_rows = [row for row in plan_rows if row.uid not in failed] if failed else plan_rows
-                plan_rows, drafts = self._drafts.propose(plan_rows)
+                planned = [row for row in planned if row.uid not in failed] if failed else planned
+                drafts = self._drafts.propose(planned)
+                plan_rows = self._drafts.with_drafts(planned, drafts)
             rows = self._read(plan_rows)
+            is_on_device = drafts is not None and drafts.on_device is not None
+            if self._drafts is not None and drafts is not None and is_on_device and not self._verifies_in_graph(rows):
+                self._drafts.read(drafts)
+                plan_rows = self._drafts.with_drafts(planned, drafts)
+                rows = self._read(plan_rows)
         if self._send_plan is not None:
             self._send_plan(plan, self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
@@ -196,7 +218,7 @@ class ModelRunner:
                 pooled = self._pooler.rows(plan, rows.requests)
         positions = (rows.starts + rows.counts)[rows.samples]
         if drafts is not None and drafts.proposed:
-            values = Readback(self._compute_drafts(rows, sampled, positions, drafts))
+            values = self._compute_drafts(rows, sampled, positions, drafts)
         else:
             values = Readback(self._compute(rows, sampled, pooled))
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
@@ -284,6 +306,22 @@ class ModelRunner:
         if self._inputs.states is not None and not self._inputs.states.tensors[0].is_cuda:
             self._inputs.states.resume()
 
+    @property
+    def has_graphs(self) -> bool:
+        return self._graphs is not None or self.prompt_graphs is not None
+
+    def drop_graphs(self) -> None:
+        """Free the CUDA graphs and the workspace. Call ``resume_workspace`` and ``warmup.capture_graphs`` later."""
+        self._graphs = self.prompt_graphs = None
+        if self._workspace is not None:
+            self._workspace.untyped_storage().resize_(0)
+
+    def resume_workspace(self) -> None:
+        """Allocate the workspace again. It is initialized with zeros."""
+        if self._workspace is not None:
+            self._workspace.untyped_storage().resize_(self._workspace.nbytes)
+            self._workspace.zero_()
+
     def forget_features(self) -> None:
         """Compute the features of images again, because the weights have changed."""
         if self._table.images is not None:
@@ -302,8 +340,9 @@ class ModelRunner:
 
     def _change_requests(self, plan: StepPlan) -> None:
         if plan.closed and self._newest is not None:
-            uids = [*self._newest.sampled, *self._newest.without_token]
-            self._failed.clean_after_step(uids, self._newest.values.source, plan.closed)
+            uids, values = [*self._newest.sampled, *self._newest.without_token], self._newest.values
+            indices = values.firsts if isinstance(values, SampledDrafts) else range(len(uids))
+            self._failed.clean_after_step(dict(zip(uids, indices, strict=True)), values.source, plan.closed)
         for uid in plan.closed:
             self._failed.close(uid)
             if self._drafts is not None:
@@ -369,18 +408,35 @@ class ModelRunner:
             hidden = hidden[self._table.upload(np.flatnonzero(~rows.samples))]
         return torch.where(hidden.isfinite().all(-1), 0, FAILED)
 
-    def _compute_drafts(self, rows: StepRows, sampled: list[RequestRow], positions: Ints, drafts: StepDrafts) -> Tensor:
+    def _verifies_in_graph(self, rows: StepRows) -> bool:
+        """Return whether all drafts of these rows can be verified at once in a CUDA graph."""
+        if self._graphs is None or not self._graphs.fits(rows, has_drafts=True):
+            return False
+        return not any(one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
+
+    def _compute_drafts(
+        self, rows: StepRows, sampled: list[RequestRow], positions: Ints, drafts: StepDrafts
+    ) -> Readback:
         """Run forward, and sample at each position of the drafts until one is rejected. Return ``Ticket.values`` [R].
 
-        positions: [S] of the token after all drafts of each sampled row; afterwards, of the last accepted token.
+        positions: [S] of the token after all drafts of each sampled row; afterwards, of the last accepted token, if the
+        tokens are known.
         """
         self._constrained.sample_deferred()
         self._constrained.follow()
-        hidden, before_drafts = self._forward(rows, drafts)
-        is_sampled = self._table.upload(np.flatnonzero(rows.samples))
         counts = drafts.counts(sampled)
         first = self._table.sampled(sampled, rows.row_indices[rows.samples], positions - counts)
-        values = self._verify(hidden[is_sampled], before_drafts, first, drafts)
+        if self._graphs is not None and self._graphs.fits(rows, has_drafts=True):
+            num_drafts = None if drafts.on_device is None else counts
+            step = self._graphs.replay(rows, first, samples_each=True, num_drafts=num_drafts)
+            if not any(one_by_one(sampled, first.records)):
+                return self._verifier.accept_later(self._graphs, step, rows, first, drafts)
+            before_drafts = step.hidden[self._table.upload(drafts.token_indices(rows))]
+            hidden = step.hidden[self._table.upload(rows.token_ends - 1)]
+        else:
+            hidden, before_drafts = self._forward(rows, drafts)
+        is_sampled = self._table.upload(np.flatnonzero(rows.samples))
+        values = self._verifier.verify(hidden[is_sampled], before_drafts, first, drafts)
         positions += np.array([len(drafts.accepted[request.uid]) for request in sampled]) - counts
         drafted = np.flatnonzero(counts)
         is_finite = hidden[is_sampled][self._table.upload(drafted)].isfinite().all(-1).tolist()
@@ -388,59 +444,9 @@ class ModelRunner:
             if not is_clean:  # a rejected draft; attention multiplies its keys and values by 0
                 self._kv_pool.clean(self._table.pages(sampled[index].uid))
         token_ids = self._table.upload(np.array(values, dtype=np.int64))
-        if len(sampled) == len(rows.requests):
-            return token_ids
-        return torch.cat([token_ids, self._values_without_token(hidden, rows)])
-
-    def _verify(self, hidden: Tensor, before_drafts: Tensor, rows: SampledRows, drafts: StepDrafts) -> list[int]:
-        """Sample the S rows and accept their drafts. Return the last token of each row.
-
-        hidden: [S, D] after all drafts of each row. before_drafts: [K, D] before each draft, row by row.
-        rows: with the positions of the first tokens.
-        """
-        has_processors = (rows.records["processors"] != 0).tolist()
-        proposed = [drafts.proposed.get(request.uid, []) for request in rows.requests]
-        one_by_one = [
-            is_processed or request.logprobs is not None or bool(request.sampling.hidden_states)
-            for is_processed, request in zip(has_processors, rows.requests, strict=True)
-        ]
-        num_before = np.cumsum([0, *map(len, proposed)]).tolist()
-        hidden = torch.cat((hidden, before_drafts))
-        values: list[int] = []
-        for group in row_groups([len(ids) + 1 for ids in proposed], SAMPLED_ROWS):
-            sources: list[int] = []
-            firsts: list[int] = []  # index of the logits of each row
-            for row in group:
-                first = len(rows.requests) + num_before[row]
-                firsts.append(len(sources))
-                sources += [*range(first, first + len(proposed[row])), row]
-            states = hidden[self._table.upload(np.array(sources, dtype=np.int64))]
-            logits = self._logits(states)
-            verification = Verification(proposed[group.start : group.stop], one_by_one[group.start : group.stop])
-            while verification.active:
-                entries = verification.entries()
-                later = np.array([count for _, count in entries], dtype=np.int64)
-                entry_rows = rows.part(np.array([group[row] for row, _ in entries], dtype=np.int64), later)
-                chosen = self._table.upload(np.array([firsts[row] for row, _ in entries], dtype=np.int64) + later)
-                scores = logits[chosen]
-                token_ids = self._sampler.sample(scores, entry_rows)
-                kept = verification.take(entries, token_ids.tolist())
-                for row in {row for row, _ in entries} - kept.keys():  # failed after an accepted draft
-                    self._custom.errors.pop(rows.requests[group[row]].uid, None)
-                    drafts.followed.add(group[row])
-                indices = np.array(list(kept.values()), dtype=np.int64)
-                self._keep(states[chosen], scores, token_ids, entry_rows, indices)
-                for row in verification.active.copy():
-                    constraint = rows.requests[group[row]].constraint
-                    if constraint is not None:
-                        constraint.advance(verification.final[row])
-                        if constraint.is_over:
-                            verification.stop(row)
-                            drafts.followed.add(group[row])
-            for row, count in zip(group, verification.counts, strict=True):
-                drafts.accepted[rows.requests[row].uid] = proposed[row][:count]
-            values += verification.final
-        return values
+        if len(sampled) < len(rows.requests):
+            token_ids = torch.cat([token_ids, self._values_without_token(hidden, rows)])
+        return Readback(token_ids)
 
     def _keep(self, hidden: Tensor, logits: Tensor, token_ids: Tensor, rows: SampledRows, chosen: Ints) -> None:
         """Store the sampled tokens [N] of the rows ``chosen`` [X], with their logprobs and hidden states.
@@ -482,12 +488,11 @@ class ModelRunner:
         elif (
             not isinstance(graphs, EncoderGraphs | None)
             and inputs.outputs is not None
-            and not extra_outputs
             and (inputs.token_ids is not None or self._model.input_spec.embeddings)  # no embeddings of the user
             and inputs.deepstack is None
-            and graphs.fits(batch)
+            and graphs.fits(batch, num_needed := len(inputs.outputs) if extra_outputs else len(rows.requests))
         ):
-            hidden = graphs.replay(inputs, batch)
+            hidden = graphs.replay(inputs, batch, num_needed)
         else:
             with part("prepare"):
                 self._attention.prepare(batch)

@@ -9,6 +9,7 @@ R rows of a step, P pages of the longest row, G page groups.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -24,8 +25,6 @@ from aioengine.runner.token_lists import token_lists
 from aioengine.runner.transfer import Ints, upload_to
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import numpy.typing as npt
     from torch import Tensor
 
@@ -68,12 +67,13 @@ class RowTable:
         num_embeddings: token ids are below this.
         max_rows: maximum number of open requests.
         adapters: the adapter slots; None: all requests use the base model.
+        max_drafts: maximum drafts of a row.
 
     Attributes:
         requests: uid -> open request.
         page_tables: their pages.
-        last_tokens: [2 * max_rows] int64 on the device, by row index. The second half is memory for the known tokens of
-            expanded rows.
+        last_tokens: [X] int64 on the device, by row index. After the first ``max_rows`` there is memory for the known
+            tokens of expanded rows, then for drafts (``draft_indices``). The last one is never read.
         sampling: [max_rows] of SAMPLING_RECORD.
         num_opened: number of requests opened so far. While it is unchanged, rows belong to the same requests.
         num_pooled: number of open requests of kind POOL.
@@ -95,10 +95,12 @@ class RowTable:
         max_rows: int,
         images: Images | None = None,
         adapters: AdapterPool | None = None,
+        max_drafts: int = 0,
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
         self.page_tables = page_tables
-        self.last_tokens = torch.zeros(2 * max_rows, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros((2 + 2 * max_drafts) * max_rows + 1, dtype=torch.int64, device=device)
+        self._first_draft = (2 + max_drafts) * max_rows
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
         self.num_opened = 0
@@ -114,6 +116,23 @@ class RowTable:
         self.mask_bit = sum(1 << i for i, processor in enumerate(processors) if isinstance(processor, GrammarMask))
         self._recent: Tensor | None = None
         self._free_indices = list(range(max_rows - 1, -1, -1))
+
+    def draft_indices(self, number: Ints | int, row_indices: Ints) -> Ints:
+        """Return the indices in ``last_tokens`` of the drafts with this number, from 0 on, of these rows [R]."""
+        return self._first_draft + number * len(self.sampling) + row_indices
+
+    def store_drafts(self, number: int, row_indices: Ints, token_ids: Tensor) -> None:
+        """Store the drafts [R] with this number of these rows."""
+        indices = self.upload(self.draft_indices(number, row_indices))
+        self.last_tokens.index_copy_(0, indices, token_ids.clamp(min=0))
+
+    def for_draft_model(self) -> RowTable:
+        """Return the same table for a draft model, which has one page group, and neither adapters nor images."""
+        table = copy(self)
+        table.page_tables = copy(self.page_tables)
+        table.page_tables.tables, table.page_tables.groups = self.page_tables.tables[:1], None
+        table.adapters, table.images = RowAdapters(len(self.sampling)), None
+        return table
 
     def open(self, opened: NewRow) -> None:
         """Open a request.
@@ -345,18 +364,17 @@ class FailedRows:
             self._kv_pool.clean(self._table.pages(uid))
         self._table.close(uid)
 
-    def clean_after_step(self, uids: Iterable[int], token_ids: Tensor, closed: list[int]) -> None:
+    def clean_after_step(self, indices: dict[int, int], token_ids: Tensor, closed: list[int]) -> None:
         """Clean the pages of closed requests if they fail in the step in flight.
 
         The device decides after the step which pages it cleans. The host knows the failed rows too late: the pages may
         then belong to another request.
 
         Args:
-            uids: the S rows of the step.
+            indices: uid -> index in ``token_ids``, of the rows of the step.
             token_ids: [S] the result of the step on the device; negative for a failed row.
             closed: uids of the closed requests.
         """
-        indices = {uid: index for index, uid in enumerate(uids)}
         pages = {indices[uid]: self._table.pages(uid) for uid in closed if uid in indices}
         if pages:
             self._kv_pool.clean_failed(pages, token_ids, self._table.upload)

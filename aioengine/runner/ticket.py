@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aioengine.runner.logprobs import StepLogprobs
     from aioengine.runner.pooler import PooledRows
     from aioengine.runner.request_row import OpenConstraint, RequestRow
-    from aioengine.runner.speculation.draft_model import DraftedRequest
+    from aioengine.runner.speculation.draft_model import DraftedRequest, ProposedDrafts
     from aioengine.runner.speculation.ngram import NgramProposer
     from aioengine.runner.transfer import Ints, Readback
 
@@ -38,7 +38,8 @@ class StepDrafts:
     """The drafts of a step.
 
     Attributes:
-        planned: uid -> planned drafts. proposed: uid -> proposed drafts.
+        planned: uid -> planned drafts. proposed: uid -> proposed drafts; zeros while they are only on the device.
+        on_device: the proposed drafts on the device; None: the host knows them.
         accepted: uid -> accepted drafts, after the verification.
         followed: indices of sampled rows whose grammar has followed the last token of the row.
         open: the open requests of the sampled rows.
@@ -47,6 +48,7 @@ class StepDrafts:
 
     planned: dict[int, int] = field(default_factory=dict[int, int])
     proposed: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    on_device: ProposedDrafts | None = None
     accepted: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     followed: set[int] = field(default_factory=set[int])
     open: list[OpenDrafts | None] = field(default_factory=list["OpenDrafts | None"])

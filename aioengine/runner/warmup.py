@@ -29,6 +29,7 @@ from aioengine.runner.inputs import model_inputs
 from aioengine.runner.pooler import MEAN
 from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan
 from aioengine.settings.config import TRANSFORMERS
+from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -79,8 +80,9 @@ def warm_up_device(
 ) -> None:
     """Capture CUDA graphs where the attention backend supports it, and run all warm-up steps."""
     settings = parts.settings
-    if isinstance(parts.attention, CapturableAttention):
-        parts.attention.warm_up()
+    for attention in (parts.attention, None if parts.draft is None else parts.draft.attention):
+        if isinstance(attention, CapturableAttention):
+            attention.warm_up()
     if settings.runner.cuda_graph_max_rows:
         is_foreign = settings.model.implementation == TRANSFORMERS
         if is_foreign and (reason := why_it_waits(parts.model, parts.device)):
@@ -88,7 +90,7 @@ def warm_up_device(
                 "steps run without CUDA graphs: transformers' code for this model waits for the device (%s)", reason
             )
         else:
-            _capture(runner, parts, report)
+            capture_graphs(runner, parts, report)
     times.end("graphs")
     limits = settings.scheduler
     longest = longest_graph(settings, parts.model.num_active) if runner.prompt_graphs else 0
@@ -130,7 +132,8 @@ def why_it_waits(model: Model, device: torch.device) -> str:
 
 
 @torch.inference_mode()
-def _capture(runner: ModelRunner, parts: DeviceParts, report: Callable[[Progress], None]) -> None:
+def capture_graphs(runner: ModelRunner, parts: DeviceParts, report: Callable[[Progress], None]) -> None:
+    """Capture CUDA graphs where the attention backend supports it. No request may be open."""
     # Garbage collection may free graphs and events of a discarded runner in the same process. These CUDA calls would
     # make a running capture invalid.
     was_enabled = gc.isenabled()
@@ -154,8 +157,10 @@ def _capture(runner: ModelRunner, parts: DeviceParts, report: Callable[[Progress
 
 def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
     """Return graphs for steps with prompts, not captured yet; None: the attention backend does not support them."""
-    attention, max_rows = parts.attention, parts.settings.scheduler.max_running
+    attention, limits = parts.attention, parts.settings.scheduler
+    max_rows = limits.max_running
     if isinstance(attention, CapturableAttention):
+        max_rows = max(max_rows, min(max_rows * (1 + limits.max_drafts), SAMPLED_ROWS))
         tiles = None if parts.adapters is None else parts.adapters.tiles
         layers = parts.kv_pool.layers
         return PieceGraphs(parts.model, attention, layers, max_rows=max_rows, adapters=tiles, states=parts.states)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,7 @@ import torch
 
 from aioengine import plugins
 from aioengine.api import checks
-from aioengine.layers.linear import Linear
-from aioengine.model_files import folder_files
+from aioengine.model_files import folder_files, tensor_file
 from aioengine.model_files.checkpoint import Entry, check_unchanged, file_states, listed
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.protocol.messages import Control, Reply
@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.layers.layer import Layer, Target
+    from aioengine.layers.layer import Target
     from aioengine.layers.ranks import RankGroup
+    from aioengine.model_files.tensor_file import TensorFile
     from aioengine.models._base import Model
     from aioengine.protocol.messages import Argument
     from aioengine.runner.model_runner import ModelRunner
@@ -57,7 +58,7 @@ RELEASED: Final = "the weights are released; call resume_memory_occupation first
 
 
 class WeightsBrokenError(BaseException):
-    """New weights could not be loaded completely.
+    """New weights could not be loaded completely, or released memory could not be allocated again.
 
     It is no ``Exception``, because the old weights are lost: the process ends, and the next one starts with the new
     weights.
@@ -116,12 +117,14 @@ class WeightLoader:
         *,
         make_empty: Callable[[], Model],
         runner: ModelRunner,
+        capture_graphs: Callable[[], None],
         ranks: RankGroup | None = None,
     ) -> None:
         """Load the tensors that were loaded after the checkpoint, if there are any.
 
         facts: of the runner; the facts about weights are kept in them.
         make_empty: returns the same model on the device "meta".
+        capture_graphs: captures the CUDA graphs of the runner again, after they were dropped.
         ranks: None: there is one rank.
         """
         self.controls: dict[str, Callable[[Control], Reply]] = {
@@ -142,13 +145,16 @@ class WeightLoader:
         self._facts = facts
         self._make_empty = make_empty
         self._runner = runner
+        self._capture_graphs = capture_graphs
         self._released: set[str] = set()  # tags
+        self._lacks_graphs = False
         self._ranks = ranks
         self._empty: dict[str, Target] | None = None
         self._update = 0  # number of the open update
         self._arrived: set[str] = set()  # names of its tensors
         self._groups: dict[str, TrainerGroup] = {}
         self._received: _PresentPart | None = None
+        self._received_file: TensorFile | None = None
         self._opened: tuple[str, _PresentPart] | None = None
         """The checked tensors of another process, and their handles, which may be opened only once."""
         for path in settings.model.weights.tensor_files:
@@ -186,11 +192,14 @@ class WeightLoader:
         if loaded is not None and loaded.number == self._loaded.number:
             return Reply(control.call_id, True)  # the process has started with them, or the call arrived twice
         try:
+            if loaded is not None and control.arguments.get("path") == loaded.path:
+                check_unchanged(loaded.files, "after it was checked")
             part = self._part_of(control.arguments)
             self._replace(part)
         except Exception as error:
             raise WeightsBrokenError(f"new weights could not be loaded: {error}") from error
-        self._opened = self._received = None
+        self._opened = None
+        self._keep_received(None)
         if loaded is None:
             self._arrived |= part.names
         else:
@@ -229,7 +238,7 @@ class WeightLoader:
         target = self._targets().get(name)
         if target is None:
             return Reply(control.call_id, True, data="null")
-        if target.writer is not None or target.source is not None or _fixed_layer(self._model) is not None:
+        if target.writer is not None or target.source is not None:
             where = "quantized" if target.source is None else "divided among ranks"
             return Reply(control.call_id, False, f"{name} is {where}, and cannot be returned")
         self._model.open_for_loading("", {name.rpartition(".")[0]})
@@ -273,17 +282,23 @@ class WeightLoader:
             part.check(self._targets())
         except (ValueError, RuntimeError) as error:
             return Reply(control.call_id, False, str(error))
+        self._keep_received(part, in_file=bool(control.arguments.get("keeps")))
+        file = self._received_file
+        return Reply(control.call_id, True, data="" if file is None else json.dumps(file.path))
+
+    def _keep_received(self, part: _PresentPart | None, *, in_file: bool = False) -> None:
+        """Keep received tensors until they are loaded. in_file: also in a file, which another process opens."""
+        if self._received_file is not None:
+            self._received_file.close()
         self._received = part
-        return Reply(control.call_id, True)
+        is_first = self._ranks is None or self._ranks.rank == 0
+        self._received_file = tensor_file.write(part.tensors) if part is not None and in_file and is_first else None
 
     def _release(self, control: Control) -> Reply:
         tags = set(cast("list[str]", control.arguments["tags"])) - self._released
-        is_on_gpu = self._settings.runner.device != "cpu"
         reason = ""
         if not self._settings.memory.can_release:
             reason = "this engine cannot release memory; give its constructor enable_memory_saver=True"
-        elif is_on_gpu and tags - {"kv_cache"}:
-            reason = "on a GPU, only the memory of 'kv_cache' can be released"
         elif "weights" in tags and not self._loaded.are_kept:
             reason = "weights that came by tensor would be lost; enable_weights_cpu_backup=True keeps a copy"
         elif "weights" in tags and self._settings.model.implementation == TRANSFORMERS:
@@ -294,8 +309,11 @@ class WeightLoader:
             self._runner.release_pools()
         if "weights" in tags:
             self._model.free_weights()
-            if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-                trim(0)  # otherwise the C library keeps the memory for this process
+        if tags & {"weights", "cuda_graph"}:  # graphs contain the addresses of weights
+            if self._runner.has_graphs:
+                self._runner.drop_graphs()
+                self._lacks_graphs = True
+            _free_unused_memory()
         self._released |= tags
         self._facts["lacks_memory"] = True
         return Reply(control.call_id, True)
@@ -305,11 +323,15 @@ class WeightLoader:
         tags = set(cast("list[str]", control.arguments["tags"])) & self._released
         if "kv_cache" in tags:
             self._runner.resume_pools()
-        if "weights" in tags:
-            try:
+        try:
+            if "weights" in tags:
                 self._load_all()
-            except Exception as error:
-                raise WeightsBrokenError(f"the weights could not be loaded again: {error}") from error
+            if self._lacks_graphs and not self._released - tags:
+                self._runner.resume_workspace()
+                self._capture_graphs()
+                self._lacks_graphs = False
+        except Exception as error:
+            raise WeightsBrokenError(f"released memory could not be allocated again: {error}") from error
         self._released -= tags
         self._facts["lacks_memory"] = bool(self._released)
         return Reply(control.call_id, True)
@@ -389,8 +411,6 @@ class WeightLoader:
         """
         if self._settings.model.implementation == TRANSFORMERS:
             raise ValueError("a model in transformers' code cannot take new weights; start an engine with them")
-        if (layer := _fixed_layer(self._model)) is not None:
-            raise ValueError(f"the layer {layer} is quantized, and its weights on a GPU cannot be replaced")
         if path is None or folder_files.is_gguf(path) or folder_files.is_gguf(Path(self._settings.model.path)):
             return
         old, new = read_config(Path(self._settings.model.path)), read_config(path)
@@ -411,6 +431,14 @@ def _loaded_by(control: Control) -> LoadedWeights | None:
 
 def _no_group(name: str) -> str:
     return f"the engine is in no group {name!r}; call init_weights_update_group (again, if its process was replaced)"
+
+
+def _free_unused_memory() -> None:
+    """Give unused memory back to the system, which allocators keep for this process."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _update_of(control: Control) -> int:
@@ -446,11 +474,3 @@ def _described(config: dict[str, object]) -> object:
 def _differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
     """Return the names of values that differ."""
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))[:8]
-
-
-def _fixed_layer(layer: Layer) -> str | None:
-    """Return the name of a linear layer on a GPU whose weights would get other addresses, which CUDA graphs contain."""
-    if isinstance(layer, Linear) and not layer.is_replaceable:
-        return layer.name
-    parts = (_fixed_layer(part) for _, part in layer.parts if part is not None)
-    return next((name for name in parts if name is not None), None)

@@ -221,8 +221,8 @@ def check_finite(values: Tensor, dtype: torch.dtype, shown: str) -> None:
 def _not_finite(shown: str, dtype: torch.dtype) -> str:
     kind = str(dtype).removeprefix("torch.")
     return (
-        f"{shown} has numbers that are not finite in {kind} (NaN, infinite, or too large): the file is damaged, or the "
-        "model needs a larger dtype"
+        f"{shown} has numbers that are not finite in {kind} (NaN, infinite, or too large): the weights are damaged, or "
+        "the model needs a larger dtype"
     )
 
 

@@ -112,7 +112,8 @@ def resolve(
     graph_rows = 0
     if is_on_gpu and config.device.cuda_graphs and config.device.tp_size == 1:  # no graphs with collectives yet
         wanted = config.device.cuda_graph_max_rows
-        graph_rows = min(scheduler.max_running, GPU_GRAPH_ROWS if wanted is None else wanted)
+        most = scheduler.max_running * (1 + scheduler.max_drafts)  # each token of a row with drafts is a row of a graph
+        graph_rows = min(most, GPU_GRAPH_ROWS if wanted is None else wanted)
     if config.model.tokenizer and model.tokenizer_path is None:
         raise ValueError(
             f"{(config.model.tokenizer_path or model.path)!r} has no tokenizer.json, and is no GGUF file with a "

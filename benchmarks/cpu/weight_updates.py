@@ -3,9 +3,15 @@
     python -m benchmarks.cpu.weight_updates
     python -m benchmarks.cpu.weight_updates --updates 200 --streams 64 --kills 20
     python -m benchmarks.cpu.weight_updates --model FOLDER --device cuda      # the pauses only
+    python -m benchmarks.cpu.weight_updates --shape a --device cuda           # random weights of benchmarks.gpu.models
 
-The first lines have the longest pause of the streams, in ms, during an update of each kind, beside their usual longest
-pause. "in place" pauses the engine before, so streams keep their KV. The others compute it again.
+The first lines have the time to release and resume memory, and on a GPU the memory that is left, beside the memory of
+a process that has only a CUDA context. The next lines have the longest pause of the streams, in ms, during an update of
+each kind, beside their usual longest pause. "in place" pauses the engine before, so streams keep their KV. The others
+compute it again.
+
+A folder without weights gets random ones, which the engine does not read from files. With ``--shape a``, they are
+written to files first.
 
 The storm updates a tiny random model again and again, by turns from disk, by tensor, and by tensors in several calls.
 Meanwhile streams run, and the scheduler process is killed now and then. Every token is computed again by transformers,
@@ -19,15 +25,19 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from aioengine import AsyncEngine
 from aioengine.model_files.model_folder import DEMO_MODEL
+from benchmarks.gpu.models import MODELS, random_weights, write_folder
 from tests.kit.waiting import until
 from tests.kit.weight_versions import ARGUMENTS, GREEDY, Reference, save_version
 
@@ -58,24 +68,52 @@ class Pauses:
         return 1000 * longest_s
 
 
+def has_files(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
 def stored_tensors(folder: Path, device: str) -> dict[str, Tensor]:
     return {
         name: tensor.to(device) for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()
     }
 
 
+def context_bytes() -> int:
+    """Return the memory on the GPU of a process with torch that does nothing."""
+    before = free_bytes()
+    code = "import torch; torch.ones(1, device='cuda'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        size = before - free_bytes()
+        process.communicate(b"\n")
+    return size
+
+
+def free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0]
+
+
 async def measure_pauses(folder: Path, device: str, num_streams: int) -> None:
     """Print the pauses of the streams during updates with the same weights."""
-    pauses, tensors = Pauses(), stored_tensors(folder, device)
-    params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 1000}
-    async with AsyncEngine(model_path=str(folder), device=device) as engine:
+    pauses = Pauses()
+    tensors = stored_tensors(folder, device) if has_files(folder) else random_weights(folder, device)
+    kinds = ("disk", "tensors") if has_files(folder) else ("tensors",)
+    options: dict[str, Any] = {"device": device, "enable_memory_saver": True, "max_running_requests": num_streams}
+    options["load_format"] = "auto" if has_files(folder) else "dummy"
+    params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 1000 if device == "cpu" else 20_000}
+    context = context_bytes() if device == "cuda" else 0
+    before = free_bytes() if device == "cuda" else 0
+    async with AsyncEngine(model_path=str(folder), **options) as engine:
+        for tags in ("kv_cache", "cuda_graph", "weights", None):
+            await measure_release(engine, tags, before, context)
         streams = [engine.async_generate("Once upon", params, stream=True) for _ in range(num_streams)]
         readers = [asyncio.create_task(pauses.read(stream)) for stream in streams]
         await until(lambda: engine.stats()["num_steps"] > 10)
         await asyncio.sleep(2.0)
         print(f"usual: {pauses.take_ms():.0f} ms")
         for is_in_place in (True, False):
-            for kind in ("disk", "tensors"):
+            for kind in kinds:
                 if is_in_place:
                     await engine.pause_generation("in_place")
                 if kind == "disk":
@@ -86,9 +124,25 @@ async def measure_pauses(folder: Path, device: str, num_streams: int) -> None:
                 await engine.continue_generation()
                 await asyncio.sleep(2.0)
                 print(f"{kind}{', in place' if is_in_place else ''}: {pauses.take_ms():.0f} ms")
+        assert not any(reader.done() for reader in readers), "the streams have ended too early"
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def measure_release(engine: AsyncEngine, tags: str | None, before: int, context: int) -> None:
+    """Print the times of a release and a resume. before: free memory before the engine; 0: there is no GPU."""
+    shown = tags or "all"
+    start = time.perf_counter()
+    await engine.release_memory_occupation(tags)
+    released = time.perf_counter()
+    if before:
+        used = before - free_bytes()
+        print(f"{shown} released: {used / 2**30:.2f} GiB are used; a context needs {context / 2**30:.2f}")
+    resuming = time.perf_counter()
+    await engine.resume_memory_occupation(tags)
+    resumed = time.perf_counter()
+    print(f"release {shown}: {1000 * (released - start):.0f} ms; resume: {1000 * (resumed - resuming):.0f} ms")
 
 
 class Storm:
@@ -160,13 +214,19 @@ class Storm:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="folder whose updates are timed")
+    parser.add_argument("--shape", choices=MODELS, help="instead of --model: the shape of a model with random weights")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--updates", type=int, default=30)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    asyncio.run(measure_pauses(options.model, options.device, options.streams))
+    model = options.model
+    if options.shape:
+        model = write_folder(Path(tempfile.gettempdir()) / "bench-models", options.shape)
+        if options.shape == "a" and not has_files(model):
+            save_file(random_weights(model, options.device), model / "model.safetensors")
+    asyncio.run(measure_pauses(model, options.device, options.streams))
     if options.device == "cpu":
         with tempfile.TemporaryDirectory() as folder:
             folders = {name: Path(folder) / name for name in ("default", *(f"v{i}" for i in range(1, NUM_VERSIONS)))}

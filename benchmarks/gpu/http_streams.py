@@ -29,6 +29,7 @@ import uvloop
 from benchmarks.gpu.engines import AioEngine, Output
 from benchmarks.gpu.models import write_folder
 from benchmarks.gpu.workloads import ids, percentile
+from benchmarks.host.http import body_of, clients
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,54 +37,6 @@ if TYPE_CHECKING:
 
 NUM_TOKENS = 256
 PROMPT_TOKENS = 128
-
-
-async def read_events(port: int, prompt: list[int]) -> list[float]:
-    """Ask for one stream and return when each of its events with text came."""
-    body = {
-        "model": "model",
-        "prompt": prompt,
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0.6,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    content = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode() + content)
-    arrivals: list[float] = []
-    last = b""
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            arrivals.append(time.monotonic())
-            last = line
-    writer.close()
-    usage = json.loads(last[6:])["usage"]
-    if usage["completion_tokens"] != NUM_TOKENS:
-        raise RuntimeError(f"a stream of {usage} tokens instead of {NUM_TOKENS}")
-    return arrivals[:-1]
-
-
-async def client(port: int) -> None:
-    """Run the rounds that standard input asks for: a line has the prompts, the answer the arrivals of each stream."""
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        streams = await asyncio.gather(*(read_events(port, prompt) for prompt in json.loads(line)))
-        print(json.dumps(streams), flush=True)
-
-
-async def over_http(clients: list[asyncio.subprocess.Process], prompts: list[list[int]]) -> list[list[float]]:
-    async def ask(process: asyncio.subprocess.Process, share: list[list[int]]) -> list[list[float]]:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(share).encode() + b"\n")
-        found: list[list[float]] = json.loads(await process.stdout.readline())
-        return found
-
-    shares = [prompts[number :: len(clients)] for number in range(len(clients))]
-    found = await asyncio.gather(*(ask(process, share) for process, share in zip(clients, shares, strict=True)))
-    return [stream for streams in found for stream in streams]
 
 
 async def in_process(engine: AioEngine, prompts: list[list[int]]) -> list[list[float]]:
@@ -133,20 +86,14 @@ async def measure(folder: Path, options: argparse.Namespace) -> None:
     arguments: dict[str, Any] = {"load_format": "dummy", "max_total_tokens": options.streams * 448, **options.arguments}
     engine, rng = AioEngine(), random.Random(7)
     found: dict[str, dict[str, list[float]]] = {"engine": {}, "http": {}}
-    async with server(folder, arguments, options.port) as serving:
+    async with server(folder, arguments, options.port) as serving, clients(options.port, options.clients) as readers:
         await engine.start(folder, {name: value for name, value in arguments.items() if name != "load_format"})
-        command = [sys.executable, "-m", "benchmarks.gpu.http_streams", "--port", str(options.port), "--client"]
-        pipe = asyncio.subprocess.PIPE
-        clients = [
-            await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 30)
-            for _ in range(options.clients)
-        ]
         for turn in range(options.rounds + 1):
             for name in list(found)[:: -1 if turn % 2 else 1]:
                 prompts = [ids(rng, PROMPT_TOKENS) for _ in range(options.streams)]
                 started, before = time.monotonic(), serving.cpu_times()
                 if name == "http":
-                    streams = await over_http(clients, prompts)
+                    streams = await readers.read([body_of(prompt, NUM_TOKENS) for prompt in prompts])
                 else:
                     streams = await in_process(engine, prompts)
                 of_run = figures(started, streams)
@@ -156,8 +103,6 @@ async def measure(folder: Path, options: argparse.Namespace) -> None:
                 for key, value in of_run.items():
                     if turn:
                         found[name].setdefault(key, []).append(value)
-        for each in clients:
-            each.terminate()
         await engine.close()
     for name, by_key in found.items():
         for key, values in by_key.items():
@@ -175,12 +120,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4, help="processes that read")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--arguments", type=json.loads, default={}, help="of both engines, as JSON")
-    parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.client:
-        uvloop.run(client(options.port))
-    else:
-        uvloop.run(measure(options.folder or write_folder(options.models, "a"), options))
+    uvloop.run(measure(options.folder or write_folder(options.models, "a"), options))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import torch
+
+from aioengine import plugins
+from aioengine.families._tensors import checkpoint_tensors
 from benchmarks.tokenizer_files import write_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch import Tensor
 
 SMALL: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -222,6 +228,18 @@ MODELS = {
     "lite": LITE,
     "next": HALF_NEXT,
 }
+
+
+def random_weights(folder: Path, device: str) -> dict[str, Tensor]:
+    """Return random tensors [...] in bf16 for the model in a folder: name -> tensor."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    family = plugins.load("families", plugins.file_name(config["model_type"]))
+    specs = checkpoint_tensors(family.read(config))
+    generator = torch.Generator(device).manual_seed(0)
+    return {
+        name: torch.randn(spec.shape, dtype=torch.bfloat16, device=device, generator=generator).mul_(0.02)
+        for name, spec in specs.items()
+    }
 
 
 def write_folder(folder: Path, name: str) -> Path:

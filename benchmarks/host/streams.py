@@ -1,11 +1,14 @@
 """The wire and the streams without a model: what a token costs in each process, and what streaming costs in throughput.
 
-    python -m benchmarks.host.streams [--streams 1000] [--output 128] [--repeats 3] [--json]
+    python -m benchmarks.host.streams [--streams 1000] [--output 128] [--repeats 3] [--json] [--observed]
 
 Real processes with a fake runner. First the steps are far enough apart that every stream reads every token by itself,
 and the CPU time of each process is divided by the tokens (the scheduler's holds the fake runner's own part). Then the
 steps are 10 ms apart, and the same requests are run streaming and as whole answers, in turns: a machine that others use
 too gives one run in a few much less time than the next.
+
+With ``--observed``, only the costs are measured: without observers, and with metrics and with traces of 1 % of the
+requests, in turns.
 """
 
 from __future__ import annotations
@@ -98,8 +101,40 @@ def cpu_seconds(running: AsyncEngine) -> dict[str, float]:
     return used
 
 
-async def measure_costs(streams: int, output: int) -> Costs:
+def observe(running: AsyncEngine) -> None:
+    """Add metrics, and traces of 1 % of the requests."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+    from aioengine.metrics import engine_collector
+    from aioengine.tracing import instrument
+
+    provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(0.01)))
+    provider.add_span_processor(BatchSpanProcessor(InMemorySpanExporter()))
+    engine_collector(running)
+    instrument(running, provider)
+
+
+async def measure_observers(streams: int, output: int, repeats: int) -> None:
+    """Print the CPU time of a token without observers and with them."""
+    found: dict[str, list[Costs]] = {"plain": [], "observed": []}
+    for name in ("plain", "observed") * repeats:
+        found[name].append(await measure_costs(streams, output, is_observed=name == "observed"))
+    for role in ("frontend_us", "detokenizer_us", "scheduler_us"):
+        plain, observed = ([getattr(costs, role) for costs in found[name]] for name in found)
+        print(f"CPU us/token {role.removesuffix('_us'):12}", end="")
+        for name, values in (("plain", plain), ("observed", observed)):
+            print(f"   {name} {statistics.median(values):6.2f} ({min(values):.2f} to {max(values):.2f})", end="")
+        more = (statistics.median(observed) - statistics.median(plain)) * output
+        print(f"   {more:+.0f} us/request")
+
+
+async def measure_costs(streams: int, output: int, *, is_observed: bool = False) -> Costs:
     async with engine(streams, output, WIDE_STEP_S) as running:
+        if is_observed:
+            observe(running)
         await read(running, 0, 4)
         before = cpu_seconds(running)
         chunks = await asyncio.gather(*(read(running, number, output) for number in range(streams)))
@@ -140,8 +175,12 @@ def main() -> None:
     parser.add_argument("--loop", choices=LOOPS, default="uvloop", help="the event loop of the user's process")
     parser.add_argument("--repeats", type=int, default=3, help="runs streaming and whole, in turns")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--observed", action="store_true", help="compare with metrics and traces")
     arguments = parser.parse_args()
     with asyncio.Runner(loop_factory=LOOPS[arguments.loop]) as runner:
+        if arguments.observed:
+            runner.run(measure_observers(arguments.streams, arguments.output, arguments.repeats))
+            return
         costs = runner.run(measure_costs(arguments.streams, arguments.output))
         throughput = runner.run(measure_throughput(arguments.streams, arguments.output, arguments.repeats))
     if arguments.json:

@@ -1,10 +1,10 @@
 """The wire and the detokenizer: what a step costs between the scheduler and the frontend.
 
-    python -m benchmarks.host.wire [--rows 256] [--json]
+    python -m benchmarks.host.wire [--rows 256] [--streams 1000] [--json]
 
 Frames: encode and decode one step, in microseconds of one core. Channels: there and back again over ZMQ between two
 processes, with a frame of one token and with one of ``--rows`` tokens. Detokenizer: CPU microseconds for each token of
-1,000 streams with the demo model's tokenizer. All of it without a scheduler, a model or a frontend.
+``--streams`` streams with the demo model's tokenizer. All of it without a scheduler, a model or a frontend.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 EPOCH = 1
-NUM_STREAMS = 1000
 NUM_STEPS = 100
 REPEATS = 5
 WORDS = [" the", " of", " a", "ing", " world", ",", " Paris", "s", ".", " is"]
@@ -127,10 +126,10 @@ def measure_channels(rows: int) -> list[Figure]:
     return figures
 
 
-def measure_detokenizer() -> list[Figure]:
+def measure_detokenizer(num_streams: int) -> list[Figure]:
     source = TextSource(str(Path(aioengine.__file__).parent / "demo"))
     draw = random.Random(1)
-    uids = list(range(NUM_STREAMS))
+    uids = list(range(num_streams))
     steps = [StepOutput(TokenColumns(uids, [draw.randrange(10, 2000) for _ in uids])) for _ in range(NUM_STEPS)]
     rules = {
         "streaming": TextRules(),
@@ -148,17 +147,22 @@ def measure_detokenizer() -> list[Figure]:
             for step in steps:
                 service.handle([step], 0.0)
                 service.step(0.0)
-            rounds.append((time.process_time() - start) / (NUM_STREAMS * NUM_STEPS))
-        figures.append(Figure(f"detokenizer, {NUM_STREAMS} streams, {name}: a token", min(rounds) * 1e6, "us"))
+            rounds.append((time.process_time() - start) / (num_streams * NUM_STEPS))
+        figures.append(Figure(f"detokenizer, {num_streams} streams, {name}: a token", min(rounds) * 1e6, "us"))
     return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=256, help="requests in a step")
+    parser.add_argument("--streams", type=int, default=1000, help="requests of the detokenizer")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     arguments = parser.parse_args()
-    figures = [*measure_frames(arguments.rows), *measure_channels(arguments.rows), *measure_detokenizer()]
+    figures = [
+        *measure_frames(arguments.rows),
+        *measure_channels(arguments.rows),
+        *measure_detokenizer(arguments.streams),
+    ]
     if arguments.json:
         json.dump([asdict(figure) for figure in figures], sys.stdout, indent=1)
         return

@@ -63,7 +63,7 @@ class AdapterWorld(World):
         self.adapters = Adapters(self.fake.adapters, self.core.requests, self.copies)
 
     def step(self) -> StepOutput | None:
-        self.adapters.wait(1.0)
+        self.adapters.wait(0.05)
         self.adapters.step()
         return super().step()
 

@@ -1,4 +1,4 @@
-"""Draft models on a GPU: in deterministic mode, answers equal the answers of an engine without drafts."""
+"""Drafts on a GPU: in deterministic mode, answers equal the answers of an engine without drafts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.process
 
+NUM_SIMPLE = 4
+"""The first ones of ``SAMPLINGS`` need no processors."""
+
 
 async def answers(folder: Path, **options: Any) -> tuple[list[list[int]], dict[str, int]]:
+    """Return the tokens of requests with all kinds of parameters, then of requests without processors."""
     rng = random.Random(0)
-    prompts = [[rng.randrange(260) for _ in range(rng.randrange(1, 300))] for _ in range(18)]
+    prompts = [[rng.randrange(260) for _ in range(rng.randrange(1, 100))] * rng.choice([1, 3]) for _ in range(18)]
     params: list[dict[str, Any]] = [
         {**SAMPLINGS[number % len(SAMPLINGS)], "max_new_tokens": rng.randrange(20, 200)} for number in range(18)
     ]
     for each in params:
         each.pop("stop", None)  # there is no tokenizer
+    token_ids: list[list[int]] = []
     async with AsyncEngine(
         str(folder),
         device=DEVICE,
@@ -35,8 +40,12 @@ async def answers(folder: Path, **options: Any) -> tuple[list[list[int]], dict[s
         max_total_tokens=32 * CONTEXT_LENGTH,
         **options,
     ) as engine:
-        found = await engine.async_generate(input_ids=prompts, sampling_params=params)
-        return found["output_ids"], engine.stats()
+        counts = [each["max_new_tokens"] for each in params]
+        simple = [{**SAMPLINGS[i % NUM_SIMPLE], "max_new_tokens": count} for i, count in enumerate(counts)]
+        for chosen in (params, simple):
+            found = await engine.async_generate(input_ids=prompts, sampling_params=chosen)
+            token_ids += found["output_ids"]
+        return token_ids, engine.stats()
 
 
 async def test_answers_are_those_without_drafts(tmp_path: Path) -> None:
@@ -45,10 +54,15 @@ async def test_answers_are_those_without_drafts(tmp_path: Path) -> None:
     save_with_draft(save_model("qwen3", tmp_path / "first", dtype=torch.bfloat16, **sizes), model, draft)
     save_model("qwen3", other, dtype=torch.bfloat16, **{**sizes, "initializer_range": 0.2})
     plain, _ = await answers(model)
-    for folder, least in ((draft, 0.5), (other, 0.0)):
-        found, stats = await answers(
-            model, speculative_algorithm="STANDALONE", speculative_draft_model_path=str(folder)
-        )
-        assert found == plain
-        assert stats["num_proposed_drafts"] > 0
-        assert stats["num_accepted_drafts"] >= least * stats["num_proposed_drafts"]
+    with_model = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(draft)}
+    cases: list[tuple[dict[str, Any], float]] = [
+        (with_model, 0.5),
+        ({**with_model, "disable_cuda_graph": True}, 0.5),
+        ({**with_model, "speculative_draft_model_path": str(other)}, 0.0),
+        ({"speculative_algorithm": "NGRAM"}, 0.0),
+    ]
+    for options, least in cases:
+        found, stats = await answers(model, **options)
+        assert found == plain, options
+        assert stats["num_proposed_drafts"] > 0, options
+        assert stats["num_accepted_drafts"] >= least * stats["num_proposed_drafts"], options

@@ -67,6 +67,11 @@ def test_server_starts_streams_and_drains() -> None:
         assert client.get("/v1/models").status_code == 401
         client.headers["Authorization"] = "Bearer secret"
         assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
+        for method, path, status in (("POST", "/completions", 404), ("GET", "/v1/completions", 405)):
+            refused = client.request(method, path)
+            message = refused.json()["error"]["message"]
+            assert (refused.status_code, f"there is no {method} {path}" in message) == (status, True)
+            assert ("base URL" in message) == (path == "/completions")
         with client.stream("POST", "/v1/completions", json=LONG) as response:
             lines = response.iter_lines()
             next(lines)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.kit.weight_versions import Reference
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +27,21 @@ def tmp_path() -> Iterator[Path]:
     """A folder in which the paths of an engine's sockets fit into the system's 107 bytes, unlike in pytest's."""
     with TemporaryDirectory(prefix="aioengine-test-") as folder:
         yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three versions of the weights of a model: version -> folder."""
+    from tests.kit.weight_versions import save_version  # and transformers, which other tests do without
+
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("default", "v2", "v3")}
+    for seed, folder in enumerate(folders.values()):
+        save_version(folder, seed)
+    return folders
+
+
+@pytest.fixture(scope="session")
+def reference(versions: dict[str, Path]) -> Reference:
+    from tests.kit.weight_versions import Reference
+
+    return Reference(versions)

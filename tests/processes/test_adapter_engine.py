@@ -6,17 +6,18 @@ import asyncio
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from aioengine import AsyncEngine, Engine
 from aioengine.errors import EngineStartupError, RequestError
 from aioengine.model_files.model_folder import DEMO_MODEL
-from tests.kit.adapters import change_tensors, merged, save_adapter
+from tests.kit.adapters import TENSORS, change_tensors, merged, save_adapter
 from tests.kit.waiting import until
 from tests.processes.restart_kit import pid_of
 
@@ -52,16 +53,15 @@ def demo_model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory, engine_ids: list[list[int]]) -> Case:
-    folder = tmp_path_factory.mktemp("adapters")
+    folder, base = tmp_path_factory.mktemp("adapters"), demo_model()
     folders = {
-        name: save_adapter(demo_model(), folder / name, seed=seed, **kind)
-        for seed, (name, kind) in enumerate(KINDS.items())
+        name: save_adapter(base, folder / name, seed=seed, **kind) for seed, (name, kind) in enumerate(KINDS.items())
     }
     expected: dict[str, list[list[int]]] = {}
     states: dict[str, np.ndarray] = {}
     with torch.inference_mode():
         for name in ("", *KINDS):
-            model = merged(demo_model(), folders[name]) if name else demo_model()
+            model = merged(demo_model(), folders[name]) if name else base
             expected[name] = [greedy(model, ids) for ids in engine_ids]
             last = model.model(torch.tensor([engine_ids[0]])).last_hidden_state[0, -1]
             states[name] = (last / last.norm()).numpy()
@@ -160,9 +160,10 @@ def test_one_slot_and_few_pages_give_the_same_tokens(case: Case, tmp_path: Path)
 def hostile(folder: Path) -> dict[str, Path]:
     """What is wrong with an adapter -> its folder."""
     found: dict[str, Path] = {}
+    base = demo_model()
 
     def made(words: str, **config: object) -> Path:
-        found[words] = save_adapter(demo_model(), folder / str(len(found)), **config)
+        found[words] = save_adapter(base, folder / str(len(found)), **config)
         return found[words]
 
     change_tensors(made("finite"), {"q_proj.lora_A.weight": torch.full((4, 256), torch.nan)})
@@ -189,6 +190,64 @@ def test_hostile_folders_give_false_results_and_nothing_else_is_disturbed(
         assert words in result.error_message
     assert engine.list_lora_adapters().loaded_adapters.keys() == KINDS.keys()
     assert ids_of(engine, PROMPTS[:1], "all") == case.expected["all"][:1]
+
+
+def parts_of(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return tensors and config of an adapter."""
+    return load_file(folder / TENSORS), json.loads((folder / "adapter_config.json").read_text())
+
+
+def test_tensors_become_an_adapter(engine: Engine, case: Case) -> None:
+    for pinned in (False, True):
+        tensors, config = parts_of(case.folders["ranks"])
+        config["target_modules"] = set(config["target_modules"])  # as in peft
+        loaded = engine.load_lora_adapter_from_tensors("sent", tensors, config, pinned=pinned)
+        assert loaded, loaded.error_message
+        assert loaded.loaded_adapters["sent"] == "tensors"
+        for tensor in tensors.values():
+            tensor.zero_()  # the engine has a copy
+        assert ids_of(engine, PROMPTS * 2, ["sent"] * 3 + ["all"] * 3) == case.expected["ranks"] + case.expected["all"]
+        assert ids_of(engine, PROMPTS, "some") == case.expected["some"]
+        assert ids_of(engine, PROMPTS, "sent") == case.expected["ranks"]
+        assert engine.unload_lora_adapter("sent")
+    assert engine.list_lora_adapters().loaded_adapters.keys() == KINDS.keys()
+
+
+def test_wrong_tensors_of_an_adapter_are_refused(engine: Engine, case: Case) -> None:
+    tensors, config = parts_of(case.folders["all"])
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    wrong = {
+        f"tensors: {name} has numbers that are not finite": (tensors | {name: tensors[name] / 0}, config),
+        f"the adapter cannot be used: {name} has shape [4, 3]": (tensors | {name: torch.ones(4, 3)}, config),
+        "config_dict: peft_type is 'LOHA'": (tensors, config | {"peft_type": "LOHA"}),
+        "tensors lacks base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": (
+            {other: tensor for other, tensor in tensors.items() if other != name},
+            config,
+        ),
+        "an adapter 'all' is loaded already": (tensors, config),
+    }
+    for message, (given, given_config) in wrong.items():
+        result = engine.load_lora_adapter_from_tensors("all" if "loaded" in message else "sent", given, given_config)
+        assert not result
+        assert message in result.error_message
+    with pytest.raises(TypeError, match="config_dict must be a dict"):
+        engine.load_lora_adapter_from_tensors("sent", tensors, "r=4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="load_format must be"):
+        engine.load_lora_adapter_from_tensors("sent", tensors, config, "flattened_bucket")
+    assert engine.list_lora_adapters().loaded_adapters.keys() == KINDS.keys()
+
+
+@pytest.mark.parametrize("options", [{}, {"dp_size": 2, "load_balance_method": "round_robin"}])
+async def test_adapter_by_tensor_survives_a_lost_scheduler(case: Case, options: dict[str, Any]) -> None:
+    limits = {"max_lora_rank": 16, "lora_target_modules": "all", "enable_lora": True}
+    async with AsyncEngine(**limits, **ARGUMENTS, **options) as engine:  # type: ignore[arg-type]
+        for name, pinned in (("ranks", False), ("all", True)):
+            assert await engine.load_lora_adapter_from_tensors(name, *parts_of(case.folders[name]), pinned=pinned)
+        assert await ask(engine, PROMPTS[0], "ranks") == case.expected["ranks"][0]
+        os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
+        await until(lambda: engine.stats()["num_restarts"] == 1)
+        for name in ("ranks", "all", "ranks", "all"):
+            assert await ask(engine, PROMPTS[0], name) == case.expected[name][0]
 
 
 def test_a_bad_adapter_fails_the_constructor_with_the_reason(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ SHORT = {
     "host.engine_start": "--repeat 1 --idle 0.2",
     "host.first_tokens": "--streams 8 --repeats 1 --json",
     "host.streams": "--streams 8 --output 8 --repeats 1",
-    "host.wire": "--rows 8",
+    "host.wire": "--rows 8 --streams 8",
 }
 """Flags for a short run. The other benchmarks have their own tests or take minutes."""
 

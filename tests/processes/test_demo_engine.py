@@ -97,7 +97,9 @@ def test_batch_cache_and_order_change_nothing(engine: Engine, alone: list[tuple[
     assert engine.generate(PROMPTS[5], SAMPLINGS[5])["meta_info"]["cached_tokens"] > 0
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
+@pytest.mark.parametrize(
+    "way", [WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.slow), WAYS[2]], ids=lambda way: next(iter(way))
+)
 def test_chunks_pages_and_want_of_memory_change_nothing(
     way: dict[str, object], alone: list[tuple[str, list[int], object]]
 ) -> None:

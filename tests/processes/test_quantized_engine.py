@@ -98,6 +98,7 @@ def test_quantization_while_loading_gives_the_answers_of_rounded_weights(
         assert answers(engine) == expected
 
 
+@pytest.mark.slow
 def test_adapters_hidden_states_and_logprobs_are_those_of_the_dequantized_model(tmp_path: Path) -> None:
     demo = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     adapter = save_adapter(demo, tmp_path / "adapter", r=4)

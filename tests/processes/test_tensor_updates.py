@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aioengine import AsyncEngine, Engine, RequestError
+from aioengine import Engine, RequestError
 from aioengine.frontend.controls import Controls
 from aioengine.protocol.weight_messages import LOAD_WEIGHTS
 from tests.kit.waiting import until
-from tests.kit.weight_versions import ARGUMENTS, GREEDY, Reference, save_version
-from tests.processes.weight_streams import kill_scheduler, started, until_tokens
+from tests.kit.weight_versions import ARGUMENTS, GREEDY, Reference
+from tests.processes.weight_streams import PROMPT, PROMPTS, engine_of, kill_scheduler, started, until_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,31 +25,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.process
 
-PROMPT = [5, 9, 200, 31, 7]
-PROMPTS = [PROMPT, [1, 2, 3], list(range(20, 60))]
-
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("default", "v2", "v3")}
-    for seed, folder in enumerate(folders.values()):
-        save_version(folder, seed)
-    return folders
-
-
-@pytest.fixture(scope="module")
-def tensors(folders: dict[str, Path]) -> dict[str, dict[str, Tensor]]:
+def tensors(versions: dict[str, Path]) -> dict[str, dict[str, Tensor]]:
     """Version -> name -> tensor."""
-    return {version: load_file(folder / "model.safetensors") for version, folder in folders.items()}
-
-
-@pytest.fixture(scope="module")
-def reference(folders: dict[str, Path]) -> Reference:
-    return Reference(folders)
-
-
-def engine_of(folders: dict[str, Path], **options: Any) -> AsyncEngine:
-    return AsyncEngine(model_path=str(folders["default"]), **ARGUMENTS, **options)
+    return {version: load_file(folder / "model.safetensors") for version, folder in versions.items()}
 
 
 def buckets(tensors: dict[str, Tensor], size: int = 6) -> list[list[tuple[str, Tensor]]]:
@@ -59,9 +39,9 @@ def buckets(tensors: dict[str, Tensor], size: int = 6) -> list[list[tuple[str, T
 
 @pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"dp_size": 2, "load_balance_method": "round_robin"}])
 async def test_tensors_replace_the_weights_of_running_requests(
-    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference, options: dict[str, Any]
+    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference, options: dict[str, Any]
 ) -> None:
-    async with engine_of(folders, **options) as engine:
+    async with engine_of(versions, **options) as engine:
         tasks = [started(engine, prompt, 200) for prompt in PROMPTS]
         await until_tokens(engine, 30)
         transposed = {name: tensor.t().contiguous().t() for name, tensor in tensors["v2"].items() if tensor.dim() == 2}
@@ -77,10 +57,10 @@ async def test_tensors_replace_the_weights_of_running_requests(
 
 
 async def test_parts_of_the_weights_are_replaced(
-    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]]
+    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]]
 ) -> None:
     """Also parts of fused layers."""
-    async with engine_of(folders) as engine:
+    async with engine_of(versions) as engine:
         changed = dict(tensors["default"])
         for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
             changed[name] = tensors["v2"][name]
@@ -92,7 +72,7 @@ async def test_parts_of_the_weights_are_replaced(
 
 
 async def test_wrong_tensors_change_nothing(
-    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:
     name = "model.norm.weight"
     wrong = {
@@ -101,13 +81,21 @@ async def test_wrong_tensors_change_nothing(
         "model.norm.weight is of type I32": {name: torch.ones(64, dtype=torch.int32)},
         "tensor model.norm.weight has numbers that are not finite in float32": {name: torch.full((64,), torch.nan)},
     }
-    async with engine_of(folders) as engine:
+    async with engine_of(versions) as engine:
         task = started(engine, PROMPT, 200)
         await until_tokens(engine, 10)
         for message, changes in wrong.items():
             result = await engine.update_weights_from_tensor({**tensors["v2"], **changes})
             assert not result
             assert message in result.message
+            assert "/proc" not in result.message
+        sparse, meta = torch.eye(4).to_sparse(), torch.ones(4, device="meta")
+        with pytest.raises(ValueError, match=r"a has the layout torch.sparse_coo; give a dense tensor"):
+            await engine.update_weights_from_tensor({"a": sparse})
+        with pytest.raises(ValueError, match="a is on the device 'meta', so it has no numbers"):
+            await engine.update_weights_from_tensor({"a": meta})
+        with pytest.raises(TypeError, match="flush_cache must be True or False"):
+            await engine.update_weights_from_tensor({"a": meta}, None, "yes")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"named_tensors\['a'\] must be a torch.Tensor"):
             await engine.update_weights_from_tensor({"a": 3})  # type: ignore[dict-item]
         with pytest.raises(TypeError, match="named_tensors must be pairs"):
@@ -118,9 +106,9 @@ async def test_wrong_tensors_change_nothing(
 
 
 async def test_incomplete_update_stays_open_and_computes_nothing(
-    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:
-    async with engine_of(folders) as engine:
+    async with engine_of(versions) as engine:
         assert await engine.end_weight_update() == (False, "no weight update is open; call begin_weight_update first")
         assert await engine.begin_weight_update()
         message = "a weight update is open already; call end_weight_update first"
@@ -140,20 +128,20 @@ async def test_incomplete_update_stays_open_and_computes_nothing(
 
 
 async def test_checkpoint_ends_an_open_update(
-    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:
-    async with engine_of(folders) as engine:
+    async with engine_of(versions) as engine:
         assert await engine.begin_weight_update()
         assert await engine.update_weights_from_tensor(buckets(tensors["v2"])[0])
-        assert await engine.update_weights_from_disk(folders["v3"], weight_version="v3")
+        assert await engine.update_weights_from_disk(versions["v3"], weight_version="v3")
         assert not await engine.end_weight_update()
         assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
 
 
 async def test_kept_tensors_are_loaded_again_after_a_loss(
-    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:
-    async with engine_of(folders, enable_weights_cpu_backup=True) as engine:
+    async with engine_of(versions, enable_weights_cpu_backup=True) as engine:
         task = started(engine, PROMPT, 240)
         await until_tokens(engine, 10)
         assert await engine.update_weights_from_tensor(tensors["v2"], weight_version="v2")
@@ -173,10 +161,10 @@ async def test_kept_tensors_are_loaded_again_after_a_loss(
 
 
 async def test_requests_end_if_their_tensors_are_lost(
-    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:
-    async with engine_of(folders) as engine:
-        assert await engine.update_weights_from_disk(folders["v3"], weight_version="v3")
+    async with engine_of(versions) as engine:
+        assert await engine.update_weights_from_disk(versions["v3"], weight_version="v3")
         assert await engine.update_weights_from_tensor(tensors["v2"], weight_version="v2")
         task = started(engine, PROMPT, 240)
         await until_tokens(engine, 10)
@@ -196,9 +184,9 @@ async def test_requests_end_if_their_tensors_are_lost(
 
 
 async def test_update_is_not_open_after_the_loss_of_its_process(
-    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:
-    async with engine_of(folders) as engine:
+    async with engine_of(versions) as engine:
         assert await engine.begin_weight_update()
         first, *others = buckets(tensors["v2"])
         assert await engine.update_weights_from_tensor(first)
@@ -213,11 +201,11 @@ async def test_update_is_not_open_after_the_loss_of_its_process(
 
 
 def test_engine_for_synchronous_code_takes_tensors(
-    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:
-    with Engine(model_path=str(folders["default"]), **ARGUMENTS) as engine:
+    with Engine(model_path=str(versions["default"]), **ARGUMENTS) as engine:
         assert engine.begin_weight_update()
-        assert engine.update_weights_from_tensor(list(tensors["v2"].items()))
+        assert engine.update_weights_from_tensor(list(tensors["v2"].items()), None, True)
         assert engine.end_weight_update(weight_version="v2")
         assert engine.get_weights_by_name("model.norm.weight") == tensors["v2"]["model.norm.weight"][:100].tolist()
         answer = engine.generate(input_ids=PROMPT, sampling_params={**GREEDY, "max_new_tokens": 9})
@@ -226,7 +214,7 @@ def test_engine_for_synchronous_code_takes_tensors(
 
 @pytest.mark.parametrize("keeps", [False, True])
 async def test_update_whose_caller_is_cancelled_is_finished(
-    folders: dict[str, Path],
+    versions: dict[str, Path],
     tensors: dict[str, dict[str, Tensor]],
     reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
@@ -241,7 +229,7 @@ async def test_update_whose_caller_is_cancelled_is_finished(
         return ask(controls, name, *arguments, **options)
 
     monkeypatch.setattr(Controls, "ask", noted)
-    async with engine_of(folders, enable_weights_cpu_backup=keeps) as engine:
+    async with engine_of(versions, enable_weights_cpu_backup=keeps) as engine:
         update = asyncio.create_task(engine.update_weights_from_tensor(tensors["v2"], weight_version="v2"))
         await is_sent.wait()
         update.cancel()
@@ -252,9 +240,9 @@ async def test_update_whose_caller_is_cancelled_is_finished(
 
 
 async def test_all_replicas_continue_after_the_loss_of_an_update(
-    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:
-    async with engine_of(folders, dp_size=2, load_balance_method="round_robin") as engine:
+    async with engine_of(versions, dp_size=2, load_balance_method="round_robin") as engine:
         assert await engine.begin_weight_update()
         first, *others = buckets(tensors["v2"])
         assert await engine.update_weights_from_tensor(first)

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
 
-from aioengine import AsyncEngine
-from tests.kit.weight_versions import ARGUMENTS, Reference, save_version
-from tests.processes.weight_streams import started, until_tokens
+from tests.processes.weight_streams import PROMPT, engine_of, kill_scheduler, started, until_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
+    from aioengine import AsyncEngine
+    from tests.kit.weight_versions import Reference
+
 pytestmark = pytest.mark.process
 
-PROMPT = [5, 9, 200, 31, 7]
 GROUP = "trainer"
 
 
@@ -58,22 +58,25 @@ async def push(engine: AsyncEngine, tensors: dict[str, Tensor], group: Any, **op
     return (await asyncio.gather(sending, updating))[1]
 
 
+async def join(engine: AsyncEngine, num_ranks: int) -> Any:
+    """Open a group that the engine joins."""
+    port, size = free_port(), 1 + num_ranks
+    opening = asyncio.to_thread(open_group, port, size)
+    joining = engine.init_weights_update_group("127.0.0.1", port, 1, size, GROUP, backend="gloo")
+    group, outcome = await asyncio.gather(opening, joining)
+    assert outcome, outcome.message
+    return group
+
+
 @pytest.mark.parametrize("options", [{}, {"tp_size": 2}])
-async def test_broadcast_tensors_replace_the_weights(options: dict[str, Any], tmp_path: Path) -> None:
-    folders = {name: tmp_path / name for name in ("default", "v2", "v3")}
-    for seed, folder in enumerate(folders.values()):
-        save_version(folder, seed)
-    new, newer = (load_file(folders[name] / "model.safetensors") for name in ("v2", "v3"))
-    reference = Reference(folders)
-    num_ranks = options.get("tp_size", 1)
-    async with AsyncEngine(model_path=str(folders["default"]), **ARGUMENTS, **options) as engine:
+async def test_broadcast_tensors_replace_the_weights(
+    options: dict[str, Any], versions: dict[str, Path], reference: Reference
+) -> None:
+    new, newer = (load_file(versions[name] / "model.safetensors") for name in ("v2", "v3"))
+    async with engine_of(versions, **options) as engine:
         result = await engine.update_weights_from_distributed(["a"], ["float32"], [[3]], GROUP)
         assert "the engine is in no group 'trainer'" in result.message
-        port, size = free_port(), 1 + num_ranks
-        opening = asyncio.to_thread(open_group, port, size)
-        joining = engine.init_weights_update_group("127.0.0.1", port, 1, size, GROUP, backend="gloo")
-        group, outcome = await asyncio.gather(opening, joining)
-        assert outcome, outcome.message
+        group = await join(engine, options.get("tp_size", 1))
         task = started(engine, PROMPT, 150)
         await until_tokens(engine, 10)
         wrong = await push(engine, {"model.norm.weight": torch.ones(65)}, group)
@@ -82,11 +85,30 @@ async def test_broadcast_tensors_replace_the_weights(options: dict[str, Any], tm
         await until_tokens(engine, 40)
         assert await engine.begin_weight_update()
         for name, tensor in newer.items():
-            assert await push(engine, {name: tensor}, group)
+            assert await push(engine, {name: tensor}, group, flush_cache=False)
         assert await engine.end_weight_update(weight_version="v3")
         assert reference.check(PROMPT, await task) == ["default", "v2", "v3"]
         assert await engine.destroy_weights_update_group(GROUP)
         assert not await engine.destroy_weights_update_group(GROUP)
         with pytest.raises(ValueError, match="different lengths: 1, 2, 1"):
             await engine.update_weights_from_distributed(["a"], ["float32", "int8"], [[3]], GROUP)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"dp_size": 2, "load_balance_method": "round_robin"}])
+async def test_kept_broadcasts_are_loaded_again_after_a_loss(
+    options: dict[str, Any], versions: dict[str, Path], reference: Reference
+) -> None:
+    new, newer = (load_file(versions[name] / "model.safetensors") for name in ("v2", "v3"))
+    async with engine_of(versions, enable_weights_cpu_backup=True, **options) as engine:
+        group = await join(engine, 2 if options else 1)
+        assert await push(engine, new, group, weight_version="v2")
+        assert await engine.begin_weight_update()
+        for bucket in (dict([*newer.items()][:6]), dict([*newer.items()][6:])):
+            assert await push(engine, bucket, group)
+        assert await engine.end_weight_update(weight_version="v3")
+        task = started(engine, PROMPT, 240)
+        await until_tokens(engine, 10)
+        kill_scheduler(engine)
+        assert reference.check(PROMPT, await task) == ["v3"]
     dist.destroy_process_group(group)

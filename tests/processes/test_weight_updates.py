@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aioengine import AsyncEngine, Engine
+from aioengine import Engine
+from aioengine.frontend.controls import Controls
+from aioengine.protocol.weight_messages import CHECK_WEIGHTS
 from tests.kit.waiting import until
-from tests.kit.weight_versions import ARGUMENTS, GREEDY, Reference, save_version
-from tests.processes.weight_streams import kill_scheduler, started, until_tokens
+from tests.kit.weight_versions import ARGUMENTS, GREEDY, Reference
+from tests.processes.weight_streams import PROMPT, PROMPTS, engine_of, kill_scheduler, started, until_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,33 +23,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.process
 
-PROMPT = [5, 9, 200, 31, 7]
-PROMPTS = [PROMPT, [1, 2, 3], list(range(20, 60))]
 
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two versions of a model: version -> folder."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("default", "v2")}
-    for seed, folder in enumerate(folders.values()):
-        save_version(folder, seed)
-    return folders
-
-
-@pytest.fixture(scope="module")
-def reference(folders: dict[str, Path]) -> Reference:
-    return Reference(folders)
-
-
-def engine_of(folders: dict[str, Path], **options: Any) -> AsyncEngine:
-    return AsyncEngine(model_path=str(folders["default"]), **ARGUMENTS, **options)
-
-
-async def test_running_requests_continue_with_the_new_weights(folders: dict[str, Path], reference: Reference) -> None:
-    async with engine_of(folders) as engine:
+async def test_running_requests_continue_with_the_new_weights(versions: dict[str, Path], reference: Reference) -> None:
+    async with engine_of(versions) as engine:
         tasks = [started(engine, prompt, 150) for prompt in PROMPTS]
         await until_tokens(engine, 30)
-        result = await engine.update_weights_from_disk(folders["v2"], weight_version="v2")
+        result = await engine.update_weights_from_disk(versions["v2"], weight_version="v2")
         assert result == (True, "", 3)
         for prompt, task in zip(PROMPTS, tasks, strict=True):
             answer = await task
@@ -57,16 +38,16 @@ async def test_running_requests_continue_with_the_new_weights(folders: dict[str,
         assert again["meta_info"]["cached_tokens"] > 0  # of the new weights
         assert reference.check(PROMPTS[2], again) == ["v2"]
         info = await engine.get_model_info()
-        assert (info["weight_version"], info["model_path"]) == ("v2", str(folders["v2"]))
+        assert (info["weight_version"], info["model_path"]) == ("v2", str(versions["v2"]))
 
 
-async def test_requests_paused_in_place_keep_their_kv(folders: dict[str, Path]) -> None:
-    async with engine_of(folders) as engine:
+async def test_requests_paused_in_place_keep_their_kv(versions: dict[str, Path]) -> None:
+    async with engine_of(versions) as engine:
         task = started(engine, PROMPT, 100)
         await until_tokens(engine, 20)
         assert await engine.pause_generation("in_place")
         assert engine.is_paused
-        assert (await engine.update_weights_from_disk(folders["v2"])).num_paused_requests == 1
+        assert (await engine.update_weights_from_disk(versions["v2"])).num_paused_requests == 1
         assert await engine.continue_generation()
         assert not engine.is_paused
         info = (await task)["meta_info"]
@@ -74,8 +55,8 @@ async def test_requests_paused_in_place_keep_their_kv(folders: dict[str, Path]) 
         assert info["num_retractions"] == 0
 
 
-async def test_retracted_requests_continue_after_a_pause(folders: dict[str, Path], reference: Reference) -> None:
-    async with engine_of(folders) as engine:
+async def test_retracted_requests_continue_after_a_pause(versions: dict[str, Path], reference: Reference) -> None:
+    async with engine_of(versions) as engine:
         task = started(engine, PROMPT, 100)
         await until_tokens(engine, 20)
         assert await engine.pause_generation("retract")
@@ -85,14 +66,14 @@ async def test_retracted_requests_continue_after_a_pause(folders: dict[str, Path
             False,
             "the cache is not flushed while requests use it: 0 running, 1 waiting",
         )
-        assert await engine.update_weights_from_disk(folders["v2"], weight_version="v2") == (True, "", 0)
+        assert await engine.update_weights_from_disk(versions["v2"], weight_version="v2") == (True, "", 0)
         assert await engine.continue_generation()
         assert reference.check(PROMPT, await task) == ["default", "v2"]
 
 
-async def test_prefixes_of_old_weights_are_not_reused(folders: dict[str, Path], reference: Reference) -> None:
-    async with engine_of(folders) as engine:
-        for version, path in (("default", None), ("v2", folders["v2"]), ("default", folders["default"])):
+async def test_prefixes_of_old_weights_are_not_reused(versions: dict[str, Path], reference: Reference) -> None:
+    async with engine_of(versions) as engine:
+        for version, path in (("default", None), ("v2", versions["v2"]), ("default", versions["default"])):
             if path is not None:
                 assert await engine.update_weights_from_disk(path, weight_version=version)
             for num_cached in (0, 32):
@@ -124,13 +105,13 @@ DAMAGES = {
 }
 
 
-async def test_refused_weights_change_nothing(folders: dict[str, Path], reference: Reference, tmp_path: Path) -> None:
-    async with engine_of(folders) as engine:
+async def test_refused_weights_change_nothing(versions: dict[str, Path], reference: Reference, tmp_path: Path) -> None:
+    async with engine_of(versions) as engine:
         task = started(engine, PROMPT, 200)
         await until_tokens(engine, 10)
         for number, (message, damage) in enumerate(DAMAGES.items()):
             folder = tmp_path / str(number)
-            shutil.copytree(folders["v2"], folder)
+            shutil.copytree(versions["v2"], folder)
             tensors = load_file(folder / "model.safetensors")
             damage(tensors)
             save_file(tensors, folder / "model.safetensors")
@@ -141,9 +122,9 @@ async def test_refused_weights_change_nothing(folders: dict[str, Path], referenc
         result = await engine.update_weights_from_disk(tmp_path / "missing")
         assert not result
         assert "missing" in result.message
-        config = folders["v2"] / "config.json"
+        config = versions["v2"] / "config.json"
         other = tmp_path / "other"
-        shutil.copytree(folders["v2"], other)
+        shutil.copytree(versions["v2"], other)
         (other / "config.json").write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.5'))
         result = await engine.update_weights_from_disk(other)
         assert "describes another model than the config.json of this engine: rms_norm_eps" in result.message
@@ -151,11 +132,32 @@ async def test_refused_weights_change_nothing(folders: dict[str, Path], referenc
         assert (await engine.get_model_info())["weight_version"] == "default"
 
 
-async def test_lost_scheduler_starts_with_the_newest_weights(folders: dict[str, Path], reference: Reference) -> None:
-    async with engine_of(folders) as engine:
+async def test_files_that_change_after_their_check_change_nothing(
+    versions: dict[str, Path], reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new"
+    shutil.copytree(versions["v2"], folder)
+    ask = Controls.ask
+
+    async def ask_and_change(controls: Controls, name: str, *arguments: Any, **options: Any) -> Any:
+        reply = await ask(controls, name, *arguments, **options)
+        if name == CHECK_WEIGHTS:
+            shutil.copy(versions["v3"] / "model.safetensors", folder)
+        return reply
+
+    monkeypatch.setattr(Controls, "ask", ask_and_change)
+    async with engine_of(versions) as engine:
+        result = await engine.update_weights_from_disk(folder, weight_version="v2")
+        assert not result
+        assert "model.safetensors was changed after it was checked" in result.message
+        assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["default"]
+
+
+async def test_lost_scheduler_starts_with_the_newest_weights(versions: dict[str, Path], reference: Reference) -> None:
+    async with engine_of(versions) as engine:
         task = started(engine, PROMPT, 200)
         await until_tokens(engine, 10)
-        assert await engine.update_weights_from_disk(folders["v2"], weight_version="v2")
+        assert await engine.update_weights_from_disk(versions["v2"], weight_version="v2")
         await until_tokens(engine, 30)
         kill_scheduler(engine)
         assert reference.check(PROMPT, await task) == ["default", "v2"]
@@ -164,13 +166,13 @@ async def test_lost_scheduler_starts_with_the_newest_weights(folders: dict[str, 
         assert reference.check(PROMPT, answer) == ["v2"]
 
 
-async def test_versions_of_lost_tokens_are_forgotten(folders: dict[str, Path]) -> None:
-    async with engine_of(folders, stream_interval=500) as engine:  # only the first token is delivered at once
+async def test_versions_of_lost_tokens_are_forgotten(versions: dict[str, Path]) -> None:
+    async with engine_of(versions, stream_interval=500) as engine:  # only the first token is delivered at once
         task = started(engine, PROMPT, 200)
         for version in ("v2", "default"):
             await until_tokens(engine, engine.stats()["output_tokens"] + 10)
             assert await engine.pause_generation("retract")
-            assert await engine.update_weights_from_disk(folders[version], weight_version=version)
+            assert await engine.update_weights_from_disk(versions[version], weight_version=version)
             if version == "v2":
                 assert await engine.continue_generation()
         kill_scheduler(engine)
@@ -181,27 +183,27 @@ async def test_versions_of_lost_tokens_are_forgotten(folders: dict[str, Path]) -
 
 @pytest.mark.parametrize("options", [{"tp_size": 2}, {"dp_size": 2, "load_balance_method": "round_robin"}])
 async def test_all_ranks_and_replicas_get_the_new_weights(
-    folders: dict[str, Path], reference: Reference, options: dict[str, Any], tmp_path: Path
+    versions: dict[str, Path], reference: Reference, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    async with engine_of(folders, **options) as engine:
+    async with engine_of(versions, **options) as engine:
         tasks = [started(engine, prompt, 150) for prompt in PROMPTS]
         await until_tokens(engine, 30)
-        shutil.copytree(folders["v2"], tmp_path / "damaged")
+        shutil.copytree(versions["v2"], tmp_path / "damaged")
         tensors = load_file(tmp_path / "damaged" / "model.safetensors")
         save_file(tensors | {"extra": torch.ones(3)}, tmp_path / "damaged" / "model.safetensors")
         assert "extra" in (await engine.update_weights_from_disk(tmp_path / "damaged")).message
-        assert (await engine.update_weights_from_disk(folders["v2"], weight_version="v2")).num_paused_requests == 3
+        assert (await engine.update_weights_from_disk(versions["v2"], weight_version="v2")).num_paused_requests == 3
         for prompt, task in zip(PROMPTS, tasks, strict=True):
             assert reference.check(prompt, await task) == ["default", "v2"]
 
 
-def test_engine_for_synchronous_code_updates_weights(folders: dict[str, Path], reference: Reference) -> None:
-    with Engine(model_path=str(folders["default"]), **ARGUMENTS) as engine:
-        assert engine.update_weights_from_disk(str(folders["v2"]), weight_version="v2").success
+def test_engine_for_synchronous_code_updates_weights(versions: dict[str, Path], reference: Reference) -> None:
+    with Engine(model_path=str(versions["default"]), **ARGUMENTS) as engine:
+        assert engine.update_weights_from_disk(str(versions["v2"]), weight_version="v2").success
         assert not engine.is_paused
         answer = engine.generate(input_ids=PROMPT, sampling_params={**GREEDY, "max_new_tokens": 9})
         assert reference.check(PROMPT, answer) == ["v2"]
         with pytest.raises(ValueError, match="load_format must be"):
-            engine.update_weights_from_disk(str(folders["v2"]), "pickle")
+            engine.update_weights_from_disk(str(versions["v2"]), "pickle")
         with pytest.raises(TypeError, match="model_path must be"):
             engine.update_weights_from_disk(3)  # type: ignore[arg-type]

@@ -7,11 +7,20 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
+from aioengine import AsyncEngine
 from tests.kit.waiting import until
-from tests.kit.weight_versions import GREEDY
+from tests.kit.weight_versions import ARGUMENTS, GREEDY
 
 if TYPE_CHECKING:
-    from aioengine import AsyncEngine
+    from pathlib import Path
+
+PROMPT = [5, 9, 200, 31, 7]
+PROMPTS = [PROMPT, [1, 2, 3], list(range(20, 60))]
+
+
+def engine_of(versions: dict[str, Path], **options: Any) -> AsyncEngine:
+    """Return an engine with the version "default". versions: as of the fixture."""
+    return AsyncEngine(model_path=str(versions["default"]), **ARGUMENTS, **options)
 
 
 async def collect(stream: Any) -> Any:

@@ -136,6 +136,11 @@ _rules = lru_cache(maxsize=64)(LogprobRules)
 """Returns the same object for equal rules, because most rows of a call share them."""
 
 
+_LOGPROB_OPTIONS: Final = (
+    "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs",
+)  # fmt: skip
+
+
 def logprob_options(options: Mapping[str, object], counts: PromptCounts) -> LogprobOptions | None:
     """Return the checked options; None: no prompt wants logprobs.
 
@@ -143,6 +148,8 @@ def logprob_options(options: Mapping[str, object], counts: PromptCounts) -> Logp
         TypeError, ValueError: an option is wrong, is a list with ``n`` above 1, or is given without
             ``return_logprob``.
     """
+    if options.keys().isdisjoint(_LOGPROB_OPTIONS):
+        return None
     logprobs = LogprobOptions(
         _option("return_logprob", options, checks.switch, counts, default=False),
         _option("logprob_start_len", options, partial(checks.whole, low=-1), counts, default=-1),

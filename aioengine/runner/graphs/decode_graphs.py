@@ -99,8 +99,11 @@ class TensorAddress:
 class DecodeStep:
     """The results of a replayed step.
 
+    R: rows of the step, or tokens if each token was sampled (``DecodeGraphs.replay``).
+
     Attributes:
-        token_ids: [R] int64, already stored in the table; None: a row needs more than a temperature, or was expanded.
+        token_ids: [R] int64, already stored in the table; None: a row needs more than a temperature. If each token was
+            sampled, they are not stored.
         hidden: [R, D].
         graph: the graph, for ``DecodeGraphs.logits``.
         order: [R] int64, the row of the graph of each row; None: they are in order.
@@ -153,9 +156,18 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: Model, attention: CapturableAttention, inputs: InputBuilder, *, vocab_size: int, max_rows: int
+        self,
+        model: Model,
+        attention: CapturableAttention,
+        inputs: InputBuilder,
+        *,
+        vocab_size: int,
+        max_rows: int,
+        may_cascade: bool = True,
     ) -> None:
-        """inputs: builds the inputs of steps without graphs; its table, page size and states are used here too."""
+        """inputs: builds the inputs of steps without graphs; its table, page size and states are used here too.
+        may_cascade: rows that share pages may use cascade attention.
+        """
         table = inputs.table
         device = table.last_tokens.device
         self.max_rows = max_rows
@@ -181,7 +193,7 @@ class DecodeGraphs:
         tiles = table.adapters.tiles
         self._tiles = None if tiles is None else FixedTiles(max_rows, tiles, device)
         self._prefixes: SharedPrefixes | None = None
-        if isinstance(attention, CascadeAttention):
+        if may_cascade and isinstance(attention, CascadeAttention):
             self._prefixes = SharedPrefixes(table, attention.cascade_limits, page_size=self._inputs.page_size)
 
     def capture(self, report: Callable[[int, int], None]) -> None:
@@ -189,7 +201,7 @@ class DecodeGraphs:
         attention, tiles = self._attention, self._tiles
         rows = {size: attention.fixed_decode(size, self._buffers(size)) for size in reversed(self.sizes)}
         cascades: dict[int, FixedCascade] = {}
-        if isinstance(attention, CascadeAttention):
+        if self._prefixes is not None and isinstance(attention, CascadeAttention):
             cascade_sizes = cascade_ladder(self.max_rows, min_rows=attention.cascade_limits.min_rows)
             cascades = {size: attention.fixed_cascade(size, self._buffers(size)) for size in reversed(cascade_sizes)}
         with compile_only():  # compile the kernels of all steps in parallel
@@ -218,8 +230,8 @@ class DecodeGraphs:
         """
         return num_rows if num_rows > self.max_rows else self.sizes[bisect_left(self.sizes, num_rows)]
 
-    def fits(self, rows: StepRows) -> bool:
-        """Return whether these rows are a decode step with a graph."""
+    def fits(self, rows: StepRows, *, has_drafts: bool = False) -> bool:
+        """Return whether these rows are a decode step with a graph. has_drafts: known tokens are drafts."""
         num_rows = len(rows.requests)
         if not num_rows or num_rows > self.max_rows:
             return False
@@ -227,29 +239,60 @@ class DecodeGraphs:
         if rows.known_ids.size:
             spec = self._model.input_spec
             is_small = num_tokens <= self.max_rows and not spec.rows and not spec.states
-            return is_small and bool(self._table.num_with_grammar) and can_expand(rows)
+            may_expand = has_drafts or bool(self._table.num_with_grammar)
+            return is_small and may_expand and can_expand(rows)
         return num_tokens == num_rows and bool(rows.samples.all())
 
-    def replay(self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None]) -> DecodeStep:
-        """Queue the step, which must fit. when_ready: called before its inputs overwrite those of the previous step."""
+    def replay(
+        self,
+        rows: StepRows,
+        sampled: SampledRows,
+        *,
+        when_ready: Callable[[], None] | None = None,
+        samples_each: bool = False,
+        num_drafts: Ints64 | None = None,
+        draft_number: int | None = None,
+    ) -> DecodeStep:
+        """Queue the step, which must fit.
+
+        Args:
+            when_ready: called before its inputs overwrite those of the previous step.
+            samples_each: sample after each token of rows with known tokens, and return R tokens and hidden states for R
+                tokens of the step.
+            num_drafts: as in ``expand_rows``.
+            draft_number: read and store drafts instead of last tokens: read the drafts before this number, unless the
+                tokens are known, and store the drafts with this number.
+        """
         num_rows, table = int(rows.token_ends[-1]), self._table
         expanded, cascade = None, None
         with part("prepare"):
             slots = table.adapters.slots(rows.row_indices)
             if rows.known_ids.size:
-                expanded = expand_rows(rows, table)
+                expanded = expand_rows(rows, table, num_drafts)
                 slots = None if slots is None else slots[expanded.row_of_token]
             elif slots is None and self._prefixes is not None:
                 cascade = self._prefixes.find(rows)
             chosen = self._choose(num_rows, cascade, slots)
             size = chosen.num_rows
             self._copied.synchronize()
-            is_drawn = expanded is None and is_simple(sampled)
+            is_drawn = is_simple(sampled)
+            sources = targets = rows.row_indices
+            if draft_number is not None:
+                sources, targets = (table.draft_indices(draft_number - i, rows.row_indices) for i in (1, 0))
+            if expanded is not None:
+                sources, last = expanded.sources, targets
+                targets = np.full(num_rows, len(table.last_tokens) - 1 if samples_each and is_drawn else -1)
+                if not samples_each:
+                    targets[rows.token_ends - 1] = last
+            elif cascade is not None:
+                sources = targets = rows.row_indices[cascade.order]
+            places = sources, targets if is_drawn or expanded is not None else -1
             arrays = self._host_arrays
-            num_used = self._fill(arrays, size, rows, sampled, cascade=cascade, expanded=expanded, is_drawn=is_drawn)
+            num_used = self._fill(arrays, size, rows, sampled, places, cascade=cascade, expanded=expanded)
             host, ends = self._host[0], _COLUMNS * size
             chosen.attention.plan(host[ends : ends + size + 1], host[3 * size : 4 * size])
-        when_ready()
+        if when_ready is not None:
+            when_ready()
         for memory, host, end in zip(self._memory, self._host, num_used, strict=True):
             memory[:end].copy_(host[:end], non_blocking=True)
         self._copied.record()
@@ -259,12 +302,15 @@ class DecodeGraphs:
             inverse = cascade.inverse
             token_ids = None if token_ids is None else token_ids[inverse]
             return DecodeStep(token_ids, chosen.hidden[inverse], chosen, inverse)
+        if samples_each:
+            return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None)
         has_readers = table.num_with_logprobs or table.num_with_hidden_states
         needs_masks = not (is_drawn or has_readers) and is_simple(sampled, aside_from=table.mask_bit)
         if expanded is None:
             return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None, needs_masks)
-        order, last_indices = expanded.last_indices, (rows.token_ends - 1).tolist()
-        return DecodeStep(None, chosen.hidden[order], chosen, order, needs_masks, last_indices)
+        order = table.upload(rows.token_ends - 1)
+        token_ids = None if token_ids is None else token_ids[order]
+        return DecodeStep(token_ids, chosen.hidden[order], chosen, order, needs_masks, (rows.token_ends - 1).tolist())
 
     def draw(self, step: DecodeStep, logits: Tensor) -> Tensor:
         """Sample token ids [R] by temperature from masked logits [>= R, V], and store them in the table. ``step`` must
@@ -303,13 +349,16 @@ class DecodeGraphs:
         size: int,
         rows: StepRows,
         sampled: SampledRows,
+        places: tuple[Ints64, Ints64 | int],
         *,
         cascade: Cascade | None = None,
         expanded: ExpandedRows | None = None,
-        is_drawn: bool,
     ) -> list[int]:
         """Write the inputs of the graph of ``size`` rows to ``hosts``, an array [X] for each page group. Return the
         number of integers written to each of them.
+
+        places: [rows of the graph] indices of the last tokens in the table, and indices at which it stores the sampled
+        tokens (-1: the row is not sampled).
         """
         page_size, ends = self._inputs.page_size, _COLUMNS * size
         order = cascade.order if cascade else expanded.row_of_token if expanded else slice(None)
@@ -321,21 +370,19 @@ class DecodeGraphs:
         tables_GRP = self._table.page_tables.of_step(row_indices, positions, int(last_pages.max()) + 1)
         slots_GR = tables_GRP[:, np.arange(num_rows), last_pages] * page_size + last_lengths - 1
         columns = hosts[0][:ends].reshape(_COLUMNS, size)
-        columns[0, :num_rows] = expanded.sources if expanded else row_indices
+        columns[0, :num_rows], columns[4, :num_rows] = places
         columns[1, :num_rows] = rows.shifted(positions, self._model.input_spec.short_length, order)
         if (images := self._table.images) is not None:
             columns[1, :num_rows] += images.deltas[row_indices]
         columns[2, :num_rows] = slots_GR[0]
         columns[3, :num_rows] = last_lengths
-        columns[4] = -1
-        if expanded:
-            columns[4, rows.token_ends - 1] = rows.row_indices
-        elif is_drawn:
-            columns[4, :num_rows] = row_indices
+        columns[4, num_rows:] = -1
         fields = columns[5:]
         fill_fields(sampled, fields[:, : len(rows.requests)])
         if not isinstance(order, slice):
             fields[:, :num_rows] = fields[:, order]
+        if expanded:
+            fields[2, :num_rows] = positions + 1
         if num_rows < size:
             columns[:3, num_rows:] = 0
             columns[3, num_rows:] = 1

@@ -111,7 +111,7 @@ class PieceGraphs:
         adapters: TileRows | None = None,
         states: StatePool | None = None,
     ) -> None:
-        """kv_layers: [1 or 2, N, K, S, E] of each layer. max_rows: maximum rows of a step."""
+        """kv_layers: [1 or 2, N, K, S, E] of each layer. max_rows: maximum hidden states that a step returns."""
         shape = model.attention_shape
         self._states = states
         self._model = model
@@ -161,19 +161,23 @@ class PieceGraphs:
             report(num_done, len(sizes))
         self._steps = {size: captured[size] for size in sizes}
 
-    def fits(self, batch: ForwardBatch) -> bool:
-        """Return whether there are graphs for this step."""
-        num_rows, num_tokens = len(batch.query_lengths), len(batch.slot_mapping)
-        return num_rows <= self._max_rows and any(num_tokens <= size for size in self._steps)
+    def fits(self, batch: ForwardBatch, num_outputs: int | None = None) -> bool:
+        """Return whether there are graphs for this step. num_outputs: see ``replay``."""
+        num_tokens = len(batch.slot_mapping)
+        size = next((size for size in self._steps if num_tokens <= size), 0)
+        return (num_outputs or len(batch.query_lengths)) <= min(size, self._max_rows)
 
-    def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
-        """Queue the step, which must fit. Return the hidden states [R, D] of the last token of each row."""
+    def replay(self, inputs: ModelInputs, batch: ForwardBatch, num_outputs: int | None = None) -> Tensor:
+        """Queue the step, which must fit. Return the hidden states of the first ``num_outputs`` of ``inputs.outputs``.
+
+        num_outputs: None: one for each row.
+        """
         num_tokens = len(batch.slot_mapping)
         size = next(size for size in self._steps if num_tokens <= size)
         chosen = (self._steps if inputs.adapters is None else self._steps_with_adapters)[size]
         first, *later = chosen.graphs
         with part("prepare"):
-            chosen.inputs.fill(inputs, batch)
+            chosen.inputs.fill(inputs, batch, num_outputs)
             if num_tokens < size:  # attention does not write the padding, but graphs read it: keep it finite
                 self._attended[num_tokens:size].zero_()
         first.replay()  # the device begins while the host plans attention
@@ -184,7 +188,7 @@ class PieceGraphs:
         for layer, graph in enumerate(later):
             self._attention.attend_into(q, k, v, layer, out=attended)
             graph.replay()
-        return chosen.hidden[: len(batch.query_lengths)]
+        return chosen.hidden[: num_outputs or len(batch.query_lengths)]
 
     def _captured(self, inputs: PaddedInputs, splitter: _GraphSplitter, pool: torch.cuda._POOL_HANDLE) -> _Pieces:
         torch.cuda.synchronize(self._device)
@@ -273,13 +277,13 @@ class PaddedInputs:
         fixed = adapters.for_graph(self.slots.shape[1], len(self.inputs.outputs))
         return PaddedInputs(replace(self.inputs, adapters=fixed), self.slots, adapters, self.states)
 
-    def fill(self, inputs: ModelInputs, batch: ForwardBatch) -> None:
-        """Write a step that fits.
+    def fill(self, inputs: ModelInputs, batch: ForwardBatch, num_outputs: int | None = None) -> None:
+        """Write a step that fits. num_outputs: see ``PieceGraphs.replay``.
 
         Padding tokens belong to no row: their slots are on the padding page; their ids, embeddings, positions and rows
         are left over from earlier steps.
         """
-        num_tokens, num_rows = len(batch.slot_mapping), len(batch.query_lengths)
+        num_tokens, num_outputs = len(batch.slot_mapping), num_outputs or len(batch.query_lengths)
         into = self.inputs
         into.positions[..., :num_tokens].copy_(inputs.positions)
         for target, source in (
@@ -295,8 +299,8 @@ class PaddedInputs:
             self.slots[:, num_tokens:].zero_()
         assert into.outputs is not None
         assert inputs.outputs is not None
-        into.outputs[:num_rows].copy_(inputs.outputs[:num_rows])
-        into.outputs[num_rows:].zero_()  # leftover indices of a larger step may be out of range
+        into.outputs[:num_outputs].copy_(inputs.outputs[:num_outputs])
+        into.outputs[num_outputs:].zero_()  # leftover indices of a larger step may be out of range
         if self.states is not None:
             assert into.states is not None
             assert inputs.states is not None

@@ -137,13 +137,11 @@ class ExpandedRows:
 
     Attributes:
         row_of_token: [T] the row of the step of each token.
-        last_indices: [R] on the device, index in T of the last token of each row.
         positions: [T] position of each token.
         sources: [T] index of each token in ``RowTable.last_tokens``.
     """
 
     row_of_token: Ints
-    last_indices: Tensor
     positions: Ints
     sources: Ints
 
@@ -154,8 +152,11 @@ def can_expand(rows: StepRows) -> bool:
     return bool(rows.samples.all()) and all(rows.starts[row] >= rows.requests[row].num_prompt for row in known)
 
 
-def expand_rows(rows: StepRows, table: RowTable) -> ExpandedRows:
-    """Give each token of the step its own row. Writes the known tokens to the second half of the last tokens."""
+def expand_rows(rows: StepRows, table: RowTable, num_drafts: Ints | None = None) -> ExpandedRows:
+    """Give each token of the step its own row. Copies the known tokens to the last tokens of the table.
+
+    num_drafts: [R] number of last tokens of each row that are drafts on the device; None: there are none.
+    """
     num_tokens, first = int(rows.token_ends[-1]), len(table.sampling)
     row_of_token = np.repeat(np.arange(len(rows.requests)), rows.counts)
     unknown_rows, unknown = rows.unknown_tokens()
@@ -163,5 +164,10 @@ def expand_rows(rows: StepRows, table: RowTable) -> ExpandedRows:
     sources[np.delete(np.arange(num_tokens), unknown)] = np.arange(first, first + len(rows.known_ids))
     sources[unknown] = rows.row_indices[unknown_rows]
     table.last_tokens[first : first + len(rows.known_ids)].copy_(table.upload(rows.known_ids))
+    if num_drafts is not None:
+        row_of_draft = np.repeat(np.arange(len(num_drafts)), num_drafts)
+        numbers = np.arange(len(row_of_draft)) - (num_drafts.cumsum() - num_drafts)[row_of_draft]
+        drafts = (rows.token_ends - num_drafts)[row_of_draft] + numbers
+        sources[drafts] = table.draft_indices(numbers, rows.row_indices[row_of_draft])
     positions = np.arange(num_tokens) + (rows.starts + rows.counts - rows.token_ends)[row_of_token]
-    return ExpandedRows(row_of_token, table.upload(rows.token_ends - 1), positions, sources)
+    return ExpandedRows(row_of_token, positions, sources)

@@ -56,7 +56,7 @@ def read_adapter(
         ValueError: the folder does not contain an adapter for this model, or has numbers that are not finite. The
             message names the file and the tensor.
     """
-    folder = read_folder(Path(adapter.path))
+    folder = read_folder(Path(adapter.path), adapter.config)
     parts = folder.parts(layout.shapes, max_rank=settings.max_rank, allowed=settings.modules or None)
     offsets, size = layout.offsets({part.layer: part.rank for part in parts})
     elements = torch.zeros(size, dtype=dtype)

@@ -11,7 +11,7 @@ similar logits, the same random number selects the same token: at temperature 1,
 drafts of its own int4 weights, and 64 % of their greedy drafts. Bad words, the user's logits processors, and on a GPU
 also penalties are left out: they need the state after each draft.
 
-N proposals, R rows of a forward pass, T packed tokens, D model size, V vocabulary.
+N proposals, R rows of a forward pass, T packed tokens, D model size, V vocabulary, X drafts.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from aioengine.attention._base import ForwardBatch
+from aioengine.attention._base import CapturableAttention, ForwardBatch
 from aioengine.protocol.messages import RequestKind
-from aioengine.runner.inputs import model_inputs
+from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
 from aioengine.runner.kv_pool import FIRST_PAGE
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.token_processors import AllowedTokenIds, Bias, MinNewTokens, Penalties
 from aioengine.runner.sampling.sampler import FAILED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend
     from aioengine.models._base import Model
+    from aioengine.runner.graphs.decode_graphs import DecodeGraphs
     from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import LogitsProcessor
-    from aioengine.runner.request_row import RequestRow
+    from aioengine.runner.request_row import RequestRow, SampledRows
     from aioengine.runner.rows import RowTable
     from aioengine.runner.sampling.device_sampler import DeviceSampler
     from aioengine.runner.sampling.sampler import RankSampler, Sampler
@@ -83,6 +86,26 @@ class Proposal(NamedTuple):
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class ProposedDrafts:
+    """The drafts of some requests, on the device.
+
+    Attributes:
+        proposals: these requests.
+        token_ids: [X] int64, the first draft of each request, then the second ones, and so on. FAILED: it cannot be
+            sampled.
+        is_stored: ``RowTable.last_tokens`` has them, too.
+    """
+
+    proposals: list[Proposal]
+    token_ids: Tensor
+    is_stored: bool
+
+    def counts(self) -> dict[int, int]:
+        """Return uid -> number of drafts."""
+        return {proposal.row.uid: proposal.count for proposal in self.proposals}
+
+
 class DraftModel:
     """The draft model, and the open requests for which it proposes drafts."""
 
@@ -107,6 +130,24 @@ class DraftModel:
         self._page_size = parts.kv_pool.page_size
         self._is_full = np.zeros(FIRST_PAGE + parts.kv_pool.num_pages, dtype=np.bool_)  # pages computed completely
         self._unseen: dict[int, tuple[list[int], DraftedRequest | None]] = {}  # uid -> pages, until its first row
+        self._graphs: DecodeGraphs | None = None
+
+    def capture_graphs(self, vocab_size: int, max_rows: int, report: Callable[[int, int], None]) -> None:
+        """Capture decode steps of up to ``max_rows`` rows as CUDA graphs, if the attention backend supports them.
+
+        vocab_size: they sample tokens below this.
+        """
+        from aioengine.runner.graphs.decode_graphs import DecodeGraphs  # imports Triton
+
+        model, attention = self._parts.model, self._parts.attention
+        if isinstance(attention, CapturableAttention):
+            inputs = InputBuilder(
+                self._table.for_draft_model(), page_size=self._page_size, num_embeddings=model.vocab_size
+            )
+            vocab_size = min(vocab_size, model.vocab_size)
+            graphs = DecodeGraphs(model, attention, inputs, vocab_size=vocab_size, max_rows=max_rows, may_cascade=False)
+            graphs.capture(report)
+            self._graphs = graphs
 
     def open(self, opened: NewRow) -> DraftedRequest | None:
         """Open a request. Return None if it gets no drafts."""
@@ -141,22 +182,15 @@ class DraftModel:
         if missing:
             self._extend(missing)
 
-    def propose(self, proposals: list[Proposal]) -> list[list[int]]:
-        """Return the drafts of each request; [] if it gets none."""
-        chosen = [
-            i for i, (drafted, _, count) in enumerate(proposals) if _length(drafted) + count <= drafted.max_length
-        ]
-        found: list[list[int]] = [[] for _ in proposals]
-        if chosen:
-            for i, token_ids in zip(chosen, self._propose([proposals[i] for i in chosen]), strict=True):
-                found[i] = token_ids
-        return found
+    def propose(self, proposals: list[Proposal]) -> ProposedDrafts | None:
+        """Return the drafts of the requests; None: there are none."""
+        proposals = [proposal for proposal in proposals if _may_have(proposal)]
+        return self._propose(proposals) if proposals else None
 
-    def _propose(self, proposals: list[Proposal]) -> list[list[int]]:
+    def _propose(self, proposals: list[Proposal]) -> ProposedDrafts:
         upload, table = self._table.upload, self._table
         for drafted, _, _ in proposals:
             drafted.num_computed = min(drafted.num_computed, _length(drafted) - 1)
-        hidden = self._extend([(drafted, row, _length(drafted)) for drafted, row, _ in proposals])
         row_indices = np.array([row.row_index for _, row, _ in proposals], dtype=np.int64)
         lengths = np.array([_length(drafted) for drafted, _, _ in proposals], dtype=np.int64)
         counts = np.array([count for _, _, count in proposals], dtype=np.int64)
@@ -165,9 +199,17 @@ class DraftModel:
         rows.records["processors"] &= self._kept_processors
         active = np.arange(len(proposals))
         steps: list[tuple[Ints, Tensor]] = []
+        hidden: Tensor | None = None
+        graphs = self._graphs if self._graphs is not None and len(proposals) <= self._graphs.max_rows else None
         for step in range(int(counts.max())):
             sampled = rows.part(active, step)
-            token_ids = self._sampler.sample(self._logits(hidden), sampled)
+            token_ids = None if graphs is None else self._replay(graphs, proposals, sampled, step)
+            if token_ids is None:
+                if hidden is None:
+                    hidden = self._extend([(drafted, row, _length(drafted)) for drafted, row, _ in proposals])
+                token_ids = self._sampler.sample(self._logits(hidden), sampled)
+                if graphs is not None:
+                    table.store_drafts(step, sampled.row_indices, token_ids)
             steps.append((active, token_ids))
             if any(request.constraint is not None for request in sampled.requests):
                 _follow(sampled.requests, token_ids.tolist())
@@ -176,20 +218,68 @@ class DraftModel:
             is_active = counts[active] > step + 1
             if not is_active.all():
                 active, token_ids = active[is_active], token_ids[upload(np.flatnonzero(is_active))]
-            if active.size:
+            if active.size and graphs is None:
                 ones = np.ones(len(active), dtype=np.int64)
                 hidden = self._forward(row_indices[active], lengths[active] + step, ones, token_ids.clamp(min=0))
-        values = iter(torch.cat([token_ids for _, token_ids in steps]).tolist())  # waits for the device, once
-        found: list[list[int]] = [[] for _ in proposals]
-        for indices, _ in steps:
-            for i in indices.tolist():
-                found[i].append(next(values))
-        for (drafted, row, count), token_ids in zip(proposals, found, strict=True):
+        for drafted, _, count in proposals:
             drafted.num_computed += count - 1
-            if FAILED in token_ids:
+        token_ids = torch.cat([token_ids for _, token_ids in steps])
+        return ProposedDrafts(proposals, token_ids, is_stored=graphs is not None)
+
+    def by_request(self, drafts: ProposedDrafts, token_ids: list[int]) -> dict[int, list[int]]:
+        """Return uid -> drafts, up to the first one that cannot be sampled. Requests without drafts are left out.
+
+        token_ids: as ``ProposedDrafts.token_ids``, on the host.
+        """
+        found: list[list[int]] = [[] for _ in drafts.proposals]
+        values = iter(token_ids)
+        for step in range(max(proposal.count for proposal in drafts.proposals)):
+            for own, proposal in zip(found, drafts.proposals, strict=True):
+                if step < proposal.count:
+                    own.append(next(values))
+        for own, (drafted, row, _) in zip(found, drafts.proposals, strict=True):
+            if FAILED in own:
                 self._fail(drafted, row)
-                del token_ids[token_ids.index(FAILED) :]
-        return found
+                del own[own.index(FAILED) :]
+        return {proposal.row.uid: own for own, proposal in zip(found, drafts.proposals, strict=True) if own}
+
+    def _replay(
+        self, graphs: DecodeGraphs, proposals: list[Proposal], sampled: SampledRows, step: int
+    ) -> Tensor | None:
+        """Compute and sample the draft with the number ``step`` of these rows [R] in a CUDA graph, and store it in the
+        table. Return the drafts [R]; None: too many tokens must be computed before the first draft.
+        """
+        table, num_rows = self._table, len(sampled.requests)
+        starts, known = sampled.positions - 1, np.zeros(0, dtype=np.int64)
+        if not step:
+            starts = np.array([drafted.num_computed for drafted, _, _ in proposals], dtype=np.int64)
+            ids = [drafted.token_ids[drafted.num_computed :] for drafted, _, _ in proposals]
+            known = np.concatenate([np.array(part, dtype=np.int64) for part in ids])
+            known = known.clip(0, self._parts.model.vocab_size - 1)
+        counts = sampled.positions - starts
+        rows = StepRows(
+            sampled.requests,
+            sampled.row_indices,
+            starts,
+            counts,
+            token_ends=counts.cumsum(),
+            samples=counts > 0,
+            num_known=np.zeros_like(counts) if step else counts,
+            known_ids=known,
+        )
+        if not graphs.fits(rows, has_drafts=True):
+            return None
+        replayed = graphs.replay(rows, sampled, draft_number=step)
+        if not step:
+            for drafted, row, _ in proposals:
+                self._advance(drafted, row, _length(drafted))
+        if replayed.token_ids is not None:
+            return replayed.token_ids.clone()  # the next replay overwrites them
+        logits = graphs.logits(replayed)
+        logits = logits[:num_rows] if replayed.order is None else logits[replayed.order]
+        token_ids = self._sampler.sample(self._padded(logits), sampled)
+        table.store_drafts(step, sampled.row_indices, token_ids)
+        return token_ids
 
     def accept(self, drafted: DraftedRequest, row: RequestRow, num_accepted: int) -> None:
         """Record how many drafts were accepted, before the tokens of the step are added."""
@@ -277,7 +367,10 @@ class DraftModel:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, D] -> logits [R, at least ``num_embeddings``]."""
-        logits = self._parts.model.compute_logits(hidden)
+        return self._padded(self._parts.model.compute_logits(hidden))
+
+    def _padded(self, logits: Tensor) -> Tensor:
+        """Logits [R, V] -> [R, at least ``num_embeddings``]."""
         return functional.pad(logits, (0, max(self._num_embeddings - logits.shape[1], 0)))
 
 
@@ -292,6 +385,12 @@ def _follow(requests: list[RequestRow], token_ids: list[int]) -> None:
         constraint = request.constraint
         if constraint is not None and not constraint.is_over and token_id != FAILED:
             constraint.advance(token_id)
+
+
+def _may_have(proposal: Proposal) -> bool:
+    """Return whether the draft model can compute all these drafts."""
+    drafted, _, count = proposal
+    return _length(drafted) + count <= drafted.max_length
 
 
 def _length(drafted: DraftedRequest) -> int:

@@ -4,11 +4,15 @@ The scheduler plans how many drafts a row may have, and assumes that all are acc
 number. It computes the row with the proposed tokens like a part of a prompt, and samples a token at each position: the
 first drafts that equal these tokens are accepted. Without proposals, the row is a plain row.
 
-Proposals need all earlier tokens on the host. So before a step with drafts, the host waits for the steps in flight.
+Proposals need all earlier tokens on the host. So before a step with proposals, and before the step after it, the host
+waits for the steps in flight. It does not wait if the known tokens show that no n-gram will be found. On a GPU with
+CUDA graphs it does not wait for the step itself: drafts of a draft model stay on the device, and the host reads them
+together with the tokens of the step.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import RequestKind
@@ -19,6 +23,8 @@ from aioengine.runner.ticket import OpenDrafts, StepDrafts, Ticket
 from aioengine.scheduler.plan import NewRow, Row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aioengine.runner.request_row import RequestRow
     from aioengine.runner.speculation.draft_model import DraftModel
 
@@ -37,7 +43,8 @@ class DraftRows:
         self._model = model
         self._with_grammars = with_grammars
         self._open: dict[int, OpenDrafts] = {}
-        self._launched: list[Ticket] = []  # steps whose tokens are not in ``NgramProposer.token_ids``
+        self._launched: list[Ticket] = []  # steps whose tokens are not recorded
+        self._max_tokens = sys.maxsize  # with drafts, a step does not become larger than the largest CUDA graph
 
     def open(self, opened: NewRow) -> None:
         """Open a request, or open it again."""
@@ -56,39 +63,76 @@ class DraftRows:
         if self._model is not None:
             self._model.close(uid)
 
-    def propose(self, rows: list[Row]) -> tuple[list[Row], StepDrafts]:
-        """Return rows with their proposed drafts as known tokens, and with exact starts. Waits for steps in flight.
+    def capture_graphs(self, vocab_size: int, max_rows: int, report: Callable[[int, int], None]) -> None:
+        """Propose drafts for steps of up to ``max_rows`` tokens. See ``DraftModel.capture_graphs``."""
+        self._max_tokens = max_rows
+        if self._model is not None:
+            self._model.capture_graphs(vocab_size, max_rows, report)
 
-        rows: of requests that have not failed.
-        """
+    def propose(self, rows: list[Row]) -> StepDrafts:
+        """Return the drafts of these rows, whose requests have not failed. May wait for steps in flight."""
         drafts = StepDrafts()
         if self._model is not None:
             self._model.note_pages(rows)
-        if any(row.num_drafts for row in rows):
-            for ticket in self._launched:
-                _add_tokens(ticket, ticket.values.wait())
-            self._launched.clear()
-            self._propose(rows, drafts)
-        return [self._with_drafts(row, drafts) for row in rows], drafts
+        if any(ticket.drafts is not None and ticket.drafts.proposed for ticket in self._launched):
+            self._record_launched()
+        drafted = [row for row in rows if row.num_drafts]
+        if self._launched and any(map(self._may_propose, drafted)):
+            self._record_launched()
+        drafts.planned = {row.uid: row.num_drafts for row in drafted if row.uid in self._open}
+        if drafted:
+            left = self._max_tokens - sum(row.count - row.num_drafts for row in rows)
+            self._propose(drafted, drafts, sys.maxsize if left < 0 else left)
+        return drafts
 
-    def _propose(self, rows: list[Row], drafts: StepDrafts) -> None:
-        """Set ``planned`` and ``proposed`` of the drafts of a step."""
-        proposals: dict[int, Proposal] = {}
+    def _record_launched(self) -> None:
+        """Wait for all steps in flight."""
+        for ticket in self._launched:
+            self._record(ticket, ticket.values.wait())
+        self._launched.clear()
+
+    def _may_propose(self, row: Row) -> bool:
+        """Return whether a row may get drafts when all tokens before them are known."""
+        entry = self._open.get(row.uid)
+        if entry is None or not isinstance(entry.text, NgramProposer):
+            return entry is not None and entry.text is not None
+        return entry.text.may_propose(_num_known(row, entry) - len(entry.text.token_ids))
+
+    def with_drafts(self, rows: list[Row], drafts: StepDrafts) -> list[Row]:
+        """Return the rows of ``propose`` with their proposed drafts as known tokens, and with exact starts."""
+        return [self._with_drafts(row, drafts) for row in rows]
+
+    def read(self, drafts: StepDrafts, token_ids: list[int] | None = None) -> None:
+        """Set the drafts that are only on the device. token_ids: these drafts; None: wait for them."""
+        if (on_device := drafts.on_device) is not None:
+            assert self._model is not None
+            token_ids = on_device.token_ids.tolist() if token_ids is None else token_ids
+            drafts.proposed = self._model.by_request(on_device, token_ids)
+            drafts.on_device = None
+
+    def _propose(self, rows: list[Row], drafts: StepDrafts, most: int) -> None:
+        """Set ``proposed`` of the drafts of a step. most: maximum number of drafts."""
+        proposals: list[Proposal] = []
         for row in rows:
             entry = self._open.get(row.uid)
-            if not row.num_drafts or entry is None:
+            text = None if entry is None else entry.text
+            if entry is None or text is None or len(text.token_ids) != _num_known(row, entry):
                 continue
-            drafts.planned[row.uid] = row.num_drafts
-            text, num_known = entry.text, row.start - entry.num_rejected + row.count - row.num_drafts
-            if text is None or len(text.token_ids) != num_known:
-                continue
+            if row.num_drafts > most:
+                break
             if isinstance(text, DraftedRequest):
-                proposals[row.uid] = Proposal(text, self._requests[row.uid], row.num_drafts)
+                proposals.append(Proposal(text, self._requests[row.uid], row.num_drafts))
+                most -= row.num_drafts
             elif proposed := list(text.propose(row.num_drafts)):
                 drafts.proposed[row.uid] = proposed
-        if self._model is not None and proposals:
-            found = zip(proposals, self._model.propose([*proposals.values()]), strict=True)
-            drafts.proposed = {uid: proposed for uid, proposed in found if proposed}
+                most -= len(proposed)
+        if self._model is None:
+            return
+        drafts.on_device = self._model.propose(proposals)
+        if drafts.on_device is not None:
+            drafts.proposed = {uid: [0] * count for uid, count in drafts.on_device.counts().items()}
+            if not drafts.on_device.is_stored:
+                self.read(drafts)
 
     def _with_drafts(self, row: Row, drafts: StepDrafts) -> Row:
         entry = self._open.get(row.uid)
@@ -101,36 +145,45 @@ class DraftRows:
         return Row(row.uid, start, count, row.outputs, token_ids)
 
     def launched(self, ticket: Ticket, rows: list[Row]) -> None:
-        """Record a launched and verified step. rows: as ``propose`` returned them."""
+        """Record a launched step, and let the draft model compute its prompts. rows: as ``propose`` returned them."""
         drafts = ticket.drafts
         assert drafts is not None
         drafts.open = [self._open.get(uid) for uid in ticket.sampled]
-        for uid, entry in zip(ticket.sampled, drafts.open, strict=True):
-            num_rejected = drafts.planned.get(uid, 0) - len(drafts.accepted.get(uid, ()))
-            if num_rejected and entry is not None:
-                drafts.rejected[uid] = num_rejected
-                entry.num_rejected += num_rejected
-        if self._model is not None:
-            self._update_model(self._model, drafts, rows)
+        if not drafts.proposed:  # otherwise they are rejected when the tokens are known
+            _reject(ticket, drafts)
         self._launched.append(ticket)
-
-    def _update_model(self, model: DraftModel, drafts: StepDrafts, rows: list[Row]) -> None:
-        """Tell the draft model which drafts were accepted, and let it compute the prompts of the step."""
+        if self._model is None:
+            return
         prompts: list[tuple[DraftedRequest, RequestRow, int]] = []
         for row in rows:
             entry, request = self._open.get(row.uid), self._requests.get(row.uid)
             if entry is None or request is None or not isinstance(entry.text, DraftedRequest):
                 continue
-            if row.uid in drafts.proposed:
-                model.accept(entry.text, request, len(drafts.accepted.get(row.uid, ())))
-            elif len(row.token_ids) == row.count and row.start + row.count <= len(entry.text.token_ids):
+            is_known = len(row.token_ids) == row.count and row.start + row.count <= len(entry.text.token_ids)
+            if is_known and row.uid not in drafts.proposed:
                 prompts.append((entry.text, request, row.start + row.count))
-        model.compute(prompts)
+        self._model.compute(prompts)
+
+    def _record(self, ticket: Ticket, values: list[int]) -> None:
+        """Record the tokens of a step, and which drafts were accepted. values: ``Ticket.values``."""
+        drafts = ticket.drafts
+        assert drafts is not None
+        if drafts.proposed:
+            _reject(ticket, drafts)
+        for uid, entry, value in zip(ticket.sampled, drafts.open, values, strict=False):
+            if entry is None or entry.text is None:
+                continue
+            accepted = drafts.accepted.get(uid, ())
+            if uid in drafts.proposed and isinstance(entry.text, DraftedRequest) and self._open.get(uid) is entry:
+                assert self._model is not None
+                self._model.accept(entry.text, self._requests[uid], len(accepted))
+            if value != FAILED and uid not in ticket.repeated:
+                entry.text.token_ids += (*accepted, value, *ticket.forced.get(uid, ()))
 
     def collected(self, ticket: Ticket, values: list[int]) -> None:
         """Record a collected step, after its forced tokens are known. values: ``Ticket.values``."""
         if ticket in self._launched:
-            _add_tokens(ticket, values)
+            self._record(ticket, values)
         self.failed(ticket)
         assert ticket.drafts is not None
         for uid, entry in zip(ticket.sampled, ticket.drafts.open, strict=True):
@@ -147,10 +200,15 @@ class DraftRows:
         self._launched = [other for other in self._launched if other is not ticket]
 
 
-def _add_tokens(ticket: Ticket, values: list[int]) -> None:
-    """Add the new tokens of a step to the proposers of its requests. values: ``Ticket.values``."""
-    drafts = ticket.drafts
-    assert drafts is not None
-    for uid, entry, value in zip(ticket.sampled, drafts.open, values, strict=False):
-        if entry is not None and entry.text is not None and value != FAILED and uid not in ticket.repeated:
-            entry.text.token_ids += (*drafts.accepted.get(uid, ()), value, *ticket.forced.get(uid, ()))
+def _num_known(row: Row, entry: OpenDrafts) -> int:
+    """Return the number of tokens before the drafts of a row."""
+    return row.start - entry.num_rejected + row.count - row.num_drafts
+
+
+def _reject(ticket: Ticket, drafts: StepDrafts) -> None:
+    """Set the number of rejected drafts of each row of a step."""
+    for uid, entry in zip(ticket.sampled, drafts.open, strict=True):
+        num_rejected = drafts.planned.get(uid, 0) - len(drafts.accepted.get(uid, ()))
+        if num_rejected and entry is not None:
+            drafts.rejected[uid] = num_rejected
+            entry.num_rejected += num_rejected

@@ -17,6 +17,10 @@ SIZES: Final = (6, 3)
 """Lengths of the n-grams, in the order in which they are looked up. Matches shorter than three tokens are accidents."""
 
 
+PREFIX: Final = SIZES[-1] - 1
+"""Length of the start of the shortest n-gram without its last token."""
+
+
 class NgramProposer:
     """The tokens of a request, prompt then output, and the index of their n-grams.
 
@@ -31,7 +35,16 @@ class NgramProposer:
         self.token_ids = token_ids
         self._first = first
         self._num_indexed = 0
-        self._ends: tuple[dict[int, int], ...] = tuple({} for _ in SIZES)  # hash -> end (exclusive), for each size
+        # for each size, and for ``PREFIX``: hash -> end (exclusive)
+        self._ends: tuple[dict[int, int], ...] = tuple({} for _ in (*SIZES, PREFIX))
+
+    def may_propose(self, num_unknown: int) -> bool:
+        """Return whether ``propose`` may find something after so many more tokens, which are not known yet."""
+        if num_unknown != 1:
+            return True
+        self._update_index()
+        last = self.token_ids[-PREFIX:]
+        return hash(tuple(last)) in self._ends[-1]
 
     def propose(self, count: int) -> Sequence[int]:
         """Return the ``count`` tokens that followed the latest earlier occurrence of the last tokens, else nothing.
@@ -41,7 +54,7 @@ class NgramProposer:
         """
         token_ids, total = self.token_ids, len(self.token_ids)
         self._update_index()
-        for size, ends in zip(SIZES, self._ends, strict=True):
+        for size, ends in zip(SIZES, self._ends, strict=False):
             last = token_ids[total - size :] if total - size >= self._first else []
             end = ends.get(hash(tuple(last))) if last else None
             if end is not None and token_ids[end - size : end] == last:  # another n-gram may have the same hash
@@ -51,7 +64,7 @@ class NgramProposer:
     def _update_index(self) -> None:
         """Add the n-grams that end before the last token. ``propose`` looks up the n-grams that end with it."""
         token_ids, total = self.token_ids, len(self.token_ids)
-        for size, ends in zip(SIZES, self._ends, strict=True):
+        for size, ends in zip((*SIZES, PREFIX), self._ends, strict=True):
             start = max(self._num_indexed, self._first + size)
             if start < total:
                 tokens = token_ids[start - size : total - 1]

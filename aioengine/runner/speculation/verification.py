@@ -71,6 +71,14 @@ class Verification:
         self.counts[row] -= 1
 
 
+def num_accepted(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
+    """Return how many drafts of a row are accepted by the tokens sampled at all their positions and after them."""
+    count = 0
+    while count < len(drafts) and token_ids[count] == drafts[count]:
+        count += 1
+    return count - (token_ids[count] == FAILED and count > 0)  # as in ``Verification.take``
+
+
 def row_groups(counts: Sequence[int], most: int) -> Iterator[range]:
     """Divide rows into groups with up to ``most`` positions. counts: positions of each row."""
     start = num_positions = 0

@@ -64,7 +64,8 @@ assert found.pages.num_pages.tolist() == [17, 3]
 for cascade in (None, found):
     ordered = cascade.order if cascade else np.arange(num_rows)
     host = np.full(4000, 77, dtype=np.int32)  # leftovers of a larger step
-    (num_words,) = graphs._fill([host], SIZE, rows, sampled, cascade=cascade, is_drawn=True)
+    places = (rows.row_indices[ordered],) * 2
+    (num_words,) = graphs._fill([host], SIZE, rows, sampled, places, cascade=cascade)
     assert (host[num_words:] == 77).all()
     graphs._memory = [torch.from_numpy(host)]
     columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
@@ -129,7 +130,9 @@ assert can_expand(rows)
 found = expand_rows(rows, table)
 step_inputs, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=len(steps))
 host = np.full(4000, 77, dtype=np.int32)
-graphs._fill([host], SIZE, rows, sampled, expanded=found, is_drawn=False)
+targets = np.full(7, -1)
+targets[rows.token_ends - 1] = rows.row_indices
+graphs._fill([host], SIZE, rows, sampled, (found.sources, targets), expanded=found)
 graphs._memory = [torch.from_numpy(host)]
 columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
 num_tokens = 7
@@ -139,6 +142,7 @@ assert columns[2].tolist() == [*batch.slot_mapping.tolist(), *[0] * (SIZE - num_
 none = -1
 first, second, third, last = rows.row_indices.tolist()
 assert columns[4].tolist() == [none, none, first, second, none, third, last, *[none] * (SIZE - num_tokens)]
+assert columns[7, :num_tokens].tolist() == (step_inputs.positions + 1).tolist(), "the position of a sampled token"
 own_lengths = (np.diff(buffers.starts.numpy()) - 1) * PAGE_SIZE + buffers.last_lengths.numpy()
 assert own_lengths[:num_tokens].tolist() == (step_inputs.positions + 1).tolist()
 assert own_lengths[num_tokens:].tolist() == [1] * (SIZE - num_tokens)
@@ -152,7 +156,6 @@ queries, out = torch.zeros(2, SIZE, HEADS, HEAD_SIZE)
 queries[:num_tokens] = q
 decode.decode(queries, (pool[0, 0], pool[0, 1]), step, scale=shape.scale, out=out, other=None)
 torch.testing.assert_close(out[:num_tokens].view(num_tokens, -1), expected, rtol=1e-4, atol=1e-5)
-assert found.last_indices.tolist() == [2, 3, 5, 6]
 
 rows.requests[0].num_prompt = 47
 assert not can_expand(rows), "a prompt"

@@ -56,7 +56,7 @@ class Int8Format:
             weight = tensors["weight"].to(x.dtype) * tensors["weight_scale"].to(x.dtype).unsqueeze(1)
             return functional.linear(x, weight, tensors.get("bias"))
 
-        return layer.prepared(matmul, lambda: tensors)._replace(is_in_place=True)
+        return layer.prepared(matmul, lambda: tensors, lambda new: None)
 
 
 class TransposedFormat:

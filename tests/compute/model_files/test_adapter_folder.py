@@ -120,7 +120,7 @@ def test_fused_projections_are_split(base: PreTrainedModel, tmp_path: Path) -> N
     parts = by_layer(read_folder(folder).parts(layers()))
     assert [(part.module, part.first_row) for part in parts.values()] == [("q_proj", 0), ("k_proj", 64), ("v_proj", 96)]
     change_tensors(folder, {"lora_B.weight": torch.ones(192, 4)})
-    with pytest.raises(ValueError, match=r"lora_B.weight .* has shape \[192, 4\], .* needs \[128, 4\]"):
+    with pytest.raises(ValueError, match=r"lora_B.weight has shape \[192, 4\], .* needs \[128, 4\]"):
         read_folder(folder).parts(layers())
 
 
@@ -190,8 +190,8 @@ CHANGED: dict[str, tuple[dict[str, Tensor | None], str]] = {
         },
         "has tensors of model.layers.0.mlp.up_proj, which target_modules",
     ),
-    "other inputs": ({f"{Q0}.lora_A.weight": torch.ones(4, 65)}, r"q_proj.lora_A.weight .* has shape [4, 65]"),
-    "other outputs": ({f"{Q0}.lora_B.weight": torch.ones(63, 4)}, r"q_proj.lora_B.weight .* has shape [63, 4]"),
+    "other inputs": ({f"{Q0}.lora_A.weight": torch.ones(4, 65)}, r"q_proj.lora_A.weight has shape [4, 65]"),
+    "other outputs": ({f"{Q0}.lora_B.weight": torch.ones(63, 4)}, r"q_proj.lora_B.weight has shape [63, 4]"),
     "other rank": ({f"{Q0}.lora_A.weight": torch.ones(3, 64)}, "has shape [3, 64], and the rank of the layer is 4"),
     "vector": ({f"{Q0}.lora_A.weight": torch.ones(4)}, "has shape [4], but must be a matrix"),
     "integers": ({f"{Q0}.lora_A.weight": torch.ones(4, 64, dtype=torch.int64)}, "of type I64"),

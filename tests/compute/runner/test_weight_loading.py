@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import json
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import pytest
@@ -10,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioengine.protocol.messages import Control
-from aioengine.protocol.weight_messages import CHECK_WEIGHTS, LOAD_WEIGHTS
-from aioengine.runner import weight_loading
+from aioengine.protocol.weight_messages import CHECK_WEIGHTS, LOAD_WEIGHTS, RELEASE_MEMORY, RESUME_MEMORY
+from aioengine.runner import build, weight_loading
 from aioengine.runner.weight_loading import WeightsBrokenError
 from aioengine.runner.weight_reading import check_all
 from aioengine.settings.config import LoadedWeights
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.protocol.messages import Reply
+    from aioengine.runner.graphs.piece_graphs import PieceGraphs
     from aioengine.settings.config import Settings
 
 PROMPT = list(range(20, 60))
@@ -114,3 +116,48 @@ def test_failure_while_weights_are_replaced_ends_the_process(tmp_path: Path) -> 
     save_file(tensors | {"lm_head.weight": torch.full((300, 64), torch.inf)}, second / "model.safetensors")
     with pytest.raises(WeightsBrokenError, match=r"lm_head\.weight has numbers that are not finite"):
         call(world, LOAD_WEIGHTS, second)
+
+
+def test_files_that_change_after_their_check_end_the_process(tmp_path: Path) -> None:
+    first, second = save_pair("llama", tmp_path)
+    world = World(make_settings(first))
+    old = logits_of(world)
+    files = json.loads(call(world, CHECK_WEIGHTS, second).data)
+    (second / "model.safetensors").write_bytes((first / "model.safetensors").read_bytes())
+    loaded = LoadedWeights(number=1, path=str(second), files=files)
+    control = Control(3, LOAD_WEIGHTS, {"path": str(second), "weights": msgspec.json.encode(loaded).decode()})
+    with pytest.raises(WeightsBrokenError, match="was changed after it was checked"):
+        world.runner.controls[LOAD_WEIGHTS](control)
+    assert torch.equal(logits_of(world), old)
+
+
+@pytest.mark.parametrize("order", [["weights", "kv_cache"], ["kv_cache", "weights"]])
+def test_graphs_are_captured_again_when_all_memory_is_resumed(
+    order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model("qwen2", tmp_path, tie_word_embeddings=True)
+    settings = quantized(make_settings(tmp_path), "int4")
+    world = World(msgspec.structs.replace(settings, memory=msgspec.structs.replace(settings.memory, can_release=True)))
+    captures: list[object] = []
+    monkeypatch.setattr(build, "capture_graphs", lambda runner, parts, report: captures.append(runner))
+    world.runner.prompt_graphs = cast("PieceGraphs", object())  # a CPU has none
+    workspace = world.runner._workspace = torch.ones(64)
+    expected = logits_of(world)
+
+    def change(name: str, tags: list[str]) -> None:
+        assert world.runner.controls[name](Control(1, name, {"tags": tags})).success
+
+    change(RELEASE_MEMORY, ["kv_cache"])
+    assert world.runner.has_graphs
+    change(RELEASE_MEMORY, ["weights"])
+    assert not world.runner.has_graphs
+    assert workspace.untyped_storage().nbytes() == 0
+    change(RESUME_MEMORY, order[:1])
+    assert not captures
+    change(RESUME_MEMORY, order[1:])
+    assert captures == [world.runner]
+    assert torch.equal(workspace, torch.zeros(64))
+    assert torch.equal(logits_of(world), expected)
+    change(RELEASE_MEMORY, ["kv_cache"])
+    change(RESUME_MEMORY, ["kv_cache"])
+    assert len(captures) == 1

@@ -176,6 +176,22 @@ def test_leftovers_of_a_larger_step_are_not_read(model: Model) -> None:
     assert int(positions.max()) < 64
 
 
+@torch.inference_mode()
+def test_hidden_states_of_further_tokens(model: Model) -> None:
+    shape, rows, indices = model.attention_shape, [(0, 30), (0, 7)], torch.tensor([29, 36, 0, 4, 33, 29])
+    pool = torch.zeros(_base.kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
+    graphs = PieceGraphs(model, Piecewise(shape, pool), list(pool), max_rows=6)
+    graphs.capture(50, lambda *_: None)
+    batch = make_batch(rows, [list(range(1, 9)), list(range(9, 17))], PAGE_SIZE)
+    inputs = replace(make_inputs(model, rows), outputs=indices)
+    reference = TorchAttention(shape, pool.clone())
+    reference.prepare(batch)
+    expected = model.forward(inputs, reference)
+    assert graphs.fits(batch, 6)
+    assert not graphs.fits(batch, 7)
+    torch.testing.assert_close(graphs.replay(inputs, batch, 6), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_steps_that_fit_no_graph(model: Model) -> None:
     pool = torch.zeros(_base.kv_pool_shape(model.attention_shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), list(pool), max_rows=2)

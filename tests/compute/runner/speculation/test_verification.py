@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from aioengine.runner.sampling.philox import UniformTable, uniforms
 from aioengine.runner.sampling.sampler import FAILED
-from aioengine.runner.speculation.verification import Verification, row_groups
+from aioengine.runner.speculation.verification import Verification, num_accepted, row_groups
 
 ROWS = st.lists(
     st.tuples(
@@ -47,6 +47,8 @@ def test_all_rows_get_their_tokens(rows: list[tuple[list[int], list[int], bool]]
         rows, verification.counts, verification.final, kept_of, strict=True
     ):
         assert [*drafts[:count], final] == verified(drafts, sampled)
+        at_once = num_accepted(drafts, sampled)
+        assert (at_once, sampled[at_once]) == (count, final)
         # each token of a row one by one is kept once, with its logprobs; of other rows only the last one is needed
         assert kept_counts == (list(range(count + 1)) if one_by_one else [count])
 

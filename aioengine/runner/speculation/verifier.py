@@ -1,0 +1,189 @@
+"""Samples tokens at the positions of drafts, and accepts the drafts that equal them.
+
+S sampled rows, T tokens of a step, K drafts of a step, D model size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from aioengine.runner.sampling.sampler import FAILED
+from aioengine.runner.speculation.verification import Verification, num_accepted, row_groups
+from aioengine.runner.transfer import Ints, Readback
+from aioengine.settings.memory_model import SAMPLED_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
+    from aioengine.runner.inputs import StepRows
+    from aioengine.runner.kv_pool import KVPool
+    from aioengine.runner.request_row import RequestRow, SampledRows
+    from aioengine.runner.rows import RowTable
+    from aioengine.runner.sampling.device_sampler import DeviceSampler
+    from aioengine.runner.sampling.sampler import RankSampler, Sampler
+    from aioengine.runner.ticket import StepDrafts
+
+
+class SampledDrafts(Readback):
+    """The tokens [T] sampled at all positions of a step. Drafts are accepted when the host knows these tokens.
+
+    Attributes:
+        firsts: index of the first sampled token of each of S rows.
+    """
+
+    __slots__ = ("_accept", "_last_tokens", "firsts")
+
+    def __init__(
+        self, token_ids: Tensor, firsts: list[int], accept: Callable[[list[int], list[int]], list[int]]
+    ) -> None:
+        """token_ids: [T]. accept: called once with ``firsts`` and the numbers; returns the last token of each row."""
+        super().__init__(token_ids)
+        self.firsts = firsts
+        self._accept = accept
+        self._last_tokens: list[int] | None = None
+
+    def wait(self) -> list[int]:
+        """Wait for the device and return the last token of each row [S]."""
+        if self._last_tokens is None:
+            self._last_tokens = self._accept(self.firsts, super().wait())
+        return self._last_tokens
+
+
+class Verifier:
+    """Verifies the drafts of steps."""
+
+    def __init__(
+        self,
+        table: RowTable,
+        sampler: Sampler | DeviceSampler | RankSampler,
+        kv_pool: KVPool,
+        *,
+        logits: Callable[[Tensor], Tensor],
+        keep: Callable[[Tensor, Tensor, Tensor, SampledRows, Ints], None],
+        errors: dict[int, str],
+        read: Callable[[StepDrafts, list[int]], None],
+    ) -> None:
+        """
+        Args:
+            logits: computes logits [N, V] from hidden states [N, D].
+            keep: stores the chosen ones of sampled tokens [N]. Arguments: hidden [N, D], logits [N, V], token ids [N],
+                rows [N], chosen indices.
+            errors: uid -> error of a custom processor.
+            read: see ``DraftRows.read``.
+        """
+        self._table = table
+        self._sampler = sampler
+        self._kv_pool = kv_pool
+        self._logits = logits
+        self._keep = keep
+        self._errors = errors
+        self._read = read
+
+    def accept_later(
+        self, graphs: DecodeGraphs, step: DecodeStep, rows: StepRows, first: SampledRows, drafts: StepDrafts
+    ) -> SampledDrafts:
+        """Sample at all positions of a replayed step. Drafts are accepted when the tokens are known.
+
+        first: the rows, with the positions of their first tokens.
+        """
+        token_ids, counts = step.token_ids, drafts.counts(first.requests)
+        firsts = rows.token_ends - 1 - counts
+        if token_ids is None:
+            row_of_token = np.repeat(np.arange(len(counts)), rows.counts)
+            later = np.arange(len(row_of_token)) - firsts[row_of_token]
+            token_ids = self._sampler.sample(graphs.logits(step)[: len(later)], first.part(row_of_token, later))
+        if drafts.on_device is not None:
+            token_ids = torch.cat([token_ids, drafts.on_device.token_ids])
+        return SampledDrafts(token_ids, firsts.tolist(), partial(self._accept, first.requests, drafts))
+
+    def _accept(
+        self, requests: list[RequestRow], drafts: StepDrafts, firsts: list[int], token_ids: list[int]
+    ) -> list[int]:
+        """Accept the drafts of these rows by the tokens sampled at all positions. Return the last token of each row.
+
+        token_ids: these tokens, then the drafts that were only on the device.
+        """
+        if drafts.on_device is not None:
+            self._read(drafts, token_ids[-len(drafts.on_device.token_ids) :])
+        proposed = [drafts.proposed.get(request.uid, []) for request in requests]
+        last_tokens: list[int] = []
+        open_rows: list[tuple[int, int]] = []
+        for request, ids, first in zip(requests, proposed, firsts, strict=True):
+            sampled = token_ids[first : first + len(ids) + 1]
+            count = num_accepted(ids, sampled)
+            drafts.accepted[request.uid] = ids[:count]
+            last_tokens.append(sampled[count])
+            if self._table.requests.get(request.uid) is request:
+                open_rows.append((request.row_index, max(sampled[count], 0)))
+                if FAILED in sampled[1:]:  # a rejected draft, as in ``_compute_drafts``
+                    self._kv_pool.clean(self._table.pages(request.uid))
+        with torch.inference_mode():
+            row_indices, values = self._table.upload(np.array(open_rows, dtype=np.int64).reshape(-1, 2).T)
+            self._table.last_tokens.index_copy_(0, row_indices, values)
+        return last_tokens
+
+    def verify(self, hidden: Tensor, before_drafts: Tensor, rows: SampledRows, drafts: StepDrafts) -> list[int]:
+        """Sample the S rows and accept their drafts. Return the last token of each row.
+
+        hidden: [S, D] after all drafts of each row. before_drafts: [K, D] before each draft, row by row.
+        rows: with the positions of the first tokens.
+        """
+        proposed = [drafts.proposed.get(request.uid, []) for request in rows.requests]
+        is_slow = one_by_one(rows.requests, rows.records)
+        num_before = np.cumsum([0, *map(len, proposed)]).tolist()
+        hidden = torch.cat((hidden, before_drafts))
+        values: list[int] = []
+        for group in row_groups([len(ids) + 1 for ids in proposed], SAMPLED_ROWS):
+            sources: list[int] = []
+            firsts: list[int] = []  # index of the logits of each row
+            for row in group:
+                first = len(rows.requests) + num_before[row]
+                firsts.append(len(sources))
+                sources += [*range(first, first + len(proposed[row])), row]
+            states = hidden[self._table.upload(np.array(sources, dtype=np.int64))]
+            logits = self._logits(states)
+            verification = Verification(proposed[group.start : group.stop], is_slow[group.start : group.stop])
+            while verification.active:
+                entries = verification.entries()
+                later = np.array([count for _, count in entries], dtype=np.int64)
+                entry_rows = rows.part(np.array([group[row] for row, _ in entries], dtype=np.int64), later)
+                chosen = self._table.upload(np.array([firsts[row] for row, _ in entries], dtype=np.int64) + later)
+                scores = logits[chosen]
+                token_ids = self._sampler.sample(scores, entry_rows)
+                kept = verification.take(entries, token_ids.tolist())
+                for row in {row for row, _ in entries} - kept.keys():  # failed after an accepted draft
+                    self._errors.pop(rows.requests[group[row]].uid, None)
+                    drafts.followed.add(group[row])
+                indices = np.array(list(kept.values()), dtype=np.int64)
+                self._keep(states[chosen], scores, token_ids, entry_rows, indices)
+                for row in verification.active.copy():
+                    constraint = rows.requests[group[row]].constraint
+                    if constraint is not None:
+                        constraint.advance(verification.final[row])
+                        if constraint.is_over:
+                            verification.stop(row)
+                            drafts.followed.add(group[row])
+            for row, count in zip(group, verification.counts, strict=True):
+                drafts.accepted[rows.requests[row].uid] = proposed[row][:count]
+            values += verification.final
+        return values
+
+
+def one_by_one(requests: list[RequestRow], records: npt.NDArray[np.void]) -> list[bool]:
+    """Return whether each row must sample the tokens of its drafts one after the other, see ``Verification``.
+
+    records: [S] of SAMPLING_RECORD.
+    """
+    has_processors = (records["processors"] != 0).tolist()
+    return [
+        is_processed or request.logprobs is not None or bool(request.sampling.hidden_states)
+        for is_processed, request in zip(has_processors, requests, strict=True)
+    ]

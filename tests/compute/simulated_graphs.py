@@ -1,0 +1,146 @@
+"""CUDA graphs of decode steps on a CPU: a replay computes the step again, and writes its results to the same memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from aioengine.attention._base import ForwardBatch
+from aioengine.attention.torch import TorchAttention
+from aioengine.runner.graphs import decode_graphs
+from aioengine.runner.request_row import SampledRows
+from aioengine.runner.rows import SAMPLING_RECORD
+from aioengine.runner.sampling.sampler import FAILED, Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionShape, DecodeBuffers, Ints
+    from aioengine.kernels.triton.sampling import Draws
+    from aioengine.runner.model_runner import ModelRunner
+
+
+class FixedRows(TorchAttention):
+    """Implements ``FixedDecode``. ``read`` prepares the step in the buffers."""
+
+    def __init__(self, shape: AttentionShape, kv_pool: Tensor, num_rows: int, buffers: DecodeBuffers) -> None:
+        super().__init__(shape, kv_pool)
+        self._num_rows = num_rows
+        self._buffers = buffers
+
+    def plan_capture(self, kv_lengths: Ints) -> None:
+        self._buffers.starts.copy_(torch.arange(self._num_rows + 1))
+        self._buffers.last_lengths.copy_(torch.from_numpy(kv_lengths))
+        self._buffers.page_ids[: self._num_rows].zero_()
+
+    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
+        pass
+
+    def read(self) -> None:
+        buffers, starts = self._buffers, self._buffers.starts.tolist()
+        counts = np.diff(starts)
+        pages = torch.zeros(self._num_rows, counts.max(), dtype=torch.int32)
+        for row, count in enumerate(counts.tolist()):
+            pages[row, :count] = buffers.page_ids[starts[row] : starts[row] + count]
+        kv_lengths = (counts - 1) * self.page_size + buffers.last_lengths.numpy()
+        self.prepare(
+            ForwardBatch(
+                slot_mapping=buffers.slot_mapping.long(),
+                page_table=pages,
+                query_lengths=[1] * self._num_rows,
+                kv_lengths=kv_lengths.tolist(),
+            )
+        )
+
+
+class CapturableTorch(TorchAttention):
+    """Implements ``CapturableAttention``."""
+
+    def warm_up(self) -> None:
+        pass
+
+    def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedRows:
+        return FixedRows(self._shape, self._pool, num_rows, buffers)
+
+    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
+        out.copy_(self.attend(q, k, v, layer).view_as(out))
+
+
+class Kernels:
+    """Replaces ``SamplingKernels``."""
+
+    def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        table: Any = SimpleNamespace(sampling=np.zeros(max_rows))
+        self._sampler = Sampler(vocab_size=vocab_size, num_embeddings=vocab_size, table=table, processors=())
+
+    def sample(self, logits: Tensor, draws: Draws, out: Tensor, last_tokens: tuple[Tensor, Tensor]) -> None:
+        fields = draws.fields.numpy()
+        records = np.zeros(len(logits), dtype=SAMPLING_RECORD)
+        records["is_plain"] = records["is_greedy"] = fields[4] != 0
+        records["seed"] = fields[0].view(np.uint32) + (fields[1].view(np.uint32).astype(np.uint64) << np.uint64(32))
+        records["temperature"] = 1 / np.maximum(fields[3].view(np.float32), np.float32(1e-3))
+        rows = SampledRows([], np.arange(len(logits)), fields[2].astype(np.int64), records)
+        indices, tokens = last_tokens
+        is_sampled = indices >= 0
+        out.copy_(torch.where(is_sampled, self._sampler.sample(logits, rows), FAILED))
+        tokens[indices[is_sampled].long()] = out[is_sampled].clamp(min=0)
+
+
+class SimulatedGraphs(decode_graphs.DecodeGraphs):
+    """``num_replayed``: number of replayed steps, and of those with drafts."""
+
+    num_replayed = (0, 0)
+
+    def replay(self, *arguments: Any, samples_each: bool = False, **options: Any) -> decode_graphs.DecodeStep:
+        self.num_replayed = self.num_replayed[0] + 1, self.num_replayed[1] + samples_each
+        step = super().replay(*arguments, samples_each=samples_each, **options)
+        # on a CPU, the tokens of a step in flight are not copied
+        return replace(step, token_ids=None if step.token_ids is None else step.token_ids.clone())
+
+    def draw(self, step: decode_graphs.DecodeStep, logits: Tensor) -> Tensor:
+        return super().draw(step, logits).clone()
+
+    def _captured(self, size: int, attention: Any, pool: object, tiles: Any = None) -> Any:
+        compute = self._step(size, attention, tiles)
+        attention.read()
+        results = compute()
+
+        def replay() -> None:
+            attention.read()
+            for result, found in zip(results, compute(), strict=True):
+                result.copy_(found)
+
+        hidden, logits, token_ids = results
+        address: Any = SimpleNamespace(tensor=lambda _: logits)
+        return decode_graphs._Graph(size, SimpleNamespace(replay=replay), attention, hidden, token_ids, address)  # type: ignore[arg-type]
+
+    def _step(self, size: int, attention: Any, tiles: Any = None) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+        compute = super()._step(size, attention, tiles)
+        attention.read()
+        return compute
+
+
+def capture(runner: ModelRunner, max_rows: int) -> None:
+    """Capture the graphs of a runner, after ``simulate_graphs``."""
+    drafts = runner._drafts
+    model = None if drafts is None else drafts._model
+    for attention in (runner._attention, None if model is None else model._parts.attention):
+        if attention is not None:
+            attention.__class__ = CapturableTorch  # type: ignore[assignment]
+    runner.capture_graphs(max_rows, lambda *_: None)
+
+
+def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``ModelRunner.capture_graphs`` work on a CPU."""
+    monkeypatch.setattr(decode_graphs, "SamplingKernels", Kernels)
+    monkeypatch.setattr(decode_graphs, "DecodeGraphs", SimulatedGraphs)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
