@@ -52,7 +52,7 @@ TRAINED = {
 }
 """Those that are given the folder of what they would train, which the tests make with few steps; the whole runs are in
 ``test_train_*.py``."""
-SERVERS = ("fastapi_server.py", "aiohttp_server.py")
+SERVERS = ("fastapi_server.py", "aiohttp_server.py", "ray_serve.py")
 
 
 def test_every_example_is_run_by_a_test() -> None:

@@ -20,9 +20,10 @@ import ray
 
 from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineStartupError
+from aioengine.protocol.messages import Limits, Media, Sampling, Submit, TextRules
 from aioengine.settings.config import SupervisionConfig
 from aioengine.supervision.fleet import Fleet
-from aioengine.supervision.launchers._ray_launcher import RayLauncher
+from aioengine.supervision.launchers._ray_launcher import RayLauncher, with_images
 from aioengine.supervision.launchers._ray_places import RayPlaces
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.testing.fake_engine import FakeSetup
@@ -31,6 +32,8 @@ from tests.processes.ray_kit import add_node
 from tests.processes.restart_kit import ANSWERS, ROLES, ask_all, undisturbed, until_idle, until_restarted
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from aioengine.api.signatures import EngineArguments
     from aioengine.frontend.engine_parts import Blueprint
     from aioengine.supervision.supervisor import Events
@@ -117,3 +120,15 @@ def test_cluster_without_enough_resources_is_named(cluster: Any) -> None:
 def test_gpus_are_chosen_by_ray() -> None:
     with pytest.raises(ValueError, match="base_gpu_id=1 has no effect with executor='ray'"):
         AsyncEngine(executor="ray", base_gpu_id=1)
+
+
+def test_images_are_sent_by_value(tmp_path: Path) -> None:
+    file = tmp_path / "image"
+    file.write_bytes(b"arrays")
+    submit = Submit(1, [5], Sampling(seed=1), Limits(7), TextRules(), media=[Media(0, 1, 1, b"", str(file))])
+    sent = with_images(submit)
+    assert isinstance(sent, Submit)
+    assert [media.data for media in sent.media] == [b"arrays"]
+    assert submit.media[0].data == b""
+    file.unlink()
+    assert with_images(submit) is submit  # its request has ended

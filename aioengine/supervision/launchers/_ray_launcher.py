@@ -216,10 +216,11 @@ class _ImageSender(AsyncZmqSender):
     """Sends images by value, because their files are on this machine."""
 
     def send(self, messages: list[Message]) -> None:
-        super().send([_with_images(message) for message in messages])
+        super().send([with_images(message) for message in messages])
 
 
-def _with_images(message: Message) -> Message:
+def with_images(message: Message) -> Message:
+    """Return the message with the content of its image files, if they are not too large."""
     if not isinstance(message, Submit) or not message.media:
         return message
     try:

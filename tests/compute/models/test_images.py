@@ -113,6 +113,15 @@ def test_tokens_match_transformers(saved: Saved, chunk_tokens: int, depth: int) 
         check(saved, prompt, output)
 
 
+def test_images_by_value_give_the_same_tokens(llava: Saved) -> None:
+    prompts = llava.prompts()
+    by_value: list[Prompt] = []
+    for prompt in prompts:
+        media = [replace_struct(image, path="", data=Path(image.path).read_bytes()) for image in prompt.media]
+        by_value.append(replace(prompt, media=media))
+    assert run(llava.world(), by_value) == run(llava.world(), prompts)
+
+
 def test_bytes_and_values_give_same_features(saved: Saved) -> None:
     model = saved.world().runner._model
     assert isinstance(model, ImageDecoder)
