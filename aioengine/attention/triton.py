@@ -116,6 +116,7 @@ class TritonAttention(PagedAttention):
 
 
 def _num_done(layers: AttentionLayers, num_rows: int) -> Tensor:
+    """Return the counters of ``attend_splits``, [R * H]."""
     return torch.zeros(num_rows * layers.shape.num_heads, dtype=torch.int32, device=layers.device)
 
 

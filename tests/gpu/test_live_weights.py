@@ -131,7 +131,7 @@ def graph_of(model: Model, num_tokens: int) -> tuple[torch.cuda.CUDAGraph, Tenso
     """Capture a step without attention, and return its logits, too."""
 
     def step() -> Tensor:
-        ids = torch.arange(num_tokens, device=DEVICE)
+        ids = torch.arange(1, num_tokens + 1, device=DEVICE)  # all numbers of token 0, the padding, are zeros
         inputs = model_inputs(model, ids, ids)
         return model.compute_logits(model.forward(inputs, NoAttention(model.attention_shape)))
 

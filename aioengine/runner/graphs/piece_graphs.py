@@ -168,7 +168,7 @@ class PieceGraphs:
         return (num_outputs or len(batch.query_lengths)) <= min(size, self._max_rows)
 
     def replay(self, inputs: ModelInputs, batch: ForwardBatch, num_outputs: int | None = None) -> Tensor:
-        """Queue the step, which must fit. Return the hidden states of the first ``num_outputs`` of ``inputs.outputs``.
+        """Queue the step, which must fit. Return the hidden states [num_outputs, D] of the first ``inputs.outputs``.
 
         num_outputs: None: one for each row.
         """
