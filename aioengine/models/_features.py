@@ -38,6 +38,17 @@ class Features:
         if slots is not None and self.pool is not None:
             self.pool.index_copy_(0, slots.long(), features)
 
+    def release(self) -> None:
+        """Free the memory until ``resume``; not on a GPU, where CUDA graphs contain its address."""
+        if self.pool is not None and not self.pool.is_cuda:
+            self.pool.untyped_storage().resize_(0)
+
+    def resume(self) -> None:
+        """Allocate the memory again."""
+        if self.pool is not None and not self.pool.is_cuda:
+            self.pool.untyped_storage().resize_(self.pool.nbytes)
+            self.pool.zero_()
+
     def read(self, slots: Tensor) -> Tensor:
         """Return the features of ``slots`` [T]: [T, D]. A failed request may have left non-finite ones, which become
         zeros.

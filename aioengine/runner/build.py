@@ -245,6 +245,7 @@ class _LoadedDraft:
             page_size=settings.memory.page_size,
             dtype=kv_dtype,
             device=device,
+            can_resume=settings.memory.can_release and device.type == "cuda",
             has_page_groups=False,
         )
         return DraftParts(

@@ -298,11 +298,15 @@ class ModelRunner:
     def release_pools(self) -> None:
         """Free the memory of keys, values and states, until ``resume_pools``."""
         self._kv_pool.release()
+        if self._drafts is not None:
+            self._drafts.release()
         if self._inputs.states is not None and not self._inputs.states.tensors[0].is_cuda:
             self._inputs.states.release()
 
     def resume_pools(self) -> None:
         self._kv_pool.resume()
+        if self._drafts is not None:
+            self._drafts.resume()
         if self._inputs.states is not None and not self._inputs.states.tensors[0].is_cuda:
             self._inputs.states.resume()
 

@@ -315,8 +315,15 @@ class DraftModel:
         self._advance(drafted, row, end)
 
     def release(self) -> None:
-        """Free the memory of the pool."""
+        """Free the memory of the pool and of the hidden states, until ``resume``."""
         self._parts.kv_pool.release()
+        if self._parts.features is not None:
+            self._parts.features.release()
+
+    def resume(self) -> None:
+        self._parts.kv_pool.resume()
+        if self._parts.features is not None:
+            self._parts.features.resume()
 
     def _fail(self, drafted: DraftedRequest, row: RequestRow) -> None:
         """Propose no more drafts for a request for which the draft model gives non-finite numbers."""

@@ -193,9 +193,13 @@ class DraftRows:
                 entry.num_rejected -= ticket.drafts.rejected.get(uid, 0)
 
     def release(self) -> None:
-        """Free the memory of the draft model's pool."""
+        """Free the memory of the draft model's pool, until ``resume``."""
         if self._model is not None:
             self._model.release()
+
+    def resume(self) -> None:
+        if self._model is not None:
+            self._model.resume()
 
     def failed(self, ticket: Ticket) -> None:
         """Forget a step without tokens."""

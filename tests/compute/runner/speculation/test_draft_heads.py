@@ -142,6 +142,23 @@ def test_all_drafts_that_read_the_right_hidden_state_are_accepted(
     assert (max(world.num_cached.values()) > 28) != is_small
 
 
+def test_released_memory_of_a_head_is_free_until_it_is_resumed(case: Case) -> None:
+    world = World(case.settings)
+    world.answers([prompt_of(1)], max_new_tokens=20)
+    assert world.runner._drafts is not None
+    assert world.runner._drafts._model is not None
+    parts = world.runner._drafts._model._parts
+    assert parts.features is not None
+    assert parts.features.pool is not None
+    assert any(tensor.any() for tensor in parts.kv_pool.tensors)
+    world.runner.release_pools()
+    assert parts.features.pool.untyped_storage().nbytes() == 0
+    assert not any(tensor.any() for tensor in parts.kv_pool.tensors)
+    world.runner.resume_pools()
+    answers = world.answers([prompt_of(2)], max_new_tokens=20)
+    assert answers == World(make_settings(case.model_folder)).answers([prompt_of(2)], max_new_tokens=20)
+
+
 def test_a_head_with_wrong_token_ids_is_refused(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "model", num_hidden_layers=5)
     config = head_config(draft_vocab_size=200)
