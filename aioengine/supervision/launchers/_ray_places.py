@@ -84,7 +84,8 @@ class RayPlaces:
     def device_facts(self) -> DeviceFacts:
         """Return the facts about the machine of the first replica, as the replica sees them. Blocks."""
         facts = ray.remote(machine.device_facts).options(**self._options(0)).remote()
-        return ray.get(facts, timeout=_DEVICE_FACTS_S)
+        found: DeviceFacts = ray.get(facts, timeout=_DEVICE_FACTS_S)
+        return found
 
     def config_of_a_node(self, config: EngineConfig) -> EngineConfig:
         """Return the config with the number of replicas that share the cores or the visible GPUs of a node."""
