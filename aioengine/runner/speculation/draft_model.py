@@ -78,7 +78,7 @@ class DraftParts(NamedTuple):
 
 @dataclass(slots=True)
 class DraftedRequest:
-    """An open request.
+    """The tokens of an open request, and how many of them the draft model has computed.
 
     Attributes:
         token_ids: all known tokens. The owner appends new ones.
