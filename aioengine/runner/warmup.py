@@ -160,6 +160,7 @@ def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
     attention, limits = parts.attention, parts.settings.scheduler
     max_rows = limits.max_running
     if isinstance(attention, CapturableAttention):
+        # a row with drafts returns a hidden state for each of them
         max_rows = max(max_rows, min(max_rows * (1 + limits.max_drafts), SAMPLED_ROWS))
         tiles = None if parts.adapters is None else parts.adapters.tiles
         layers = parts.kv_pool.layers
