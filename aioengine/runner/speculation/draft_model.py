@@ -16,7 +16,7 @@ it can compute one position less than there are known tokens: it lags by one. Th
 states of the model, so the positions of accepted drafts are computed again. The last position of a prefix hit was
 computed with the next token of an earlier request. It is not computed again, because other requests share it.
 
-N proposals, R rows of a forward pass, T packed tokens, D model size, V vocabulary, X drafts.
+N requests, R rows of a forward pass, T packed tokens, D model size, V vocabulary, X drafts.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DraftedRequest:
     num_computed: int = 0
 
 
-class Proposal(NamedTuple):
+class PlannedDrafts(NamedTuple):
     """A request, and the number of drafts that it may get. Its pages have memory for them."""
 
     drafted: DraftedRequest
@@ -104,13 +104,13 @@ class ProposedDrafts:
     """The drafts of some requests, on the device.
 
     Attributes:
-        proposals: these requests.
+        planned: these requests.
         token_ids: [X] int64, the first draft of each request, then the second ones, and so on. FAILED: it cannot be
             sampled.
         is_stored: ``RowTable.last_tokens`` has them, too.
     """
 
-    proposals: list[Proposal]
+    planned: list[PlannedDrafts]
     token_ids: Tensor
     is_stored: bool
 
@@ -200,32 +200,32 @@ class DraftModel:
         """
         return not self._lag or row.count - row.num_drafts == 1
 
-    def propose(self, proposals: list[Proposal]) -> ProposedDrafts | None:
+    def propose(self, planned: list[PlannedDrafts]) -> ProposedDrafts | None:
         """Return the drafts of the requests; None: there are none."""
-        proposals = [one for one in proposals if _length(one.drafted) + one.count <= one.drafted.max_length]
-        return self._propose(proposals) if proposals else None
+        planned = [one for one in planned if _length(one.drafted) + one.count <= one.drafted.max_length]
+        return self._propose(planned) if planned else None
 
-    def _propose(self, proposals: list[Proposal]) -> ProposedDrafts:
+    def _propose(self, planned: list[PlannedDrafts]) -> ProposedDrafts:
         upload, table = self._table.upload, self._table
-        ends = [_length(drafted) - self._lag for drafted, _, _ in proposals]
-        for (drafted, _, _), end in zip(proposals, ends, strict=True):
+        ends = [_length(drafted) - self._lag for drafted, _, _ in planned]
+        for (drafted, _, _), end in zip(planned, ends, strict=True):
             drafted.num_computed = min(drafted.num_computed, end - 1)
-        row_indices = np.array([row.row_index for _, row, _ in proposals], dtype=np.int64)
-        lengths = np.array([_length(drafted) for drafted, _, _ in proposals], dtype=np.int64)
-        counts = np.array([count for _, _, count in proposals], dtype=np.int64)
-        requests = [_with_own_constraint(row) for _, row, _ in proposals]
+        row_indices = np.array([row.row_index for _, row, _ in planned], dtype=np.int64)
+        lengths = np.array([_length(drafted) for drafted, _, _ in planned], dtype=np.int64)
+        counts = np.array([count for _, _, count in planned], dtype=np.int64)
+        requests = [_with_own_constraint(row) for _, row, _ in planned]
         rows = table.sampled(requests, row_indices, lengths)
         rows.records["processors"] &= self._kept_processors
-        active = np.arange(len(proposals))
+        active = np.arange(len(planned))
         steps: list[tuple[Ints, Tensor]] = []
         hidden: Tensor | None = None
-        graphs = self._graphs if self._graphs is not None and len(proposals) <= self._graphs.max_rows else None
+        graphs = self._graphs if self._graphs is not None and len(planned) <= self._graphs.max_rows else None
         for number in range(int(counts.max())):
             sampled = rows.part(active, number)
-            token_ids = None if graphs is None else self._replay(graphs, proposals, sampled, number)
+            token_ids = None if graphs is None else self._replay(graphs, planned, sampled, number)
             if token_ids is None:
                 if hidden is None:
-                    spans = [(drafted, row, end) for (drafted, row, _), end in zip(proposals, ends, strict=True)]
+                    spans = [(drafted, row, end) for (drafted, row, _), end in zip(planned, ends, strict=True)]
                     hidden = self._extend(spans)
                 token_ids = self._sampler.sample(self._padded(self._parts.model.compute_logits(hidden)), sampled)
                 if graphs is not None:
@@ -243,30 +243,30 @@ class DraftModel:
             if active.size and graphs is None:
                 ones, starts = np.ones(len(active), dtype=np.int64), lengths[active] + (number - self._lag)
                 hidden = self._forward(row_indices[active], starts, ones, token_ids.clamp(min=0), hidden)
-        for drafted, _, count in proposals:
+        for drafted, _, count in planned:
             drafted.num_computed += 0 if self._lag else count - 1
         token_ids = torch.cat([token_ids for _, token_ids in steps])
-        return ProposedDrafts(proposals, token_ids, is_stored=graphs is not None)
+        return ProposedDrafts(planned, token_ids, is_stored=graphs is not None)
 
     def by_request(self, drafts: ProposedDrafts, token_ids: list[int]) -> dict[int, list[int]]:
         """Return uid -> drafts, up to the first one that cannot be sampled. Requests without drafts are left out.
 
         token_ids: as ``ProposedDrafts.token_ids``, on the host.
         """
-        found: list[list[int]] = [[] for _ in drafts.proposals]
+        found: list[list[int]] = [[] for _ in drafts.planned]
         values = iter(token_ids)
-        for number in range(max(proposal.count for proposal in drafts.proposals)):
-            for own, proposal in zip(found, drafts.proposals, strict=True):
-                if number < proposal.count:
+        for number in range(max(one.count for one in drafts.planned)):
+            for own, one in zip(found, drafts.planned, strict=True):
+                if number < one.count:
                     own.append(next(values))
-        for own, (drafted, row, _) in zip(found, drafts.proposals, strict=True):
+        for own, (drafted, row, _) in zip(found, drafts.planned, strict=True):
             if FAILED in own:
                 self._fail(drafted, row)
                 del own[own.index(FAILED) :]
-        return {proposal.row.uid: own for own, proposal in zip(found, drafts.proposals, strict=True) if own}
+        return {one.row.uid: own for own, one in zip(found, drafts.planned, strict=True) if own}
 
     def _replay(
-        self, graphs: DecodeGraphs, proposals: list[Proposal], sampled: SampledRows, number: int
+        self, graphs: DecodeGraphs, planned: list[PlannedDrafts], sampled: SampledRows, number: int
     ) -> Tensor | None:
         """Compute and sample the draft with this number, from 0 on, of these rows [R] in a CUDA graph, and store it in
         the table. Return the drafts [R]; None: too many tokens must be computed before the first draft.
@@ -274,8 +274,8 @@ class DraftModel:
         table, num_rows = self._table, len(sampled.requests)
         starts, known = sampled.positions - 1, self._joined_ids([])
         if not number:
-            starts = np.array([drafted.num_computed for drafted, _, _ in proposals], dtype=np.int64)
-            known = self._joined_ids([drafted.token_ids[drafted.num_computed :] for drafted, _, _ in proposals])
+            starts = np.array([drafted.num_computed for drafted, _, _ in planned], dtype=np.int64)
+            known = self._joined_ids([drafted.token_ids[drafted.num_computed :] for drafted, _, _ in planned])
         counts = sampled.positions - starts
         rows = StepRows(
             sampled.requests,
@@ -291,7 +291,7 @@ class DraftModel:
             return None
         replayed = graphs.replay(rows, sampled, draft_number=number)
         if not number:
-            for drafted, row, _ in proposals:
+            for drafted, row, _ in planned:
                 self._advance(drafted, row, _length(drafted))
         if replayed.token_ids is not None:
             return replayed.token_ids.clone()  # the next replay overwrites them

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.sampling.sampler import FAILED
-from aioengine.runner.speculation.draft_model import DraftedRequest, Proposal
+from aioengine.runner.speculation.draft_model import DraftedRequest, PlannedDrafts
 from aioengine.runner.speculation.ngram import NgramProposer
 from aioengine.runner.ticket import OpenDrafts, StepDrafts, Ticket
 from aioengine.scheduler.plan import NewRow, Row
@@ -114,7 +114,7 @@ class DraftRows:
 
     def _propose(self, rows: list[Row], drafts: StepDrafts, most: int) -> None:
         """Set ``proposed`` of the drafts of a step. most: maximum number of drafts."""
-        proposals: list[Proposal] = []
+        planned: list[PlannedDrafts] = []
         for row in rows:
             entry = self._open.get(row.uid)
             text = None if entry is None else entry.text
@@ -127,11 +127,11 @@ class DraftRows:
                     drafts.proposed[row.uid] = proposed
                     most -= len(proposed)
             elif self._model is not None and self._model.can_propose(row):
-                proposals.append(Proposal(text, self._requests[row.uid], row.num_drafts))
+                planned.append(PlannedDrafts(text, self._requests[row.uid], row.num_drafts))
                 most -= row.num_drafts
-        if self._model is not None and (on_device := self._model.propose(proposals)) is not None:
+        if self._model is not None and (on_device := self._model.propose(planned)) is not None:
             drafts.on_device = on_device
-            drafts.proposed = {proposal.row.uid: [0] * proposal.count for proposal in on_device.proposals}
+            drafts.proposed = {one.row.uid: [0] * one.count for one in on_device.planned}
             if not on_device.is_stored:
                 self.read(drafts)
 

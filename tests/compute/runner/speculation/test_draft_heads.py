@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from aioengine.runner.speculation.draft_model import DraftModel, Proposal, ProposedDrafts
+from aioengine.runner.speculation.draft_model import DraftModel, PlannedDrafts, ProposedDrafts
 from tests.compute.runner.speculation.test_draft_model import accepted, prompt_of
 from tests.compute.runner_world import World, make_settings, save_model, with_draft
 from tests.kit.draft_heads import PlainHead, head_config, random_tensors, save_head, save_repeating, save_with_mtp
@@ -68,10 +68,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Proposals:
     seen: Proposals = []
     propose = DraftModel.propose
 
-    def record(model: DraftModel, proposals: list[Proposal]) -> ProposedDrafts | None:
-        found = propose(model, proposals)
+    def record(model: DraftModel, planned: list[PlannedDrafts]) -> ProposedDrafts | None:
+        found = propose(model, planned)
         drafts = {} if found is None else model.by_request(found, found.token_ids.tolist())
-        seen.extend((drafted.token_ids.copy(), drafts[row.uid]) for drafted, row, _ in proposals if row.uid in drafts)
+        seen.extend((drafted.token_ids.copy(), drafts[row.uid]) for drafted, row, _ in planned if row.uid in drafts)
         return found
 
     monkeypatch.setattr(DraftModel, "propose", record)
