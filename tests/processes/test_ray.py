@@ -117,6 +117,12 @@ def test_cluster_without_enough_resources_is_named(cluster: Any) -> None:
         RayPlaces(99, timeout_s=0.1)
 
 
+async def test_refused_settings_free_their_places(cluster: Any) -> None:
+    with pytest.raises(ValueError, match="max_total_tokens must be at least one page"):
+        await AsyncEngine(executor="ray", device="cpu", max_total_tokens=8).start()
+    await until(lambda: free_cpus() == 2)
+
+
 def test_gpus_are_chosen_by_ray() -> None:
     with pytest.raises(ValueError, match="base_gpu_id=1 has no effect with executor='ray'"):
         AsyncEngine(executor="ray", base_gpu_id=1)
