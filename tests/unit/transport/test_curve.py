@@ -16,7 +16,7 @@ from aioengine.protocol.orders import SecureEndpoint
 from aioengine.transport.addresses import listen
 from aioengine.transport.async_zmq import AsyncZmqReceiver, AsyncZmqSender
 from aioengine.transport.curve import KeyCheck, Keys, new_keys
-from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender, end_context
+from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender, attach, end_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,12 +70,7 @@ class Child:
         """Return a socket that tries to receive frames of the frontend."""
         socket = self._context.socket(zmq.PULL)
         self.closing.callback(socket.close)
-        if isinstance(endpoint, str):
-            socket.connect(endpoint)
-            return socket
-        socket.curve_publickey, socket.curve_secretkey = endpoint.public_key.encode(), endpoint.secret_key.encode()
-        socket.curve_serverkey = endpoint.server_key.encode()
-        socket.connect(endpoint.address)
+        attach(socket, endpoint)
         return socket
 
 
