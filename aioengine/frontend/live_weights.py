@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.errors import RequestError
-from aioengine.frontend import given_tensors
+from aioengine.frontend import tensor_arguments
 from aioengine.frontend.controls import Outcome
 from aioengine.model_files import checkpoint, model_folder, tensor_file
 from aioengine.model_files.tensor_file import TensorFile, dtype_name
@@ -165,8 +165,8 @@ class LiveWeights:
     @_to_its_end
     async def from_tensors(self, named_tensors: object, load_format: object, weight_version: object) -> WeightUpdate:
         """Replace some weights. See ``AsyncEngine.update_weights_from_tensor``."""
-        tensors = given_tensors.checked("named_tensors", named_tensors)
-        given_tensors.check_format(load_format)
+        tensors = tensor_arguments.checked("named_tensors", named_tensors)
+        tensor_arguments.check_format(load_format)
         version = _version(weight_version)
         if self._update is None and self.loaded.are_lost:
             return WeightUpdate(False, LOST_WEIGHTS)
@@ -247,7 +247,7 @@ class LiveWeights:
     ) -> WeightUpdate:
         """See ``AsyncEngine.update_weights_from_distributed``."""
         listed = _listed(names, dtypes, shapes)
-        given_tensors.check_format(load_format)
+        tensor_arguments.check_format(load_format)
         version = _version(weight_version)
         arguments: dict[str, Argument] = {
             "tensors": json.dumps(listed),
