@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,6 +128,19 @@ async def test_ends_with_wrong_keys_get_no_connection(wrong: str, child: Child) 
         receiver = child.receiver(SecureEndpoint(frontend.sender.address, *child.keys, frontend.keys.public))
         assert await received(receiver, 1) == [2]
         assert not thief.poll(0)
+
+
+async def test_large_messages_of_strangers_are_not_stored(child: Child) -> None:
+    frontend = Frontend(child.keys)
+    with frontend.closing:
+        for address in (frontend.uplink, frontend.sender.address):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+            writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32))  # the greeting
+            await reader.readexactly(64)
+            writer.write(b"\x06" + (2**30).to_bytes(8, "big"))  # the size of a message of the handshake
+            with suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 20) == b""
+            writer.close()
 
 
 async def test_bytes_on_the_network_are_encrypted(child: Child) -> None:
