@@ -60,6 +60,11 @@ def test_rows_get_answers_or_errors() -> None:
     assert "ValueError: " in answers[4]["error"]
 
 
+def test_wrong_arguments_of_the_engine_are_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="unknown argument 'tp_sizes'"):
+        build_processor({"tp_sizes": 2})
+
+
 def test_code_of_the_guide_runs() -> None:
     (block,) = (block for block in blocks((GUIDES / "ray.md").read_text()) if block.language == "python")
     with redirect_stdout(StringIO()) as printed:
