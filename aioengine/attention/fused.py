@@ -100,10 +100,14 @@ def find_limits(head_size: int, dtype: torch.dtype, num_threads: int, *, is_smal
 
 
 def _has_fast_products(dtype: torch.dtype) -> bool:
-    """Return whether products in fp32 are as fast as torch's fused kernel. It uses the matrix unit for bf16."""
+    """Return whether products in fp32 are as fast as torch's fused kernel. It uses the matrix unit for bf16, and with
+    AVX2 it takes half the time in fp32.
+    """
     if not torch.backends.mkldnn.is_available():
         return False
-    return dtype == torch.float32 or not linear.has_matrix_unit()
+    if dtype == torch.float32:
+        return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return not linear.has_matrix_unit()
 
 
 def _matches(kernel: Callable[..., Sums], rows: int, width: int, *, head_size: int, dtype: torch.dtype) -> bool:
