@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import pyarrow
     from ray.data import Dataset
 
-    from aioengine.settings.config import EngineConfig
-
 __all__ = ["build_processor"]
 
 _ITEM_COLUMNS: Final = ("prompt", "input_ids", "messages", "sampling_params", "image_data", "lora_path")
@@ -53,6 +51,7 @@ def build_processor(
         TypeError, ValueError: an argument of the engine is wrong.
     """
     config = engine_config(None, engine_arguments)
+    num_gpus = 0 if config.device.name == "cpu" else config.device.tp_size * config.supervision.num_replicas
 
     def process(dataset: Dataset) -> Dataset:
         return dataset.map_batches(
@@ -61,7 +60,7 @@ def build_processor(
             batch_size=batch_size,
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(size=concurrency),
-            num_gpus=_num_gpus(config),
+            num_gpus=num_gpus if ray.cluster_resources().get("GPU") else 0,
         )
 
     return process
@@ -103,10 +102,3 @@ def _finish_reason(answer: Mapping[str, Any]) -> str | None:
 
 def _error(answer: Mapping[str, Any]) -> str | None:
     return f"{answer['error']['type']}: {answer['error']['message']}" if "error" in answer else None
-
-
-def _num_gpus(config: EngineConfig) -> int:
-    """Return the number of GPUs that Ray reserves for an engine."""
-    if config.device.name == "cpu" or not ray.cluster_resources().get("GPU"):
-        return 0
-    return config.device.tp_size * config.supervision.num_replicas
