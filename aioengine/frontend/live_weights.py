@@ -140,8 +140,7 @@ class LiveWeights:
         checked = await self._ask(CHECK_WEIGHTS, {"path": folder})
         if not checked.success:
             return WeightUpdate(False, checked.message)
-        data = json.loads(checked.data)
-        files: dict[str, str] = data[0] if isinstance(data, list) else data  # all replicas have read the same
+        files: dict[str, str] = _data(checked)
         loaded = self._next(version)
         loaded = replace(
             loaded,
@@ -263,8 +262,7 @@ class LiveWeights:
         result = WeightUpdate(False, "")
         try:
             if self._keeps:
-                data = json.loads(reply.data)  # all replicas have received the same
-                file = tensor_file.opened(data[0] if isinstance(data, list) else data, (name for name, _, _ in listed))
+                file = tensor_file.opened(_data(reply), (name for name, _, _ in listed))
             result = await self._load_checked({"received": True, "is_part": True}, version, file)
         except FileNotFoundError:
             return WeightUpdate(False, "the process was lost after it had received the tensors; send them again")
@@ -389,6 +387,12 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(thread.submit(work))
     finally:
         thread.close()
+
+
+def _data(reply: Reply) -> Any:
+    """Return the data of a reply; of the first replica, because all replicas have read or received the same."""
+    data = json.loads(reply.data)
+    return data[0] if isinstance(data, list) else data
 
 
 def _path(value: object) -> str:
