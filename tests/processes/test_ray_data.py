@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]  # Ray warns of its own settings
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Ray warns of its own settings
+]
 
 ARGUMENTS = {"device": "cpu", "max_total_tokens": 4096}
 FRANCE = "The capital of France is"

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ray.exceptions import RayError, RayTaskError
 
 from aioengine.errors import EngineStartupError, describe
+from aioengine.protocol.codec import UnencodableError
 from aioengine.protocol.messages import DETOKENIZER, NewEpoch, Submit
 from aioengine.protocol.orders import SecureEndpoint
 from aioengine.supervision.launchers._ray_host import REPORT_S, ChildState, FrontendAddresses
@@ -221,12 +222,20 @@ class _ImageSender(AsyncZmqSender):
 
 
 def with_images(message: Message) -> Message:
-    """Return the message with the content of its image files, if they are not too large."""
+    """Return the message with the content of its image files.
+
+    Raises:
+        UnencodableError: the images are too large.
+    """
     if not isinstance(message, Submit) or not message.media:
         return message
     try:
         media = [replace(media, data=Path(media.path).read_bytes()) for media in message.media]
     except FileNotFoundError:  # the request has ended
         return message
-    is_small = sum(len(image.data) for image in media) <= _MAX_IMAGE_BYTES
-    return replace(message, media=media) if is_small else message
+    if (num_bytes := sum(len(image.data) for image in media)) > _MAX_IMAGE_BYTES:
+        raise UnencodableError(
+            f"its prepared images take {num_bytes:,} bytes, and {_MAX_IMAGE_BYTES:,} can be sent to another machine; "
+            "use fewer or smaller images"
+        )
+    return replace(message, media=media)
