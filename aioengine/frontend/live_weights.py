@@ -390,7 +390,7 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
 
 
 def _data(reply: Reply) -> Any:
-    """Return the data of a reply; of the first replica, because all replicas have read or received the same."""
+    """Return the data of a reply. With several replicas, it is a list of equal entries."""
     data = json.loads(reply.data)
     return data[0] if isinstance(data, list) else data
 

@@ -1,4 +1,4 @@
-"""Tiny EAGLE and EAGLE-3 heads, and what they propose according to plain torch, without a KV cache.
+"""Tiny EAGLE and EAGLE-3 heads, and their drafts, computed by plain torch without a KV cache.
 
 T tokens, D hidden size, H query heads, K KV heads, E head size, V vocabulary.
 """
