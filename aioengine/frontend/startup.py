@@ -79,6 +79,10 @@ def _check_ray(config: EngineConfig) -> None:
         raise ValueError(
             f"base_gpu_id={config.device.base_gpu_id} has no effect with executor='ray', because Ray chooses the GPUs"
         )
+    if config.supervision.keeps_tensors:
+        raise ValueError(
+            "enable_weights_cpu_backup=True does not work with executor='ray': other machines cannot read the copy"
+        )
 
 
 def _with_local_model(config: EngineConfig) -> EngineConfig:

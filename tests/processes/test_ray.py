@@ -125,9 +125,11 @@ async def test_refused_settings_free_their_places(cluster: Any) -> None:
     await until(lambda: free_cpus() == 2)
 
 
-def test_gpus_are_chosen_by_ray() -> None:
+def test_settings_of_one_machine_are_refused() -> None:
     with pytest.raises(ValueError, match="base_gpu_id=1 has no effect with executor='ray'"):
         AsyncEngine(executor="ray", base_gpu_id=1)
+    with pytest.raises(ValueError, match="enable_weights_cpu_backup=True does not work with executor='ray'"):
+        AsyncEngine(executor="ray", enable_weights_cpu_backup=True)
 
 
 def test_images_are_sent_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
