@@ -331,7 +331,7 @@ class ModelRunner:
     def _change_requests(self, plan: StepPlan) -> None:
         if plan.closed and self._newest is not None:
             uids, values = [*self._newest.sampled, *self._newest.without_token], self._newest.values
-            indices = values.firsts if isinstance(values, SampledDrafts) else range(len(uids))
+            indices = values.lasts if isinstance(values, SampledDrafts) else range(len(uids))
             self._failed.clean_after_step(dict(zip(uids, indices, strict=True)), values.source, plan.closed)
         for uid in plan.closed:
             self._failed.close(uid)

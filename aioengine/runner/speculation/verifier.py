@@ -36,15 +36,15 @@ class SampledDrafts(Readback):
     """The tokens [T] sampled at all positions of a step. Drafts are accepted when the host knows these tokens.
 
     Attributes:
-        firsts: [S] index of the first sampled token of each row.
+        lasts: [S] index of the last sampled token of each row. It fails if a draft is not finite.
     """
 
-    __slots__ = ("_accept", "_last_tokens", "firsts")
+    __slots__ = ("_accept", "_last_tokens", "lasts")
 
-    def __init__(self, token_ids: Tensor, firsts: list[int], accept: Callable[[list[int]], list[int]]) -> None:
+    def __init__(self, token_ids: Tensor, lasts: list[int], accept: Callable[[list[int]], list[int]]) -> None:
         """accept: called once with ``token_ids`` [T] on the host; returns the last token of each row [S]."""
         super().__init__(token_ids)
-        self.firsts = firsts
+        self.lasts = lasts
         self._accept = accept
         self._last_tokens: list[int] | None = None
 
@@ -100,7 +100,7 @@ class Verifier:
         if drafts.on_device is not None:
             token_ids = torch.cat([token_ids, drafts.on_device.token_ids])
         accept = partial(self._accept, sampled.requests, drafts, firsts.tolist())
-        return SampledDrafts(token_ids, firsts.tolist(), accept)
+        return SampledDrafts(token_ids, (rows.token_ends - 1).tolist(), accept)
 
     def _accept(
         self, requests: list[RequestRow], drafts: StepDrafts, firsts: list[int], token_ids: list[int]
