@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from aioengine.openai.http_call import event, usage
-from aioengine.openai.replies import DONE, EventStream, check_completed, json_response, openai_error
+from aioengine.openai.replies import DONE, CallError, EventStream, check_completed, json_response, openai_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -100,6 +100,8 @@ class Choices(NamedTuple):
             if body.stream_options.continuous_usage_stats:
                 value["usage"] = usage([info])
             yield event(value, None if body.resume_ttl is None else place.after(chunk))
+        if not infos or any(info["finish_reason"] is None for info in infos.values()):
+            raise CallError("another request continues this stream, so it ends here", 409)
         if body.stream_options.include_usage:
             yield event(head | {"choices": [], "usage": self._usage([infos[index] for index in sorted(infos)])})
         yield DONE

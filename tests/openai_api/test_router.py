@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,22 @@ def test_broken_stream_continues_after_the_last_event(server: Served, path: str)
     assert joined == text
     assert tokens == tokens_of(expected)
     assert chunk["usage"]["completion_tokens"] == 60
+    server.wait_until_idle()
+
+
+def test_stream_that_another_request_continues_ends_with_an_error(server: Served) -> None:
+    body = {"prompt": "Hi", "max_tokens": 300, "ignore_eos": True, "stream": True, "resume_ttl": 20}
+    stream = partial(server.client.stream, "POST", "/v1/completions", json=body)
+    with stream() as response:
+        first = events(response)
+        event_id, _ = next(first)
+        assert server.call(server.engine.pause_generation("in_place"))
+        with stream(headers={"Last-Event-ID": event_id}) as continued:
+            (*_, (_, last)) = first
+            assert server.call(server.engine.continue_generation())
+            (*_, (_, end)) = events(continued)
+    assert "another request continues this stream" in last["error"]["message"]
+    assert end["choices"][0]["finish_reason"] == "length"
     server.wait_until_idle()
 
 
