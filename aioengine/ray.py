@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import ray
 import ray.data
 
+from aioengine.api.args import engine_config
 from aioengine.api.sync import Engine
 
 if TYPE_CHECKING:
@@ -45,7 +46,12 @@ def build_processor(
         sampling_params: of rows without their own.
         concurrency: number of engines.
         batch_size: number of rows that an engine gets at once.
+
+    Raises:
+        TypeError, ValueError: an argument of the engine is wrong.
     """
+    config = engine_config(None, engine_arguments)
+    num_gpus = 0 if config.device.name == "cpu" else config.device.tp_size * config.supervision.num_replicas
 
     def process(dataset: Dataset) -> Dataset:
         return dataset.map_batches(
@@ -54,7 +60,7 @@ def build_processor(
             batch_size=batch_size,
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(size=concurrency),
-            num_gpus=_num_gpus(engine_arguments),
+            num_gpus=num_gpus if ray.cluster_resources().get("GPU") else 0,
         )
 
     return process
@@ -96,9 +102,3 @@ def _finish_reason(answer: Mapping[str, Any]) -> str | None:
 
 def _error(answer: Mapping[str, Any]) -> str | None:
     return f"{answer['error']['type']}: {answer['error']['message']}" if "error" in answer else None
-
-
-def _num_gpus(engine_arguments: Mapping[str, Any]) -> int:
-    if engine_arguments.get("device") == "cpu" or not ray.cluster_resources().get("GPU"):
-        return 0
-    return engine_arguments.get("tp_size", 1) * engine_arguments.get("dp_size", 1)

@@ -34,7 +34,7 @@ def application(**arguments: Any) -> serve.Application:
         app.include_router(openai_router(engine))
         return app
 
-    # The engine has a queue of its own.
+    # Requests wait in the queue of the engine, which knows their deadlines, and not in Ray's.
     return serve.deployment(serve.ingress(make_app)(), name="aioengine", max_ongoing_requests=10_000).bind()
 
 

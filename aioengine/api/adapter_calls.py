@@ -68,6 +68,6 @@ async def unload_lora_adapter(self: Any, lora_name: str, timeout: float = UNLOAD
 
 
 async def list_lora_adapters(self: Any) -> AdapterResult:
-    """Return the loaded adapters in ``loaded_adapters``: name -> folder."""
+    """Return the loaded adapters in ``loaded_adapters``: name -> folder, or "tensors" (see ``AdapterResult``)."""
     frontend: Frontend = self._frontend_here()
     return frontend.adapters.list()

@@ -181,4 +181,4 @@ def _head_of(decoder: DecoderConfig, **values: Any) -> DraftHeadConfig:
     """Return a head with the block of a decoder."""
     fields = {name: getattr(decoder, name) for name in decoder.__struct_fields__}
     fields |= {"num_layers": 1, "prefix": "", "layer_ropes": (), "windows": ()}
-    return DraftHeadConfig(**{**fields, **values})
+    return DraftHeadConfig(**fields | values)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.errors import RequestError
-from aioengine.frontend import given_tensors
+from aioengine.frontend import tensor_arguments
 from aioengine.frontend.controls import Outcome
 from aioengine.model_files import checkpoint, model_folder, tensor_file
 from aioengine.model_files.tensor_file import TensorFile, dtype_name
@@ -140,8 +140,7 @@ class LiveWeights:
         checked = await self._ask(CHECK_WEIGHTS, {"path": folder})
         if not checked.success:
             return WeightUpdate(False, checked.message)
-        data = json.loads(checked.data)
-        files: dict[str, str] = data[0] if isinstance(data, list) else data  # all replicas have read the same
+        files: dict[str, str] = _data(checked)
         loaded = self._next(version)
         loaded = replace(
             loaded,
@@ -165,8 +164,8 @@ class LiveWeights:
     @_to_its_end
     async def from_tensors(self, named_tensors: object, load_format: object, weight_version: object) -> WeightUpdate:
         """Replace some weights. See ``AsyncEngine.update_weights_from_tensor``."""
-        tensors = given_tensors.checked("named_tensors", named_tensors)
-        given_tensors.check_format(load_format)
+        tensors = tensor_arguments.checked("named_tensors", named_tensors)
+        tensor_arguments.check_format(load_format)
         version = _version(weight_version)
         if self._update is None and self.loaded.are_lost:
             return WeightUpdate(False, LOST_WEIGHTS)
@@ -247,7 +246,7 @@ class LiveWeights:
     ) -> WeightUpdate:
         """See ``AsyncEngine.update_weights_from_distributed``."""
         listed = _listed(names, dtypes, shapes)
-        given_tensors.check_format(load_format)
+        tensor_arguments.check_format(load_format)
         version = _version(weight_version)
         arguments: dict[str, Argument] = {
             "tensors": json.dumps(listed),
@@ -263,8 +262,7 @@ class LiveWeights:
         result = WeightUpdate(False, "")
         try:
             if self._keeps:
-                data = json.loads(reply.data)  # all replicas have received the same
-                file = tensor_file.opened(data[0] if isinstance(data, list) else data, (name for name, _, _ in listed))
+                file = tensor_file.opened(_data(reply), (name for name, _, _ in listed))
             result = await self._load_checked({"received": True, "is_part": True}, version, file)
         except FileNotFoundError:
             return WeightUpdate(False, "the process was lost after it had received the tensors; send them again")
@@ -389,6 +387,12 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(thread.submit(work))
     finally:
         thread.close()
+
+
+def _data(reply: Reply) -> Any:
+    """Return the data of a reply. With several replicas, it is a list of equal entries."""
+    data = json.loads(reply.data)
+    return data[0] if isinstance(data, list) else data
 
 
 def _path(value: object) -> str:

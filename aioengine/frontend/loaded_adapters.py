@@ -23,7 +23,7 @@ from msgspec.structs import asdict, replace
 
 from aioengine.api import answers, checks
 from aioengine.errors import EngineStartupError, RequestError, describe
-from aioengine.frontend import given_tensors
+from aioengine.frontend import tensor_arguments
 from aioengine.frontend.intake.prompt_options import PerPrompt, PromptCounts, per_prompt
 from aioengine.model_files import adapter_folder, tensor_file
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Argument, Reply
@@ -46,7 +46,7 @@ UNLOAD_TIMEOUT_S: Final = 600.0
 """Default timeout of ``unload_lora_adapter`` for the requests that use an adapter."""
 
 BY_TENSOR: Final = "tensors"
-"""The place of an adapter that came by tensor, in ``AdapterResult``."""
+"""In ``AdapterResult.loaded_adapters``, in place of the folder of an adapter that came by tensor."""
 
 _ATTEMPTS: Final = 3
 """Attempts to load an adapter if the scheduler process is lost meanwhile."""
@@ -291,9 +291,9 @@ class LoadedAdapters:
         Raises: see ``load``.
         """
         name = _checked_name("lora_name", lora_name)
-        given = given_tensors.checked("tensors", tensors)
+        given = tensor_arguments.checked("tensors", tensors)
         config = _config(config_dict)
-        given_tensors.check_format(load_format)
+        tensor_arguments.check_format(load_format)
         is_pinned = checks.switch("pinned", pinned)
         file = await _in_thread(partial(tensor_file.write, given))
         try:
@@ -315,7 +315,7 @@ class LoadedAdapters:
                 return why
             self._loading[name] = is_pinned
         try:
-            return await self._load(name, path, is_pinned=is_pinned, config=config, file=file)
+            return await self._load(name, path, is_pinned=is_pinned, known={}, config=config, file=file)
         finally:
             with self._lock:
                 del self._loading[name]
@@ -415,18 +415,17 @@ class LoadedAdapters:
         path: Path,
         *,
         is_pinned: bool,
-        known: dict[Path, Adapter] | None = None,
+        known: dict[Path, Adapter],
         config: str = "",
         file: TensorFile | None = None,
     ) -> str:
         """Load an adapter under a free name. Return the reason if it failed.
 
-        known: adapters that were just read, by their folders; this one is added. config: see ``Adapter``. file: to
-        close after unloading.
+        known: adapters that were just read, by their folders; this one is added. config: see ``Adapter``. file: its
+        tensors, if they did not come from a folder.
         """
         assert self._rules is not None
         self._num_loads += 1
-        known = {} if known is None else known
         is_known = path in known
         try:
             if is_known:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from aioengine.media.intake.image_intake import ImageIntake
     from aioengine.model_files.model_folder import ModelFacts
     from aioengine.settings.config import EngineConfig, Settings, TextSettings
-    from aioengine.supervision.launchers._ray_places import RayPlaces
     from aioengine.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -79,6 +78,10 @@ def _check_ray(config: EngineConfig) -> None:
     if config.device.base_gpu_id:
         raise ValueError(
             f"base_gpu_id={config.device.base_gpu_id} has no effect with executor='ray', because Ray chooses the GPUs"
+        )
+    if config.supervision.keeps_tensors:
+        raise ValueError(
+            "enable_weights_cpu_backup=True does not work with executor='ray': other machines cannot read the copy"
         )
 
 
@@ -120,11 +123,19 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     draft = find_draft(config, progress=is_wanted(config.progress))
     if draft is not None:
         check_same_vocabulary(facts, draft)
-    places = _ray_places(config) if config.supervision.executor == "ray" else None
-    if places is None:
-        settings = resolve(config, facts, machine.device_facts(), folders, draft)
+    places: RayPlaces | None = None
+    if config.supervision.executor == "ray":
+        from aioengine.supervision.launchers._ray_launcher import RayLauncher
+        from aioengine.supervision.launchers._ray_places import RayPlaces
+
+        places = RayPlaces.reserve(config)
+        try:
+            settings = resolve(places.config_of_a_node(config), facts, places.device_facts(), folders, draft)
+        except BaseException:
+            places.remove()
+            raise
     else:
-        settings = resolve(places.config_of_a_node(config), facts, places.device_facts(), folders, draft)
+        settings = resolve(config, facts, machine.device_facts(), folders, draft)
     adapters = None
     if settings.runner.lora is not None:
         adapters = AdapterRules(facts.linear_layers, settings.runner.lora, config.lora.adapters)
@@ -141,12 +152,10 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     def make_replica(number: int, events: Events) -> Supervisor:
         index = number if places is None else places.index_on_node(number)
         own = replace(settings, runner=replace(settings.runner, replica=index))
-        start = partial(Supervisor, own, config.supervision, events=events, roles=roles_of(own))
+        make = partial(Supervisor, own, config.supervision, events=events, roles=roles_of(own))
         if places is None:
-            return start(launcher="process")
-        from aioengine.supervision.launchers._ray_launcher import RayLauncher
-
-        return start(launcher=partial(RayLauncher, places, number), on_end=partial(places.leave, number))
+            return make(launcher="process")
+        return make(launcher=partial(RayLauncher, places, number), on_end=partial(places.leave, number))
 
     def make_processes(events: Events) -> Processes:
         if num_replicas == 1:
@@ -167,13 +176,6 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         warning=facts.warning,
         keeps_tensors=config.supervision.keeps_tensors,
     )
-
-
-def _ray_places(config: EngineConfig) -> RayPlaces:
-    """Reserve places for the replicas in the Ray cluster. Blocks."""
-    from aioengine.supervision.launchers._ray_places import RayPlaces
-
-    return RayPlaces.reserve(config)
 
 
 def find_draft(config: EngineConfig, *, progress: bool = False, configs_only: bool = False) -> ModelFacts | None:

@@ -99,7 +99,7 @@ class CodeTable(Layer):
     """A quantized embedding table: [T] ids -> [T, D]."""
 
     def __init__(self, vocab_size: int, size: int, placement: Placement, table_format: CodesFormat) -> None:
-        """Allocate nothing yet, see ``weights``. The table is [V, D]."""
+        """A table [V, D]. Its tensors are allocated by ``weights``."""
         self._spec = LinearSpec(
             size,
             (vocab_size,),

@@ -191,8 +191,9 @@ class Linear(Layer):
         super().finish_loading()
         if self._prepared is None:
             if self.joined:
-                matmul = lambda x: torch.cat([part(x) for part in self.joined], 1)  # noqa: E731
-                self._prepared = self._spec.prepared(matmul, dict, lambda tensors: None)
+                self._prepared = self._spec.prepared(
+                    lambda x: torch.cat([part(x) for part in self.joined], 1), dict, update=lambda tensors: None
+                )
             else:
                 try:
                     self._prepared = self._format.prepare(self._spec, self._tensors)

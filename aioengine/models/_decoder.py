@@ -216,7 +216,7 @@ def attention_shape(config: DecoderConfig, options: ModelOptions) -> AttentionSh
 
 
 def rotary_embeddings(config: DecoderConfig, options: ModelOptions) -> list[RotaryEmbedding]:
-    """Return the rotary embeddings of ``_ropes``."""
+    """Return the rotary embeddings, in the order of ``_ropes``."""
     return [
         RotaryEmbedding(
             rope,
@@ -369,7 +369,8 @@ class Block(Layer):
             delta: [T, D], the pending update of the previous block, before its ``output_norm``; None in the first
                 block.
             outputs: [S] int64, the tokens to compute after attention; None for all.
-            beside: [T, D], which attention reads before its other input (``AttentionConfig.num_inputs``).
+            beside: [T, D], joined before the input of attention (``AttentionConfig.num_inputs``); None if there is one
+                input.
 
         Returns:
             The residual stream and the pending update: [T, D] or [S, D] each.

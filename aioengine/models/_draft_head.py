@@ -2,9 +2,7 @@
 
 Position p of a head reads the hidden state of the model at position p and the token at position p + 1. It predicts the
 token at position p + 2. Its own hidden state replaces the hidden state of the model at positions that the model has not
-computed.
-
-``Features`` keeps these hidden states of the model.
+computed. ``Features`` keeps the hidden states of the model.
 
 Shape letters: T tokens, S output tokens, D hidden size, F size of all hidden states that a head reads, V vocabulary
 size.

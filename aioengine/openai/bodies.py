@@ -112,9 +112,8 @@ def read_generate_fields(body: Mapping[str, object], kind: type[Fields]) -> tupl
     The engine refuses unknown ones. Raises CallError as ``read_fields``.
     """
     known = _known_fields(kind)
-    others = {name: value for name, value in body.items() if name not in known}
     fields = read_fields({name: value for name, value in body.items() if name in known}, kind)
-    return fields, {name: value for name, value in others.items() if value is not None}
+    return fields, {name: value for name, value in body.items() if name not in known and value is not None}
 
 
 @cache

@@ -138,12 +138,12 @@ def app_of(
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
+    """Answer a request for an unknown path, or with a method that its path does not have."""
+    assert isinstance(error, HTTPException)
     path = request.url.path[:100]
     hint = "" if path.startswith("/v1/") else "; the base URL of OpenAI's clients ends with /v1"
-    return json_response(
-        openai_error(CallError(f"there is no {request.method} {path}{hint}", status))[1], status, headers
-    )
+    status, body = openai_error(CallError(f"there is no {request.method} {path}{hint}", error.status_code))
+    return json_response(body, status, error.headers)
 
 
 def _listed(value: str | Sequence[str] | None) -> list[str]:

@@ -60,8 +60,8 @@ class FrameEncoder:
     def __init__(
         self, epoch: int, *, max_bytes_of_several: int | None = None, clock: Callable[[], float] | None = None
     ) -> None:
-        """max_bytes_of_several: limit for a frame of several messages; None: as for a single message. clock: for a
-        receiver on another machine.
+        """max_bytes_of_several: limit for a frame of several messages; None: as for a single message. clock: gives
+        ``Frame.sent_at``; None: the receiver is on this machine.
         """
         self._max_bytes_of_several = max_bytes_of_several
         self._clock = clock

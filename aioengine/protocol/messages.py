@@ -9,7 +9,7 @@
     all children --> frontend   Ready, Failed, Progress, LogRecord
 
 Messages are sent in a ``Frame``, with the epoch of the child process that sends or receives it. Times are absolute
-seconds of ``CLOCK_MONOTONIC`` of the machine (see ``Frame.sent_at``). Data with one entry per token is in columns
+seconds of this machine's ``CLOCK_MONOTONIC`` (see ``Frame.sent_at``). Data with one entry per token is in columns
 (lists of equal length). Rare events are lists of Structs.
 """
 

@@ -18,12 +18,10 @@ def shift_times(messages: Iterable[Message], seconds: float) -> None:
         match message:
             case Submit(limits=limits, continuation=earlier):
                 message.arrived_at += seconds
-                if limits.deadlines:
-                    deadlines = {name: time + seconds for name, time in limits.deadlines.items()}
-                    message.limits = replace(limits, deadlines=deadlines)
+                deadlines = {name: time + seconds for name, time in limits.deadlines.items()}
+                message.limits = replace(limits, deadlines=deadlines)
                 if earlier is not None:
-                    first_token = _shifted(earlier.first_token, seconds)
-                    message.continuation = replace(earlier, first_token=first_token)
+                    message.continuation = replace(earlier, first_token=_shifted(earlier.first_token, seconds))
             case TextChunks():
                 message.first_tokens = [_shifted(first_token, seconds) for first_token in message.first_tokens]
                 for end in message.ended:

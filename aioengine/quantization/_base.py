@@ -167,7 +167,5 @@ class CodesFormat(LinearFormat):
         matmul, restore, replace = code_linear.prepare(
             self.codes(layer, tensors), bias, layer.dtype, batch_invariant=layer.batch_invariant
         )
-        update = None
-        if replace is not None:
-            update = lambda new: replace(self.codes(layer, new), new.get("bias"))  # noqa: E731
+        update = None if replace is None else lambda new: replace(self.codes(layer, new), new.get("bias"))
         return layer.prepared(matmul, lambda: self.tensors(layer, restore()) | others, update)

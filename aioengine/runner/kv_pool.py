@@ -132,7 +132,7 @@ class KVPool:
         On a CPU, memory is allocated when it is written to.
         """
         for pages, tensor in zip(self._pages, self._owned, strict=False):
-            if not pages.is_mapped:  # after a resume for which memory was short, some are
+            if not pages.is_mapped:  # an earlier call has mapped some, and then failed for lack of memory
                 pages.map()
             tensor.zero_()
 

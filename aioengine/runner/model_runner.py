@@ -27,7 +27,7 @@ from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
 from aioengine.runner.speculation.draft_rows import DraftRows
-from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, one_by_one
+from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, sample_one_by_one
 from aioengine.runner.ticket import StepDrafts, Ticket
 from aioengine.runner.timing import part
 from aioengine.runner.transfer import Ints, Readback
@@ -185,21 +185,11 @@ class ModelRunner:
             self._constrained.sample_deferred()
         with part("prepare"):
             self._change_requests(plan)
-            planned = plan_rows = plan.rows
-            drafts: StepDrafts | None = None
-            if self._drafts is not None:
-                if any(row.num_drafts for row in plan_rows):
-                    self._constrained.sample_deferred()
-                failed = self._failed.reasons
-                planned = [row for row in planned if row.uid not in failed] if failed else planned
-                drafts = self._drafts.propose(planned)
-                plan_rows = self._drafts.with_drafts(planned, drafts)
-            rows = self._read(plan_rows)
-            is_on_device = drafts is not None and drafts.on_device is not None
-            if self._drafts is not None and drafts is not None and is_on_device and not self._verifies_in_graph(rows):
-                self._drafts.read(drafts)
-                plan_rows = self._drafts.with_drafts(planned, drafts)
+            plan_rows, drafts = plan.rows, None
+            if self._drafts is None:
                 rows = self._read(plan_rows)
+            else:
+                plan_rows, rows, drafts = self._propose(self._drafts, plan_rows)
         if self._send_plan is not None:
             self._send_plan(plan, self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
@@ -345,7 +335,7 @@ class ModelRunner:
     def _change_requests(self, plan: StepPlan) -> None:
         if plan.closed and self._newest is not None:
             uids, values = [*self._newest.sampled, *self._newest.without_token], self._newest.values
-            indices = values.firsts if isinstance(values, SampledDrafts) else range(len(uids))
+            indices = values.lasts if isinstance(values, SampledDrafts) else range(len(uids))
             self._failed.clean_after_step(dict(zip(uids, indices, strict=True)), values.source, plan.closed)
         for uid in plan.closed:
             self._failed.close(uid)
@@ -379,6 +369,21 @@ class ModelRunner:
         for uid, error in errors.items():
             self._failed.add(uid, error)
         return self._inputs.columns_of([row for row in rows if row.uid not in failed])
+
+    def _propose(self, proposer: DraftRows, planned: list[Row]) -> tuple[list[Row], StepRows, StepDrafts]:
+        """Return the planned rows with their proposed drafts, those of them that can be computed, and the drafts."""
+        if any(row.num_drafts for row in planned):
+            self._constrained.sample_deferred()
+        failed = self._failed.reasons
+        planned = [row for row in planned if row.uid not in failed] if failed else planned
+        drafts = proposer.propose(planned)
+        drafted = proposer.with_drafts(planned, drafts)
+        rows = self._read(drafted)
+        if drafts.on_device is not None and not self._verifies_in_graph(rows):
+            proposer.read(drafts)
+            drafted = proposer.with_drafts(planned, drafts)
+            rows = self._read(drafted)
+        return drafted, rows, drafts
 
     def _compute(self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None = None) -> Tensor | None:
         """Run forward and sampling of at least one row. Return ``Ticket.values`` [R]; None: sampled later."""
@@ -416,37 +421,32 @@ class ModelRunner:
         """Return whether all drafts of these rows can be verified at once in a CUDA graph."""
         if self._graphs is None or not self._graphs.fits(rows, has_drafts=True):
             return False
-        return not any(one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
+        return not any(sample_one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
 
     def _compute_drafts(
         self, rows: StepRows, sampled: list[RequestRow], positions: Ints, drafts: StepDrafts
     ) -> Readback:
-        """Run forward, and sample at each position of the drafts until one is rejected. Return ``Ticket.values`` [R].
+        """Run forward, and sample at the positions of the drafts. Return ``Ticket.values`` [R].
 
-        positions: [S] of the token after all drafts of each sampled row; afterwards, of the last accepted token, if the
-        tokens are known.
+        positions: [S] of the token after all drafts of each sampled row. If drafts are accepted in this call, it is
+        changed to the position of the token after the accepted ones.
         """
         self._constrained.sample_deferred()
         self._constrained.follow()
         counts = drafts.counts(sampled)
-        first = self._table.sampled(sampled, rows.row_indices[rows.samples], positions - counts)
+        first_tokens = self._table.sampled(sampled, rows.row_indices[rows.samples], positions - counts)
         if self._graphs is not None and self._graphs.fits(rows, has_drafts=True):
             num_drafts = None if drafts.on_device is None else counts
-            step = self._graphs.replay(rows, first, samples_each=True, num_drafts=num_drafts)
-            if not any(one_by_one(sampled, first.records)):
-                return self._verifier.accept_later(self._graphs, step, rows, first, drafts)
+            step = self._graphs.replay(rows, first_tokens, samples_each=True, num_drafts=num_drafts)
+            if not any(sample_one_by_one(sampled, first_tokens.records)):
+                return self._verifier.accept_later(self._graphs, step, rows, first_tokens, drafts)
             before_drafts = step.hidden[self._table.upload(drafts.token_indices(rows))]
             hidden = step.hidden[self._table.upload(rows.token_ends - 1)]
         else:
             hidden, before_drafts = self._forward(rows, drafts)
         is_sampled = self._table.upload(np.flatnonzero(rows.samples))
-        values = self._verifier.verify(hidden[is_sampled], before_drafts, first, drafts)
+        values = self._verifier.verify(hidden[is_sampled], before_drafts, first_tokens, drafts)
         positions += np.array([len(drafts.accepted[request.uid]) for request in sampled]) - counts
-        drafted = np.flatnonzero(counts)
-        is_finite = hidden[is_sampled][self._table.upload(drafted)].isfinite().all(-1).tolist()
-        for index, is_clean in zip(drafted.tolist(), is_finite, strict=True):
-            if not is_clean:  # a rejected draft; attention multiplies its keys and values by 0
-                self._kv_pool.clean(self._table.pages(sampled[index].uid))
         token_ids = self._table.upload(np.array(values, dtype=np.int64))
         if len(sampled) < len(rows.requests):
             token_ids = torch.cat([token_ids, self._values_without_token(hidden, rows)])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class OpenDrafts:
-    """An open request.
+    """The drafts of an open request.
 
     Attributes:
         text: its tokens, for its proposals; None: it gets no proposals.

@@ -160,10 +160,11 @@ def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
     attention, limits = parts.attention, parts.settings.scheduler
     max_rows = limits.max_running
     if isinstance(attention, CapturableAttention):
-        max_rows = max(max_rows, min(max_rows * (1 + limits.max_drafts), SAMPLED_ROWS))
+        # a row with drafts also returns the hidden state before each of them
+        max_outputs = max(max_rows, min(max_rows * (1 + limits.max_drafts), SAMPLED_ROWS))
         tiles = None if parts.adapters is None else parts.adapters.tiles
         layers = parts.kv_pool.layers
-        return PieceGraphs(parts.model, attention, layers, max_rows=max_rows, adapters=tiles, states=parts.states)
+        return PieceGraphs(parts.model, attention, layers, max_outputs=max_outputs, adapters=tiles, states=parts.states)
     if isinstance(attention, FullGraphAttention) and attention.has_kernel:
         is_mean = parts.settings.model.pooling.kind == MEAN
         max_length = parts.settings.model.context_length

@@ -434,7 +434,7 @@ def _no_group(name: str) -> str:
 
 
 def _free_unused_memory() -> None:
-    """Give unused memory back to the system, which allocators keep for this process."""
+    """Give the unused memory that allocators keep for this process back to the system."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing without a GPU
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:

@@ -36,6 +36,8 @@ MAX_BACKLOG_BYTES = 64 * 1024 * 1024
 _HIGH_WATER_MARK = 1000
 """Number of frames that ZMQ keeps for a slow receiver, at each end."""
 _RECONNECT_MS = 10
+_MAX_HANDSHAKE_BYTES = 4096
+"""A sender receives only handshakes. libzmq would store any number of bytes from a stranger who has no key."""
 _MAX_FRAMES_AT_ONCE = 256
 _MAX_BYTES_AT_ONCE = 8 * 1024 * 1024
 """Limits of one ``receive``, so that a flood of frames does not block the caller. Copying and decoding 8 MiB takes some
@@ -93,6 +95,8 @@ class ZmqSender:
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         if isinstance(endpoint, str):
             self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # the receiver may accept late
+        else:
+            self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_HANDSHAKE_BYTES)
         self.address = attach(self._socket, endpoint)
 
     def send(self, messages: list[Message]) -> None:

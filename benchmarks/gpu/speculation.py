@@ -8,8 +8,8 @@ ngram     model a repeats its last token, and n-grams are always accepted: 4 dra
 new-a     model a, temperature 1: nothing repeats, and n-grams propose nothing
 new-b     the same with model b
 
-Each line has the medians of both engines, the factor, the share of the proposed drafts that were accepted, and whether
-both engines gave the same tokens. (Without deterministic mode, they may differ.)
+Each line has the medians of both engines, the factor, the numbers of accepted and proposed drafts, and whether both
+engines gave the same tokens. (Without deterministic mode, they may differ.)
 ``--profile`` adds the parts of a step from torch's trace: milliseconds of the host in each part, and of the device.
 """
 
@@ -71,7 +71,7 @@ def draft_folder(folder: Path) -> Path:
 
 
 async def zero_layers(engine: AsyncEngine, config: dict[str, Any], first: int) -> None:
-    """Take the effect of all layers from ``first`` on."""
+    """Remove the effect of the layers from ``first`` on."""
     hidden = config["hidden_size"]
     sizes = {
         "self_attn.o_proj": config["num_attention_heads"] * config["head_dim"],

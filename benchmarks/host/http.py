@@ -187,15 +187,12 @@ async def measure(options: argparse.Namespace) -> None:
         fastapi.include_router(router)
         async with served(app) as port, clients(port, NUM_CLIENTS) as readers:
 
-            async def over_http(bodies: list[dict[str, Any]]) -> list[int]:
-                return list(map(len, await readers.read(bodies)))
-
             async def read(way: str, num_tokens: int) -> tuple[float, int]:
                 """Return the CPU seconds of this process, and the number of chunks."""
                 bodies = [body_of(prompt(number), num_tokens) for number in range(options.streams)]
                 before = time.process_time()
                 if way == "http":
-                    chunks = await over_http(bodies)
+                    chunks = [len(stream) for stream in await readers.read(bodies)]
                 elif way in ("app", "fastapi"):
                     through = fastapi if way == "fastapi" else app
                     chunks = await asyncio.gather(*(through_app(through, body) for body in bodies))
@@ -230,7 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--output", type=int, default=64, help="tokens of each stream")
-    parser.add_argument("--rounds", type=int, default=5, help="that count, behind one that warms up")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that warms up")
     parser.add_argument("--profile", type=int, default=0, help="functions of a profile of the last streams over HTTP")
     parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

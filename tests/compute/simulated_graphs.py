@@ -94,7 +94,7 @@ class Kernels:
 
 
 class SimulatedGraphs(decode_graphs.DecodeGraphs):
-    """``num_replayed``: number of replayed steps, and of those with drafts."""
+    """num_replayed: number of replayed steps, and of those that verify drafts."""
 
     num_replayed = (0, 0)
 

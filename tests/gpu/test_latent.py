@@ -301,7 +301,7 @@ def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], rows: list[tuple[
     pool = torch.randn(shape, dtype=torch.bfloat16, device=device)
     pool[:, :, 0] = 0
     attention = build(ours.attention_shape, pool)
-    graphs = PieceGraphs(ours, attention, list(pool), max_rows=33)
+    graphs = PieceGraphs(ours, attention, list(pool), max_outputs=33)
     graphs.capture(610, lambda *_: None)
     tables = [list(range(1 + 17 * row, 18 + 17 * row)) for row in range(len(rows))]
     batch, inputs = on_device(make_batch(rows, tables, 16), device), on_device(make_inputs(ours, rows), device)
@@ -330,7 +330,7 @@ def test_forms_in_pieces(model: tuple[Path, torch.nn.Module], cost: int, monkeyp
     pool[:, :, 0] = 0
     attention = build(ours.attention_shape, pool)
     attention.warm_up()
-    graphs = PieceGraphs(ours, attention, list(pool), max_rows=33)
+    graphs = PieceGraphs(ours, attention, list(pool), max_outputs=33)
     graphs.capture(610, lambda *_: None)
     tables = [list(range(1 + 17 * row, 18 + 17 * row)) for row in range(len(rows))]
     batch, inputs = on_device(make_batch(rows, tables, 16), device), on_device(make_inputs(ours, rows), device)

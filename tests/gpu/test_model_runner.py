@@ -192,7 +192,7 @@ def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], backend: str, row
     pool = torch.randn(shape, dtype=torch.bfloat16, device=device)
     pool[:, :, 0] = 0
     attention = importlib.import_module(f"aioengine.attention.{backend}").PLUGIN(ours.attention_shape, pool)
-    graphs = PieceGraphs(ours, attention, list(pool), max_rows=33)
+    graphs = PieceGraphs(ours, attention, list(pool), max_outputs=33)
     graphs.capture(610, lambda *_: None)
     tables = [list(range(1 + 17 * row, 18 + 17 * row)) for row in range(len(rows))]
     batch = on_device(make_batch(rows, tables, 16), device)

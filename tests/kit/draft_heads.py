@@ -1,4 +1,4 @@
-"""Tiny EAGLE and EAGLE-3 heads, and what they propose according to plain torch, without a KV cache.
+"""Tiny EAGLE and EAGLE-3 heads, and their drafts, computed by plain torch without a KV cache.
 
 T tokens, D hidden size, H query heads, K KV heads, E head size, V vocabulary.
 """
@@ -107,7 +107,7 @@ def save_with_mtp(model: Any, folder: Path, *, seed: int = 1) -> PlainMtp:
     copies = {"embed_tokens": model.model.embed_tokens.weight.data, "shared_head.head": model.lm_head.weight.data}
     model.save_pretrained(folder)
     stored = load_file(folder / FILE)
-    stored |= {f"model.layers.{number}.{name}.weight": each.clone() for name, each in (own | copies).items()}
+    stored |= {f"model.layers.{number}.{name}.weight": tensor.clone() for name, tensor in (own | copies).items()}
     save_file(stored, folder / FILE)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {"num_hidden_layers": number, "num_nextn_predict_layers": 1}
@@ -129,13 +129,13 @@ class PlainHead:
         """Return the logits [drafts, V] of each of these drafts after these tokens."""
         ids = torch.tensor(token_ids)
         features = self._features(ids)[:-1]
-        found: list[Tensor] = []
+        rows: list[Tensor] = []
         for draft in drafts:
             hidden = self._forward(self._model.get_input_embeddings()(ids[1:]), features)
-            found.append(self._logits(hidden[-1]))
+            rows.append(self._logits(hidden[-1]))
             ids = torch.cat((ids, torch.tensor([draft])))
             features = torch.cat((features, hidden[-1:]))
-        return torch.stack(found)
+        return torch.stack(rows)
 
     def _features(self, ids: Tensor) -> Tensor:
         """[T] ids -> features [T, D] from the hidden states of the model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Final
 
 import ray
@@ -12,15 +13,16 @@ from ray.cluster_utils import Cluster
 
 OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024
 NUM_TRIES: Final = 4
-"""Ray's agents must start within 15 seconds, a limit that nobody can change and that a busy machine exceeds."""
+"""Ray's agents must start within 15 seconds. This limit is fixed, and a busy machine may exceed it."""
 
 
 def add_node(cluster: Cluster, num_cpus: int) -> Any:
     """Start a node and return it."""
+    add = partial(cluster.add_node, num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False)
     for _ in range(NUM_TRIES - 1):
         with suppress(Exception):  # Ray raises no narrower class
-            return cluster.add_node(num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False)
-    return cluster.add_node(num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False)
+            return add()
+    return add()
 
 
 @contextmanager

@@ -20,9 +20,11 @@ import ray
 
 from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineStartupError
+from aioengine.protocol.codec import UnencodableError
 from aioengine.protocol.messages import Limits, Media, Sampling, Submit, TextRules
 from aioengine.settings.config import SupervisionConfig
 from aioengine.supervision.fleet import Fleet
+from aioengine.supervision.launchers import _ray_launcher
 from aioengine.supervision.launchers._ray_launcher import RayLauncher, with_images
 from aioengine.supervision.launchers._ray_places import RayPlaces
 from aioengine.supervision.supervisor import Supervisor
@@ -117,12 +119,20 @@ def test_cluster_without_enough_resources_is_named(cluster: Any) -> None:
         RayPlaces(99, timeout_s=0.1)
 
 
-def test_gpus_are_chosen_by_ray() -> None:
+async def test_refused_settings_free_their_places(cluster: Any) -> None:
+    with pytest.raises(ValueError, match="max_total_tokens must be at least one page"):
+        await AsyncEngine(executor="ray", device="cpu", max_total_tokens=8).start()
+    await until(lambda: free_cpus() == 2)
+
+
+def test_settings_of_one_machine_are_refused() -> None:
     with pytest.raises(ValueError, match="base_gpu_id=1 has no effect with executor='ray'"):
         AsyncEngine(executor="ray", base_gpu_id=1)
+    with pytest.raises(ValueError, match="enable_weights_cpu_backup=True does not work with executor='ray'"):
+        AsyncEngine(executor="ray", enable_weights_cpu_backup=True)
 
 
-def test_images_are_sent_by_value(tmp_path: Path) -> None:
+def test_images_are_sent_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "image"
     file.write_bytes(b"arrays")
     submit = Submit(1, [5], Sampling(seed=1), Limits(7), TextRules(), media=[Media(0, 1, 1, b"", str(file))])
@@ -130,5 +140,8 @@ def test_images_are_sent_by_value(tmp_path: Path) -> None:
     assert isinstance(sent, Submit)
     assert [media.data for media in sent.media] == [b"arrays"]
     assert submit.media[0].data == b""
+    monkeypatch.setattr(_ray_launcher, "_MAX_IMAGE_BYTES", 5)
+    with pytest.raises(UnencodableError, match="its prepared images take 6 bytes, and 5 can be sent"):
+        with_images(submit)
     file.unlink()
     assert with_images(submit) is submit  # its request has ended

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]  # Ray warns of its own settings
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Ray warns of its own settings
+]
 
 ARGUMENTS = {"device": "cpu", "max_total_tokens": 4096}
 FRANCE = "The capital of France is"
@@ -58,6 +58,11 @@ def test_rows_get_answers_or_errors() -> None:
     assert answers[1]["text"] is answers[1]["output_ids"] is answers[1]["finish_reason"] is None
     assert answers[1]["error"].startswith("RequestTooLargeError: ")
     assert "ValueError: " in answers[4]["error"]
+
+
+def test_wrong_arguments_of_the_engine_are_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="unknown argument 'tp_sizes'"):
+        build_processor({"tp_sizes": 2})
 
 
 def test_code_of_the_guide_runs() -> None:

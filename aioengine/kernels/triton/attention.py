@@ -358,13 +358,16 @@ class AttentionTile(NamedTuple):
 
     @property
     def launch_options(self) -> dict[str, object]:
-        """Return ``options`` and those of the kernels here. Without fused operations, masks do not change a bit."""
+        """``options``, and the options of the kernels in this file. Without fused multiply-add, blocks with and without
+        a mask have the same bits.
+        """
         return options(self.num_warps, fuses=False) | self.options
 
 
 class HeadGroup(NamedTuple):
-    """The tiles of several tokens and of one token for a model, and the number of query heads per tile. A tile has as
-    many tokens as fit.
+    """The tiles of a model, with as many tokens as fit.
+
+    tile: for several tokens of a row. decode_tile: for one token. heads: query heads per tile.
     """
 
     tile: AttentionTile
@@ -430,7 +433,7 @@ def attend(
     """Attend with q [T, H, E] to keys [N, K, S, E] and values [N, K, S, V] into ``out`` [T, H, V].
 
     Args:
-        tiles: [Y, 2] int32, (row, first token within the row) of each tile. T tiles have one token each.
+        tiles: [Y, 2] int32, (row, first token within the row) of each tile. If there are T, each has one token.
         in_splits: False: compute rows without splits, which is faster, but differs from ``attend_splits``.
     """
     group = head_group(q.shape[1], pool)
@@ -457,7 +460,7 @@ def attend_splits(
     """Compute ``attend`` with the same bits for R rows of one token, q [R, H, E] and out [R, H, V].
 
     Args:
-        num_done: [R * H] int32 zeros, which are zeros again after.
+        num_done: [R * H] int32 counters, which are zeros before and after.
         max_splits: of the longest row.
         num_programs: per row and tile.
     """

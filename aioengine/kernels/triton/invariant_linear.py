@@ -33,10 +33,12 @@ ANY: Tile = 64, 64, 128, 4, 4
 FP32: Tile = 32, 32, 32, 2, 4
 """The tile of fp32 matmuls, which run without tensor cores."""
 SKINNY_ROWS = 128
+"""With up to this number of rows, ``skinny_linear`` is faster than tiles."""
 FEW_ROWS = 256
+"""With up to this number of rows, small tiles are faster, and ``skinny_linear`` if there are ``MANY_OUTPUTS``."""
 MANY_OUTPUTS = 16_384
 PROCESSORS = 132
-"""Of an H200."""
+"""Multiprocessors of an H200."""
 BAND = tl.constexpr(8)
 """Row tiles that are computed together for the same outputs, so that they read the weights from the cache."""
 
@@ -129,6 +131,10 @@ def _tiled_kernel(
 _tiled = KernelLauncher(_tiled_kernel)
 
 
+def _num_tiles(num_rows: int, num_outputs: int, tile: Tile) -> int:
+    return -(-num_rows // tile[0]) * -(-num_outputs // tile[1])
+
+
 def num_splits(num_outputs: int, size: int) -> int:
     """Return the number of sums of each element. It must not depend on the number of rows."""
     return 2 if num_outputs <= 4096 and size >= 2048 else 1
@@ -148,15 +154,11 @@ def tile_for(num_rows: int, num_outputs: int, splits: int) -> tuple[Tile, bool]:
     """Return the fastest tile, and whether each split has its own program. Measured on an H200 for the layers of 0.6B
     and 8B models.
     """
-
-    def num_tiles(tile: Tile) -> int:
-        return -(-num_rows // tile[0]) * -(-num_outputs // tile[1])
-
     if num_rows <= FEW_ROWS:
         return SMALL, splits > 1
     if splits > 1:  # two sums of a large tile would not fit into registers
-        return MEDIUM, num_tiles(MEDIUM) < PROCESSORS
-    medium, large = (-(-num_tiles(tile) // PROCESSORS) for tile in (MEDIUM, LARGE))
+        return MEDIUM, _num_tiles(num_rows, num_outputs, MEDIUM) < PROCESSORS
+    medium, large = (-(-_num_tiles(num_rows, num_outputs, tile) // PROCESSORS) for tile in (MEDIUM, LARGE))
     return (LARGE if 2 * large <= 1.1 * medium else MEDIUM), False
 
 
@@ -169,8 +171,8 @@ class InvariantMatmul:
         num_outputs, size = weight.shape
         self._splits = num_splits(num_outputs, size)
         self._num_done = torch.zeros(PROCESSORS, dtype=torch.int32, device=weight.device)
-        self._is_fast = weight.dtype != torch.float32 and size % 512 == 0 and weight.data_ptr() % 16 == 0
-        self._is_fast = self._is_fast and has_dependent_launch()
+        is_aligned = size % 512 == 0 and weight.data_ptr() % 16 == 0
+        self._is_fast = is_aligned and weight.dtype != torch.float32 and has_dependent_launch()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
@@ -183,7 +185,7 @@ class InvariantMatmul:
         (num_outputs, size), num_rows = weight.shape, len(x)
         tile, is_divided = tile_for(num_rows, num_outputs, self._splits)
         rows, outputs, block, stages, num_warps = tile
-        num_tiles = -(-num_rows // rows) * -(-num_outputs // outputs)
+        num_tiles = _num_tiles(num_rows, num_outputs, tile)
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
         num_partials = num_tiles * self._splits * rows * outputs if is_divided else 1
         partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
@@ -203,7 +205,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     arguments = (x, weight, bias, out, num_rows, num_outputs, size, rows, outputs, block)
     key = x.dtype, weight.shape, tile, *alignments(x, weight, *(() if bias is None else (bias,)))
-    grid = -(-num_rows // rows) * -(-num_outputs // outputs), 1, 1
+    grid = _num_tiles(num_rows, num_outputs, tile), 1, 1
     _matmul(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
     return out
 

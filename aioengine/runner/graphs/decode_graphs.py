@@ -257,11 +257,10 @@ class DecodeGraphs:
 
         Args:
             when_ready: called before its inputs overwrite those of the previous step.
-            samples_each: sample after each token of rows with known tokens, and return R tokens and hidden states for R
-                tokens of the step.
+            samples_each: sample after each token of the step, and return results for tokens instead of rows.
             num_drafts: as in ``expand_rows``.
-            draft_number: read and store drafts instead of last tokens: read the drafts before this number, unless the
-                tokens are known, and store the drafts with this number.
+            draft_number: store drafts with this number instead of last tokens. If tokens are not known, read the drafts
+                with the number before.
         """
         num_rows, table = int(rows.token_ends[-1]), self._table
         expanded, cascade = None, None
@@ -276,16 +275,16 @@ class DecodeGraphs:
             size = chosen.num_rows
             self._copied.synchronize()
             is_drawn = is_simple(sampled)
-            sources = targets = rows.row_indices
+            sources = targets = rows.row_indices if cascade is None else rows.row_indices[cascade.order]
             if draft_number is not None:
-                sources, targets = (table.draft_indices(draft_number - i, rows.row_indices) for i in (1, 0))
+                sources = table.draft_indices(draft_number - 1, rows.row_indices)
+                targets = table.draft_indices(draft_number, rows.row_indices)
             if expanded is not None:
-                sources, last = expanded.sources, targets
+                sources, targets_of_rows = expanded.sources, targets
+                # before drafts are accepted, sampled tokens are stored where they are never read
                 targets = np.full(num_rows, len(table.last_tokens) - 1 if samples_each and is_drawn else -1)
                 if not samples_each:
-                    targets[rows.token_ends - 1] = last
-            elif cascade is not None:
-                sources = targets = rows.row_indices[cascade.order]
+                    targets[rows.token_ends - 1] = targets_of_rows
             places = sources, targets if is_drawn or expanded is not None else -1
             arrays = self._host_arrays
             num_used = self._fill(arrays, size, rows, sampled, places, cascade=cascade, expanded=expanded)
@@ -382,7 +381,7 @@ class DecodeGraphs:
         if not isinstance(order, slice):
             fields[:, :num_rows] = fields[:, order]
         if expanded:
-            fields[2, :num_rows] = positions + 1
+            fields[2, :num_rows] = positions + 1  # of the sampled tokens
         if num_rows < size:
             columns[:3, num_rows:] = 0
             columns[3, num_rows:] = 1

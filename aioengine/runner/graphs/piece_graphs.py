@@ -107,11 +107,11 @@ class PieceGraphs:
         attention: CapturableAttention,
         kv_layers: Sequence[Tensor],
         *,
-        max_rows: int,
+        max_outputs: int,
         adapters: TileRows | None = None,
         states: StatePool | None = None,
     ) -> None:
-        """kv_layers: [1 or 2, N, K, S, E] of each layer. max_rows: maximum hidden states that a step returns."""
+        """kv_layers: [1 or 2, N, K, S, E] of each layer. max_outputs: maximum hidden states that a step returns."""
         shape = model.attention_shape
         self._states = states
         self._model = model
@@ -119,7 +119,7 @@ class PieceGraphs:
         self._kv_pool = keys_and_values(kv_layers, shape)
         self._groups = shape.groups if shape.page_windows else (tuple(range(shape.num_layers)),)
         self._device = kv_layers[0].device
-        self._max_rows = max_rows
+        self._max_outputs = max_outputs
         self._stream = torch.cuda.Stream(self._device)
         self._heads = self._attended = torch.empty(0)  # the buffers between graphs and attention
         self._steps: dict[int, _Pieces] = {}  # ascending
@@ -133,21 +133,21 @@ class PieceGraphs:
         """
         model, device, tiles = self._model, self._device, self._adapters
         shape, sizes = model.attention_shape, piece_ladder(max_tokens)
-        inputs = PaddedInputs.zeros(model, max_tokens, self._max_rows, device, states=self._states)
+        inputs = PaddedInputs.zeros(model, max_tokens, self._max_outputs, device, states=self._states)
         heads_size = max_tokens, shape.num_input_heads, shape.query_size
         self._heads = torch.zeros(heads_size, dtype=model.dtype, device=device)
         attended_size = max_tokens, shape.num_heads, shape.output_size
         self._attended = torch.zeros(attended_size, dtype=model.dtype, device=device)
-        adapters = None if tiles is None else PaddedAdapters(max_tokens, self._max_rows, tiles, device)
+        adapters = None if tiles is None else PaddedAdapters(max_tokens, self._max_outputs, tiles, device)
         pool = torch.cuda.graph_pool_handle()
         captured: dict[int, _Pieces] = {}
         for num_done, size in enumerate(reversed(sizes), 1):
-            num_rows = min(self._max_rows, size)  # each has at least one token
-            step = inputs.for_graph(size, num_rows)
+            num_outputs = min(self._max_outputs, size)  # see ``fits``
+            step = inputs.for_graph(size, num_outputs)
             slots = {layer: slots for slots, layers in zip(step.slots, self._groups, strict=True) for layer in layers}
             splitter = _GraphSplitter(shape, self._kv_pool, slots, self._heads[:size], self._attended[:size])
             # Run the kernels once first: they must not be compiled or loaded during the capture.
-            if size in (max_tokens, num_rows):
+            if size in (max_tokens, num_outputs):
                 model.forward(step.inputs, splitter)
             else:  # one block is enough: the other operations ran with the largest step
                 model.forward_block(size, splitter)
@@ -165,7 +165,7 @@ class PieceGraphs:
         """Return whether there are graphs for this step. num_outputs: see ``replay``."""
         num_tokens = len(batch.slot_mapping)
         size = next((size for size in self._steps if num_tokens <= size), 0)
-        return (num_outputs or len(batch.query_lengths)) <= min(size, self._max_rows)
+        return (num_outputs or len(batch.query_lengths)) <= min(size, self._max_outputs)
 
     def replay(self, inputs: ModelInputs, batch: ForwardBatch, num_outputs: int | None = None) -> Tensor:
         """Queue the step, which must fit. Return the hidden states [num_outputs, D] of the first ``inputs.outputs``.

@@ -13,10 +13,10 @@ also penalties are left out: they need the state after each draft.
 
 A draft model may be a draft head (``models._draft_head``). Position p of a head reads the token at position p + 1, so
 it can compute one position less than there are known tokens: it lags by one. The first draft after a step reads hidden
-states of the model, so the positions of accepted drafts are computed again. The last position of a prefix hit keeps the
-next token of the request that computed it first. It is not computed again, because other requests share it.
+states of the model, so the positions of accepted drafts are computed again. The last position of a prefix hit was
+computed with the next token of an earlier request. It is not computed again, because other requests share it.
 
-N proposals, R rows of a forward pass, T packed tokens, D model size, V vocabulary, X drafts.
+N requests, R rows of a forward pass, T packed tokens, D model size, V vocabulary, X drafts.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class DraftParts(NamedTuple):
 
 @dataclass(slots=True)
 class DraftedRequest:
-    """An open request.
+    """The tokens of an open request, and how many of them the draft model has computed.
 
     Attributes:
         token_ids: all known tokens. The owner appends new ones.
@@ -91,7 +91,7 @@ class DraftedRequest:
     num_computed: int = 0
 
 
-class Proposal(NamedTuple):
+class PlannedDrafts(NamedTuple):
     """A request, and the number of drafts that it may get. Its pages have memory for them."""
 
     drafted: DraftedRequest
@@ -104,19 +104,15 @@ class ProposedDrafts:
     """The drafts of some requests, on the device.
 
     Attributes:
-        proposals: these requests.
+        planned: these requests.
         token_ids: [X] int64, the first draft of each request, then the second ones, and so on. FAILED: it cannot be
             sampled.
         is_stored: ``RowTable.last_tokens`` has them, too.
     """
 
-    proposals: list[Proposal]
+    planned: list[PlannedDrafts]
     token_ids: Tensor
     is_stored: bool
-
-    def counts(self) -> dict[int, int]:
-        """Return uid -> number of drafts."""
-        return {proposal.row.uid: proposal.count for proposal in self.proposals}
 
 
 class DraftModel:
@@ -132,7 +128,7 @@ class DraftModel:
     ) -> None:
         """num_embeddings: of the model. The sampler may read this number of logits."""
         self._parts = parts
-        self._lag = int(parts.features is not None)
+        self._lag = int(parts.features is not None)  # number of known tokens that have no position yet
         self._table = table
         self._sampler = sampler
         self._num_embeddings = num_embeddings
@@ -198,90 +194,88 @@ class DraftModel:
         if missing:
             self._extend(missing)
 
-    def may_propose(self, row: Row) -> bool:
-        """Return whether a row with drafts may get them. A draft head needs the hidden state of the model before the
-        newest token, so it has no drafts for a row that first computes forced tokens.
+    def can_propose(self, row: Row) -> bool:
+        """Return whether there can be drafts for a row. A draft head needs the hidden state of the model before the
+        newest token, so there are none for a row that first computes forced tokens.
         """
         return not self._lag or row.count - row.num_drafts == 1
 
-    def propose(self, proposals: list[Proposal]) -> ProposedDrafts | None:
+    def propose(self, planned: list[PlannedDrafts]) -> ProposedDrafts | None:
         """Return the drafts of the requests; None: there are none."""
-        proposals = [proposal for proposal in proposals if _may_have(proposal)]
-        return self._propose(proposals) if proposals else None
+        planned = [one for one in planned if _length(one.drafted) + one.count <= one.drafted.max_length]
+        return self._propose(planned) if planned else None
 
-    def _propose(self, proposals: list[Proposal]) -> ProposedDrafts:
+    def _propose(self, planned: list[PlannedDrafts]) -> ProposedDrafts:
         upload, table = self._table.upload, self._table
-        ends = [_length(drafted) - self._lag for drafted, _, _ in proposals]
-        for (drafted, _, _), end in zip(proposals, ends, strict=True):
+        ends = [_length(drafted) - self._lag for drafted, _, _ in planned]
+        for (drafted, _, _), end in zip(planned, ends, strict=True):
             drafted.num_computed = min(drafted.num_computed, end - 1)
-        row_indices = np.array([row.row_index for _, row, _ in proposals], dtype=np.int64)
-        lengths = np.array([_length(drafted) for drafted, _, _ in proposals], dtype=np.int64)
-        counts = np.array([count for _, _, count in proposals], dtype=np.int64)
-        requests = [_with_own_constraint(row) for _, row, _ in proposals]
+        row_indices = np.array([row.row_index for _, row, _ in planned], dtype=np.int64)
+        lengths = np.array([_length(drafted) for drafted, _, _ in planned], dtype=np.int64)
+        counts = np.array([count for _, _, count in planned], dtype=np.int64)
+        requests = [_with_own_constraint(row) for _, row, _ in planned]
         rows = table.sampled(requests, row_indices, lengths)
         rows.records["processors"] &= self._kept_processors
-        active = np.arange(len(proposals))
+        active = np.arange(len(planned))
         steps: list[tuple[Ints, Tensor]] = []
         hidden: Tensor | None = None
-        graphs = self._graphs if self._graphs is not None and len(proposals) <= self._graphs.max_rows else None
-        for step in range(int(counts.max())):
-            sampled = rows.part(active, step)
-            token_ids = None if graphs is None else self._replay(graphs, proposals, sampled, step)
+        graphs = self._graphs if self._graphs is not None and len(planned) <= self._graphs.max_rows else None
+        for number in range(int(counts.max())):
+            sampled = rows.part(active, number)
+            token_ids = None if graphs is None else self._replay(graphs, planned, sampled, number)
             if token_ids is None:
                 if hidden is None:
-                    spans = [(drafted, row, end) for (drafted, row, _), end in zip(proposals, ends, strict=True)]
+                    spans = [(drafted, row, end) for (drafted, row, _), end in zip(planned, ends, strict=True)]
                     hidden = self._extend(spans)
-                token_ids = self._sampler.sample(self._logits(hidden), sampled)
+                token_ids = self._sampler.sample(self._padded(self._parts.model.compute_logits(hidden)), sampled)
                 if graphs is not None:
-                    table.store_drafts(step, sampled.row_indices, token_ids)
+                    table.store_drafts(number, sampled.row_indices, token_ids)
             steps.append((active, token_ids))
             if any(request.constraint is not None for request in sampled.requests):
                 _follow(sampled.requests, token_ids.tolist())
             if self._has_history and sampled.records["processors"].any():
                 table.write_history(sampled, token_ids.clamp(min=0))
-            is_active = counts[active] > step + 1
+            is_active = counts[active] > number + 1
             if not is_active.all():
                 kept = upload(np.flatnonzero(is_active))
                 active, token_ids = active[is_active], token_ids[kept]
                 hidden = None if hidden is None else hidden[kept]
             if active.size and graphs is None:
-                ones, starts = np.ones(len(active), dtype=np.int64), lengths[active] + (step - self._lag)
+                ones, starts = np.ones(len(active), dtype=np.int64), lengths[active] + (number - self._lag)
                 hidden = self._forward(row_indices[active], starts, ones, token_ids.clamp(min=0), hidden)
-        for drafted, _, count in proposals:
+        for drafted, _, count in planned:
             drafted.num_computed += 0 if self._lag else count - 1
         token_ids = torch.cat([token_ids for _, token_ids in steps])
-        return ProposedDrafts(proposals, token_ids, is_stored=graphs is not None)
+        return ProposedDrafts(planned, token_ids, is_stored=graphs is not None)
 
     def by_request(self, drafts: ProposedDrafts, token_ids: list[int]) -> dict[int, list[int]]:
         """Return uid -> drafts, up to the first one that cannot be sampled. Requests without drafts are left out.
 
         token_ids: as ``ProposedDrafts.token_ids``, on the host.
         """
-        found: list[list[int]] = [[] for _ in drafts.proposals]
+        found: list[list[int]] = [[] for _ in drafts.planned]
         values = iter(token_ids)
-        for step in range(max(proposal.count for proposal in drafts.proposals)):
-            for own, proposal in zip(found, drafts.proposals, strict=True):
-                if step < proposal.count:
+        for number in range(max(one.count for one in drafts.planned)):
+            for own, one in zip(found, drafts.planned, strict=True):
+                if number < one.count:
                     own.append(next(values))
-        for own, (drafted, row, _) in zip(found, drafts.proposals, strict=True):
+        for own, (drafted, row, _) in zip(found, drafts.planned, strict=True):
             if FAILED in own:
                 self._fail(drafted, row)
                 del own[own.index(FAILED) :]
-        return {proposal.row.uid: own for own, proposal in zip(found, drafts.proposals, strict=True) if own}
+        return {one.row.uid: own for own, one in zip(found, drafts.planned, strict=True) if own}
 
     def _replay(
-        self, graphs: DecodeGraphs, proposals: list[Proposal], sampled: SampledRows, step: int
+        self, graphs: DecodeGraphs, planned: list[PlannedDrafts], sampled: SampledRows, number: int
     ) -> Tensor | None:
-        """Compute and sample the draft with the number ``step`` of these rows [R] in a CUDA graph, and store it in the
-        table. Return the drafts [R]; None: too many tokens must be computed before the first draft.
+        """Compute and sample the draft with this number, from 0 on, of these rows [R] in a CUDA graph, and store it in
+        the table. Return the drafts [R]; None: too many tokens must be computed before the first draft.
         """
         table, num_rows = self._table, len(sampled.requests)
-        starts, known = sampled.positions - 1, np.zeros(0, dtype=np.int64)
-        if not step:
-            starts = np.array([drafted.num_computed for drafted, _, _ in proposals], dtype=np.int64)
-            ids = [drafted.token_ids[drafted.num_computed :] for drafted, _, _ in proposals]
-            known = np.concatenate([np.array(part, dtype=np.int64) for part in ids])
-            known = known.clip(0, self._parts.model.vocab_size - 1)
+        starts, known = sampled.positions - 1, self._joined_ids([])
+        if not number:
+            starts = np.array([drafted.num_computed for drafted, _, _ in planned], dtype=np.int64)
+            known = self._joined_ids([drafted.token_ids[drafted.num_computed :] for drafted, _, _ in planned])
         counts = sampled.positions - starts
         rows = StepRows(
             sampled.requests,
@@ -290,28 +284,28 @@ class DraftModel:
             counts,
             token_ends=counts.cumsum(),
             samples=counts > 0,
-            num_known=np.zeros_like(counts) if step else counts,
+            num_known=np.zeros_like(counts) if number else counts,
             known_ids=known,
         )
         if not graphs.fits(rows, has_drafts=True):
             return None
-        replayed = graphs.replay(rows, sampled, draft_number=step)
-        if not step:
-            for drafted, row, _ in proposals:
+        replayed = graphs.replay(rows, sampled, draft_number=number)
+        if not number:
+            for drafted, row, _ in planned:
                 self._advance(drafted, row, _length(drafted))
         if replayed.token_ids is not None:
             return replayed.token_ids.clone()  # the next replay overwrites them
         logits = graphs.logits(replayed)
         logits = logits[:num_rows] if replayed.order is None else logits[replayed.order]
         token_ids = self._sampler.sample(self._padded(logits), sampled)
-        table.store_drafts(step, sampled.row_indices, token_ids)
+        table.store_drafts(number, sampled.row_indices, token_ids)
         return token_ids
 
     def accept(self, drafted: DraftedRequest, row: RequestRow, num_accepted: int) -> None:
         """Record how many drafts were accepted, before the tokens of the step are added."""
         length = _length(drafted)
         end = min(drafted.num_computed, length - self._lag + num_accepted)
-        drafted.num_computed = min(length, end)
+        drafted.num_computed = min(length, end)  # from here on, accepted drafts may make pages full
         self._advance(drafted, row, end)
 
     def release(self) -> None:
@@ -353,12 +347,11 @@ class DraftModel:
                 drafted.token_ids[first : first + count]
                 for (drafted, _, _), first, count in zip(chosen, firsts, counts, strict=True)
             ]
-            token_ids = np.concatenate([np.array(part, dtype=np.int64) for part in ids])
             hidden = self._forward(
                 np.array([row.row_index for _, row, _ in chosen], dtype=np.int64),
                 np.array([drafted.num_computed for drafted, _, _ in chosen], dtype=np.int64),
                 np.array(counts, dtype=np.int64),
-                self._table.upload(token_ids.clip(0, self._parts.model.vocab_size - 1)),
+                self._table.upload(self._joined_ids(ids)),
             )
             for i, (drafted, row, _), count, state in zip(left, chosen, counts, hidden, strict=False):
                 self._advance(drafted, row, drafted.num_computed + count)
@@ -381,12 +374,8 @@ class DraftModel:
 
         features: [T, D] that a draft head reads instead of hidden states of the model; None: it reads these.
         """
-        model, attention, page_size, upload = (
-            self._parts.model,
-            self._parts.attention,
-            self._page_size,
-            self._table.upload,
-        )
+        model, attention = self._parts.model, self._parts.attention
+        page_size, upload = self._page_size, self._table.upload
         ends, kv_lengths = counts.cumsum(), starts + counts
         row_of_token = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(ends[-1]) + np.repeat(kv_lengths - ends, counts)
@@ -409,9 +398,10 @@ class DraftModel:
         inputs = model_inputs(model, token_ids, upload(positions), outputs=outputs, features=features)
         return model.forward(inputs, attention)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [R, D] -> logits [R, at least ``num_embeddings``]."""
-        return self._padded(self._parts.model.compute_logits(hidden))
+    def _joined_ids(self, ids: list[list[int]]) -> Ints:
+        """Return known tokens [T] of several rows. Tokens that the draft model does not have become its last one."""
+        token_ids = np.array([token_id for row in ids for token_id in row], dtype=np.int64)
+        return token_ids.clip(0, self._parts.model.vocab_size - 1)
 
     def _padded(self, logits: Tensor) -> Tensor:
         """Logits [R, V] -> [R, at least ``num_embeddings``]."""
@@ -429,12 +419,6 @@ def _follow(requests: list[RequestRow], token_ids: list[int]) -> None:
         constraint = request.constraint
         if constraint is not None and not constraint.is_over and token_id != FAILED:
             constraint.advance(token_id)
-
-
-def _may_have(proposal: Proposal) -> bool:
-    """Return whether the draft model can compute all these drafts."""
-    drafted, _, count = proposal
-    return _length(drafted) + count <= drafted.max_length
 
 
 def _length(drafted: DraftedRequest) -> int:

@@ -5,9 +5,10 @@ number. It computes the row with the proposed tokens like a part of a prompt, an
 first drafts that equal these tokens are accepted. Without proposals, the row is a plain row.
 
 Proposals need all earlier tokens on the host. So before a step with proposals, and before the step after it, the host
-waits for the steps in flight. It does not wait if the known tokens show that no n-gram will be found. On a GPU with
-CUDA graphs it does not wait for the step itself: drafts of a draft model stay on the device, and the host reads them
-together with the tokens of the step.
+waits for the steps in flight. It does not wait if the known tokens show that no n-gram will be found.
+
+If a draft model has CUDA graphs, its drafts stay on the device, and the host reads them together with the tokens of the
+step. Otherwise, and if the step itself cannot verify them in a CUDA graph, the host reads them before the step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.sampling.sampler import FAILED
-from aioengine.runner.speculation.draft_model import DraftedRequest, Proposal
+from aioengine.runner.speculation.draft_model import DraftedRequest, PlannedDrafts
 from aioengine.runner.speculation.ngram import NgramProposer
 from aioengine.runner.ticket import OpenDrafts, StepDrafts, Ticket
 from aioengine.scheduler.plan import NewRow, Row
@@ -77,7 +78,7 @@ class DraftRows:
         if any(ticket.drafts is not None and ticket.drafts.proposed for ticket in self._launched):
             self._record_launched()
         drafted = [row for row in rows if row.num_drafts]
-        if self._launched and any(map(self._may_propose, drafted)):
+        if self._launched and any(map(self._may_get_drafts, drafted)):
             self._record_launched()
         drafts.planned = {row.uid: row.num_drafts for row in drafted if row.uid in self._open}
         if drafted:
@@ -91,12 +92,13 @@ class DraftRows:
             self._record(ticket, ticket.values.wait())
         self._launched.clear()
 
-    def _may_propose(self, row: Row) -> bool:
+    def _may_get_drafts(self, row: Row) -> bool:
         """Return whether a row may get drafts when all tokens before them are known."""
         entry = self._open.get(row.uid)
-        if entry is None or not isinstance(entry.text, NgramProposer):
-            return entry is not None and entry.text is not None
-        return entry.text.may_propose(_num_known(row, entry) - len(entry.text.token_ids))
+        if entry is None or entry.text is None:
+            return False
+        num_unknown = _num_known(row, entry) - len(entry.text.token_ids)
+        return not isinstance(entry.text, NgramProposer) or entry.text.may_propose(num_unknown)
 
     def with_drafts(self, rows: list[Row], drafts: StepDrafts) -> list[Row]:
         """Return the rows of ``propose`` with their proposed drafts as known tokens, and with exact starts."""
@@ -112,7 +114,7 @@ class DraftRows:
 
     def _propose(self, rows: list[Row], drafts: StepDrafts, most: int) -> None:
         """Set ``proposed`` of the drafts of a step. most: maximum number of drafts."""
-        proposals: list[Proposal] = []
+        planned: list[PlannedDrafts] = []
         for row in rows:
             entry = self._open.get(row.uid)
             text = None if entry is None else entry.text
@@ -120,20 +122,17 @@ class DraftRows:
                 continue
             if row.num_drafts > most:
                 break
-            if isinstance(text, DraftedRequest):
-                if self._model is not None and not self._model.may_propose(row):
-                    continue
-                proposals.append(Proposal(text, self._requests[row.uid], row.num_drafts))
+            if isinstance(text, NgramProposer):
+                if proposed := list(text.propose(row.num_drafts)):
+                    drafts.proposed[row.uid] = proposed
+                    most -= len(proposed)
+            elif self._model is not None and self._model.can_propose(row):
+                planned.append(PlannedDrafts(text, self._requests[row.uid], row.num_drafts))
                 most -= row.num_drafts
-            elif proposed := list(text.propose(row.num_drafts)):
-                drafts.proposed[row.uid] = proposed
-                most -= len(proposed)
-        if self._model is None:
-            return
-        drafts.on_device = self._model.propose(proposals)
-        if drafts.on_device is not None:
-            drafts.proposed = {uid: [0] * count for uid, count in drafts.on_device.counts().items()}
-            if not drafts.on_device.is_stored:
+        if self._model is not None and (on_device := self._model.propose(planned)) is not None:
+            drafts.on_device = on_device
+            drafts.proposed = {one.row.uid: [0] * one.count for one in on_device.planned}
+            if not on_device.is_stored:
                 self.read(drafts)
 
     def _with_drafts(self, row: Row, drafts: StepDrafts) -> Row:
@@ -186,7 +185,7 @@ class DraftRows:
         """Record a collected step, after its forced tokens are known. values: ``Ticket.values``."""
         if ticket in self._launched:
             self._record(ticket, values)
-        self.failed(ticket)
+            self._launched.remove(ticket)
         assert ticket.drafts is not None
         for uid, entry in zip(ticket.sampled, ticket.drafts.open, strict=True):
             if entry is not None:
@@ -202,8 +201,9 @@ class DraftRows:
             self._model.resume()
 
     def failed(self, ticket: Ticket) -> None:
-        """Forget a step without tokens."""
-        self._launched = [other for other in self._launched if other is not ticket]
+        """Forget a step whose tokens will never be known."""
+        if ticket in self._launched:
+            self._launched.remove(ticket)
 
 
 def _num_known(row: Row, entry: OpenDrafts) -> int:

@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 SIZES: Final = (6, 3)
 """Lengths of the n-grams, in the order in which they are looked up. Matches shorter than three tokens are accidents."""
-
-
 PREFIX: Final = SIZES[-1] - 1
-"""Length of the start of the shortest n-gram without its last token."""
+"""Length of the shortest n-gram without its last token."""
+_INDEXED: Final = (*SIZES, PREFIX)
 
 
 class NgramProposer:
@@ -35,16 +34,16 @@ class NgramProposer:
         self.token_ids = token_ids
         self._first = first
         self._num_indexed = 0
-        # for each size, and for ``PREFIX``: hash -> end (exclusive)
-        self._ends: tuple[dict[int, int], ...] = tuple({} for _ in (*SIZES, PREFIX))
+        self._ends: tuple[dict[int, int], ...] = tuple({} for _ in _INDEXED)  # hash -> end (exclusive), for each size
 
     def may_propose(self, num_unknown: int) -> bool:
-        """Return whether ``propose`` may find something after so many more tokens, which are not known yet."""
+        """Return whether ``propose`` may find an n-gram after ``num_unknown`` more tokens. Only if there is one more
+        token, this is looked up.
+        """
         if num_unknown != 1:
             return True
         self._update_index()
-        last = self.token_ids[-PREFIX:]
-        return hash(tuple(last)) in self._ends[-1]
+        return hash(tuple(self.token_ids[-PREFIX:])) in self._ends[-1]
 
     def propose(self, count: int) -> Sequence[int]:
         """Return the ``count`` tokens that followed the latest earlier occurrence of the last tokens, else nothing.
@@ -64,7 +63,7 @@ class NgramProposer:
     def _update_index(self) -> None:
         """Add the n-grams that end before the last token. ``propose`` looks up the n-grams that end with it."""
         token_ids, total = self.token_ids, len(self.token_ids)
-        for size, ends in zip((*SIZES, PREFIX), self._ends, strict=True):
+        for size, ends in zip(_INDEXED, self._ends, strict=True):
             start = max(self._num_indexed, self._first + size)
             if start < total:
                 tokens = token_ids[start - size : total - 1]

@@ -72,7 +72,7 @@ class Verification:
 
 
 def num_accepted(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
-    """Return how many drafts of a row are accepted by the tokens sampled at all their positions and after them."""
+    """Return the number of accepted drafts of a row. token_ids: sampled at their positions, and after the last one."""
     count = 0
     while count < len(drafts) and token_ids[count] == drafts[count]:
         count += 1

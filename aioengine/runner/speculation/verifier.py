@@ -36,24 +36,22 @@ class SampledDrafts(Readback):
     """The tokens [T] sampled at all positions of a step. Drafts are accepted when the host knows these tokens.
 
     Attributes:
-        firsts: index of the first sampled token of each of S rows.
+        lasts: [S] index of the last sampled token of each row. It fails if a draft is not finite.
     """
 
-    __slots__ = ("_accept", "_last_tokens", "firsts")
+    __slots__ = ("_accept", "_last_tokens", "lasts")
 
-    def __init__(
-        self, token_ids: Tensor, firsts: list[int], accept: Callable[[list[int], list[int]], list[int]]
-    ) -> None:
-        """token_ids: [T]. accept: called once with ``firsts`` and the numbers; returns the last token of each row."""
+    def __init__(self, token_ids: Tensor, lasts: list[int], accept: Callable[[list[int]], list[int]]) -> None:
+        """accept: called once with ``token_ids`` [T] on the host; returns the last token of each row [S]."""
         super().__init__(token_ids)
-        self.firsts = firsts
+        self.lasts = lasts
         self._accept = accept
         self._last_tokens: list[int] | None = None
 
     def wait(self) -> list[int]:
         """Wait for the device and return the last token of each row [S]."""
         if self._last_tokens is None:
-            self._last_tokens = self._accept(self.firsts, super().wait())
+            self._last_tokens = self._accept(super().wait())
         return self._last_tokens
 
 
@@ -74,8 +72,7 @@ class Verifier:
         """
         Args:
             logits: computes logits [N, V] from hidden states [N, D].
-            keep: stores the chosen ones of sampled tokens [N]. Arguments: hidden [N, D], logits [N, V], token ids [N],
-                rows [N], chosen indices.
+            keep: see ``ModelRunner._keep``.
             errors: uid -> error of a custom processor.
             read: see ``DraftRows.read``.
         """
@@ -88,28 +85,29 @@ class Verifier:
         self._read = read
 
     def accept_later(
-        self, graphs: DecodeGraphs, step: DecodeStep, rows: StepRows, first: SampledRows, drafts: StepDrafts
+        self, graphs: DecodeGraphs, step: DecodeStep, rows: StepRows, sampled: SampledRows, drafts: StepDrafts
     ) -> SampledDrafts:
-        """Sample at all positions of a replayed step. Drafts are accepted when the tokens are known.
+        """Return the tokens sampled at all positions of a replayed step. They are sampled here if its graph did not.
 
-        first: the rows, with the positions of their first tokens.
+        sampled: the rows, with the positions of their first sampled tokens.
         """
-        token_ids, counts = step.token_ids, drafts.counts(first.requests)
-        firsts = rows.token_ends - 1 - counts
+        token_ids = step.token_ids
+        firsts = rows.token_ends - 1 - drafts.counts(sampled.requests)
         if token_ids is None:
-            row_of_token = np.repeat(np.arange(len(counts)), rows.counts)
+            row_of_token = np.repeat(np.arange(len(firsts)), rows.counts)
             later = np.arange(len(row_of_token)) - firsts[row_of_token]
-            token_ids = self._sampler.sample(graphs.logits(step)[: len(later)], first.part(row_of_token, later))
+            token_ids = self._sampler.sample(graphs.logits(step)[: len(later)], sampled.part(row_of_token, later))
         if drafts.on_device is not None:
             token_ids = torch.cat([token_ids, drafts.on_device.token_ids])
-        return SampledDrafts(token_ids, firsts.tolist(), partial(self._accept, first.requests, drafts))
+        accept = partial(self._accept, sampled.requests, drafts, firsts.tolist())
+        return SampledDrafts(token_ids, (rows.token_ends - 1).tolist(), accept)
 
     def _accept(
         self, requests: list[RequestRow], drafts: StepDrafts, firsts: list[int], token_ids: list[int]
     ) -> list[int]:
         """Accept the drafts of these rows by the tokens sampled at all positions. Return the last token of each row.
 
-        token_ids: these tokens, then the drafts that were only on the device.
+        firsts: see ``SampledDrafts``. token_ids: these tokens, then the drafts that were only on the device.
         """
         if drafts.on_device is not None:
             self._read(drafts, token_ids[-len(drafts.on_device.token_ids) :])
@@ -123,7 +121,7 @@ class Verifier:
             last_tokens.append(sampled[count])
             if self._table.requests.get(request.uid) is request:
                 open_rows.append((request.row_index, max(sampled[count], 0)))
-                if FAILED in sampled[1:]:  # a rejected draft, as in ``_compute_drafts``
+                if FAILED in sampled[1:]:  # a draft is not finite, as in ``verify``
                     self._kv_pool.clean(self._table.pages(request.uid))
         with torch.inference_mode():
             row_indices, values = self._table.upload(np.array(open_rows, dtype=np.int64).reshape(-1, 2).T)
@@ -137,9 +135,9 @@ class Verifier:
         rows: with the positions of the first tokens.
         """
         proposed = [drafts.proposed.get(request.uid, []) for request in rows.requests]
-        is_slow = one_by_one(rows.requests, rows.records)
+        one_by_one = sample_one_by_one(rows.requests, rows.records)
         num_before = np.cumsum([0, *map(len, proposed)]).tolist()
-        hidden = torch.cat((hidden, before_drafts))
+        all_hidden = torch.cat((hidden, before_drafts))
         values: list[int] = []
         for group in row_groups([len(ids) + 1 for ids in proposed], SAMPLED_ROWS):
             sources: list[int] = []
@@ -148,9 +146,9 @@ class Verifier:
                 first = len(rows.requests) + num_before[row]
                 firsts.append(len(sources))
                 sources += [*range(first, first + len(proposed[row])), row]
-            states = hidden[self._table.upload(np.array(sources, dtype=np.int64))]
+            states = all_hidden[self._table.upload(np.array(sources, dtype=np.int64))]
             logits = self._logits(states)
-            verification = Verification(proposed[group.start : group.stop], is_slow[group.start : group.stop])
+            verification = Verification(proposed[group.start : group.stop], one_by_one[group.start : group.stop])
             while verification.active:
                 entries = verification.entries()
                 later = np.array([count for _, count in entries], dtype=np.int64)
@@ -174,11 +172,14 @@ class Verifier:
             for row, count in zip(group, verification.counts, strict=True):
                 drafts.accepted[rows.requests[row].uid] = proposed[row][:count]
             values += verification.final
+        for request, ids, is_finite in zip(rows.requests, proposed, hidden.isfinite().all(-1).tolist(), strict=True):
+            if ids and not is_finite:  # of a rejected draft; attention multiplies its keys and values by 0
+                self._kv_pool.clean(self._table.pages(request.uid))
         return values
 
 
-def one_by_one(requests: list[RequestRow], records: npt.NDArray[np.void]) -> list[bool]:
-    """Return whether each row must sample the tokens of its drafts one after the other, see ``Verification``.
+def sample_one_by_one(requests: list[RequestRow], records: npt.NDArray[np.void]) -> list[bool]:
+    """Return whether each row [S] must sample one position after the other, see ``Verification``.
 
     records: [S] of SAMPLING_RECORD.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from aioengine.supervision.launchers._process_child import ProcessChild
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from aioengine.supervision.launchers.inline import InlineChild, InlineLauncher
     from aioengine.supervision.launchers.process import ProcessLauncher
 
-    Launcher = ProcessLauncher | InlineLauncher | RayLauncher
+    Launcher: TypeAlias = ProcessLauncher | InlineLauncher | RayLauncher
 
-    RunningChild = ProcessChild | InlineChild | RayChild
+    RunningChild: TypeAlias = ProcessChild | InlineChild | RayChild
     """A child after its start, running or not."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aioengine.model_files.model_folder import ModelFacts
     from aioengine.settings.config import ModelConfig, ModelSettings, Settings
 
-NEWS_S: Final = 1.0
+REPORT_S: Final = 1.0
 """Maximum time between two reports of an actor."""
 
 
@@ -44,8 +44,8 @@ class ChildState(Struct, frozen=True):
     log_lines: tuple[str, ...]
 
 
-class Uplinks(Struct, frozen=True):
-    """The endpoints of the frontend, and their public key."""
+class FrontendAddresses(Struct, frozen=True):
+    """The addresses at which the frontend listens, and their public key."""
 
     to_frontend: str
     from_frontend: str
@@ -62,10 +62,11 @@ class ReplicaHost:
         self._keys = new_keys()
         self._spare = SpareDescriptors()
         self._children: list[ProcessChild] = []
-        self._has_news = asyncio.Event()
+        self._has_exited = asyncio.Event()  # a child, since the last report
+        self._closing = contextlib.ExitStack()
         self._facts: list[ModelFacts] = []
         self._folder: ChildFolder
-        self._uplinks: Uplinks
+        self._frontend: FrontendAddresses
 
     async def prepare(self, models: Sequence[ModelConfig]) -> str:
         """Find the model, and the draft model if there is one, on this machine. This may download them.
@@ -78,14 +79,17 @@ class ReplicaHost:
         self._facts = [await asyncio.to_thread(find_facts, model) for model in models]
         return self._keys.public
 
-    async def start(self, settings: Settings, roles: Sequence[Role], epoch: int, uplinks: Uplinks) -> list[ChildState]:
+    async def start(
+        self, settings: Settings, roles: Sequence[Role], epoch: int, frontend: FrontendAddresses
+    ) -> list[ChildState]:
         """Start a child process for each role.
 
         Raises:
             EngineStartupError, OSError: a child could not be started.
         """
-        self._uplinks = uplinks
+        self._frontend = frontend
         self._folder = ChildFolder(on_this_machine(settings, self._facts), roles, self._spare)
+        self._closing.callback(self._folder.close)
         for role in roles:
             self._start(role, epoch)
         self._folder.close_inboxes()
@@ -99,12 +103,12 @@ class ReplicaHost:
         self._start(role, epoch)
         return self._states()
 
-    async def news(self) -> list[ChildState]:
-        """Return the states of all children: when one has exited, or after ``NEWS_S``."""
+    async def report(self) -> list[ChildState]:
+        """Wait until a child exits, for at most ``REPORT_S``. Return the states of all children."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(NEWS_S):
-                await self._has_news.wait()
-        self._has_news.clear()
+            async with asyncio.timeout(REPORT_S):
+                await self._has_exited.wait()
+        self._has_exited.clear()
         return self._states()
 
     async def end(self, role: Role, *, is_killed: bool) -> None:
@@ -120,16 +124,16 @@ class ReplicaHost:
         for child in self._children:
             child.reap(KILL_WAIT_S)
             child.close()
-        self._folder.close()
+        self._closing.close()
         ray.actor.exit_actor()
 
     def _start(self, role: Role, epoch: int) -> None:
-        links = self._uplinks
-        to_frontend = SecureEndpoint(links.to_frontend, *self._keys, links.public_key)
-        from_frontend = SecureEndpoint(links.from_frontend, *self._keys, links.public_key)
+        frontend = self._frontend
+        to_frontend = SecureEndpoint(frontend.to_frontend, *self._keys, frontend.public_key)
+        from_frontend = SecureEndpoint(frontend.from_frontend, *self._keys, frontend.public_key)
         child = self._folder.start(role, epoch, to_frontend, from_frontend if role == SCHEDULER else None)
         self._children.append(child)
-        child.watch(self._has_news.set)
+        child.watch(self._has_exited.set)
 
     def _states(self) -> list[ChildState]:
         states: list[ChildState] = []

@@ -13,9 +13,10 @@ from msgspec.structs import replace
 from ray.exceptions import RayError, RayTaskError
 
 from aioengine.errors import EngineStartupError, describe
+from aioengine.protocol.codec import UnencodableError
 from aioengine.protocol.messages import DETOKENIZER, NewEpoch, Submit
 from aioengine.protocol.orders import SecureEndpoint
-from aioengine.supervision.launchers._ray_host import NEWS_S, ChildState, Uplinks
+from aioengine.supervision.launchers._ray_host import REPORT_S, ChildState, FrontendAddresses
 from aioengine.supervision.tasks import EngineTask
 from aioengine.transport.async_zmq import AsyncZmqReceiver, AsyncZmqSender
 from aioengine.transport.curve import KeyCheck, new_keys
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 _EPOCH_BITS: Final = 62
 _SILENCE_S: Final = 5.0
-"""A node counts as lost if its actor sends no report for this time after ``NEWS_S``."""
+"""A node counts as lost if its actor sends no report for this time after ``REPORT_S``."""
 _MAX_IMAGE_BYTES: Final = 128 * 1024 * 1024
 """Images of a request that are sent by value. They must fit into a frame."""
 
@@ -74,7 +75,7 @@ class RayChild:
                 self._on_exit()
 
     def lose(self, reason: str, *, is_final: bool) -> None:
-        """Its node is lost."""
+        """Record that its node is lost. is_final: no other child can be started at its place."""
         self.final_reason = reason if is_final else ""
         self.update(replace(self._state, has_exited=True, log_lines=(reason,)))
 
@@ -126,8 +127,8 @@ class RayLauncher:
         """
         self._host = self._places.make_host(self._number)
         self._closing.callback(self._end_host)
-        uplinks = self._listen(await self._ask(self._host.prepare.remote(self._places.models)))
-        start = self._host.start.remote(self._settings, self._roles, self._epoch, uplinks)
+        addresses = self._listen(await self._ask(self._host.prepare.remote(self._places.models)))
+        start = self._host.start.remote(self._settings, self._roles, self._epoch, addresses)
         self._adopt(await self._ask(start))
         watching = EngineTask(self._watch(), name="aioengine-ray", on_failure=lambda error: self._lose(str(error)))
         self._closing.callback(watching.cancel)
@@ -144,13 +145,13 @@ class RayLauncher:
         self._adopt(await self._ask(self._host.restart.remote(DETOKENIZER, self._epoch)))
 
     async def check_links(self) -> None:
-        """Does nothing: the sockets between the children are checked by the actor's machine."""
+        """Does nothing: the sockets between the children are on another machine."""
 
     def close(self) -> None:
         """Close the channels, and end the actor with its children. May be repeated."""
         self._closing.close()
 
-    def _listen(self, key: str) -> Uplinks:
+    def _listen(self, key: str) -> FrontendAddresses:
         """Open the sockets for children with this public key."""
         own = new_keys()
         end = SecureEndpoint(f"tcp://{self._places.address}:*", own.public, own.secret)
@@ -162,7 +163,7 @@ class RayLauncher:
             self._closing.callback(self.sender.close)
             self.receiver = AsyncZmqReceiver(context, self._epoch)
             self._closing.callback(self.receiver.close)
-            return Uplinks(self.receiver.attach(end), self.sender.address, own.public)
+            return FrontendAddresses(self.receiver.attach(end), self.sender.address, own.public)
         except ZmqError as error:
             raise EngineStartupError(f"the engine's sockets could not be opened: {error}") from error
 
@@ -184,7 +185,7 @@ class RayLauncher:
             raise EngineStartupError(f"{text}: {describe(error)}") from error
 
     def _adopt(self, states: list[ChildState]) -> None:
-        """Make children of new processes, and drop children that the actor has replaced."""
+        """Add a ``RayChild`` for each new process, and drop children that the actor has replaced."""
         known = {child.pid: child for child in self.children}
         self.children[:] = [known.get(state.pid) or RayChild(state, self._host) for state in states]
 
@@ -192,17 +193,18 @@ class RayLauncher:
         """Receive the reports of the actor until it is lost."""
         while True:
             try:
-                async with asyncio.timeout(NEWS_S + _SILENCE_S):
-                    states: list[ChildState] = await asyncio.wrap_future(self._host.news.remote().future())
+                async with asyncio.timeout(REPORT_S + _SILENCE_S):
+                    states: list[ChildState] = await asyncio.wrap_future(self._host.report.remote().future())
             except (RayError, TimeoutError) as error:
                 self._lose(describe(error))
                 return
-            by_pid = {state.pid: state for state in states}
-            for child in [child for child in self.children if child.pid in by_pid]:
-                child.update(by_pid[child.pid])
+            children = {child.pid: child for child in self.children}
+            for state in states:
+                if state.pid in children:
+                    children[state.pid].update(state)
 
     def _lose(self, reason: str) -> None:
-        """The actor is lost. If there are other replicas, they continue the requests at once."""
+        """Record that the actor is lost. If there are other replicas, they continue its requests."""
         text = f"the Ray node of replica {self._number} is lost: {reason.splitlines()[0]}"
         for child in self.children.copy():
             child.lose(text, is_final=self._places.num_replicas > 1)
@@ -220,12 +222,20 @@ class _ImageSender(AsyncZmqSender):
 
 
 def with_images(message: Message) -> Message:
-    """Return the message with the content of its image files, if they are not too large."""
+    """Return the message with the content of its image files.
+
+    Raises:
+        UnencodableError: the images are too large.
+    """
     if not isinstance(message, Submit) or not message.media:
         return message
     try:
         media = [replace(media, data=Path(media.path).read_bytes()) for media in message.media]
     except FileNotFoundError:  # the request has ended
         return message
-    is_small = sum(len(image.data) for image in media) <= _MAX_IMAGE_BYTES
-    return replace(message, media=media) if is_small else message
+    if (num_bytes := sum(len(image.data) for image in media)) > _MAX_IMAGE_BYTES:
+        raise UnencodableError(
+            f"its prepared images take {num_bytes:,} bytes, and {_MAX_IMAGE_BYTES:,} can be sent to another machine; "
+            "use fewer or smaller images"
+        )
+    return replace(message, media=media)

@@ -51,7 +51,7 @@ class RayPlaces:
         bundle = {"CPU": _CPUS, "GPU": float(num_gpus)} if num_gpus else {"CPU": _CPUS}
         self._group = placement_group([bundle] * num_replicas, strategy="SPREAD")
         if not self._group.wait(timeout_s):
-            self._remove()
+            self.remove()
             raise EngineStartupError(
                 f"the Ray cluster has no place for {num_replicas} x ({_described(bundle)}) within {timeout_s:g} "
                 f"seconds (startup_timeout); it has {_described(ray.cluster_resources())}, of which "
@@ -84,10 +84,11 @@ class RayPlaces:
     def device_facts(self) -> DeviceFacts:
         """Return the facts about the machine of the first replica, as the replica sees them. Blocks."""
         facts = ray.remote(machine.device_facts).options(**self._options(0)).remote()
-        return ray.get(facts, timeout=_DEVICE_FACTS_S)
+        found: DeviceFacts = ray.get(facts, timeout=_DEVICE_FACTS_S)
+        return found
 
     def config_of_a_node(self, config: EngineConfig) -> EngineConfig:
-        """Return the config with the number of replicas that share the cores or the visible GPUs of a node."""
+        """Return the config of a node: its replicas are those that share cores or visible GPUs."""
         most = 1 if self._num_gpus else max(Counter(self._nodes).values())
         return replace(config, supervision=replace(config.supervision, num_replicas=most))
 
@@ -99,15 +100,16 @@ class RayPlaces:
         """Start an actor at the place of a replica, without waiting for it. Return its handle."""
         return ray.remote(ReplicaHost).options(**self._options(number)).remote()
 
+    def remove(self) -> None:
+        """Give up all places."""
+        if ray.is_initialized():  # at the exit of the program, Ray may have ended before the engine
+            remove_placement_group(self._group)
+
     def leave(self, number: int) -> None:
         """Record that a replica has ended. After the last one, the group is removed. May be repeated."""
         self._left.add(number)
         if len(self._left) == self.num_replicas:
-            self._remove()
-
-    def _remove(self) -> None:
-        if ray.is_initialized():  # at the exit of the program, Ray may have ended before the engine
-            remove_placement_group(self._group)
+            self.remove()
 
     def _options(self, number: int) -> dict[str, Any]:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MAX_GROWTH = 100_000_000
-"""Bytes. Without AMX, oneDNN takes at most 140 MB in these tests, even with an unlimited cache: they would prove
-nothing there."""
+"""Bytes. Without AMX, oneDNN takes at most 140 MB in these tests, even with an unlimited cache, so they are skipped."""
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
     pytest.mark.skipif(not has_matrix_unit(), reason="no AMX"),

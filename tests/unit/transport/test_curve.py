@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from aioengine.protocol.orders import SecureEndpoint
 from aioengine.transport.addresses import listen
 from aioengine.transport.async_zmq import AsyncZmqReceiver, AsyncZmqSender
 from aioengine.transport.curve import KeyCheck, Keys, new_keys
-from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender, end_context
+from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender, attach, end_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,12 +70,7 @@ class Child:
         """Return a socket that tries to receive frames of the frontend."""
         socket = self._context.socket(zmq.PULL)
         self.closing.callback(socket.close)
-        if isinstance(endpoint, str):
-            socket.connect(endpoint)
-            return socket
-        socket.curve_publickey, socket.curve_secretkey = endpoint.public_key.encode(), endpoint.secret_key.encode()
-        socket.curve_serverkey = endpoint.server_key.encode()
-        socket.connect(endpoint.address)
+        attach(socket, endpoint)
         return socket
 
 
@@ -133,6 +128,19 @@ async def test_ends_with_wrong_keys_get_no_connection(wrong: str, child: Child) 
         receiver = child.receiver(SecureEndpoint(frontend.sender.address, *child.keys, frontend.keys.public))
         assert await received(receiver, 1) == [2]
         assert not thief.poll(0)
+
+
+async def test_large_messages_of_strangers_are_not_stored(child: Child) -> None:
+    frontend = Frontend(child.keys)
+    with frontend.closing:
+        for address in (frontend.uplink, frontend.sender.address):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+            writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32))  # the greeting
+            await reader.readexactly(64)
+            writer.write(b"\x06" + (2**30).to_bytes(8, "big"))  # the size of a message of the handshake
+            with suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 20) == b""
+            writer.close()
 
 
 async def test_bytes_on_the_network_are_encrypted(child: Child) -> None:

@@ -109,7 +109,7 @@ def test_replayed_steps_match_plain_attention(model: Model, spec: InputSpec) -> 
     shape = model.attention_shape
     pool = torch.zeros(_base.kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     expected_pool = pool.clone()
-    graphs = PieceGraphs(model, Piecewise(shape, pool), list(pool), max_rows=4)
+    graphs = PieceGraphs(model, Piecewise(shape, pool), list(pool), max_outputs=4)
     heard: list[tuple[int, int]] = []
     graphs.capture(50, lambda *done: heard.append(done))
     assert heard == [(1, 2), (2, 2)]
@@ -130,7 +130,7 @@ def test_replayed_steps_match_plain_attention(model: Model, spec: InputSpec) -> 
 @torch.inference_mode()
 def test_each_size_is_computed_before_its_capture(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = torch.zeros(_base.kv_pool_shape(model.attention_shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
-    graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), list(pool), max_rows=40)
+    graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), list(pool), max_outputs=40)
     plain, plain_block, computed = model.forward, model.forward_block, list[tuple[int, int]]()
 
     def forward(inputs: ModelInputs, attention: _base.StepAttention) -> Tensor:
@@ -152,7 +152,7 @@ def test_each_size_is_computed_before_its_capture(model: Model, monkeypatch: pyt
 def test_nan_values_do_not_reach_the_padding_of_later_steps(model: Model) -> None:
     shape = model.attention_shape
     pool = torch.zeros(_base.kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
-    graphs = PieceGraphs(model, Piecewise(shape, pool), list(pool), max_rows=4)
+    graphs = PieceGraphs(model, Piecewise(shape, pool), list(pool), max_outputs=4)
     graphs.capture(32, lambda *_: None)
     pool[0, 1, 9] = torch.nan
     rows = [(4, 32)]
@@ -180,7 +180,7 @@ def test_leftovers_of_a_larger_step_are_not_read(model: Model) -> None:
 def test_hidden_states_of_further_tokens(model: Model) -> None:
     shape, rows, indices = model.attention_shape, [(0, 30), (0, 7)], torch.tensor([29, 36, 0, 4, 33, 29])
     pool = torch.zeros(_base.kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
-    graphs = PieceGraphs(model, Piecewise(shape, pool), list(pool), max_rows=6)
+    graphs = PieceGraphs(model, Piecewise(shape, pool), list(pool), max_outputs=6)
     graphs.capture(50, lambda *_: None)
     batch = make_batch(rows, [list(range(1, 9)), list(range(9, 17))], PAGE_SIZE)
     inputs = replace(make_inputs(model, rows), outputs=indices)
@@ -194,7 +194,7 @@ def test_hidden_states_of_further_tokens(model: Model) -> None:
 
 def test_steps_that_fit_no_graph(model: Model) -> None:
     pool = torch.zeros(_base.kv_pool_shape(model.attention_shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
-    graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), list(pool), max_rows=2)
+    graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), list(pool), max_outputs=2)
     assert not graphs.fits(make_batch([(0, 2)], [[1]], PAGE_SIZE)), "nothing is captured yet"
     with torch.inference_mode():
         graphs.capture(20, lambda *_: None)

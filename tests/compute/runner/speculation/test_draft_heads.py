@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from aioengine.runner.speculation.draft_model import DraftModel, Proposal, ProposedDrafts
+from aioengine.runner.speculation.draft_model import DraftModel, PlannedDrafts, ProposedDrafts
+from tests.compute.runner.speculation.test_draft_model import accepted, prompt_of
 from tests.compute.runner_world import World, make_settings, save_model, with_draft
 from tests.kit.draft_heads import PlainHead, head_config, random_tensors, save_head, save_repeating, save_with_mtp
 from tests.kit.tiny_sizes import VOCAB_SIZE
@@ -26,6 +26,10 @@ HEADS = {
     "eagle": ("EAGLE", {"bias": True}),
     "mtp": ("MTP", {}),
 }
+
+
+Proposals = list[tuple[list[int], list[int]]]
+"""Tokens of a request, and the drafts after them."""
 
 
 class Case(NamedTuple):
@@ -58,59 +62,43 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
 
 
-class Recorder:
-    """Records the proposals of a world, each with the tokens before it."""
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Proposals:
+    """Record all proposals."""
+    seen: Proposals = []
+    propose = DraftModel.propose
 
-    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[tuple[list[int], list[int]]] = []
-        propose = DraftModel.propose
+    def record(model: DraftModel, planned: list[PlannedDrafts]) -> ProposedDrafts | None:
+        found = propose(model, planned)
+        drafts = {} if found is None else model.by_request(found, found.token_ids.tolist())
+        seen.extend((drafted.token_ids.copy(), drafts[row.uid]) for drafted, row, _ in planned if row.uid in drafts)
+        return found
 
-        def recorded(model: DraftModel, proposals: list[Proposal]) -> ProposedDrafts | None:
-            found = propose(model, proposals)
-            drafts = {} if found is None else model.by_request(found, found.token_ids.tolist())
-            self.seen += [
-                (drafted.token_ids.copy(), drafts[row.uid]) for drafted, row, _ in proposals if row.uid in drafts
-            ]
-            return found
-
-        monkeypatch.setattr(DraftModel, "propose", recorded)
+    monkeypatch.setattr(DraftModel, "propose", record)
+    return seen
 
 
-def accepted(world: World) -> float:
-    """Return the share of accepted drafts."""
-    stats = world.core.scheduler.stats(0.0)
-    assert stats.num_proposed_drafts
-    return stats.num_accepted_drafts / stats.num_proposed_drafts
-
-
-def prompt_of(seed: int, length: int = 24) -> list[int]:
-    return random.Random(seed).choices(range(1, VOCAB_SIZE), k=length)
-
-
-def check(recorder: Recorder, plain: PlainHead) -> None:
+def check(proposals: Proposals, plain: PlainHead) -> None:
     """Each draft has the highest logit in plain torch, but for rounding."""
-    assert recorder.seen
-    for token_ids, drafts in recorder.seen:
+    assert proposals
+    for token_ids, drafts in proposals:
         with torch.no_grad():
             logits = plain.logits(token_ids, drafts)
         assert (logits.amax(1) - logits[range(len(drafts)), drafts]).max() < 0.05
 
 
 @pytest.mark.parametrize("chunk_tokens", [5, 512])
-def test_proposals_are_those_of_plain_torch(case: Case, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proposals_are_those_of_plain_torch(case: Case, chunk_tokens: int, recorded: Proposals) -> None:
     settings = replace(case.settings, scheduler=replace(case.settings.scheduler, chunk_tokens=chunk_tokens))
-    world = World(settings)
-    recorder = Recorder(world, monkeypatch)
     prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 2, 31))]
-    answers = world.answers(prompts, max_new_tokens=20)
+    answers = World(settings).answers(prompts, max_new_tokens=20)
     plain: dict[str, Any] = {"chunk_tokens": chunk_tokens}
     assert answers == World(make_settings(case.model_folder, **plain)).answers(prompts, max_new_tokens=20)
-    check(recorder, case.plain)
+    check(recorded, case.plain)
 
 
-def test_proposals_after_prefix_hits_are_those_of_plain_torch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proposals_after_prefix_hits_are_those_of_plain_torch(case: Case, recorded: Proposals) -> None:
     world = World(case.settings)
-    recorder = Recorder(world, monkeypatch)
     planner, prompt = world.core.scheduler._planner, prompt_of(1)
     costs, planner._draft_costs = planner._draft_costs, None  # the first answer has no drafts
     (first,) = world.answers([prompt], max_new_tokens=40)
@@ -119,7 +107,7 @@ def test_proposals_after_prefix_hits_are_those_of_plain_torch(case: Case, monkey
         (answer,) = world.answers([prompt + first[:number]], max_new_tokens=12)
         assert answer[: 40 - number] == first[number:][:12]
     assert min(list(world.num_cached.values())[1:]) >= 36
-    check(recorder, case.plain)
+    check(recorded, case.plain)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
@@ -170,13 +158,16 @@ def test_a_head_with_wrong_token_ids_is_refused(tmp_path: Path) -> None:
         World(settings)
 
 
-def test_a_head_with_non_finite_numbers_proposes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fc", "midlayer.mlp.down_proj"])
+def test_a_head_with_non_finite_numbers_does_not_change_answers(name: str, tmp_path: Path) -> None:
     save_model("llama", tmp_path / "model", num_hidden_layers=5)
     config = head_config(draft_vocab_size=200)
     tensors = random_tensors(config, "EAGLE3")
-    tensors["fc.weight"][:] = 3e38
+    tensors[f"{name}.weight"][:] = 3e38
     save_head(tmp_path / "head", config, tensors)
     settings = make_settings(tmp_path / "model")
     world = World(with_draft(settings, tmp_path / "head", head="EAGLE3", read_layers=(2, 2, 2)))
     prompts = [prompt_of(seed) for seed in range(3)]
     assert world.answers(prompts, max_new_tokens=30) == World(settings).answers(prompts, max_new_tokens=30)
+    has_drafts = name == "fc"  # hidden states that are not finite are read as zeros
+    assert (world.core.scheduler.stats(0.0).num_proposed_drafts > 0) == has_drafts

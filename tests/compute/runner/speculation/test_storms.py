@@ -196,7 +196,7 @@ MORE_CASES = [
     ("gpt_oss", 64, 1, 0, {"draft": "llama", "attention_backend": "fused", "logprobs_mode": "processed"}),
     ("deepseek_v3", 512, 15, 1, {"draft": "gemma3_text"}),
 ]
-"""Here each proposer (n-grams, a draft model with the same logits, another one) meets each value of each option."""
+"""Each proposer (n-grams, a draft model with the same logits, another one) is tested with each value of each option."""
 
 
 @pytest.mark.slow

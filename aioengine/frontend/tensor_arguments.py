@@ -1,4 +1,4 @@
-"""Checks the tensors that a caller gives: new weights, or an adapter."""
+"""Checks arguments that contain tensors: new weights, or an adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def checked(argument: str, value: object) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: the value of ``argument`` is wrong.
     """
-    torch: Any = sys.modules.get("torch")  # whoever has tensors has imported it
+    torch: Any = sys.modules.get("torch")  # a program with tensors has imported it
     pairs = value.items() if isinstance(value, Mapping) else value
     tensors: dict[str, Any] = {}
     try:
@@ -41,7 +41,7 @@ def checked(argument: str, value: object) -> dict[str, Any]:
 
 
 def check_format(value: object) -> None:
-    """Check ``load_format`` of a call that gives tensors: their names and shapes are those of the checkpoint."""
+    """Check ``load_format`` of a call with tensors. Only one format works: names and shapes of a checkpoint."""
     if value is not None:
         checks.choice("load_format", value, {"auto": "auto"})
 
