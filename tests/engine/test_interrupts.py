@@ -234,9 +234,10 @@ class RaiseAtCall:
         self._left = count
         self._again_after = again_after
         self._files = files or (FRONTEND, ENGINE)
+        self._function = self._profile  # Python gives up its own reference when it raises, and may call it once more
 
     def __enter__(self) -> RaiseAtCall:
-        sys.setprofile(self._profile)
+        sys.setprofile(self._function)
         if self._again_after:
             sys.settrace(self._trace)
         return self

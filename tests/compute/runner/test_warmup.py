@@ -142,5 +142,5 @@ def test_no_garbage_is_collected_while_graphs_are_captured(monkeypatch: pytest.M
     monkeypatch.setattr(warmup, "_prompt_graphs", prompt_graphs)
     runner, parts = SimpleNamespace(), SimpleNamespace(attention=None)
     with pytest.raises(RuntimeError, match="no device"):
-        warmup._capture(runner, parts, lambda _: None)  # type: ignore[arg-type]
+        warmup.capture_graphs(runner, parts, lambda _: None)  # type: ignore[arg-type]
     assert (seen, gc.isenabled()) == ([False], True)
