@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import time
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,7 +74,8 @@ def start_arguments(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool
 
 
 def _check_ray(config: EngineConfig) -> None:
-    if find_spec("ray") is None:
+    spec = find_spec("ray")
+    if spec is None or spec.origin is None:  # a folder of this name, such as Ray's own /tmp/ray, is no package
         raise ValueError("executor='ray' needs the package ray: pip install 'aioengine[ray]'")
     if config.device.base_gpu_id:
         raise ValueError(
@@ -124,28 +126,27 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     if draft is not None:
         check_same_vocabulary(facts, draft)
     places: RayPlaces | None = None
-    if config.supervision.executor == "ray":
-        from aioengine.supervision.launchers._ray_launcher import RayLauncher
-        from aioengine.supervision.launchers._ray_places import RayPlaces
+    with ExitStack() as failed:
+        if config.supervision.executor == "ray":
+            from aioengine.supervision.launchers._ray_launcher import RayLauncher
+            from aioengine.supervision.launchers._ray_places import RayPlaces
 
-        places = RayPlaces.reserve(config)
-        try:
+            places = RayPlaces.reserve(config)
+            failed.callback(places.remove)
             settings = resolve(places.config_of_a_node(config), facts, places.device_facts(), folders, draft)
-        except BaseException:
-            places.remove()
-            raise
-    else:
-        settings = resolve(config, facts, machine.device_facts(), folders, draft)
-    adapters = None
-    if settings.runner.lora is not None:
-        adapters = AdapterRules(facts.linear_layers, settings.runner.lora, config.lora.adapters)
-        for folder in folders:
-            adapters.check(folder)
-    tokenizer_path = settings.text.tokenizer_path
-    chat_template = _chat_template(config)
-    images = find_image_model(Path(facts.path)) if facts.task in ("generate", "embed") else None
-    if tokenizer_path is not None:
-        check_files(Path(tokenizer_path))
+        else:
+            settings = resolve(config, facts, machine.device_facts(), folders, draft)
+        adapters = None
+        if settings.runner.lora is not None:
+            adapters = AdapterRules(facts.linear_layers, settings.runner.lora, config.lora.adapters)
+            for folder in folders:
+                adapters.check(folder)
+        tokenizer_path = settings.text.tokenizer_path
+        chat_template = _chat_template(config)
+        images = find_image_model(Path(facts.path)) if facts.task in ("generate", "embed") else None
+        if tokenizer_path is not None:
+            check_files(Path(tokenizer_path))
+        failed.pop_all()
 
     num_replicas = config.supervision.num_replicas
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from aioengine.api import checks
 from aioengine.protocol.weight_messages import DTYPE_NAMES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def checked(argument: str, value: object) -> dict[str, Any]:
@@ -20,21 +17,21 @@ def checked(argument: str, value: object) -> dict[str, Any]:
         TypeError, ValueError: the value of ``argument`` is wrong.
     """
     torch: Any = sys.modules.get("torch")  # a program with tensors has imported it
-    pairs = value.items() if isinstance(value, Mapping) else value
+    pairs: object = cast("Mapping[object, object]", value).items() if isinstance(value, Mapping) else value
+    if not isinstance(pairs, Iterable):
+        raise checks.wrong_type(argument, "pairs of name and tensor", value)
     tensors: dict[str, Any] = {}
-    try:
-        for name, tensor in cast("Iterable[tuple[object, Any]]", pairs):
-            text = checks.text("names of tensors", name)
-            if torch is None or not isinstance(tensor, torch.Tensor):
-                raise checks.wrong_type(f"{argument}[{text!r}]", "a torch.Tensor", tensor)
-            if text in tensors:
-                raise ValueError(f"{argument} has two tensors of the name {text!r}")
-            _check(text, tensor)
-            tensors[text] = tensor.detach()
-    except (TypeError, ValueError) as error:
-        if "unpack" in str(error) or "iterable" in str(error):
-            raise checks.wrong_type(argument, "pairs of name and tensor", value) from None
-        raise
+    for pair in cast("Iterable[object]", pairs):
+        if not isinstance(pair, tuple | list) or len(cast("Sequence[object]", pair)) != 2:
+            raise checks.wrong_type(argument, "pairs of name and tensor", value)
+        name, tensor = cast("Sequence[Any]", pair)
+        text = checks.text("names of tensors", name)
+        if torch is None or not isinstance(tensor, torch.Tensor):
+            raise checks.wrong_type(f"{argument}[{text!r}]", "a torch.Tensor", tensor)
+        if text in tensors:
+            raise ValueError(f"{argument} has two tensors of the name {text!r}")
+        _check(text, tensor)
+        tensors[text] = tensor.detach()
     if not tensors:
         raise ValueError(f"{argument} is empty; give at least one tensor")
     return tensors

@@ -61,6 +61,20 @@ def _tile_of(
     return (first_tile + index % tiles_of_band) * ROWS, index // tiles_of_band * OUTPUTS
 
 
+@triton.jit
+def _store(
+    total: tl.tensor, bias: tl.tensor, out: tl.tensor, first_row: tl.tensor, first_output: tl.tensor,
+    num_rows: tl.tensor, num_outputs: tl.tensor,
+) -> None:  # fmt: skip
+    """Store the sums of a tile, plus the bias if there is one."""
+    rows, outputs = first_row + tl.arange(0, total.shape[0]), first_output + tl.arange(0, total.shape[1])
+    is_output = (outputs < num_outputs)[None, :]
+    if bias is not None:
+        total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
+    target = out + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & is_output)
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # one specialization serves all counts
 def _matmul_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
@@ -80,11 +94,7 @@ def _matmul_kernel(
         vectors = loaded(x_pointers + start, inside, SIZE % BLOCK == 0)
         part = loaded(weight_pointers + start, inside, SIZE % BLOCK == 0)
         total = tl.dot(vectors, tl.trans(part), total, input_precision="ieee")
-    is_output = (outputs < num_outputs)[None, :]
-    if bias is not None:
-        total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
-    target = out + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & is_output)
+    _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
 
 
 _matmul = KernelLauncher(_matmul_kernel)
@@ -120,12 +130,7 @@ def _tiled_kernel(
         for index in tl.static_range(1, SPLITS):
             total += _sum(x, weight, first_row, first_output, index * PART, PART, ROWS, OUTPUTS, BLOCK, STAGES)
     if is_last:
-        rows, outputs = first_row + tl.arange(0, ROWS), first_output + tl.arange(0, OUTPUTS)
-        is_output = (outputs < num_outputs)[None, :]
-        if bias is not None:
-            total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
-        target = out + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
-        tl.store(target, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & is_output)
+        _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
 
 
 _tiled = KernelLauncher(_tiled_kernel)
@@ -170,6 +175,7 @@ class InvariantMatmul:
         self._weight, self._bias = weight, bias
         num_outputs, size = weight.shape
         self._splits = num_splits(num_outputs, size)
+        # a counter for each tile that several programs compute: there are at most as many as processors
         self._num_done = torch.zeros(PROCESSORS, dtype=torch.int32, device=weight.device)
         is_aligned = size % 512 == 0 and weight.data_ptr() % 16 == 0
         self._is_fast = is_aligned and weight.dtype != torch.float32 and has_dependent_launch()

@@ -107,7 +107,8 @@ class Verifier:
     ) -> list[int]:
         """Accept the drafts of these rows by the tokens sampled at all positions. Return the last token of each row.
 
-        firsts: see ``SampledDrafts``. token_ids: these tokens, then the drafts that were only on the device.
+        firsts: index of the first sampled token of each row. token_ids: the sampled tokens, then the drafts that were
+        only on the device.
         """
         if drafts.on_device is not None:
             self._read(drafts, token_ids[-len(drafts.on_device.token_ids) :])

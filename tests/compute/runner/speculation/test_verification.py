@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.runner.sampling.philox import UniformTable, uniforms
 from aioengine.runner.sampling.sampler import FAILED
 from aioengine.runner.speculation.verification import Verification, num_accepted, row_groups
+from aioengine.runner.speculation.verifier import Verifier
+from aioengine.runner.ticket import StepDrafts
 
 ROWS = st.lists(
     st.tuples(
@@ -80,3 +86,14 @@ def test_random_numbers_of_several_positions_of_a_row(starts: list[int], counts:
         seeds = (rows + 7).astype(np.uint64)
         assert (table.take(rows, seeds, wanted) == uniforms(seeds, wanted)).all()
         positions = positions + np.array(number) // 2
+
+
+def test_row_fails_with_its_last_draft() -> None:
+    """The pages of a closed request are cleaned if the token at this index could not be sampled."""
+    unused: Any = None
+    verifier = Verifier(unused, unused, unused, logits=unused, keep=unused, errors={}, read=unused)
+    rows: Any = SimpleNamespace(token_ends=np.array([3, 4]))
+    sampled: Any = SimpleNamespace(requests=[SimpleNamespace(uid=1), SimpleNamespace(uid=2)])
+    step: Any = SimpleNamespace(token_ids=torch.tensor([7, 8, FAILED, 9]))
+    drafts = StepDrafts(proposed={1: [7, 8]})
+    assert verifier.accept_later(unused, step, rows, sampled, drafts).lasts == [2, 3]
