@@ -7,7 +7,8 @@ steps and in prefill chunks. So neither the batch nor chunks, prefix hits or pre
 
 In 16 bits, tiles of decode steps have fewer query rows than tiles of prefill chunks. This does not change a bit: tensor
 cores add in the same order for every number of rows. They also add the weights of a block, because the order in which
-threads add depends on the tile. In fp32 all tiles have the same number of rows.
+threads add depends on the tile. In fp32 and with fp8 keys all tiles have the same number of rows: small tiles would
+take converted numbers in another order.
 
 With a window, splits and blocks that no token of a tile sees are skipped. This does not change a bit either, because
 the weights of positions before the window become exactly zero at the first visible position.
@@ -389,7 +390,7 @@ def head_group(num_heads: int, pool: Pool) -> HeadGroup:
     rows = max(ROWS, next_power_of_2(group))
     is_wide = next_power_of_2(keys.shape[3]) * max(keys.itemsize, 2) > 256
     tile = AttentionTile(rows, BLOCK, 8, 2) if is_wide else AttentionTile(rows, BLOCK, 4, 3)
-    if keys.dtype == torch.float32:
+    if keys.dtype == torch.float32 or keys.itemsize == 1:
         return HeadGroup(tile, tile, group)
     decode_tile = AttentionTile(max(DECODE_ROWS, next_power_of_2(group)), BLOCK, 4, tile.num_stages)
     return HeadGroup(tile, decode_tile, group)
