@@ -39,12 +39,12 @@ class CallIds:
     def add(self, call: Call) -> None:
         """Register the ids of a new call, or of the prompts that have been checked since the last time.
 
-        These prompts may then start (``CallRequest.num_known``). If rows fail alone, a row whose id is in use fails.
+        These prompts may then start (``CallRequest.num_registered``). If rows fail alone, a row whose id is in use fails.
 
         Raises:
             ValueError: an id is in use.
         """
-        request, first = call.request, call.request.num_known
+        request, first = call.request, call.request.num_registered
         owners = {call.rid: (call, WHOLE)} if first == 0 else {}
         rids = request.rids or []
         if request.rid is not None:  # a random id is always free
@@ -66,7 +66,7 @@ class CallIds:
                 for base in _bases(rid):
                     self._by_base.setdefault(base, set()).add(rid)
         self._owners |= owners
-        request.num_known = len(request.prompts)
+        request.num_registered = len(request.prompts)
 
     def find(self, rid: str) -> tuple[Call, range] | None:
         """Return the call and the rows of an id, or of an id with ``_0``, ``_1`` ... appended."""

@@ -86,7 +86,7 @@ class Calls:
         if call not in self.opened:
             return  # another thread ended it before it was started
         self._set_timer(call, call.called_at)
-        if call.request.num_known < call.request.num_prompts:
+        if call.request.num_registered < call.request.num_prompts:
             self.submitter.check_rest(call)
         self.submitter.submit_next(call)
         if call.is_over:  # a batch of nothing

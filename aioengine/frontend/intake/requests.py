@@ -87,7 +87,7 @@ class CallRequest(Struct):
         is_batch: whether the caller gave a list of prompts.
         prompts: the checked prompts; an exception is the error of a row that fails alone. The encoder's thread may
             add more.
-        num_known: number of prompts that may start: they are checked, and their ids are registered.
+        num_registered: number of prompts that may start: they are checked, and their ids are registered.
         num_samples: samples of each prompt. gives_batch: whether the answer is a batch.
         num_bytes: bytes of the prompt. 0 for a batch, because the caller keeps the batch and its rows start gradually.
         params: one for all prompts, or one for each checked prompt.
@@ -111,7 +111,7 @@ class CallRequest(Struct):
     is_batch: bool
     pooled: Pooled | None = None
     num_prompts: int = 0
-    num_known: int = 0
+    num_registered: int = 0
     num_samples: int = 1
     num_rows: int = 0
     num_bytes: int = 0
