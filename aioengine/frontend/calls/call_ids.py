@@ -39,7 +39,8 @@ class CallIds:
     def add(self, call: Call) -> None:
         """Register the ids of a new call, or of the prompts that have been checked since the last time.
 
-        These prompts may then start (``CallRequest.num_registered``). If rows fail alone, a row whose id is in use fails.
+        These prompts may then start (``CallRequest.num_registered``). If rows fail alone, only a row whose id is in use
+        fails.
 
         Raises:
             ValueError: an id is in use.
