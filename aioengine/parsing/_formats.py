@@ -206,12 +206,12 @@ class OutputParser:
         """Return the events of the text that was held back. Call this after the last piece."""
         return self._read("", 0, is_over=True)
 
-    def _read(self, text: str, place: int, *, is_over: bool) -> list[Event]:
-        if place == len(self._readers):
+    def _read(self, text: str, index: int, *, is_over: bool) -> list[Event]:
+        if index == len(self._readers):
             return [Content(text)] if text else []
         events: list[Event] = []
-        for event in self._readers[place].read(text, is_over=is_over):
-            events += self._read(event.text, place + 1, is_over=False) if isinstance(event, Content) else [event]
+        for event in self._readers[index].read(text, is_over=is_over):
+            events += self._read(event.text, index + 1, is_over=False) if isinstance(event, Content) else [event]
         if is_over:
-            events += self._read("", place + 1, is_over=True)
+            events += self._read("", index + 1, is_over=True)
         return events

@@ -92,10 +92,10 @@ class TextPrompt(Struct, frozen=True, gc=False):
             try:
                 num_bytes += len(self.text[start : start + MAX_CHARACTERS_AT_CALL].encode())
             except UnicodeEncodeError as error:
-                place = start + error.start
+                position = start + error.start
                 raise ValueError(
-                    f"{self.name} has a lone surrogate at position {place}, which is no character: "
-                    f"{checks.shown(self.text[max(0, place - 10) : place + 10])}"
+                    f"{self.name} has a lone surrogate at position {position}, which is no character: "
+                    f"{checks.shown(self.text[max(0, position - 10) : position + 10])}"
                 ) from None
         return replace(self, num_bytes=num_bytes, name="", is_checked=True)
 
@@ -387,7 +387,7 @@ def _message(name: str, value: object, images: list[ImageSource | None]) -> dict
             raise ValueError(f"{name} has no content, got {checks.shown(message)}")
     elif isinstance(content, list | tuple):
         parts = cast("Sequence[object]", checks.plain(cast("object", content)))
-        message["content"] = [_part(f"part {place} of {name}", part, images) for place, part in enumerate(parts)]
+        message["content"] = [_part(f"part {index} of {name}", part, images) for index, part in enumerate(parts)]
     elif isinstance(content, str):
         message["content"] = checks.text(f"the content of {name}", content)
     else:
@@ -452,7 +452,7 @@ def _source(value: object) -> str | os.PathLike[str] | None:
 def _tools(value: object) -> list[dict[str, object]]:
     entries = checks.items("tools", value, MAX_TOOLS, allowed="a list of dicts in JSON schema form")
     tools = [
-        dict(checks.mapping(f"tools[{place}]", tool, allowed="a dict in JSON schema form"))
-        for place, tool in enumerate(entries)
+        dict(checks.mapping(f"tools[{index}]", tool, allowed="a dict in JSON schema form"))
+        for index, tool in enumerate(entries)
     ]
     return cast("list[dict[str, object]]", tools)

@@ -183,32 +183,32 @@ class CallRequest(Struct):
         """
         first, weight = len(self.prompts), 0
         budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
-        for place in range(first, min(first + PROMPTS_IN_PIECE, self.num_prompts)):
-            if self.num_prompts > 1 and (added := self._weight(place)):
+        for index in range(first, min(first + PROMPTS_IN_PIECE, self.num_prompts)):
+            if self.num_prompts > 1 and (added := self._weight(index)):
                 weight += added
-                if weight > MAX_WEIGHT_AT_ONCE and place > first:
+                if weight > MAX_WEIGHT_AT_ONCE and index > first:
                     return
             try:
                 if self.rids is not None:
-                    rid, self.rids[place] = self.rids[place], ""  # stays empty if the id is wrong
-                    self.rids[place] = _rid(rid)
+                    rid, self.rids[index] = self.rids[index], ""  # stays empty if the id is wrong
+                    self.rids[index] = _rid(rid)
                 for option in self.lists:
-                    option.check_value(place)
+                    option.check_value(index)
                 if self.given_params is not None:
-                    self.params.append(self._parsed(self.given_params[place]))
+                    self.params.append(self._parsed(self.given_params[index]))
                 params = self.params[-1]
                 if self.processors is None and params.custom_params:
                     message = "is given without custom_logit_processor, which reads it; name one"
                     raise ValueError(f"custom_params={checks.shown(params.custom_params)} {message}")
-                name = f"{self.name}[{place}]" if self.is_batch else self.name
-                prompt: Prompt | PromptError = self.check_prompt(name, self.values[place], budget)
+                name = f"{self.name}[{index}]" if self.is_batch else self.name
+                prompt: Prompt | PromptError = self.check_prompt(name, self.values[index], budget)
             except (TypeError, ValueError) as error:
                 if not self.prompts_fail_alone:
-                    raise named(error, place, self.num_prompts) from None
+                    raise named(error, index, self.num_prompts) from None
                 prompt = _without_frames(error)
                 for option in self.lists:
-                    option.reset_value(place)
-                if self.given_params is not None and len(self.params) == place:
+                    option.reset_value(index)
+                if self.given_params is not None and len(self.params) == index:
                     self.params.append(SamplingParams(n=self.num_samples))
                 params = self.params[-1]
             if params.n != self.num_samples:  # an error of the call: n decides the index of each answer
@@ -217,18 +217,18 @@ class CallRequest(Struct):
             self.prompts.append(prompt)
 
     def fail_prompt(self, prompt: int, error: TypeError | ValueError) -> None:
-        """Give a prompt this error in its place. If rows do not fail alone, raise the error."""
+        """Fail a prompt with this error. If rows do not fail alone, raise the error."""
         if not self.prompts_fail_alone:
             raise named(error, prompt, self.num_prompts) from None
         self.prompts[prompt] = _without_frames(error)
 
-    def _weight(self, place: int) -> int:
+    def _weight(self, index: int) -> int:
         """About how many microseconds it takes to check the values of a row, except its prompt."""
         weight = 0
-        if self.given_params is not None and id(self.given_params[place]) not in self.parsed:
-            weight = _params_weight(self.given_params[place])
+        if self.given_params is not None and id(self.given_params[index]) not in self.parsed:
+            weight = _params_weight(self.given_params[index])
         if self.logprobs is not None and self.logprobs.token_ids.is_list:
-            num_ids = checks.num_items(self.logprobs.token_ids.values[place])
+            num_ids = checks.num_items(self.logprobs.token_ids.values[index])
             weight += num_ids if num_ids <= MAX_TOKEN_IDS else 0  # it is refused for its length
         return weight
 

@@ -169,10 +169,10 @@ def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[st
             f"{', '.join(PROCESSORS)}"
         )
     _check_settings(settings, config, folder, plain)
-    place = PROCESSORS[plain]
+    module = PROCESSORS[plain]
     return ImageModel(
         family=family.read(config),
-        processor=f"transformers.models.{place}.image_processing_pil_{place}:{plain}Pil",
+        processor=f"transformers.models.{module}.image_processing_pil_{module}:{plain}Pil",
         settings=settings,
     )
 
