@@ -79,7 +79,8 @@ class Scheduler:
         if requests.deadlines.heap:
             requests.expire(now)
         flight = Flight(StepPlan([]), now)
-        requests.is_blocked = not self._flights  # the planner, or any change of the requests, resets it
+        # If it stays True, nothing can be computed until a request changes: each change sets it to False.
+        requests.is_blocked = not self._flights
         self._planner.fill(flight, now, is_overlapped=bool(self._flights))
         if not flight.requests:
             return None
@@ -139,7 +140,7 @@ class Scheduler:
             if token_id in request.stop_ids or len(known) >= request.next_limit:
                 ended = end_of(request)
                 if row.uid in result.complete and (ended is None or ended.code is FinishCode.LENGTH):
-                    continue  # it ends with this token
+                    continue  # it is ended below, with STOP instead of LENGTH
                 if ended is not None:
                     self.requests.end(request, ended)
                 elif len(known) >= request.next_limit:
