@@ -126,7 +126,7 @@ class Scheduler:
                 continue
             if token_id < 0:  # not exactly one token, see ``_by_row``
                 end = row.start + row.count - flight.rejected.get(row.uid, 0)
-                num_taken = self._take_other(row, request, result, others.get(row.uid), end=end, now=now)
+                num_taken = self._apply_other_row(row, request, result, others.get(row.uid), end=end, now=now)
                 if num_taken is not None:
                     limits[row.uid] = num_taken
                 continue
@@ -156,7 +156,7 @@ class Scheduler:
         self._events.totals.output_tokens += len(tokens.token_ids)
         return self._events.take(tokens)
 
-    def _take_other(
+    def _apply_other_row(
         self, row: Row, request: Request, result: StepResult, new: list[int] | None, *, end: int, now: float
     ) -> int | None:
         """Process a row that is not a decode with one token. Return the number of accepted tokens; None: all of them.
