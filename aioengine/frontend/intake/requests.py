@@ -71,7 +71,10 @@ PromptCheck = Callable[[str, object, CheckBudget], Prompt]
 
 
 class MessageParts(NamedTuple):
-    """The parts of a ``Submit`` that depend only on the sampling parameters. Each row adds its seed and its context."""
+    """The parts of a ``Submit`` that depend only on the sampling parameters, the model and the engine.
+
+    Each row adds its seed and its context.
+    """
 
     params: SamplingParams
     sampling: Sampling
