@@ -109,14 +109,6 @@ def is_reachable(endpoint: str) -> bool:
     return not os.path.isabs(path) or os.path.exists(path)
 
 
-def hide(listener: Listener) -> None:
-    """Remove the path of a listener, so that no other process can connect to it."""
-    path = listener.endpoint.removeprefix("ipc://")
-    if os.path.isabs(path):
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-
-
 def _choose_base() -> str:
     """Return the first writable directory that is short enough for socket paths, else the first writable one."""
     wanted = [os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", tempfile.gettempdir()]
