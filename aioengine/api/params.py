@@ -390,8 +390,7 @@ def output_limit(params: SamplingParams, num_prompt: int, *, context_length: int
         return left
     if params.max_new_tokens > left and params.is_length_explicit:
         raise RequestTooLargeError(
-            f"max_new_tokens={params.max_new_tokens} with a prompt of {num_prompt} tokens does not fit {limit}; "
-            f"at most {left} fit"
+            f"max_new_tokens={params.max_new_tokens} with a prompt of {num_prompt} tokens does not fit {limit}"
         )
     return min(int(params.max_new_tokens), left)
 
@@ -433,10 +432,7 @@ def sampling(
         return part
     stops = stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     if len(stops) >= vocab_size:
-        raise ValueError(
-            f"min_new_tokens={params.min_new_tokens} cannot be kept: all {vocab_size} tokens of the vocabulary are "
-            "stop tokens (stop_token_ids and the model's end-of-text ids)"
-        )
+        raise ValueError(f"min_new_tokens={params.min_new_tokens} cannot be kept: all {vocab_size} tokens stop")
     return replace(part, suppressed_token_ids=stops)
 
 

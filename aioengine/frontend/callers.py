@@ -23,9 +23,8 @@ def running_loop() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
     except RuntimeError:
         raise WrongLoopError(
-            "aioengine needs asyncio, and no asyncio event loop is running here (trio is not supported): await this "
-            "under asyncio.run(), or anyio.run() with its asyncio backend, or call the synchronous methods of Engine "
-            "in a thread"
+            "no asyncio event loop is running here (trio is not supported): await this under asyncio.run(), or call "
+            "the synchronous methods of Engine in a thread"
         ) from None
 
 

@@ -147,10 +147,7 @@ class Frontend:
         ``blocks``: the thread blocks while it waits, so it must not be the thread of the engine's loop.
         """
         if blocks and runs_here(self.loop):
-            raise RuntimeError(
-                "a call from the engine's own thread would wait for itself; log handlers and other callbacks on this "
-                "thread must hand the call to another thread"
-            )
+            raise RuntimeError("a call from the engine's own thread would wait for itself; hand it to another thread")
         if os.getpid() != self._pid:
             raise forked(self._pid)
 

@@ -416,9 +416,7 @@ def _listed(names: object, dtypes: object, shapes: object) -> list[tuple[str, st
         checks.items(name, value, 1 << 20) for name, value in (("names", names), ("dtypes", dtypes), ("shapes", shapes))
     ]
     if len({len(values) for values in lists}) > 1:
-        raise ValueError(
-            f"names, dtypes and shapes have different lengths: {', '.join(str(len(own)) for own in lists)}"
-        )
+        raise ValueError(f"names, dtypes and shapes have different lengths: {[len(own) for own in lists]}")
     tensors: list[tuple[str, str, list[int]]] = []
     for name, dtype, shape in zip(*lists, strict=True):
         text = str(dtype).removeprefix("torch.")

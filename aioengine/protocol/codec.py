@@ -91,10 +91,7 @@ class FrameEncoder:
             raise UnencodableError(f"{type(error).__name__}: {error}") from error
         most = MAX_FRAME_BYTES if len(messages) == 1 else self._max_bytes_of_several or MAX_FRAME_BYTES
         if len(buffer) > most:
-            raise FrameTooLargeError(
-                f"a frame of {len(messages)} messages takes {len(buffer):,} bytes, the limit is {most:,}; "
-                "submit fewer or shorter prompts at once"
-            )
+            raise FrameTooLargeError(f"{len(messages)} messages take {len(buffer):,} bytes, the limit is {most:,}")
         buffer[0] = PROTOCOL_VERSION
         self._number += 1
         return buffer

@@ -114,10 +114,7 @@ def _choose_base() -> str:
     wanted = [os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", tempfile.gettempdir()]
     usable = [base for base in wanted if os.path.isabs(base) and os.access(base, os.W_OK | os.X_OK)]
     if not usable:
-        raise OSError(
-            f"no directory for the engine's sockets: none of {[base for base in wanted if base]} can be written to; "
-            "set TMPDIR to a writable directory"
-        )
+        raise OSError("no directory for the engine's sockets can be written to; set TMPDIR to a writable directory")
     max_length = zmq.IPC_PATH_MAX_LEN - len(f"/{_PREFIX}{secrets.token_hex(6)}") - _MAX_NAME
     return next((base for base in usable if len(os.fsencode(base)) <= max_length), usable[0])
 

@@ -386,7 +386,7 @@ class TestIds:
     async def test_in_use_after_a_break_where_it_can_be_attached_to(self, world: World) -> None:
         async for _ in world.engine.async_generate("a", LONG, rid="x", stream=True, resume_ttl=9):
             break
-        with pytest.raises(ValueError, match="'x' is in use by a live request, or one that can be attached to"):
+        with pytest.raises(ValueError, match="'x' is in use by a request that runs or can be attached to"):
             world.engine.async_generate("b", GREEDY, rid="x")
 
     @pytest.mark.parametrize("other", ["x", "x_0", "x_2", "x_2_1"])

@@ -126,7 +126,7 @@ async def test_unsupported_use_of_images_in_sessions_is_reported(engine: AsyncEn
     rid = first["meta_info"]["id"]
     with pytest.raises(ValueError, match="offset=10, inside the image at tokens 2 to 18; give an offset before"):
         await turn_of(engine, "x", sid, rid, offset=10)
-    with pytest.raises(ValueError, match="its session history have 4 images; the limit is max"):
+    with pytest.raises(ValueError, match="history have 4 images; the limit is max"):
         await turn_of(engine, "<image> <image>", sid, rid, [ONE, TWO])
     with pytest.raises(ValueError, match="has no image placeholder, and 1 image"):
         await turn_of(engine, "x", sid, rid, ONE)

@@ -87,10 +87,7 @@ class CallIds:
             if other is call:
                 raise _repeated_id(rid)
             if not other.is_over or other.is_attachable:
-                raise ValueError(
-                    f"rid {rid!r} is in use by a live request, or one that can be attached to; choose another, or "
-                    "wait for its end"
-                )
+                raise ValueError(f"rid {rid!r} is in use by a request that runs or can be attached to")
             self._free(rid, other)
 
     def free(self, call: Call) -> bool:

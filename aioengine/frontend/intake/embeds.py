@@ -47,9 +47,7 @@ class EmbedsPrompt(IdsPrompt, frozen=True):
         if array.ndim != 2 or not array.size:
             raise ValueError(f"{self.name} must be {ALLOWED}, none of them empty, got the shape {list(array.shape)}")
         if 4 * array.size > MAX_EMBEDS_BYTES:
-            raise RequestTooLargeError(
-                f"{self.name} has {4 * array.size} bytes as float32, the limit is {MAX_EMBEDS_BYTES}"
-            )
+            raise RequestTooLargeError(f"{self.name} has {4 * array.size} bytes in fp32; {MAX_EMBEDS_BYTES} fit")
         with np.errstate(over="ignore"):
             embeds = array.astype(np.float32, order="C")
         if not np.isfinite(embeds).all():

@@ -69,9 +69,7 @@ class TextSizes(NamedTuple):
         """Raise RequestTooLargeError if no text of ``num_bytes`` bytes fits."""
         least = num_bytes // (self.longest_token * MAX_SHRINKING)
         if least > self.max_tokens:
-            raise RequestTooLargeError(
-                f"the prompt has at least {num_bytes} bytes, which are at least {least} tokens; {self.max_tokens} fit"
-            )
+            raise RequestTooLargeError(f"the prompt has at least {least} tokens; {self.max_tokens} fit")
 
     def check_pieces(self, text: str, tokenizer: Tokenizer) -> None:
         """Tokenize a long text in pieces, and raise RequestTooLargeError as soon as the limit is exceeded.
@@ -84,10 +82,7 @@ class TextSizes(NamedTuple):
             [ids] = tokenizer.encode_batch([piece], add_special_tokens=False)
             least += max(0, len(ids) - self.longest_token)
             if least > self.max_tokens:
-                raise RequestTooLargeError(
-                    f"the first {start + len(piece)} of the prompt's {len(text)} characters are at least {least} "
-                    f"tokens; {self.max_tokens} fit"
-                )
+                raise RequestTooLargeError(f"the prompt has at least {least} tokens; {self.max_tokens} fit")
 
 
 def longest_token(facts: Mapping[str, object]) -> int | None:

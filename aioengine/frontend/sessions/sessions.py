@@ -125,10 +125,7 @@ class Turn(Struct, eq=False):
         """Return the images in its first ``num_ids`` ids. Raises ValueError if an image is cut."""
         media = [image for image in self.media if image.start < num_ids]
         if media and (end := media[-1].start + media[-1].num_tokens) > num_ids:
-            raise ValueError(
-                f"session_params has offset={num_ids}, inside the image at tokens {media[-1].start} to {end}; give "
-                "an offset before or after it"
-            )
+            raise ValueError(f"offset={num_ids} is inside the image at tokens {media[-1].start} to {end}")
         return media
 
     @property
@@ -280,10 +277,7 @@ class Sessions:
             EngineError: the engine accepts no calls.
         """
         if self._task != "generate":
-            raise ValueError(
-                f"the task of this model is '{self._task}', and sessions are only for models that generate; call "
-                "encode without a session"
-            )
+            raise ValueError(f"sessions are for models that generate, and the task of this model is '{self._task}'")
         checks.whole("capacity_of_str_len", capacity, 0)
         name = os.urandom(16).hex() if session_id is None else _checked_id(session_id)
         is_streaming = checks.switch("streaming", streaming)
@@ -293,9 +287,7 @@ class Sessions:
             if name in self._by_id:
                 raise ValueError(f"session {checks.shown(name)} is open already; choose another session_id")
             if len(self._by_id) >= MAX_SESSIONS:
-                raise EngineOverloadedError(
-                    f"{MAX_SESSIONS} sessions are open; close some, or open them with a timeout"
-                )
+                raise EngineOverloadedError(f"{MAX_SESSIONS} sessions are open; close some, or set a timeout")
             self._num_opened += 1
             session = Session(name, self._num_opened, is_streaming=is_streaming, timeout_s=timeout_s)
             self._by_id[name] = session
@@ -352,10 +344,7 @@ class Sessions:
             raise ValueError(f"the prompt has no tokens, and no history in session {session.id!r}; give at least one")
         check(num_kept + len(ids))
         if self._num_tokens + len(ids) + TOKENS_PER_TURN > MAX_SESSION_TOKENS:
-            raise EngineOverloadedError(
-                f"the open sessions have {self._num_tokens} tokens, and the limit is {MAX_SESSION_TOKENS}; close some "
-                "of them, or open them with a timeout"
-            )
+            raise EngineOverloadedError(f"all sessions have {self._num_tokens} tokens; the limit is {MAX_SESSION_TOKENS}")
         if media:
             self._keep_images(session, media)
         if params.replace:
@@ -389,10 +378,7 @@ class Sessions:
         assert self._images is not None
         most = self._images.model.limits.max_images_per_prompt
         if len(media) > most:
-            raise ValueError(
-                f"the prompt and its session history have {checks.counted(len(media), 'image')}; the limit is "
-                f"max_images_per_prompt={most}"
-            )
+            raise ValueError(f"prompt and history have {len(media)} images; the limit is max_images_per_prompt={most}")
         contents = [image.content for image in media]
         self._images.keep(set(contents) - session.images.keys())
         session.images.update(contents)

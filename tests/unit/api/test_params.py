@@ -419,7 +419,7 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
 def test_min_new_tokens_needs_a_token_that_does_not_stop() -> None:
     params = SamplingParams(stop_token_ids=list(range(9)), min_new_tokens=2)
     assert len(sampling(params, vocab_size=10, eos_token_ids=(8,)).suppressed_token_ids) == 9
-    with pytest.raises(ValueError, match="min_new_tokens=2 cannot be kept: all 10 tokens of the vocabulary are stop"):
+    with pytest.raises(ValueError, match="min_new_tokens=2 cannot be kept: all 10 tokens stop"):
         sampling(params, vocab_size=10, eos_token_ids=(9,))
     free = SamplingParams(stop_token_ids=list(range(10)))
     assert sampling(free, vocab_size=10, eos_token_ids=(9,)).suppressed_token_ids == ()

@@ -227,7 +227,7 @@ def test_the_buffer_of_a_large_frame_is_freed() -> None:
 def test_sizes_are_limited_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = bytes(FrameEncoder(EPOCH).encode(MESSAGES))
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 100)
-    message = rf"{len(MESSAGES)} messages takes {len(frame)} bytes, the limit is 100"
+    message = rf"{len(MESSAGES)} messages take {len(frame)} bytes, the limit is 100"
     with pytest.raises(FrameTooLargeError, match=message):
         FrameEncoder(EPOCH).encode(MESSAGES)
     with pytest.raises(BadFrameError, match="its size is not within 2 and 100"):
