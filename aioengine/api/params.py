@@ -472,12 +472,6 @@ def _check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> N
         raise checks.wrong_value(name, f"token ids from 0 to {vocab_size - 1}", wrong)
 
 
-def num_token_ids(params: SamplingParams) -> int:
-    """Return the number of token ids and biases, without bad words."""
-    parts = _parts(params)
-    return len(parts.limits.stop_token_ids) + len(parts.sampling.logit_bias) + len(parts.sampling.allowed_token_ids)
-
-
 def drawn_seed(count: int) -> int:
     """Return a seed for a request without one. Consecutive counts give unrelated seeds (finalizer of SplitMix64)."""
     value = (count * 0x9E3779B97F4A7C15) & (2**64 - 1)
