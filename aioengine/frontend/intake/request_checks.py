@@ -66,7 +66,7 @@ class RequestChecks:
                 self._check_template(prompt.options.template)
             try:
                 self._check_options(request, place, differ=True)
-                if isinstance(prompt, IdsPrompt) and prompt.is_checked:
+                if isinstance(prompt, IdsPrompt):
                     self.check_ids(prompt.token_ids)
                 if request.images is not None or isinstance(prompt, ChatPrompt):
                     check_images(request, place, self.images)

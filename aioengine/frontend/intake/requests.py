@@ -30,9 +30,7 @@ from aioengine.frontend.intake.prompt_options import (
 from aioengine.frontend.intake.prompts import (
     CHAT_ARGUMENTS,
     DEFAULT_RULES,
-    MAX_IDS_AT_CALL,
     MESSAGES,
-    CheckBudget,
     EncodeRules,
     Prompt,
     PromptError,
@@ -60,8 +58,11 @@ _TIMEOUTS: Final = (("total", "timeout"), ("queue", "queue_timeout"), ("first_to
 """Name of each deadline in finish reasons, and its option."""
 
 
-PromptCheck = Callable[[str, object, CheckBudget], Prompt]
-"""Takes the name and the value of a prompt, and what the call may check now. Returns the prompt."""
+PromptCheck = Callable[[str, object], Prompt]
+"""Takes the name and the value of a prompt. Returns the prompt."""
+
+MAX_BYTES_IN_PIECE: Final = 512 * 1024
+"""Bytes of the prompts that are checked at once, except the last one."""
 
 
 class MessageParts(NamedTuple):
@@ -175,9 +176,10 @@ class CallRequest(Struct):
         Raises:
             TypeError, ValueError: an argument is wrong; the message has its name and value.
         """
-        first = len(self.prompts)
-        budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
+        first, num_bytes = len(self.prompts), 0
         for place in range(first, min(first + PROMPTS_IN_PIECE, self.num_prompts)):
+            if num_bytes > MAX_BYTES_IN_PIECE:
+                return
             try:
                 if self.rids is not None:
                     rid, self.rids[place] = self.rids[place], ""  # stays empty if the id is wrong
@@ -191,7 +193,8 @@ class CallRequest(Struct):
                     message = "is given without custom_logit_processor, which reads it; name one"
                     raise ValueError(f"custom_params={checks.shown(params.custom_params)} {message}")
                 name = f"{self.name}[{place}]" if self.is_batch else self.name
-                prompt: Prompt | PromptError = self.check_prompt(name, self.values[place], budget)
+                prompt: Prompt | PromptError = self.check_prompt(name, self.values[place])
+                num_bytes += prompt.num_bytes
             except (TypeError, ValueError) as error:
                 if not self.prompts_fail_alone:
                     raise named(error, place, self.num_prompts) from None

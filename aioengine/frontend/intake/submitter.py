@@ -172,7 +172,7 @@ class Submitter:
                 start(call, encoded, 0.0)
             else:
                 call.is_start_pending = True
-                self._encoder.encode(EncodeJob(prompts, partial(start, call), self.checks.check_ids))
+                self._encoder.encode(EncodeJob(prompts, partial(start, call)))
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))
             raise
@@ -199,21 +199,19 @@ class Submitter:
         return min(limit, max(num_rows, 0 if call.num_held else 1))
 
     def _ids_if_known(self, prompt: Prompt | PromptError) -> list[int] | PromptError | None:
-        """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized or checked.
+        """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized.
 
-        A prompt that is certainly too long gets its error here and is not tokenized.
+        A text that is certainly too long gets its error here and is not tokenized.
         """
         if isinstance(prompt, Exception):
             return prompt
-        if isinstance(prompt, IdsPrompt) and prompt.is_checked:
+        if isinstance(prompt, IdsPrompt):
             return prompt.token_ids
-        try:
-            if isinstance(prompt, IdsPrompt) and self._model.task == "generate":
-                self.checks.output_limit(SamplingParams(), prompt.num_ids)  # raises if it is too long
-            elif isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self._encoder.sizes:
+        if isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self._encoder.sizes:
+            try:
                 self._encoder.sizes.check_bytes(prompt.num_bytes)
-        except RequestTooLargeError as error:
-            return error
+            except RequestTooLargeError as error:
+                return error
         return None
 
     def _place_images(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
