@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import msgspec
 from msgspec import Struct
@@ -29,7 +29,7 @@ from aioengine.model_files import adapter_folder, tensor_file
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Argument, Reply
 from aioengine.settings.config import GivenAdapter, LoraSettings
 from aioengine.supervision.ledger import CRASH_STAGE
-from aioengine.supervision.tasks import WorkerThread, post
+from aioengine.supervision.tasks import in_thread, post
 
 if TYPE_CHECKING:
     import threading
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from aioengine.frontend.controls import Controls
     from aioengine.model_files.tensor_file import TensorFile
-
-Result = TypeVar("Result")
 
 MAX_NAME_BYTES: Final = 4096
 LOAD_TIMEOUT_S: Final = 600.0
@@ -51,7 +49,6 @@ BY_TENSOR: Final = "tensors"
 _ATTEMPTS: Final = 3
 """Attempts to load an adapter if the scheduler process is lost meanwhile."""
 
-_MAX_EXIT_S: Final = 0.5
 _NOT_ENABLED: Final = "this engine serves no LoRA adapters; give its constructor lora_paths, or enable_lora=True"
 
 
@@ -295,7 +292,7 @@ class LoadedAdapters:
         config = _config(config_dict)
         tensor_arguments.check_format(load_format)
         is_pinned = checks.switch("pinned", pinned)
-        file = await _in_thread(partial(tensor_file.write, given))
+        file = await in_thread(partial(tensor_file.write, given))
         try:
             why = await self._load_new(name, Path(file.path), is_pinned=is_pinned, config=config, file=file)
         finally:
@@ -432,7 +429,7 @@ class LoadedAdapters:
                 adapter = replace(known[path], id=self._num_loads, name=name, is_pinned=is_pinned)
             else:
                 read = partial(self._rules.read, self._num_loads, name, path, is_pinned=is_pinned, config=config)
-                adapter = await _in_thread(read)
+                adapter = await in_thread(read)
         except ValueError as error:
             return str(error)
         except OSError as error:
@@ -465,15 +462,6 @@ class LoadedAdapters:
                     raise
                 lost = str(error)
         return Reply(0, False, lost)
-
-
-async def _in_thread(work: Callable[[], Result]) -> Result:
-    """Run a function on its own thread, because file systems may hang."""
-    thread = WorkerThread[Result]("aioengine-adapter", max_exit_s=_MAX_EXIT_S)
-    try:
-        return await asyncio.wrap_future(thread.submit(work))
-    finally:
-        thread.close()
 
 
 def _arguments(adapter: Adapter) -> dict[str, Argument]:

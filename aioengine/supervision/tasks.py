@@ -210,6 +210,15 @@ class WorkerThread(Generic[Result]):
         _end(self._work)
 
 
+async def in_thread(work: Callable[[], Result]) -> Result:
+    """Run ``work`` in a thread of its own. The exit of the program hardly waits for it, because file systems may hang."""
+    thread = WorkerThread[Result]("aioengine-files", max_exit_s=0.5)
+    try:
+        return await asyncio.wrap_future(thread.submit(work))
+    finally:
+        thread.close()
+
+
 _Work = tuple["Callable[[], Result]", Future[Result]]
 _threads: weakref.WeakKeyDictionary[threading.Thread, tuple[SimpleQueue[Any], float | None]]
 _threads = weakref.WeakKeyDictionary()
