@@ -67,7 +67,6 @@ class Turn(Struct, eq=False):
     Attributes:
         parent: the turn that it continues; None: it is the root.
         num_kept: number of ids that its prompt takes from its history. New ids follow.
-        source: the turn that has these ids: its parent, or an ancestor; None: there are none.
         ids: its own ids: the new ids of its prompt, and after its end also its answer.
         num_prompt: number of ids of its whole prompt.
         media: the images of its whole prompt.
@@ -80,7 +79,6 @@ class Turn(Struct, eq=False):
     session: Session
     rid: str = ""
     parent: Turn | None = None
-    source: Turn | None = None
     num_kept: int = 0
     num_prompt: int = 0
     ids: array[int] = field(default_factory=partial(array, "I"))
@@ -108,14 +106,14 @@ class Turn(Struct, eq=False):
         return self.session.is_streaming and row.end.code not in ANSWERED
 
     def history(self, num_ids: int) -> list[int]:
-        """Return the first ``num_ids`` ids of its prompt and answer, from this turn and its sources."""
+        """Return the first ``num_ids`` ids of its prompt and answer, from this turn and its ancestors."""
         parts: list[array[int]] = []
         turn: Turn | None = self
         while turn is not None and num_ids > 0:
             if num_ids > turn.num_kept:
                 parts.append(turn._own_ids()[: num_ids - turn.num_kept])
                 num_ids = turn.num_kept
-            turn = turn.source
+            turn = turn.parent
         joined = array("I")
         for part in reversed(parts):
             joined += part
@@ -351,9 +349,7 @@ class Sessions:
             self._replace(parent)
         num_prompt = num_kept + len(ids)
         position = call.num_started
-        turn = Turn(session, call.row_rid(position), parent, parent, num_kept, num_prompt, media=media)
-        while turn.source is not None and num_kept <= turn.source.num_kept:  # skip turns whose own ids are cut
-            turn.source = turn.source.source
+        turn = Turn(session, call.row_rid(position), parent, num_kept, num_prompt, media=media)
         turn.ids.extend(ids)
         self._add(turn, parent)
         self._running.setdefault(call, {})[position] = turn
