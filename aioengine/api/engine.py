@@ -533,9 +533,7 @@ class AsyncEngine(BaseEngine):
     # ------------------------------------------------------------ adapters
 
     @signatures.own_arguments
-    async def load_lora_adapter(
-        self, lora_name: str, lora_path: str | PurePath, pinned: bool = False
-    ) -> AdapterResult:
+    async def load_lora_adapter(self, lora_name: str, lora_path: str | PurePath, pinned: bool = False) -> AdapterResult:
         """Load a LoRA adapter from a folder written by peft. Requests then use it with ``lora_path=lora_name``.
 
         pinned: keep the adapter in its slot on the device. If the adapter cannot be used or the name is in use, the
@@ -587,8 +585,8 @@ class AsyncEngine(BaseEngine):
     async def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
         """Stop computing until ``continue_generation``; new calls wait.
 
-        ``mode``: "abort" ends all requests. "in_place" keeps them and their KV. "retract" keeps them; their KV is computed
-        again when they continue.
+        ``mode``: "abort" ends all requests. "in_place" keeps them and their KV. "retract" keeps them; their KV is
+        computed again when they continue.
         """
         return await self._frontend_here().controls.pause(mode)
 
@@ -617,9 +615,9 @@ class AsyncEngine(BaseEngine):
         its output tokens from ``start`` to ``stop``. If a process is replaced later, it loads these weights, so the
         files must stay unchanged.
 
-        load_format: "auto" (default), "safetensors" or "gguf"; the files decide. flush_cache: has no effect, because old
-        prefixes are never used with new weights. weight_version: the name of the new weights (default: the number of
-        updates).
+        load_format: "auto" (default), "safetensors" or "gguf"; the files decide. flush_cache: has no effect, because
+        old prefixes are never used with new weights. weight_version: the name of the new weights (default: the number
+        of updates).
 
         Raises:
             TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
@@ -639,11 +637,12 @@ class AsyncEngine(BaseEngine):
         """Replace some or all weights by torch tensors with names and shapes of the checkpoint.
 
         As ``update_weights_from_disk``, but any part of the tensors is enough. All are checked before the first one is
-        replaced, and the tensors may change again after this call. Tensors on a CPU are copied to memory that the processes
-        share, in a thread. Tensors on the GPU of the engine are read where they are, if it is the only GPU of the engine.
+        replaced, and the tensors may change again after this call. Tensors on a CPU are copied to memory that the
+        processes share, in a thread. Tensors on the GPU of the engine are read where they are, if it is the only GPU of
+        the engine.
 
-        Between ``begin_weight_update`` and ``end_weight_update``, tensors may come in several calls. If the process that
-        computes is lost later, these weights are lost, and open requests end with ``RequestError``;
+        Between ``begin_weight_update`` and ``end_weight_update``, tensors may come in several calls. If the process
+        that computes is lost later, these weights are lost, and open requests end with ``RequestError``;
         ``enable_weights_cpu_backup=True`` of the constructor keeps a copy, with which they continue.
 
         load_format: None or "auto". flush_cache: has no effect, as in ``update_weights_from_disk``.
@@ -656,10 +655,10 @@ class AsyncEngine(BaseEngine):
 
     @signatures.own_arguments
     async def begin_weight_update(self, selector: str = "all") -> Outcome:
-        """Compute no more steps until ``end_weight_update``. In between, all weights are replaced, in any number of calls.
+        """Compute no more steps until ``end_weight_update``. Any number of calls replaces all weights in between.
 
-        ``update_weights_from_disk`` ends the update, too. The result is false if an update is open already. selector: "all"
-        or "target".
+        ``update_weights_from_disk`` ends the update, too. The result is false if an update is open already. selector:
+        "all" or "target".
 
         Raises:
             TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
@@ -680,7 +679,7 @@ class AsyncEngine(BaseEngine):
 
     @signatures.own_arguments
     async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any] | None:
-        """Return the first ``truncate_size`` rows of a tensor of the checkpoint as lists of numbers; None: unknown name.
+        """Return the first ``truncate_size`` rows of a tensor as lists of numbers; None: the name is unknown.
 
         With several replicas, return the list of their results.
 
@@ -704,13 +703,15 @@ class AsyncEngine(BaseEngine):
         """Join a process group that the training program opens, in which it has rank 0.
 
         Rank ``r`` of the engine joins with rank ``rank_offset + r``; with several replicas, the ranks of the next one
-        follow. No step runs until all have joined. backend: "nccl", or "gloo" for tensors on a CPU. The result is false if
-        the program cannot be reached within five minutes.
+        follow. No step runs until all have joined. backend: "nccl", or "gloo" for tensors on a CPU. The result is false
+        if the program cannot be reached within five minutes.
 
         Raises:
             TypeError, ValueError: an argument is wrong. EngineClosedError, EngineDeadError.
         """
-        return await self._frontend_here().weights.join(master_address, master_port, rank_offset, world_size, group_name, backend)
+        return await self._frontend_here().weights.join(
+            master_address, master_port, rank_offset, world_size, group_name, backend
+        )
 
     @signatures.own_arguments
     async def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> Outcome:
@@ -741,7 +742,9 @@ class AsyncEngine(BaseEngine):
             TypeError, ValueError: an argument is wrong. EngineClosedError, EngineDeadError.
         """
         checks.switch("flush_cache", flush_cache)
-        return await self._frontend_here().weights.from_group(names, dtypes, shapes, group_name, load_format, weight_version)
+        return await self._frontend_here().weights.from_group(
+            names, dtypes, shapes, group_name, load_format, weight_version
+        )
 
     @signatures.own_arguments
     async def release_memory_occupation(self, tags: Sequence[str] | str | None = None) -> None:
@@ -749,8 +752,8 @@ class AsyncEngine(BaseEngine):
 
         The engine needs ``enable_memory_saver=True``. No request may be running: finish them, or call
         ``pause_generation("retract")`` before. tags: "kv_cache" (the prefix cache is emptied, too), "weights" (they are
-        loaded again later) and "cuda_graph"; None: all of them. On a GPU, the KV cache comes back at the same addresses.
-        Releasing weights also frees the CUDA graphs, which are captured again when all memory is resumed.
+        loaded again later) and "cuda_graph"; None: all of them. On a GPU, the KV cache comes back at the same
+        addresses. Releasing weights also frees the CUDA graphs, which are captured again when all memory is resumed.
 
         Raises:
             TypeError, ValueError: ``tags`` is wrong. EngineClosedError, EngineDeadError.

@@ -17,12 +17,12 @@ from aioengine.errors import describe
 from aioengine.model_files import adapter_folder
 from aioengine.protocol.messages import UNLOAD_ADAPTER, Adapter, Control, FinishCode, Reply
 from aioengine.scheduler.request_states import Requests, key_of
-from aioengine.scheduler.runner import AdapterCopy, DeviceAdapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from aioengine.memory.adapter_slots import Key
+    from aioengine.scheduler.runner import AdapterCopy, DeviceAdapters
 
 logger = logging.getLogger(__name__)
 

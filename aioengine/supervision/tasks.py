@@ -211,7 +211,7 @@ class WorkerThread(Generic[Result]):
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:
-    """Run ``work`` in a thread of its own. The exit of the program hardly waits for it, because file systems may hang."""
+    """Run ``work`` in its own thread. The exit of the program hardly waits for it, because file systems may hang."""
     thread = WorkerThread[Result]("aioengine-files", max_exit_s=0.5)
     try:
         return await asyncio.wrap_future(thread.submit(work))

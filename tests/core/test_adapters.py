@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,6 @@ from msgspec.structs import asdict, replace
 
 from aioengine.model_files import adapter_folder
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Control, FinishCode, Limits, Reply
-from aioengine.scheduler import adapter_loading
 from aioengine.scheduler.adapter_loading import Adapters, Copies
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.request import Gate

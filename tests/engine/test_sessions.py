@@ -317,7 +317,9 @@ async def test_a_model_that_generates_nothing_has_no_sessions(task: str) -> None
         return replace(made, settings=replace(made.settings, model=replace(made.settings.model, task=task)))
 
     async with AsyncEngine.from_blueprint(blueprint) as engine:
-        with pytest.raises(ValueError, match=f"sessions are for models that generate, and the task of this model is '{task}'"):
+        with pytest.raises(
+            ValueError, match=f"sessions are for models that generate, and the task of this model is '{task}'"
+        ):
             await engine.open_session()
         await engine.close_session("any")
 

@@ -342,7 +342,9 @@ class Sessions:
             raise ValueError(f"the prompt has no tokens, and no history in session {session.id!r}; give at least one")
         check(num_kept + len(ids))
         if self._num_tokens + len(ids) + TOKENS_PER_TURN > MAX_SESSION_TOKENS:
-            raise EngineOverloadedError(f"all sessions have {self._num_tokens} tokens; the limit is {MAX_SESSION_TOKENS}")
+            raise EngineOverloadedError(
+                f"all sessions have {self._num_tokens} tokens; the limit is {MAX_SESSION_TOKENS}"
+            )
         if media:
             self._keep_images(session, media)
         if params.replace:
