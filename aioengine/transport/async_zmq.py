@@ -1,4 +1,4 @@
-"""The receiver of frames over ZMQ for an event loop.
+"""Frames over ZMQ sockets for an event loop.
 
 Child processes do not import this module, because importing asyncio takes a third of the time of their start.
 """
@@ -6,16 +6,53 @@ Child processes do not import this module, because importing asyncio takes a thi
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import TYPE_CHECKING
 
 import zmq
 
-from aioengine.transport.zmq import PullSocket
+from aioengine.transport.base import BacklogFullError
+from aioengine.transport.zmq import MAX_UNSENT, PullSocket, ZmqSender
 
 if TYPE_CHECKING:
     from aioengine.protocol.messages import Message
+    from aioengine.protocol.orders import SecureEndpoint
     from aioengine.transport.addresses import Listener
     from aioengine.transport.zmq import Context
+
+
+_RETRY_S = 0.01
+
+
+class ListeningSender(ZmqSender):
+    """A sender that listens at its endpoint. Frames wait here until their receiver has connected."""
+
+    _retry: asyncio.TimerHandle | None = None
+
+    def __init__(self, context: Context, endpoint: SecureEndpoint, epoch: int, *, receiver: str) -> None:
+        super().__init__(context, endpoint, epoch, receiver=receiver)
+        self._unsent: deque[bytes] = deque()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        super().close(linger_s)
+
+    def _offer(self, frame: bytes | bytearray) -> None:
+        self._unsent.append(bytes(frame))
+        if self._retry is None:
+            self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        self._retry = None
+        try:
+            while self._unsent:
+                super()._offer(self._unsent[0])
+                self._unsent.popleft()
+        except BacklogFullError:
+            if len(self._unsent) > MAX_UNSENT:
+                raise
+            self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._send_unsent)
 
 
 class AsyncZmqReceiver(PullSocket):

@@ -30,7 +30,7 @@ ZmqError = zmq.ZMQError
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNSENT = 100_000
+MAX_UNSENT = 100_000
 """Number of frames that the socket of a sender keeps for a slow receiver."""
 _MAX_UNREAD = 1000
 """Number of frames that the socket of a receiver keeps."""
@@ -87,7 +87,7 @@ class ZmqSender:
         clock = None if isinstance(endpoint, str) else time.monotonic
         self._encoder = FrameEncoder(epoch, max_bytes_of_several=_MAX_BYTES_AT_ONCE, clock=clock)
         self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, _MAX_UNSENT)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
         self._socket.setsockopt(zmq.LINGER, 0)  # otherwise garbage collection would wait for a dead receiver
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         if isinstance(endpoint, str):
@@ -111,11 +111,7 @@ class ZmqSender:
             self.send(messages[: len(messages) // 2])
             self.send(messages[len(messages) // 2 :])
             return
-        try:
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            text = f"{self._receiver} has not read for too long: {_MAX_UNSENT} frames wait for it"
-            raise BacklogFullError(text) from None
+        self._offer(frame)
 
     def begin(self, epoch: int) -> None:
         """Send later frames in this epoch."""
@@ -124,6 +120,13 @@ class ZmqSender:
     def close(self, linger_s: float = 0.0) -> None:
         """Close the socket. The end of the context waits up to ``linger_s`` for frames in the socket."""
         self._socket.close(linger=round(linger_s * 1000))
+
+    def _offer(self, frame: bytes | bytearray) -> None:
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            text = f"{self._receiver} has not read for too long: {MAX_UNSENT} frames wait for it"
+            raise BacklogFullError(text) from None
 
 
 class PullSocket:

@@ -119,7 +119,7 @@ def test_garbage_is_counted_and_logged_once(channel: Channel, caplog: pytest.Log
 
 
 def test_send_never_waits_and_its_frames_are_bounded(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_MAX_UNSENT", 1000)
+    monkeypatch.setattr(transport, "MAX_UNSENT", 1000)
     sender = channel.sender()
     num_sent = 0
     with pytest.raises(BacklogFullError, match=r"has not read for too long: 1000 frames wait"):  # noqa: PT012
