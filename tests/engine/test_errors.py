@@ -622,10 +622,9 @@ class TestLargePrompts:
         world = World()
         world.tokenizer.decoder = "WordPiece"  # of any amount of text: its size does not tell that it cannot fit
         await world.engine.start()
-        generation = world.engine.async_generate("é" * 300_000 + "\ud800", stream=stream)
         other = world.engine.async_generate("other", {"temperature": 0, "max_new_tokens": 3})
         with pytest.raises(ValueError, match="lone surrogate at position 300000"):
-            await generation
+            world.engine.async_generate("é" * 300_000 + "\ud800", stream=stream)
         assert (await other)["text"] == expected_text("other", 3)
         await world.engine.shutdown()
 

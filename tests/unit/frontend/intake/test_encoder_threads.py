@@ -197,7 +197,7 @@ class Endless:
 
 async def main():
     encoder = Encoder(Endless())
-    encoder.encode(EncodeJob([TextPrompt("text", 4)], lambda encoded, seconds: print(encoded), list))
+    encoder.encode(EncodeJob([TextPrompt("text", 4)], lambda encoded, seconds: print(encoded)))
     await asyncio.sleep(0.1)
     encoder.close()
     await asyncio.sleep(0.1)
