@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from aioengine.api import answers, checks
 from aioengine.errors import EngineStartupError, RequestError, describe
@@ -312,20 +312,19 @@ class LoadedAdapters:
                 return why
             self._loading[name] = is_pinned
         try:
-            return await self._load(name, path, is_pinned=is_pinned, known={}, config=config, file=file)
+            return await self._load(name, path, is_pinned=is_pinned, config=config, file=file)
         finally:
             with self._lock:
                 del self._loading[name]
 
     async def load_given(self) -> None:
-        """Load the adapters of ``lora_paths``, each folder once.
+        """Load the adapters of ``lora_paths``.
 
         Raises:
             EngineStartupError: one cannot be used.
         """
-        known: dict[Path, Adapter] = {}
         for given in () if self._rules is None else self._rules.given:
-            why = await self._load(given.name, Path(given.path), is_pinned=given.is_pinned, known=known)
+            why = await self._load(given.name, Path(given.path), is_pinned=given.is_pinned)
             if why:
                 raise EngineStartupError(f"lora_paths: {why}")
             if given.alias and given.alias != given.name:
@@ -412,37 +411,29 @@ class LoadedAdapters:
         path: Path,
         *,
         is_pinned: bool,
-        known: dict[Path, Adapter],
         config: str = "",
         file: TensorFile | None = None,
     ) -> str:
         """Load an adapter under a free name. Return the reason if it failed.
 
-        known: adapters that were just read, by their folders; this one is added. config: see ``Adapter``. file: its
-        tensors, if they did not come from a folder.
+        config: see ``Adapter``. file: its tensors, if they did not come from a folder.
         """
         assert self._rules is not None
         self._num_loads += 1
-        is_known = path in known
+        read = partial(self._rules.read, self._num_loads, name, path, is_pinned=is_pinned, config=config)
         try:
-            if is_known:
-                adapter = replace(known[path], id=self._num_loads, name=name, is_pinned=is_pinned)
-            else:
-                read = partial(self._rules.read, self._num_loads, name, path, is_pinned=is_pinned, config=config)
-                adapter = await in_thread(read)
+            adapter = await in_thread(read)
         except ValueError as error:
             return str(error)
         except OSError as error:
             return f"the adapter in {path} cannot be read: {describe(error)}"
-        if is_pinned or not is_known:
-            try:
-                reply = await self._ask(adapter)
-            except BaseException:
-                self._controls.send(UNLOAD_ADAPTER, _arguments(adapter))  # the scheduler process may have loaded it
-                raise
-            if not reply.success:
-                return reply.message
-        known[path] = adapter
+        try:
+            reply = await self._ask(adapter)
+        except BaseException:
+            self._controls.send(UNLOAD_ADAPTER, _arguments(adapter))  # the scheduler process may have loaded it
+            raise
+        if not reply.success:
+            return reply.message
         with self._lock:
             self._loads[name] = Load(adapter, file)
         return ""
