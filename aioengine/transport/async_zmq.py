@@ -38,8 +38,8 @@ class ListeningSender(ZmqSender):
             self._retry.cancel()
         super().close(linger_s)
 
-    def _offer(self, frame: bytes | bytearray) -> None:
-        self._unsent.append(bytes(frame))
+    def _offer(self, frame: bytes) -> None:
+        self._unsent.append(frame)
         if self._retry is None:
             self._send_unsent()
 

@@ -121,7 +121,7 @@ class ZmqSender:
         """Close the socket. The end of the context waits up to ``linger_s`` for frames in the socket."""
         self._socket.close(linger=round(linger_s * 1000))
 
-    def _offer(self, frame: bytes | bytearray) -> None:
+    def _offer(self, frame: bytes) -> None:
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
