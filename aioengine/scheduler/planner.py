@@ -104,11 +104,11 @@ class Planner:
                 continue  # gated, or its last row is in flight
             elif request.has_forced and request.num_drafts:
                 continue  # the row of its forced tokens needs an exact start
-            elif not request.has_forced:
+            elif not request.has_forced:  # a prompt
                 if request.allocation.capacity >= request.num_tokens or self._allocate_chunk(request):
                     prompts.append(request)
                 continue
-            if prices is not None or not request.decodes:
+            if prices is not None or not request.decodes:  # drafts may be added, or there are forced tokens
                 num_drafts = 0 if prices is None else self._num_drafts(request, prices)
                 if num_drafts or not request.decodes:
                     if (row := self._row_of_several_tokens(request, flight, num_drafts)) is not None:
