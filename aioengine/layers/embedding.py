@@ -10,20 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.kernels import code_linear, linear
-from aioengine.kernels.codes import copy_in_place
-from aioengine.layers.layer import Layer, Slice, Target, Units, rank_ranges
+from aioengine.kernels.codes import Codes, copy_in_place
+from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_ranges
 from aioengine.layers.linear import unplaced_targets
-from aioengine.quantization._base import LinearSpec
+from aioengine.quantization._base import CodesFormat, LinearSpec, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from torch import Tensor
 
-    from aioengine.kernels.codes import Codes
     from aioengine.kernels.linear import Matmul, Product
-    from aioengine.layers.layer import Placement
-    from aioengine.quantization._base import CodesFormat, Tensors
 
 
 def token_embeddings(vocab_size: int, size: int, placement: Placement, *, is_head: bool) -> EmbeddingTable | CodeTable:

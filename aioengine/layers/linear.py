@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioengine.layers.layer import Layer, Slice, Target, Units, rank_ranges
-from aioengine.quantization._base import CodesFormat, LinearSpec
+from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_ranges
+from aioengine.quantization._base import Axis, CodesFormat, LinearFormat, LinearSpec, Prepared, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from aioengine.families._block_config import LinearShape
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import Grouping, LayerAdapters
-    from aioengine.layers.layer import Placement
-    from aioengine.quantization._base import Axis, LinearFormat, Prepared, Tensors
 
 
 class Linear(Layer):

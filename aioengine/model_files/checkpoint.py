@@ -6,27 +6,24 @@ import hashlib
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Final
 
 import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from aioengine.api import checks
-from aioengine.families._block_config import DTYPE_BYTES, FLOAT_BYTES
+from aioengine.families._block_config import DTYPE_BYTES, FLOAT_BYTES, TensorSpec
 from aioengine.families._tensors import checkpoint_tensors, is_ignored, plain_tensors
 from aioengine.model_files import folder_files
 from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.model_files.gguf_model import tensors_of
-from aioengine.model_files.quantization import TEXTS, UNUSED
+from aioengine.model_files.quantization import TEXTS, UNUSED, Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sized
-    from typing import BinaryIO
 
-    from aioengine.families._block_config import TensorSpec
     from aioengine.families._config import TransformerConfig
-    from aioengine.model_files.quantization import Quantization
 
     Renamed = tuple[tuple[str, str], ...]
 

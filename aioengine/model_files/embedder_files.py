@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct, convert, field
 
 from aioengine.api import checks
-from aioengine.families._config import Task
+from aioengine.families._config import Task, TransformerConfig
 from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fields import not_implemented
 from aioengine.model_files import folder_files
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from aioengine.families._config import TransformerConfig
 
 MODULES: Final = "modules.json"
 

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -20,7 +20,6 @@ from aioengine.model_files.gguf_tokenizer import has_tokenizer, tokenizer_config
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import BinaryIO
 
 Json: TypeAlias = dict[str, Any]
 File = TypeVar("File")

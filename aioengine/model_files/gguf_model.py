@@ -10,17 +10,15 @@ import math
 import re
 import struct
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from aioengine.api import checks
 from aioengine.families._fields import not_implemented
-from aioengine.model_files.gguf_header import GgufArray
+from aioengine.model_files.gguf_header import GgufArray, Header, Metadata, Scalar, TensorInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from typing import BinaryIO
 
-    from aioengine.model_files.gguf_header import Header, Metadata, Scalar, TensorInfo
 
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",

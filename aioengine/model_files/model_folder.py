@@ -18,7 +18,7 @@ from aioengine import plugins
 from aioengine.api import checks
 from aioengine.api.params import FROM_MODEL, PARAMETERS
 from aioengine.families._block_config import AttentionConfig
-from aioengine.families._config import DecoderConfig, Task, as_embedder
+from aioengine.families._config import DecoderConfig, Task, TransformerConfig, as_embedder
 from aioengine.families._draft_heads import DraftHeadConfig, read_draft_head
 from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fallback_config import linear_layers as fallback_layers
@@ -32,15 +32,11 @@ from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
 from aioengine.model_files.hub import download, weight_shapes
 from aioengine.model_files.online_quantization import METHODS
-from aioengine.model_files.quantization import quantization_method, read_config, split_config
-from aioengine.settings.config import OWN, TRANSFORMERS, PoolingSettings
+from aioengine.model_files.quantization import Quantization, quantization_method, read_config, split_config
+from aioengine.settings.config import OWN, TRANSFORMERS, ModelConfig, PoolingSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from aioengine.families._config import TransformerConfig
-    from aioengine.model_files.quantization import Quantization
-    from aioengine.settings.config import ModelConfig
 
     ReadConfig = Callable[[Mapping[str, object]], TransformerConfig]
 

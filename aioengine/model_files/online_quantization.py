@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 from msgspec import Struct
 
-from aioengine.families._block_config import TensorSpec
+from aioengine.families._block_config import LinearShape, TensorSpec, TensorSpecs
 from aioengine.families._tensors import plain_tensors
 from aioengine.model_files.quantized_formats import FORMATS
 
 if TYPE_CHECKING:
-    from aioengine.families._block_config import LinearShape, TensorSpecs
     from aioengine.settings.config import ModelSettings
 
 Method = Literal["fp8", "int8", "int4"]

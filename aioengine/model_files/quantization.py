@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import combinations, groupby
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, NoReturn, cast
 
 from msgspec import Struct
 
-from aioengine.families._block_config import TensorSpec, TensorSpecs
+from aioengine.families._block_config import LinearShape, TensorSpec, TensorSpecs
 from aioengine.families._fields import decode, not_implemented
 from aioengine.families._tensors import plain_tensors
 from aioengine.model_files import folder_files
 from aioengine.model_files.config_patterns import ConfigPatterns
-from aioengine.model_files.online_quantization import Numbers, code_tensors
+from aioengine.model_files.online_quantization import Method, Numbers, code_tensors
 from aioengine.model_files.quantized_formats import working
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from aioengine.families._block_config import LinearShape
-    from aioengine.model_files.online_quantization import Method
 
 FP8_BLOCK: Final = 128
 BLOCK_SCALES: Final = 256

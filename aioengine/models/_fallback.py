@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -31,10 +31,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from aioengine.api import checks
 from aioengine.families._config import Task
 from aioengine.layers.layer import Target
-from aioengine.layers.linear import adaptable_linears
+from aioengine.layers.linear import Linear, adaptable_linears
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
-from aioengine.models._base import InputSpec, Model, ModelInputs
+from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
 from aioengine.models._fallback_attention import NUM_TRIED, PAGED, TRYING, PackedStep, StopError, refuse
 from aioengine.models._fallback_swaps import Swaps, recorded_calls
 from aioengine.models._fallback_weights import by_stored_name
@@ -43,13 +43,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from torch import Tensor
     from transformers import PreTrainedConfig
     from transformers.utils.generic import ModelOutput
 
     from aioengine.attention._base import StepAttention
-    from aioengine.layers.linear import Linear
-    from aioengine.models._base import ModelOptions
 
 logger = logging.getLogger(__name__)
 

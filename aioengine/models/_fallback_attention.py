@@ -13,19 +13,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from aioengine.attention._base import AttentionShape
+from aioengine.attention._base import AttentionShape, StepAttention
 from aioengine.kernels.heads import write_heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
-    from aioengine.attention._base import StepAttention
     from aioengine.kernels.kv_target import WriteKV
     from aioengine.layers.adapters import AdapterRows, Grouping
 

@@ -19,26 +19,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from aioengine.families._block_config import Activation
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.heads import can_rotate_qk, rotate_qk
 from aioengine.layers.embedding import EmbeddingTable
-from aioengine.layers.layer import Layer
+from aioengine.layers.layer import Layer, Placement
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
-from aioengine.models._fallback_attention import NUM_TRIED
+from aioengine.models._fallback_attention import NUM_TRIED, PackedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
-
     from aioengine.layers.adapters import Grouping
-    from aioengine.layers.layer import Placement
-    from aioengine.models._fallback_attention import PackedStep
 
 _GATED: Final = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w3", "w2")
 """Names of the linear layers of gated MLPs, in order. A fused layer has the gates first."""

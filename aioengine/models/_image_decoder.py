@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 from aioengine import plugins
 from aioengine.layers.layer import Target
 from aioengine.model_files.checkpoint import new_name
-from aioengine.models._base import InputSpec
+from aioengine.models._base import InputSpec, ModelOptions
 from aioengine.models._decoder import DecoderModel
 from aioengine.protocol.media import RESIZE_BITS
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._vision import VisionConfig
-    from aioengine.models._base import ModelOptions
 
 
 _TEXT_PARTS = ("language_model", "text_model")

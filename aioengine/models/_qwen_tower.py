@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from aioengine.attention._base import AttentionShape, ForwardBatch, kv_pool_shape
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
-    from torch import Tensor
 
     from aioengine.models._base import ModelOptions
 

@@ -17,7 +17,7 @@ from aioengine.api import checks
 from aioengine.model_files import folder_files, tensor_file
 from aioengine.model_files.checkpoint import Entry, check_unchanged, file_states, listed
 from aioengine.model_files.quantization import read_config, split_config
-from aioengine.protocol.messages import Control, Reply
+from aioengine.protocol.messages import Argument, Control, Reply
 from aioengine.protocol.weight_messages import (
     BEGIN_WEIGHTS,
     CANCEL_WEIGHTS,
@@ -36,7 +36,7 @@ from aioengine.protocol.weight_messages import (
 from aioengine.runner import weights
 from aioengine.runner.trainer_group import TrainerGroup
 from aioengine.runner.weight_reading import DTYPES, check_all, check_finite
-from aioengine.settings.config import TRANSFORMERS, LoadedWeights
+from aioengine.settings.config import TRANSFORMERS, LoadedWeights, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,9 +47,7 @@ if TYPE_CHECKING:
     from aioengine.layers.ranks import RankGroup
     from aioengine.model_files.tensor_file import TensorFile
     from aioengine.models._base import Model
-    from aioengine.protocol.messages import Argument
     from aioengine.runner.model_runner import ModelRunner
-    from aioengine.settings.config import Settings
 
     Facts = dict[str, str | int | float | bool]
 

@@ -22,7 +22,7 @@ import torch
 
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.gguf_blocks import dequantized
-from aioengine.layers.layer import Target
+from aioengine.layers.layer import Slice, Target
 from aioengine.model_files import checkpoint, folder_files
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.layers.layer import Slice
     from aioengine.model_files.checkpoint import Entry
     from aioengine.quantization._base import RowWriter
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from msgspec import Struct
 
 from aioengine.families._block_config import LinearShape, MambaConfig, ShortConvConfig
-from aioengine.families._config import DecoderConfig, Task
+from aioengine.families._config import DecoderConfig, Task, TransformerConfig
 from aioengine.families._draft_heads import DraftHeadConfig
-from aioengine.families._tensors import checkpoint_tensors, plain_tensors
+from aioengine.families._tensors import LinearTensors, TableTensors, checkpoint_tensors, plain_tensors
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.settings.page_groups import PageGroups, layer_groups
@@ -21,8 +21,6 @@ from aioengine.settings.page_groups import PageGroups, layer_groups
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aioengine.families._config import TransformerConfig
-    from aioengine.families._tensors import LinearTensors, TableTensors
     from aioengine.settings.config import Settings
 
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.model_files import quantized_formats
-from aioengine.model_files.adapter_folder import FUSED
+from aioengine.model_files.adapter_folder import FUSED, AdapterFolder
 from aioengine.model_files.online_quantization import METHODS
 from aioengine.settings.config import (
     DEFAULT_GROUP_SIZE,
@@ -38,7 +38,6 @@ from aioengine.settings.page_groups import layer_groups
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aioengine.model_files.adapter_folder import AdapterFolder
     from aioengine.model_files.model_folder import ModelFacts
     from aioengine.settings.machine import DeviceFacts
 

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from aioengine.protocol.messages import FinishCode
-from aioengine.text.detokenizer import NO_TEXT
+from aioengine.protocol.messages import End, FinishCode, TextChunks, TextOpened, TextRules
+from aioengine.text.detokenizer import NO_TEXT, TextPipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aioengine.protocol.messages import End, TextChunks, TextOpened, TextRules
-    from aioengine.text.detokenizer import TextPipeline
     from aioengine.text.stop_regex import RegexSearch
 
 _UNSTREAMED_INTERVAL = 64

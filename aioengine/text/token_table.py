@@ -9,13 +9,10 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from string import hexdigits
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any, NamedTuple
 
 TokenText = str | bytes
 """``bytes`` if the bytes of the token alone are not valid UTF-8, else ``str``."""

@@ -6,7 +6,7 @@ to the tokens that the model was trained with: one placeholder per feature, and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, NamedTuple, Self, cast
 
 from msgspec import Meta, Struct
 
@@ -19,7 +19,6 @@ from aioengine.settings.config import MediaConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-    from typing import Self
 
 PROCESSORS: Final = {
     "CLIPImageProcessor": "clip",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.runner.sampling.sampler import FAILED
+from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.verification import Verification, num_accepted, row_groups
 from aioengine.runner.transfer import Ints, Readback
 from aioengine.settings.memory_model import SAMPLED_ROWS
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from aioengine.runner.request_row import RequestRow, SampledRows
     from aioengine.runner.rows import RowTable
     from aioengine.runner.sampling.device_sampler import DeviceSampler
-    from aioengine.runner.sampling.sampler import RankSampler, Sampler
     from aioengine.runner.ticket import StepDrafts
 
 
