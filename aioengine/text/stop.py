@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 class StopMatcher:
     """Returns pushed text up to the first stop, and holds back a suffix that could become a stop.
 
-    Attributes:
-        matched: the stop string or pattern that ended the text, else None.
-        search: the search for patterns, which counts its CPU time; None without patterns.
+    ``matched``: the stop string or pattern that ended the text, else None.
     """
 
     def __init__(
@@ -43,8 +41,8 @@ class StopMatcher:
         """
         strings = tuple(stop for stop in stops if stop)
         self._strings = StopStrings(strings) if strings else None
-        self.search = RegexSearch(patterns, cache or PatternCache(), clock) if patterns else None
-        self._find_start = None if self._strings is None or self.search is not None else self._strings.find_start
+        self._search = RegexSearch(patterns, cache or PatternCache(), clock) if patterns else None
+        self._find_start = None if self._strings is None or self._search is not None else self._strings.find_start
         self._keeps_stop = no_stop_trim
         self._held = ""
         self._num_open = 0  # characters at the end of ``_held`` that may begin a stop string; patterns may hold more
@@ -69,8 +67,8 @@ class StopMatcher:
         if self._strings is not None:
             hit, start = self._strings.scan(held, num_seen - self._num_open, num_seen)
             num_held = self._num_open = len(held) - start
-        if self.search is not None:
-            regex_hit, num_open = self.search.search(held)
+        if self._search is not None:
+            regex_hit, num_open = self._search.search(held)
             num_held = max(num_held, num_open)
             if regex_hit is not None and (hit is None or regex_hit < hit):
                 hit = regex_hit
@@ -80,8 +78,8 @@ class StopMatcher:
             return held[: hit.end if self._keeps_stop else hit.start]
         safe = held[: len(held) - num_held]
         self._held = held[len(held) - num_held :]
-        if self.search is not None:
-            self.search.advance(safe)
+        if self._search is not None:
+            self._search.advance(safe)
         return safe
 
     def flush(self) -> str:

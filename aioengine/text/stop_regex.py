@@ -22,18 +22,13 @@ REGEX_WINDOW: Final = 1024
 REGEX_LOOKBEHIND: Final = 64
 """Characters of returned text that lookbehinds and word boundaries can see."""
 
-PUSH_BUDGET_S: Final = 0.05
-"""Limit for all patterns of a request and one piece of text, in CPU time."""
+PUSH_BUDGET_S: Final = 0.02
+"""Limit for all patterns of a request and one piece of text, in CPU time. The texts of other requests wait so long."""
 
-REQUEST_BUDGET_S: Final = 1.0
+REQUEST_BUDGET_S: Final = 0.1
 """Limit for all patterns of a request and all its text, in CPU time. Each piece adds ``PIECE_BUDGET_S``."""
 
 PIECE_BUDGET_S: Final = 0.001
-
-SLOW_S: Final = 0.005
-"""A request is slow if its patterns took more than this, plus ``SLOW_PIECE_S`` per piece. Most take less than 10 %."""
-
-SLOW_PIECE_S: Final = 0.0002
 
 
 class RegexSearch:
@@ -43,10 +38,6 @@ class RegexSearch:
     characters. The last ``REGEX_LOOKBEHIND`` returned characters are its context. The match that starts first ends the
     request. Each search treats the text so far as complete, so ``[0-9]+`` matches the first piece with a digit.
     Positions where a pattern cannot match are not tried again.
-
-    Attributes:
-        used_s: CPU time that the searches have taken.
-        num_pieces: pieces of text that were searched.
     """
 
     def __init__(self, patterns: Sequence[str], cache: PatternCache, clock: Callable[[], float]) -> None:
@@ -57,20 +48,10 @@ class RegexSearch:
         # for each pattern, the first position in the held back text where it may match
         self._starts = [0] * len(self._patterns)
         self._before = ""
-        self.num_pieces = 0
-        self.used_s = 0.0
+        self._num_pieces = 0  # pieces of text that were searched
+        self._used_s = 0.0  # CPU time of the searches
         for pattern in self._patterns:
             cache.get(pattern)
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether the patterns take so long that other requests should not wait for them."""
-        return self.used_s > SLOW_S + SLOW_PIECE_S * self.num_pieces
-
-    @property
-    def expected_s(self) -> float:
-        """Estimated CPU time of the next piece: the mean of all pieces and one piece of ``PIECE_BUDGET_S``."""
-        return (self.used_s + PIECE_BUDGET_S) / (self.num_pieces + 1)
 
     def search(self, text: str) -> tuple[Hit | None, int]:
         """Search the held back text. Return the hit or None, and the number of characters to hold back if it is None.
@@ -78,19 +59,19 @@ class RegexSearch:
         Raises:
             RequestError: the patterns exceeded their limit of CPU time.
         """
-        self.num_pieces += 1
+        self._num_pieces += 1
         began_at = self._clock()
         try:
             return self._search(text, began_at)
         finally:
-            self.used_s += self._clock() - began_at
+            self._used_s += self._clock() - began_at
 
     def _search(self, text: str, now: float) -> tuple[Hit | None, int]:
         before = len(self._before)
         searched = self._before + text
         held_from = len(searched)
         first: Hit | None = None
-        ends_at = now + min(PUSH_BUDGET_S, self._total_budget_s() - self.used_s)
+        ends_at = now + min(PUSH_BUDGET_S, self._total_budget_s() - self._used_s)
         for index, pattern in enumerate(self._patterns):
             if index:
                 now = self._clock()
@@ -112,7 +93,7 @@ class RegexSearch:
             self._starts = [start - len(text) if start > len(text) else 0 for start in self._starts]
 
     def _total_budget_s(self) -> float:
-        return REQUEST_BUDGET_S + PIECE_BUDGET_S * self.num_pieces
+        return REQUEST_BUDGET_S + PIECE_BUDGET_S * self._num_pieces
 
     def _search_one(self, pattern: str, text: str, start: int, timeout_s: float) -> PatternMatch | None:
         if timeout_s > 0:
@@ -122,7 +103,7 @@ class RegexSearch:
             except TimeoutError:
                 pass
         total_s = self._total_budget_s()
-        is_total = self.used_s > total_s - PUSH_BUDGET_S
-        limit = f"{total_s:.3f} s for {self.num_pieces} tokens" if is_total else f"{PUSH_BUDGET_S} s for one token"
+        is_total = self._used_s > total_s - PUSH_BUDGET_S
+        limit = f"{total_s:.3f} s for {self._num_pieces} tokens" if is_total else f"{PUSH_BUDGET_S} s for one token"
         message = f"stop_regex took longer than {limit}, with {pattern!r} on {len(text)} characters"
         raise RequestError("stop_regex", f"{message}; write it without nested repetitions")
