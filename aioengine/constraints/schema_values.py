@@ -67,8 +67,7 @@ class Subschema(NamedTuple):
 
     def raise_invalid(self, keyword: str, allowed: str, value: object) -> NoReturn:
         """Raise ValueError: the value of the keyword is not valid in a JSON schema."""
-        message = f"{keyword!r} at {self.pointer or '#'} must be {allowed}, got {repr(value)[:80]}"
-        raise ValueError(message)
+        raise ValueError(f"{keyword!r} at {self.pointer or '#'} must be {allowed}, got {repr(value)[:80]}")
 
 
 def check_constant(schema: Subschema, keyword: str) -> None:

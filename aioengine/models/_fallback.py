@@ -386,8 +386,7 @@ class TransformersFolder:
         try:
             self._config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:
-            message = f"transformers does not read {folder / 'config.json'}: {_described(error)}"
-            raise ValueError(message) from error
+            raise ValueError(f"transformers does not read {folder / 'config.json'}: {_described(error)}") from error
 
     def num_bytes(self, options: ModelOptions) -> int:
         """Return the bytes of the parameters."""

@@ -58,8 +58,7 @@ _IRRELEVANT: Final = frozenset(
 
 def refuse(model_type: str, why: str) -> NoReturn:
     """Raise ValueError. ``why``: the reason."""
-    message = f"model_type {model_type!r} cannot run with transformers' code here: {why}"
-    raise ValueError(message)
+    raise ValueError(f"model_type {model_type!r} cannot run with transformers' code here: {why}")
 
 
 @dataclass(slots=True)

@@ -74,9 +74,8 @@ def by_stored_name(
 def _refuse_copies(names: Collection[str]) -> None:
     """Raise ValueError if there are tensors that transformers would copy."""
     if names:
-        message = (
+        raise ValueError(
             f"transformers converts {checks.counted(len(names), 'tensor')} of this checkpoint in a way that is not "
             f"supported: {', '.join(sorted(names)[:5])}; save the model again with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder, save_original_format=False)"
         )
-        raise ValueError(message)

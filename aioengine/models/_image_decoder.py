@@ -63,8 +63,7 @@ class ImageDecoder(DecoderModel):
         except (TypeError, RuntimeError, IndexError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            message = f"the vision tower cannot read an image of {shapes_of(arrays)}: {error}"
-            raise ValueError(message) from error
+            raise ValueError(f"the vision tower cannot read an image of {shapes_of(arrays)}: {error}") from error
         features = [torch.cat(list(output.pooler_output))]
         if self.num_deepstack:
             features += [torch.cat(list(layer_features)) for layer_features in output.deepstack_features]
