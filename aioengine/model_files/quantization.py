@@ -16,7 +16,7 @@ from aioengine.families._tensors import plain_tensors
 from aioengine.model_files import folder_files
 from aioengine.model_files.config_patterns import ConfigPatterns
 from aioengine.model_files.online_quantization import Method, Numbers, code_tensors
-from aioengine.model_files.quantized_formats import working
+from aioengine.model_files.quantized_formats import FORMATS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -408,7 +408,7 @@ def _rules(config: _Config) -> _Rules:
         case "mxfp4":
             _refuse("quant_method", "mxfp4", "mxfp4 in models of type gpt_oss")
         case method:
-            _refuse("quant_method", method, f"{working('quant_method')}, and models that are not quantized")
+            _refuse("quant_method", method, f"{', '.join(FORMATS['quant_method'])}, and models that are not quantized")
 
 
 def _skipped(*patterns: Iterable[str] | None) -> _Rules:
