@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.families._block_config import DTYPE_BYTES, FLOAT_BYTES, TensorSpec
+from aioengine.families._config import new_name
 from aioengine.families._tensors import checkpoint_tensors, is_ignored, plain_tensors
 from aioengine.model_files import folder_files
 from aioengine.model_files.gguf_header import BLOCKS
@@ -23,9 +24,7 @@ from aioengine.model_files.quantization import TEXTS, UNUSED, Quantization
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sized
 
-    from aioengine.families._config import TransformerConfig
-
-    Renamed = tuple[tuple[str, str], ...]
+    from aioengine.families._config import Renamed, TransformerConfig
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
@@ -220,14 +219,6 @@ def file_state(file: BinaryIO) -> str:
     facts = f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} "
     header = file.read(min(int.from_bytes(file.read(_LENGTH_BYTES), "little"), _MAX_HEADER_BYTES))
     return hashlib.sha256(facts.encode() + header).hexdigest()[:32]
-
-
-def new_name(name: str, renamed: Renamed) -> str:
-    """Replace the prefix of a name by the first match in ``renamed``."""
-    for old, new in renamed:
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
 
 
 def _paths(folder: Path) -> list[Path]:

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModel
 from transformers.initialization import no_init_weights
 
 from aioengine import plugins
+from aioengine.families._config import new_name
 from aioengine.layers.layer import Target
-from aioengine.model_files.checkpoint import new_name
 from aioengine.models._base import InputSpec, ModelOptions
 from aioengine.models._decoder import DecoderModel
 from aioengine.protocol.media import RESIZE_BITS

@@ -298,7 +298,8 @@ def _weights(
             tables = partial(stored.table_in_memory, is_on_cpu=is_on_cpu)
         elif (online := OnlineQuantization.of(model)) is not None:
             tensors, tables = partial(online.tensors_in_memory, is_on_cpu=is_on_cpu), online.table_in_memory
-        return num_parameters(family, raw), weights_bytes(family, itemsize, raw, tensors, tables)
+        tower = facts.weights.num_parameters
+        return num_parameters(family) + tower, weights_bytes(family, itemsize, tensors, tables) + tower * itemsize
     if not facts.weights.num_parameters:
         raise ValueError(
             f"transformers' code would compute this model, if it knows the type {checks.shown(facts.model_type)}. The "

@@ -212,7 +212,7 @@ def test_description_of_int8_experts_matches_their_layer() -> None:
 
 def test_weights_bytes_of_a_quantized_model_come_from_its_format() -> None:
     config = LlamaFamily.read(config_of("llama").to_dict())
-    plain_bytes, int8_bytes = weights_bytes(config, 2, {}), weights_bytes(config, 2, {}, int8_tensors)
+    plain_bytes, int8_bytes = weights_bytes(config, 2), weights_bytes(config, 2, int8_tensors)
     linears = adaptable_layers(config).values()
     assert plain_bytes - int8_bytes == sum(outputs * inputs - 2 * outputs for outputs, inputs in linears)
 

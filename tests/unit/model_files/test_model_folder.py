@@ -165,11 +165,7 @@ def test_unsupported_models_are_refused(tmp_path: Path, changes: dict[str, objec
     [
         ("qwen2_vl", {"depth": -1}, "depth"),
         ("qwen3_vl", {"depth": 2**20}, "depth"),
-        ("qwen2_5_vl", {"patch_size": 0}, "patch_size"),
-        ("qwen2_vl", {"embed_dim": 48, "num_heads": 5}, "hidden size 48 is not divisible by 5 heads"),
-        ("qwen3_vl", {"num_heads": 0}, "num_heads"),
-        ("smolvlm", {"num_attention_heads": -1}, "num_attention_heads"),
-        ("gemma3", {"hidden_size": 80}, "hidden size 80 is not divisible by 12 heads"),
+        ("smolvlm", {"num_hidden_layers": 2**20}, "num_hidden_layers"),
     ],
 )
 def test_impossible_vision_towers_are_refused(
