@@ -36,7 +36,7 @@ from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
 from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
 from aioengine.models._fallback_attention import NUM_TRIED, PAGED, TRYING, PackedStep, StopError, refuse
-from aioengine.models._fallback_swaps import Swaps, recorded_calls
+from aioengine.models._fallback_swaps import Swaps, recorded_inputs
 from aioengine.models._fallback_weights import by_stored_name
 
 if TYPE_CHECKING:
@@ -109,11 +109,11 @@ class TransformersModel(Model):
         """Try the model, replace its layers with ours, and try it again. Some code reads attributes of its layers."""
         self._try(gives_positions=False)
         own_positions = self._tables
-        with recorded_calls(self._model) as calls:
+        with recorded_inputs(self._model) as inputs:
             self._try()
         if self._tables != own_positions:
             refuse(self._step.model_type, "it looks up position 0 at another place of its table than at the first")
-        swaps = Swaps(self._model, calls, self._step, options)
+        swaps = Swaps(self._model, inputs, self._step, options)
         try:
             self._try()
         except ValueError as error:
@@ -209,13 +209,11 @@ class TransformersModel(Model):
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """Return [T, D], or [S, D] with ``inputs.outputs``. See ``Model.forward``."""
         step, outputs = self._step, inputs.outputs
-        selects = outputs is not None and len(outputs) < len(inputs.positions)
-        step.attention, step.adapters, step.outputs = attention, inputs.adapters, outputs if selects else None
+        step.attention, step.adapters = attention, inputs.adapters
         try:
             hidden = self._run(inputs.token_ids, inputs.embeddings, inputs.positions)
         finally:
-            step.attention = step.adapters = step.outputs = None
-            step.is_past_attention = False
+            step.attention = step.adapters = None
         return hidden if outputs is None else hidden.index_select(0, outputs)
 
     def _run(self, token_ids: Tensor | None, embeddings: Tensor | None, positions: Tensor) -> Tensor:
@@ -236,7 +234,6 @@ class TransformersModel(Model):
             pass
         finally:
             step.attention = step.last_layer = None
-            step.is_past_attention = False
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> logits [S, V], or scores of a classifier. Without a head, return ``hidden``."""
