@@ -77,9 +77,10 @@ class PackedTensor(NamedTuple):
         sizes = [-(-size // unit) for size, unit in ((outputs, self.outputs), (inputs, self.inputs)) if unit]
         return tuple(reversed(sizes) if self.is_inputs_first else sizes)
 
-    def dim_of(self, axis: Literal["outputs", "inputs"]) -> int:
-        """Return the dimension of an axis that the tensor has."""
-        return int(min(self.outputs, self.inputs) > 0 and (axis == "inputs") != self.is_inputs_first)
+    @property
+    def output_dim(self) -> int:
+        """The dimension of the outputs, of a tensor that has it."""
+        return int(self.inputs > 0 and self.is_inputs_first)
 
 
 class Scheme(Struct, frozen=True, kw_only=True):
