@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from aioengine.constraints.patterns import PatternCache
 from aioengine.errors import RequestError
-from aioengine.text.stop import StopMatcher
-from aioengine.text.stop_regex import PUSH_BUDGET_S, REGEX_WINDOW
+from aioengine.text.stop import PUSH_BUDGET_S, REGEX_WINDOW, StopMatcher
 
 few_letters = st.text(alphabet="abA🙂", max_size=12)
 stop_strings = st.lists(st.text(alphabet="abA🙂", max_size=4), max_size=4)
