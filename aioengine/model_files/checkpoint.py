@@ -40,10 +40,6 @@ _MAX_PROBLEMS: Final = 8
 """Maximum number of problems in one error message."""
 
 
-class _Architectures(Struct):
-    architectures: list[str] | None = None
-
-
 class Entry(Struct, frozen=True):
     """A tensor in a checkpoint file.
 
@@ -256,17 +252,9 @@ def missing_weights(folder: Path) -> str | None:
         )
     return (
         f"{str(folder)!r} has its weights in {checks.name(foreign[0])}, which is not read because it may run code. "
-        "Convert a model that you trust to safetensors, and copy its tokenizer files: "
-        f'python -c "from transformers import {_class_name(folder)} as M; '
-        f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('NEW_FOLDER')\""
+        "Convert a model that you trust: load it with its class in transformers and dtype='auto', save it with "
+        "save_pretrained, and copy its tokenizer files"
     )
-
-
-def _class_name(folder: Path) -> str:
-    """Return the class of transformers in config.json. AutoModelForCausalLM would drop the head of a classifier."""
-    config = folder_files.read_json(folder / folder_files.CONFIG, _Architectures) or _Architectures()
-    name = config.architectures[0] if config.architectures else ""
-    return name if name.isascii() and name.isidentifier() and len(name) < _MAX_NAME else "AutoModelForCausalLM"
 
 
 def entries_of_file(path: Path) -> list[Entry]:

@@ -10,7 +10,6 @@ import pytest
 
 from aioengine.frontend.startup import blueprint_of
 from aioengine.model_files import model_folder
-from aioengine.model_files.checkpoint import missing_weights
 from aioengine.model_files.model_folder import ModelFacts, family_config, find_facts, locate
 from aioengine.settings.config import EngineConfig, ModelConfig
 
@@ -216,19 +215,6 @@ def test_facts_say_why_weights_are_missing(tmp_path: Path, files: dict[str, str]
     assert facts.weights.missing is not None
     with pytest.raises(ValueError, match=message):
         raise ValueError(facts.weights.missing)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "shown"),
-    [
-        ("LlamaForSequenceClassification", "LlamaForSequenceClassification"),  # another class makes up other heads
-        ("x; import os #ForCausalLM", "AutoModelForCausalLM"),
-    ],
-)
-def test_conversion_command_uses_the_class_in_config_json(tmp_path: Path, architecture: str, shown: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    (tmp_path / "pytorch_model.bin").touch()
-    assert f'python -c "from transformers import {shown} as M; M.from_pretrained(' in (missing_weights(tmp_path) or "")
 
 
 def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
