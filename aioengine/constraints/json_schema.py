@@ -148,9 +148,7 @@ class Budget:
             self._num_pattern_characters += len(pattern) + EXTRA_CHARACTERS_PER_PATTERN
         if self._num_pattern_characters > MAX_PATTERN_CHARACTERS:
             limit = f"all patterns together may have {MAX_PATTERN_CHARACTERS:,} characters"
-            schema.raise_unsupported(
-                keyword, f"is too long: {limit}, and each counts {EXTRA_CHARACTERS_PER_PATTERN} more"
-            )
+            schema.raise_unsupported(keyword, f"is too long: {limit}, each counts {EXTRA_CHARACTERS_PER_PATTERN} more")
 
 
 def compile_schema(text: str, budget: Budget | None = None) -> Schema:
@@ -174,9 +172,7 @@ def compile_schema(text: str, budget: Budget | None = None) -> Schema:
     except RecursionError:
         root.raise_unsupported("json_schema", "is nested too deeply")
     if size > MAX_BYTES:
-        root.raise_unsupported(
-            "json_schema", f"has {size:,} bytes without its annotations; at most {MAX_BYTES:,} are enforced"
-        )
+        root.raise_unsupported("json_schema", f"has {size:,} bytes without annotations; the limit is {MAX_BYTES:,}")
     for subschema, keyword in compiler.constants:  # reads every nested value, so only after the check of the size
         check_constant(subschema, keyword)
     return compiled

@@ -160,9 +160,7 @@ def grammar_of(values: Mapping[str, Any], *, ignore_eos: bool) -> Grammar | None
     """
     kinds = [name for name in KINDS if values[name]]
     if len(kinds) > 1:
-        raise ValueError(
-            f"{' and '.join(kinds)} are given together, and an output has one constraint; keep one of them"
-        )
+        raise ValueError(f"{' and '.join(kinds)} are given together; an output has one constraint: keep one")
     space, end, max_thinking = values["whitespace"], values["reasoning_end"], values["max_thinking_tokens"]
     if not kinds:
         for name in ("whitespace", "reasoning_end", "max_thinking_tokens"):

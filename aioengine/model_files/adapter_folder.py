@@ -219,9 +219,7 @@ def _check_kind(raw: Json, folder: Path) -> None:
     if raw.get("bias", "none") != "none":
         field = "bias"
     if field is not None:
-        raise ValueError(
-            f"{folder / CONFIG}: {field}={shown(raw[field])} is not supported, only LoRA of linear layers; {_MERGE}"
-        )
+        raise ValueError(f"{folder / CONFIG}: {field}={shown(raw[field])} is not supported, only plain LoRA; {_MERGE}")
     init = raw.get("init_lora_weights")
     if not any(init is known or (isinstance(init, str) and init.lower() == known) for known in _SUPPORTED_INITS):
         raise ValueError(
@@ -266,9 +264,7 @@ def _stored_parts(entries: list[Entry], config: AdapterConfig, folder: Path) -> 
             )
         if pair["A"].shape[0] != rank:
             shape = list(pair["A"].shape)
-            raise ValueError(
-                f"{folder / TENSORS}: {pair['A'].name} has shape {shape}, and the rank of the layer is {rank}"
-            )
+            raise ValueError(f"{folder / TENSORS}: {pair['A'].name} has shape {shape}, but the layer has rank {rank}")
         scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
         parts.append(AdapterPart(name, int(rank), scale, pair["A"], pair["B"]))
     return tuple(parts)

@@ -233,9 +233,7 @@ def _paths(folder: Path) -> list[Path]:
     paths = [folder / name for name in names]
     missing = [path.name for path in paths if not folder_files.is_file(path)]
     if missing:
-        raise ValueError(
-            f"cannot read {folder}/{listed(missing)}: {_INDEX} names it, and it is missing; fetch the whole model"
-        )
+        raise ValueError(f"cannot read {folder}/{listed(missing)}: {_INDEX} names it; fetch the whole model")
     return paths
 
 

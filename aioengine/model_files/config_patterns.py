@@ -39,9 +39,7 @@ class ConfigPatterns:
             expanded_size(pattern)  # limits the time of compiling
             return compile_pattern(pattern, cache_pattern=False)
         except (ValueError, regex.error) as error:
-            raise ValueError(
-                f"{self._where}: {field} has {shown(pattern)}, which is an invalid or too large pattern"
-            ) from error
+            raise ValueError(f"{self._where}: {field} has {shown(pattern)}, an invalid or too large pattern") from error
         finally:
             self._add_time(start_s)
 
@@ -50,9 +48,7 @@ class ConfigPatterns:
         try:
             return pattern.search(name, timeout=_MATCH_TIMEOUT_S) is not None
         except TimeoutError as error:
-            raise ValueError(
-                f"{self._where}: the pattern {shown(pattern.pattern)} takes too long to match {name}"
-            ) from error
+            raise ValueError(f"{self._where}: {shown(pattern.pattern)} takes too long to match {name}") from error
         finally:
             self._add_time(start_s)
 

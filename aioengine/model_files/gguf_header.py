@@ -227,9 +227,7 @@ def _tensor_info(reader: _HeaderReader) -> TensorInfo:
         raise ValueError(f"tensor {shown} is of type {kind}, which is not supported; what works: {', '.join(BLOCKS)}")
     block_size, block_bytes = BLOCKS[kind]
     if min(shape) < 1 or math.prod(shape) >= 2**48 or shape[-1] % block_size:
-        raise ValueError(
-            f"tensor {shown} has shape {list(shape)}, which is impossible for type {kind} with blocks of {block_size}"
-        )
+        raise ValueError(f"tensor {shown} has shape {list(shape)}, impossible for {kind} with blocks of {block_size}")
     return TensorInfo(name, shape, kind, reader.number("Q"), math.prod(shape) // block_size * block_bytes)
 
 

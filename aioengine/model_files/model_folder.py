@@ -395,9 +395,7 @@ def _read_config(
         read: ReadConfig = read_fallback_config
         if wanted.draft_head:
             if method == "gguf":
-                raise ValueError(
-                    f"draft heads for speculative_algorithm={wanted.draft_head!r} are not read from GGUF files"
-                )
+                raise ValueError(f"speculative_algorithm={wanted.draft_head!r} does not read GGUF files")
             read = partial(read_draft_head, algorithm=wanted.draft_head)
         elif implementation == OWN:
             read = plugins.load("families", plugins.file_name(config.model_type or "")).read

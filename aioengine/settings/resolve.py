@@ -202,9 +202,7 @@ def context_length(config: EngineConfig, model: ModelFacts) -> int:
     if wanted is None:
         return min(model.context_length, model.pooling.max_tokens or model.context_length)
     if wanted > model.context_length:
-        raise ValueError(
-            f"context_length must be at most {model.context_length}, the length of this model, got {wanted}"
-        )
+        raise ValueError(f"context_length must be at most {model.context_length}, as in this model, got {wanted}")
     return wanted
 
 
@@ -310,9 +308,7 @@ def _kv_dtype(config: EngineConfig, model: ModelFacts, dtype: str, backend: str,
         raise ValueError(f"kv_cache_dtype={wanted!r}: this model has no KV cache; 'auto' works")
     quantized_formats.check("kv_cache_dtype", wanted, "cuda" if is_on_gpu else "cpu")
     if is_on_gpu and model.is_latent and backend != "torch":
-        raise ValueError(
-            f"kv_cache_dtype={wanted!r} does not work on a GPU with this model's latent attention; 'auto' works"
-        )
+        raise ValueError(f"kv_cache_dtype={wanted!r} does not work on a GPU with latent attention; 'auto' works")
     return wanted
 
 
@@ -469,9 +465,7 @@ def _read_layers(algorithm: str, model: ModelFacts, head: ModelFacts) -> tuple[i
         return (num_layers,)
     layers = head.read_layers or (2, num_layers // 2, num_layers - 3)
     if not all(0 <= layer < num_layers for layer in layers):
-        raise ValueError(
-            f"{shown} reads the inputs of layers {', '.join(map(str, layers))}, and the model has {num_layers} layers"
-        )
+        raise ValueError(f"{shown} reads layers {', '.join(map(str, layers))}, and the model has {num_layers} layers")
     return layers
 
 

@@ -175,7 +175,7 @@ CHANGED: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "missing half": ({f"{Q0}.lora_B.weight": None}, f"lacks {STEM}{Q0}.lora_B.weight"),
     "other inputs": ({f"{Q0}.lora_A.weight": torch.ones(4, 65)}, r"q_proj.lora_A.weight has shape [4, 65]"),
     "other outputs": ({f"{Q0}.lora_B.weight": torch.ones(63, 4)}, r"q_proj.lora_B.weight has shape [63, 4]"),
-    "other rank": ({f"{Q0}.lora_A.weight": torch.ones(3, 64)}, "has shape [3, 64], and the rank of the layer is 4"),
+    "other rank": ({f"{Q0}.lora_A.weight": torch.ones(3, 64)}, "has shape [3, 64], but the layer has rank 4"),
     "vector": ({f"{Q0}.lora_A.weight": torch.ones(4)}, "has shape [4], but must be a matrix"),
     "integers": ({f"{Q0}.lora_A.weight": torch.ones(4, 64, dtype=torch.int64)}, "of type I64"),
     "whole layer": ({f"{STEM}lm_head.weight": torch.ones(300, 64)}, "of the head"),
