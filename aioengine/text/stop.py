@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from aioengine.constraints.patterns import PatternCache, PatternMatch
+from aioengine.constraints.patterns import PatternCache
 from aioengine.errors import RequestError
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class RegexSearch:
     def _total_budget_s(self) -> float:
         return REQUEST_BUDGET_S + PIECE_BUDGET_S * self._num_pieces
 
-    def _search_one(self, pattern: str, text: str, start: int, timeout_s: float) -> PatternMatch | None:
+    def _search_one(self, pattern: str, text: str, start: int, timeout_s: float) -> Any:
         if timeout_s > 0:
             compiled = self._cache.get(pattern)  # the cache limits the number of compiled patterns
             try:
