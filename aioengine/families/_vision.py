@@ -155,10 +155,7 @@ class QwenFamily(VisionFamily, frozen=True, kw_only=True):
     num_deepstack: ClassVar[int] = 0
     text_family = "qwen2"
     towers = ("visual.",)
-    renamed = (
-        ("model.language_model.", "model."),
-        ("model.visual.", "visual."),
-    )
+    renamed = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
     image_token_id: ImageToken = 151_655
 

@@ -98,12 +98,7 @@ class CodeTable(Layer):
     def __init__(self, vocab_size: int, size: int, placement: Placement, table_format: CodesFormat) -> None:
         """A table [V, D]. Its tensors are allocated by ``weights``."""
         self._spec = LinearSpec(
-            size,
-            (vocab_size,),
-            False,
-            placement.dtype,
-            placement.device,
-            batch_invariant=placement.batch_invariant,
+            size, (vocab_size,), False, placement.dtype, placement.device, batch_invariant=placement.batch_invariant
         )
         self._format = table_format
         self._tensors: Tensors = {}  # while the table is open for loading

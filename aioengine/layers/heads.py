@@ -116,13 +116,7 @@ class HeadNorms(Layer):
     """
 
     def __init__(
-        self,
-        config: HeadNorm,
-        epsilon: float,
-        shape: AttentionShape,
-        placement: Placement,
-        *,
-        pairs: list[int] | None,
+        self, config: HeadNorm, epsilon: float, shape: AttentionShape, placement: Placement, *, pairs: list[int] | None
     ) -> None:
         """Create the norms.
 

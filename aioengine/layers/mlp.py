@@ -26,13 +26,7 @@ class MLP(Layer):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        inner_size: int,
-        config: MlpConfig,
-        placement: Placement,
-        *,
-        is_transposed: bool = False,
+        self, hidden_size: int, inner_size: int, config: MlpConfig, placement: Placement, *, is_transposed: bool = False
     ) -> None:
         self._activation: Activation = config.activation
         self._is_gated = config.is_gated

@@ -348,13 +348,7 @@ class Block(Layer):
         )
 
     def __call__(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        step: BlockStep,
-        *,
-        outputs: Tensor | None,
-        beside: Tensor | None = None,
+        self, x: Tensor, delta: Tensor | None, step: BlockStep, *, outputs: Tensor | None, beside: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run the block on x [T, D].
 
