@@ -250,8 +250,8 @@ def missing_weights(folder: Path) -> str | None:
         )
     return (
         f"{str(folder)!r} has its weights in {checks.name(foreign[0])}, which is not read because it may run code. "
-        "Convert a model that you trust: load it with its class in transformers and dtype='auto', save it with "
-        "save_pretrained, and copy its tokenizer files"
+        "Convert a model that you trust to safetensors: load it with its class in transformers and dtype='auto', save "
+        "it with save_pretrained, and copy its tokenizer files"
     )
 
 

@@ -48,8 +48,8 @@ class Bird(pydantic.BaseModel):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"json_schema": {}, "regex": "a"}, "json_schema and regex are given together, .* keep one"),
-        ({"json_object": True, "choice": ["a"]}, "json_object and choice are given together, .* keep one"),
+        ({"json_schema": {}, "regex": "a"}, "json_schema and regex are given together; .* keep one"),
+        ({"json_object": True, "choice": ["a"]}, "json_object and choice are given together; .* keep one"),
         (
             {"whitespace": "flexible"},
             "whitespace='flexible' is given without .* json_schema, json_object, structural_tag$",
