@@ -127,8 +127,8 @@ class SamplingParams(
         "pattern that ends the answer; its match is removed. A string, or a list of up to 32 (256 bytes each), in the "
         "syntax of the `regex` package, without recursion, fuzzy matching, `\\G`, `\\K` and the flags f, r, x and V1. "
         "The bytes of a pattern times all its counted repetitions `{m,n}` are limited to 50,000, for all patterns of a "
-        "request together. Matching is limited to 50 ms per token, and to 1 s plus 1 ms per token for a request. A "
-        "request that exceeds a limit fails with a `RequestError` of stage `stop_regex`",
+        "request together. Matching is limited to 20 ms per token, and to 0.1 s plus 1 ms per token for a request. "
+        "A request that exceeds a limit fails with a `RequestError` of stage `stop_regex`",
         wire="text",
         columns=table.strings_column,
         read=str,
