@@ -217,6 +217,7 @@ class FixedDecodeRows:
             buffers.page_ids,
             torch.full((COLUMNS, num_entries), -1, dtype=torch.int32, device=device),
             torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device),
+            buffers.last_lengths if buffers.are_bounds else None,
         )
         self._splits = torch.empty(COLUMNS, num_entries, dtype=torch.int32, pin_memory=True)
         self._copied = torch.cuda.Event()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
+from aioengine.protocol.messages import Sampling
+from aioengine.runner.speculation.draft_rows import DraftRows
 from tests.compute.runner.speculation import test_storms as storms
-from tests.compute.runner_world import World
+from tests.compute.runner_world import World, with_draft
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from aioengine.scheduler.plan import Row
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestCollectionWarning")
@@ -60,3 +66,37 @@ def test_answers_equal_the_answers_without_drafts(
     (world,) = graph_worlds
     graphs: Any = world.runner._graphs
     assert min(graphs.num_replayed) > 10
+
+
+@pytest.mark.parametrize(("family", "draft", "num_pages"), [("drafted", "equal", 512), ("drafted", "qwen3", 96)])
+def test_steps_begin_before_the_drafts_of_the_step_before_are_accepted(
+    folders: dict[str, Path],
+    graph_worlds: list[World],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    draft: str,
+    num_pages: int,
+) -> None:
+    rng = random.Random(1)
+    submits = [
+        replace(
+            storms.random_submit(rng, uid),
+            sampling=Sampling(uid, temperature=rng.choice([0.0, 0.3, 1.0])),
+            logprobs=None,
+        )
+        for uid in range(40)
+    ]
+    followed: list[bool] = []
+    can_follow = DraftRows._can_follow
+
+    def recorded(drafts: DraftRows, rows: list[Row]) -> bool:
+        followed.append(can_follow(drafts, rows))
+        return followed[-1]
+
+    monkeypatch.setattr(DraftRows, "_can_follow", recorded)
+    settings = [storms.settings_of(folders[family], depth=1, num_pages=num_pages, max_drafts=most) for most in (0, 3)]
+    settings[1] = with_draft(settings[1], folders[draft], max_drafts=3)
+    storms.compare(*(storms.run(each, submits, seed=2) for each in settings))
+    stats = graph_worlds[0].core.scheduler.stats(0.0)
+    assert sum(followed) > 10
+    assert draft == "qwen3" or stats.num_accepted_drafts > 0.95 * stats.num_proposed_drafts
