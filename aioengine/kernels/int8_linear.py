@@ -41,7 +41,9 @@ LEAST_ROWS: Final = 16
 MAX_SUMS: Final = 4 << 20
 """Maximum size of a result with more rows than ``LEAST_ROWS``. It saves memory in heads."""
 ZERO: Final = 128
-"""oneDNN takes unsigned activations: the numbers plus this one."""
+"""Without a matrix unit, oneDNN is fast only with unsigned activations: the numbers plus this one. With AMX it is fast
+with signed ones, and it would round the large sums of unsigned ones.
+"""
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,9 +122,12 @@ def _packed(packed: Tensor, scales: Tensor) -> Matmul:
     multiply = torch.ops.onednn.qlinear_pointwise.default
     zeros = torch.zeros(len(scales), dtype=torch.int32)
     plain = (None, 1.0, 0, torch.float32, "none", [], "")  # no bias, nothing after the product
+    is_signed = linear.has_matrix_unit()
 
     def matmul(x: Tensor) -> Tensor:
         """[T, D] -> [T, O] fp32."""
+        if is_signed:
+            return multiply(x, 1.0, 0, packed, scales, zeros, *plain)
         return multiply(x.view(torch.uint8) ^ ZERO, 1.0, ZERO, packed, scales, zeros, *plain)
 
     return matmul
