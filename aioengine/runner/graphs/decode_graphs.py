@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from aioengine.kernels.adapter_types import AdapterTiles
     from aioengine.models._base import Model
+    from aioengine.models._features import Features
     from aioengine.runner.request_row import SampledRows
     from aioengine.scheduler.plan import Row
 
@@ -169,9 +170,11 @@ class DecodeGraphs:
         vocab_size: int,
         max_rows: int,
         may_cascade: bool = True,
+        features: Features | None = None,
     ) -> None:
         """inputs: builds the inputs of steps without graphs; its table, page size and states are used here too.
         may_cascade: rows that share pages may use cascade attention.
+        features: of a draft head.
         """
         table = inputs.table
         device = table.last_tokens.device
@@ -197,6 +200,9 @@ class DecodeGraphs:
         self._cascade_graphs: list[_Graph] = []  # ascending
         tiles = table.adapters.tiles
         self._tiles = None if tiles is None else FixedTiles(max_rows, tiles, device)
+        self._features = features
+        if features is not None:  # the hidden states of the head after its newest draft, by row index
+            self._states = torch.zeros(len(table.sampling) + 1, model.hidden_size, dtype=model.dtype, device=device)
         self._prefixes: SharedPrefixes | None = None
         if may_cascade and isinstance(attention, CascadeAttention):
             self._prefixes = SharedPrefixes(table, attention.cascade_limits, page_size=self._inputs.page_size)
@@ -306,9 +312,11 @@ class DecodeGraphs:
                 targets = np.full(num_rows, len(table.last_tokens) - 1 if samples_each and is_drawn else -1)
                 if not samples_each:
                     targets[rows.token_ends - 1] = targets_of_rows
-            places = sources, targets if is_drawn or expanded is not None else -1
+            places = sources, targets if is_drawn or expanded is not None or draft_number is not None else -1
             arrays = self._host_arrays
             num_used = self._fill(arrays, size, rows, sampled, places, cascade=cascade, expanded=expanded)
+            if samples_each and expanded is not None:
+                arrays[0][_SAMPLED * size :][:num_rows] = expanded.positions + 1
             host, ends = self._host[0], _COLUMNS * size
             chosen.attention.plan(host[ends : ends + size + 1], host[3 * size : 4 * size])
         if when_ready is not None:
@@ -406,8 +414,6 @@ class DecodeGraphs:
         fill_fields(sampled, fields[:, : len(rows.requests)])
         if not isinstance(order, slice):
             fields[:, :num_rows] = fields[:, order]
-        if expanded:
-            fields[2, :num_rows] = positions + 1  # of the sampled tokens
         if num_rows < size:
             columns[:3, num_rows:] = 0
             columns[3, num_rows:] = 1
@@ -466,16 +472,31 @@ class DecodeGraphs:
                 pages = buffers.starts, buffers.page_ids
                 move_rows(columns, pages, table.rejected, sampled=_SAMPLED, page_size=self._inputs.page_size)
             last_tokens = table.last_tokens.index_select(0, columns[0])
-            inputs = model_inputs(self._model, last_tokens, columns[1], rows=rows, adapters=adapters, slots=columns[2])
+            features = None if self._features is None else self._read_features(self._features, columns)
+            options = {"rows": rows, "adapters": adapters, "slots": columns[2], "features": features}
+            inputs = model_inputs(self._model, last_tokens, columns[1], **options)
             if self._inputs.states is not None:  # padding rows write to the padding page
                 states = self._inputs.states.of_graph(columns[0], columns[1], columns[2] < self._inputs.page_size)
                 inputs = replace(inputs, states=states)
             hidden = self._model.forward(inputs, attention)
+            if features is not None:
+                row_indices = torch.where(columns[4] < 0, len(table.sampling), self._row_indices(columns[4]))
+                self._states.index_copy_(0, row_indices.long(), hidden)
             logits = self._model.compute_logits(hidden)
             self._kernels.sample(logits, Draws(columns[5:]), token_ids, (columns[4], table.last_tokens))
             return hidden, logits, token_ids
 
         return compute
+
+    def _read_features(self, features: Features, columns: Tensor) -> Tensor:
+        """Return the hidden states [B, D] that a draft head reads: its own ones after a draft, else the model's."""
+        own = self._states.index_select(0, self._row_indices(columns[0]))
+        is_draft = columns[0] >= self._table.first_draft
+        return torch.where(is_draft.unsqueeze(1), own, features.read(columns[2]))
+
+    def _row_indices(self, indices: Tensor) -> Tensor:
+        """Return the row indices [B] of drafts at these indices [B] in ``RowTable.last_tokens``."""
+        return (indices - self._table.first_draft) % len(self._table.sampling)
 
     def _captured(
         self, size: int, attention: FixedDecode, pool: torch.cuda._POOL_HANDLE, tiles: AdapterTiles | None = None

@@ -153,20 +153,27 @@ class DraftModel:
         self._graphs: DecodeGraphs | None = None
 
     def capture_graphs(self, vocab_size: int, max_rows: int, report: Callable[[int, int], None]) -> None:
-        """Capture decode steps of up to ``max_rows`` rows as CUDA graphs, if the attention backend supports them. Draft
-        heads have no graphs.
+        """Capture decode steps of up to ``max_rows`` rows as CUDA graphs, if the attention backend supports them.
 
         vocab_size: they sample tokens below this.
         """
         from aioengine.runner.graphs.decode_graphs import DecodeGraphs  # imports Triton
 
         model, attention = self._parts.model, self._parts.attention
-        if isinstance(attention, CapturableAttention) and not self._lag:
+        if isinstance(attention, CapturableAttention):
             inputs = InputBuilder(
                 self._table.for_draft_model(), page_size=self._page_size, num_embeddings=model.vocab_size
             )
             vocab_size = min(vocab_size, model.vocab_size)
-            graphs = DecodeGraphs(model, attention, inputs, vocab_size=vocab_size, max_rows=max_rows, may_cascade=False)
+            graphs = DecodeGraphs(
+                model,
+                attention,
+                inputs,
+                vocab_size=vocab_size,
+                max_rows=max_rows,
+                may_cascade=False,
+                features=self._parts.features,
+            )
             graphs.capture(report)
             self._graphs = graphs
 
@@ -241,6 +248,7 @@ class DraftModel:
                 if hidden is None:
                     spans = [(one.drafted, one.row, end) for one, end in zip(planned, ends, strict=True)]
                     hidden = self._extend(spans)
+                    graphs = None if self._lag else graphs  # graphs of a head read the hidden states of graphs
                 token_ids = self._sampler.sample(self._padded(self._parts.model.compute_logits(hidden)), sampled)
                 if graphs is not None:
                     table.store_drafts(number, sampled.row_indices, token_ids)
@@ -287,7 +295,7 @@ class DraftModel:
         the table. Return the drafts [R]; None: too many tokens must be computed before the first draft.
         """
         table, num_rows = self._table, len(sampled.requests)
-        starts, known = sampled.positions - 1, self._joined_ids([])
+        starts, known, lag = sampled.positions - 1 - self._lag, self._joined_ids([]), self._lag
         expanded: ExpandedRows | None = None
         if not number and planned[0].num_unknown:
             # an accepted last draft has no keys and values yet; otherwise the token before the last one has the same
@@ -297,8 +305,8 @@ class DraftModel:
             expanded = ExpandedRows(np.repeat(np.arange(num_rows), 2), positions.ravel(), sources.ravel())
         elif not number:
             starts = np.array([one.drafted.num_computed for one in planned], dtype=np.int64)
-            known = self._joined_ids([one.drafted.token_ids[one.drafted.num_computed :] for one in planned])
-        counts = sampled.positions - starts
+            known = self._joined_ids([one.drafted.token_ids[one.drafted.num_computed + lag :] for one in planned])
+        counts = sampled.positions - lag - starts
         rows = StepRows(
             sampled.requests,
             sampled.row_indices,
@@ -309,12 +317,12 @@ class DraftModel:
             num_known=counts if known.size else np.zeros_like(counts),
             known_ids=known,
         )
-        if expanded is None and not graphs.fits(rows, has_drafts=True):
+        if counts.sum() > graphs.max_rows or self._parts.model.input_spec.rows:
             return None
         replayed = graphs.replay(rows, sampled, draft_number=number, expanded=expanded)
         if known.size:
             for one in planned:
-                self._advance(one.drafted, one.row, one.length)
+                self._advance(one.drafted, one.row, one.length - lag)
         if replayed.token_ids is not None:
             return replayed.token_ids.clone()  # the next replay overwrites them
         logits = graphs.logits(replayed)

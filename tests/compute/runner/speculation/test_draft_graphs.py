@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.speculation.draft_rows import DraftRows
 from tests.compute.runner.speculation import test_storms as storms
-from tests.compute.runner_world import World, with_draft
+from tests.compute.runner_world import World, make_settings, save_model, with_draft
+from tests.kit.draft_heads import save_repeating
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,6 +50,8 @@ CASES = [
     ("llama", 128, 2, 0, {"logprobs_mode": "processed"}),
     ("drafted", 512, 4, 1, {"draft": "equal"}),
     ("drafted", 128, 3, 1, {"draft": "qwen3"}),
+    ("llama", 128, 4, 1, {"draft": "EAGLE3"}),
+    ("MTP", 128, 3, 0, {"draft": "MTP"}),
 ]
 
 
@@ -100,3 +103,19 @@ def test_steps_begin_before_the_drafts_of_the_step_before_are_accepted(
     stats = graph_worlds[0].core.scheduler.stats(0.0)
     assert sum(followed) > 10
     assert draft == "qwen3" or stats.num_accepted_drafts > 0.95 * stats.num_proposed_drafts
+
+
+@pytest.mark.parametrize(("algorithm", "depth"), [("EAGLE", 1), ("EAGLE3", 0)])
+def test_all_drafts_that_read_the_right_hidden_state_are_accepted(algorithm: str, depth: int, tmp_path: Path) -> None:
+    model = save_model("llama", tmp_path / "model", num_hidden_layers=5)
+    save_repeating(model, tmp_path / "model", tmp_path / "head", algorithm)
+    layers = (2, 2, 2) if algorithm == "EAGLE3" else (5,)
+    settings = make_settings(tmp_path / "model", depth=depth)
+    world = storms.World(with_draft(settings, tmp_path / "head", head=algorithm, read_layers=layers))
+    prompts = [list(range(2, length + 2)) for length in (1, 4, 31, 70)]
+    for _ in range(2):  # then with prefix hits
+        assert world.answers(prompts, max_new_tokens=40) == [prompt[-1:] * 40 for prompt in prompts]
+    stats = world.core.scheduler.stats(0.0)
+    assert 100 < stats.num_proposed_drafts == stats.num_accepted_drafts
+    drafts: Any = world.runner._drafts
+    assert drafts._model._graphs.num_replayed[0] > 20
