@@ -322,8 +322,12 @@ class DecodeGraphs:
         if when_ready is not None:
             when_ready()
         for memory, host, end in zip(self._memory, self._host, num_used, strict=True):
-            memory[:end].copy_(host[:end], non_blocking=True)
-        self._copied.record()
+            if draft_number is None:
+                memory[:end].copy_(host[:end], non_blocking=True)
+            else:  # the host must not wait for this copy before it prepares the next draft
+                memory[:end].copy_(table.upload(host[:end].numpy()))
+        if draft_number is None:
+            self._copied.record()
         chosen.graph.replay()
         token_ids = chosen.token_ids[:num_rows] if is_drawn else None
         if cascade is not None:
