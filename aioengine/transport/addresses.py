@@ -109,23 +109,12 @@ def is_reachable(endpoint: str) -> bool:
     return not os.path.isabs(path) or os.path.exists(path)
 
 
-def hide(listener: Listener) -> None:
-    """Remove the path of a listener, so that no other process can connect to it."""
-    path = listener.endpoint.removeprefix("ipc://")
-    if os.path.isabs(path):
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-
-
 def _choose_base() -> str:
     """Return the first writable directory that is short enough for socket paths, else the first writable one."""
     wanted = [os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", tempfile.gettempdir()]
     usable = [base for base in wanted if os.path.isabs(base) and os.access(base, os.W_OK | os.X_OK)]
     if not usable:
-        raise OSError(
-            f"no directory for the engine's sockets: none of {[base for base in wanted if base]} can be written to; "
-            "set TMPDIR to a writable directory"
-        )
+        raise OSError("no directory for the engine's sockets can be written to; set TMPDIR to a writable directory")
     max_length = zmq.IPC_PATH_MAX_LEN - len(f"/{_PREFIX}{secrets.token_hex(6)}") - _MAX_NAME
     return next((base for base in usable if len(os.fsencode(base)) <= max_length), usable[0])
 

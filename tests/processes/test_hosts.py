@@ -208,7 +208,6 @@ async def test_garbage_on_the_channels_is_ignored(caplog: pytest.LogCaptureFixtu
         launcher = frontend.supervisor._incarnation._launcher
         directory = launcher._folder.path  # type: ignore[attr-defined]
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        assert not [name for name in os.listdir(directory) if name.startswith("frontend")]  # closed to strangers
         for name in ("scheduler", "detokenizer"):
             with context.socket(zmq.PUSH) as stranger:
                 stranger.connect(f"ipc://{directory}/{name}")
@@ -232,9 +231,9 @@ async def test_repeated_and_damaged_frames_from_outside_are_ignored(monkeypatch:
     frames: list[bytes] = []
     plain = ZmqSender._offer
 
-    def overheard(self: ZmqSender, frame: bytes | bytearray) -> bool:
-        frames.append(bytes(frame))
-        return plain(self, frame)
+    def overheard(self: ZmqSender, frame: bytes) -> None:
+        frames.append(frame)
+        plain(self, frame)
 
     monkeypatch.setattr(ZmqSender, "_offer", overheard)
     async with Frontend(fake_settings(step_time_s=0.002)) as frontend:
@@ -245,7 +244,6 @@ async def test_repeated_and_damaged_frames_from_outside_are_ignored(monkeypatch:
         directory = launcher._folder.path  # type: ignore[attr-defined]
         draw = random.Random(1)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        assert not [name for name in os.listdir(directory) if name.startswith("frontend")]  # closed to strangers
         for name in ("scheduler", "detokenizer"):
             with context.socket(zmq.PUSH) as stranger:
                 stranger.connect(f"ipc://{directory}/{name}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import aioengine
@@ -127,7 +128,9 @@ async def test_answers_are_those_of_the_plain_engine(plain: Engine, engine: Engi
     assert plain.stats()["num_proposed_drafts"] == 0
 
 
-@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE", "EAGLE3"])
+@pytest.mark.parametrize(
+    "algorithm", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("NGRAM", "STANDALONE")), "EAGLE3"]
+)
 async def test_answers_are_the_same_when_the_scheduler_is_killed(
     plain: Engine, folders: Folders, algorithm: str
 ) -> None:
@@ -206,16 +209,15 @@ def test_a_plan_has_the_draft_head_and_the_hidden_states_that_it_reads(folders: 
 
 
 def test_layers_for_multi_token_prediction_of_the_model_propose_drafts(tmp_path: Path) -> None:
-    save_with_mtp(save_model("deepseek_v3", tmp_path, num_hidden_layers=3), tmp_path)
+    model: Any = save_model("deepseek_v3", tmp_path, num_hidden_layers=3)
+    save_with_mtp(model, tmp_path)
     arguments: dict[str, Any] = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
     params = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
-    answers: list[list[int]] = []
-    for algorithm in (None, "NEXTN"):
-        with Engine(tmp_path, speculative_algorithm=algorithm, **arguments) as engine:
-            answers.append(engine.generate(input_ids=[5, 6, 7], sampling_params=params)["output_ids"])
-            proposed = engine.stats()["num_proposed_drafts"]
-    assert answers[0] == answers[1]
-    assert proposed > 0
+    with Engine(tmp_path, speculative_algorithm="NEXTN", **arguments) as engine:
+        found = engine.generate(input_ids=[5, 6, 7], sampling_params=params)["output_ids"]
+        assert engine.stats()["num_proposed_drafts"] > 0
+    expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=40, do_sample=False)
+    assert found == expected[0, 3:].tolist()
 
 
 def test_draft_heads_that_cannot_be_used_are_refused_by_the_constructor(folders: Folders, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirecto
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aioengine.file_descriptors import SpareDescriptors
     from aioengine.protocol.messages import Role
     from aioengine.settings.config import Settings
 
@@ -30,14 +29,13 @@ class ChildFolder:
         inboxes: role -> endpoint at which the child listens.
     """
 
-    def __init__(self, settings: Settings, roles: Sequence[Role], spare: SpareDescriptors) -> None:
+    def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
         """Create the directory, and listen at the inboxes.
 
         Raises:
             OSError: there is no place for the directory or a socket.
         """
         self._settings = settings
-        self._spare = spare
         self._listeners: dict[str, Listener] = {}  # endpoint -> its listener, while this object owns it
         with contextlib.ExitStack() as closing:
             directory = PrivateDirectory()
@@ -88,7 +86,7 @@ class ChildFolder:
             settings=self._settings,
         )
         popen = start_child(str(role), log_path, encode_orders(orders), (orders.listener_fd,))
-        return ProcessChild(role, popen, log_path, self._spare)
+        return ProcessChild(role, popen, log_path)
 
     def close_inboxes(self) -> None:
         """Close the listeners that no later child needs. Only the detokenizer may be started again."""

@@ -130,7 +130,7 @@ def test_long_paths_use_abstract_names_or_a_port(tmp_path: Path, monkeypatch: py
 
 def test_error_without_a_writable_directory_names_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses.os, "access", lambda *_: False)
-    with pytest.raises(OSError, match=r"none of .*'/tmp'.* can be written to; set TMPDIR"):
+    with pytest.raises(OSError, match="can be written to; set TMPDIR"):
         PrivateDirectory()
 
 

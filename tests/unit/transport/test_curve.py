@@ -14,7 +14,7 @@ import zmq
 from aioengine.protocol.messages import Abort, Message
 from aioengine.protocol.orders import SecureEndpoint
 from aioengine.transport.addresses import listen
-from aioengine.transport.async_zmq import AsyncZmqReceiver, AsyncZmqSender
+from aioengine.transport.async_zmq import AsyncZmqReceiver, ListeningSender
 from aioengine.transport.curve import KeyCheck, Keys, new_keys
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender, attach, end_context
 
@@ -38,7 +38,7 @@ class Frontend:
         self.receiver = AsyncZmqReceiver(context, EPOCH)
         self.closing.callback(self.receiver.close)
         self.uplink = self.receiver.attach(end)
-        self.sender = AsyncZmqSender(context, end, EPOCH)
+        self.sender = ListeningSender(context, end, EPOCH, receiver="it")
         self.closing.callback(self.sender.close)
 
     async def receive(self) -> list[Message]:
