@@ -380,10 +380,7 @@ class LoadedAdapters:
             most = self._rules.settings.num_slots - 1
             if sum(others) >= most:
                 pinned = checks.counted(sum(others), "pinned adapter")
-                return (
-                    f"the engine has {pinned}, and max_loras_per_batch={most + 1} leaves no place for another one: the "
-                    "adapters that are not pinned need one"
-                )
+                return f"the engine has {pinned}, and max_loras_per_batch={most + 1} leaves no place for another one"
         return ""
 
     async def _load(

@@ -104,10 +104,7 @@ class Heartbeats:
             self._num_silent[role] += 1
             if self._num_silent[role] > NUM_TICKS:
                 silent_s = self.age_s(role, time.monotonic()) or 0.0
-                text = (
-                    f"the {role} process is alive, but sent no message and ended no step for {silent_s:.1f} "
-                    "seconds (stall_timeout), so it was killed; shut the engine down and start a new one"
-                )
+                text = f"the {role} process sent nothing for {silent_s:.1f} seconds (stall_timeout), so it was killed"
                 on_stall(role, EngineStalledError(text))
                 return
         self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick, on_stall)

@@ -77,11 +77,8 @@ def start_thread(target: Callable[..., object], *arguments: object, name: str) -
     try:
         thread.start()
     except RuntimeError as error:
-        raise EngineStartupError(
-            f"the engine needs another thread ({name}), and the system allows this program no more than its "
-            f"{threading.active_count()} ({error}); raise the limit (ulimit -u, or pids.max of its control group) "
-            "or run fewer threads"
-        ) from error
+        text = f"the engine needs another thread ({name}): raise its limit (ulimit -u, or pids.max of the cgroup)"
+        raise EngineStartupError(text) from error
     return thread
 
 
