@@ -44,10 +44,12 @@ class CallIds:
             ValueError: an id is in use.
         """
         request, first = call.request, call.request.num_known
-        owners = {call.rid: (call, WHOLE)} if first == 0 else {}
+        owners: dict[str, tuple[Call, int]] = {}
         rids = request.rids or []
-        if request.rid is not None:  # a random id is always free
-            self._check_free(call, call.rid)
+        if first == 0:
+            if request.rid is not None:  # a random id is always free
+                self._check_free(call, call.rid)
+            owners[call.rid] = call, WHOLE
         for prompt in range(first, min(len(request.prompts), len(rids))):
             rid = rids[prompt]
             try:
