@@ -41,6 +41,7 @@ _TOKENS: Final = re.compile(
     re.VERBOSE | re.DOTALL | re.MULTILINE,
 )
 _FROM_ZERO: Final = re.compile(r"[{~]\s*(?:,|-|\+?0+(?!\d))")
+"""``counts`` that allow no repetition at all."""
 _json: Final = json.JSONDecoder()
 
 
@@ -136,7 +137,7 @@ def checked_lark(text: str, names: Mapping[str, str]) -> str:
 def _work(bodies: Mapping[str, _Body]) -> int:
     """Estimate the maximum work of the parser for one character, if the text can be parsed in many ways.
 
-    For each alternative of a rule that ends there, the parser looks at all places that use the rule, and searches the
+    For each alternative that ends at this character, the parser looks at all places that use its rule, and searches the
     continuation among all known items.
     """
     uses = Counter[str]()
