@@ -118,8 +118,13 @@ def plain(folders: Folders) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module", params=["NGRAM", "STANDALONE", "EAGLE3"])
-def engine(request: pytest.FixtureRequest, folders: Folders) -> Iterator[Engine]:
-    with Engine(**folders.arguments(request.param)) as engine:
+def algorithm(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(algorithm: str, folders: Folders) -> Iterator[Engine]:
+    with Engine(**folders.arguments(algorithm)) as engine:
         yield engine
 
 
@@ -130,13 +135,11 @@ async def test_answers_are_those_of_the_plain_engine(plain: Engine, engine: Engi
 
 
 @pytest.mark.parametrize(
-    "algorithm", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("NGRAM", "STANDALONE")), "EAGLE3"]
+    "lossy", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("NGRAM", "STANDALONE")), "EAGLE3"]
 )
-async def test_answers_are_the_same_when_the_scheduler_is_killed(
-    plain: Engine, folders: Folders, algorithm: str
-) -> None:
+async def test_answers_are_the_same_when_the_scheduler_is_killed(plain: Engine, folders: Folders, lossy: str) -> None:
     alone = await ask_all(plain)
-    async with AsyncEngine(speculative_num_steps=3, **folders.arguments(algorithm)) as engine:
+    async with AsyncEngine(speculative_num_steps=3, **folders.arguments(lossy)) as engine:
         asked = asyncio.create_task(ask_all(engine))
         await until(lambda: engine.stats()["output_tokens"] > 60)
         os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
@@ -144,7 +147,7 @@ async def test_answers_are_the_same_when_the_scheduler_is_killed(
         assert engine.stats()["num_restarts"] == 1
 
 
-@pytest.mark.parametrize("num_tokens", [2, 5, 13])
+@pytest.mark.parametrize("num_tokens", [5, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 13))])
 async def test_stops_inside_a_draft_end_the_answer_where_the_plain_engine_ends_it(
     plain: Engine, engine: Engine, num_tokens: int
 ) -> None:
@@ -188,11 +191,10 @@ def sizes(memory: Mapping[str, Any]) -> tuple[int, int]:
     return memory["kv_pool_bytes"], memory["weights_bytes"]
 
 
-def test_a_plan_has_the_sizes_of_the_engine(engine: Engine, folders: Folders) -> None:
+def test_a_plan_has_the_sizes_of_the_engine(engine: Engine, algorithm: str, folders: Folders) -> None:
     """With the draft model, or the draft head and the hidden states that it reads."""
-    info = engine.get_server_info()
-    plan = aioengine.plan(**folders.arguments(info["speculative_algorithm"]))
-    assert (plan.kv_pool_bytes, plan.weights_bytes) == sizes(info["memory"])
+    plan = aioengine.plan(**folders.arguments(algorithm))
+    assert (plan.kv_pool_bytes, plan.weights_bytes) == sizes(engine.get_server_info()["memory"])
 
 
 @pytest.mark.slow
