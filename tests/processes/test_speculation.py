@@ -117,7 +117,7 @@ def plain(folders: Folders) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=["NGRAM", "STANDALONE", "EAGLE3"])
+@pytest.fixture(scope="module", params=[pytest.param("NGRAM", marks=pytest.mark.slow), "STANDALONE", "EAGLE3"])
 def algorithm(request: pytest.FixtureRequest) -> str:
     return request.param
 
