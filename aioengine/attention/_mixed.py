@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from aioengine.attention._base import (
-    AttentionBackend,
-    CapturableAttention,
-    FixedDecode,
-    StepAttention,
-)
+from aioengine.attention._base import AttentionBackend, CapturableAttention, FixedDecode, StepAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -126,9 +126,7 @@ def checked_lark(text: str, names: Mapping[str, str]) -> str:
     if len(bodies) > MAX_RULES:
         raise ValueError(f"it has {len(bodies):,} rules and terminals; at most {MAX_RULES:,} are compiled")
     if _work({name: body for name, body in bodies.items() if not name.lstrip("_")[:1].isupper()}) > MAX_WORK:
-        raise ValueError(
-            "too many of its rules have alternatives and are used in many places, or repeated often; make it smaller"
-        )
+        raise ValueError("too many rules with alternatives are used in many places or repeated often; make it smaller")
     # The conditions of parametric rules decide which alternatives are used.
     if not is_parametric and (name := endless_rule(alternatives, "start")) is not None:
         shown = checks.shown(names.get(name, name))

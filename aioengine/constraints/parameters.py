@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Final, cast, get_type_hints
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -64,7 +64,7 @@ def json_schema(name: str, value: object) -> str:
         return _schema_of_class(value)
     except TypeError as error:
         reason = " ".join(str(error).strip().splitlines()[-1:])  # the lines above advise callers of msgspec
-        raise TypeError(f"{wrong_type}: {_find_wrong_field(value)}{reason}") from error
+        raise TypeError(f"{wrong_type}: {reason}") from error
 
 
 @lru_cache(maxsize=64)
@@ -87,22 +87,6 @@ def _forbid_other_properties(schema: object) -> None:
     elif isinstance(schema, list):
         for value in cast("list[object]", schema):
             _forbid_other_properties(value)
-
-
-def _find_wrong_field(value: Any, outer: tuple[object, ...] = ()) -> str:
-    """Return "Class.field: " for the field whose type has no schema, or an empty text if it is not a field.
-
-    outer: the classes that contain this one.
-    """
-    is_class = isinstance(value, type) and (dataclasses.is_dataclass(value) or issubclass(value, msgspec.Struct))
-    for name, hint in get_type_hints(value, include_extras=True).items() if is_class else ():
-        if any(hint is known for known in (value, *outer)):
-            continue
-        try:
-            msgspec.json.schema(hint)
-        except TypeError:
-            return _find_wrong_field(hint, (value, *outer)) or f"{value.__name__}.{name}: "
-    return ""
 
 
 def text(name: str, value: object, max_bytes: int = MAX_EBNF_BYTES) -> str:
@@ -176,9 +160,7 @@ def grammar_of(values: Mapping[str, Any], *, ignore_eos: bool) -> Grammar | None
     """
     kinds = [name for name in KINDS if values[name]]
     if len(kinds) > 1:
-        raise ValueError(
-            f"{' and '.join(kinds)} are given together, and an output has one constraint; keep one of them"
-        )
+        raise ValueError(f"{' and '.join(kinds)} are given together; an output has one constraint: keep one")
     space, end, max_thinking = values["whitespace"], values["reasoning_end"], values["max_thinking_tokens"]
     if not kinds:
         for name in ("whitespace", "reasoning_end", "max_thinking_tokens"):

@@ -23,9 +23,8 @@ def running_loop() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
     except RuntimeError:
         raise WrongLoopError(
-            "aioengine needs asyncio, and no asyncio event loop is running here (trio is not supported): await this "
-            "under asyncio.run(), or anyio.run() with its asyncio backend, or call the synchronous methods of Engine "
-            "in a thread"
+            "no asyncio event loop is running here (trio is not supported): await this under asyncio.run(), or call "
+            "the synchronous methods of Engine in a thread"
         ) from None
 
 
@@ -52,24 +51,6 @@ def this_caller() -> Hashable:
         return asyncio.current_task() or threading.get_ident()
     except RuntimeError:
         return threading.get_ident()
-
-
-def is_interrupted(lock: threading.RLock) -> bool:
-    """Return whether this thread already holds the engine's lock.
-
-    A signal handler or a finalizer can interrupt the engine's code anywhere. If it waited for the engine, it would wait
-    for the interrupted code.
-    """
-    return bool(lock._is_owned())  # type: ignore[attr-defined]  # pyright: ignore
-
-
-def interrupting() -> RuntimeError:
-    """Return the error for a call by code that interrupted the engine on its thread."""
-    return RuntimeError(
-        "a signal handler or finalizer interrupted the engine on this thread, so it can neither start nor read a "
-        "request here; only abort_request(), abort(), close(), stats() and health() may be called. Hand other "
-        "calls to another thread or to the event loop (loop.call_soon_threadsafe)"
-    )
 
 
 def not_started() -> EngineClosedError:

@@ -36,7 +36,7 @@ from aioengine.protocol.weight_messages import (
     CudaTensor,
 )
 from aioengine.supervision.ledger import LOST_WEIGHTS
-from aioengine.supervision.tasks import WorkerThread
+from aioengine.supervision.tasks import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -50,7 +50,6 @@ Result = TypeVar("Result")
 
 UPDATE_TIMEOUT_S: Final = 600.0
 LOAD_FORMATS: Final = ("auto", "safetensors", "gguf")
-_MAX_EXIT_S: Final = 0.5
 
 
 class WeightUpdate(NamedTuple):
@@ -132,7 +131,7 @@ class LiveWeights:
         _check_format(load_format)
         version = _version(weight_version)
         try:
-            folder = await _in_thread(partial(model_folder.locate, path))
+            folder = await in_thread(partial(model_folder.locate, path))
         except ValueError as error:
             return WeightUpdate(False, str(error))
         if self._update is not None and self._update.loss:
@@ -152,7 +151,7 @@ class LiveWeights:
             are_lost=False,
         )
         try:
-            await _in_thread(partial(checkpoint.check_unchanged, files, "after it was checked"))
+            await in_thread(partial(checkpoint.check_unchanged, files, "after it was checked"))
         except ValueError as error:
             return WeightUpdate(False, str(error))
         result = await self._load({"path": folder}, loaded)
@@ -169,9 +168,9 @@ class LiveWeights:
         version = _version(weight_version)
         if self._update is None and self.loaded.are_lost:
             return WeightUpdate(False, LOST_WEIGHTS)
-        if self._gpu and (handles := await _in_thread(partial(_cuda_handles, tensors, self._gpu))):
+        if self._gpu and (handles := await in_thread(partial(_cuda_handles, tensors, self._gpu))):
             return await self._load_part({"handles": handles}, version, None)
-        file = await _in_thread(partial(tensor_file.write, tensors))
+        file = await in_thread(partial(tensor_file.write, tensors))
         result = WeightUpdate(False, "")
         try:
             result = await self._load_part({"path": file.path}, version, file)
@@ -381,14 +380,6 @@ class LiveWeights:
         return reply
 
 
-async def _in_thread(work: Callable[[], Any]) -> Any:
-    thread = WorkerThread[Any]("aioengine-weights", max_exit_s=_MAX_EXIT_S)
-    try:
-        return await asyncio.wrap_future(thread.submit(work))
-    finally:
-        thread.close()
-
-
 def _data(reply: Reply) -> Any:
     """Return the data of a reply. With several replicas, it is a list of equal entries."""
     data = json.loads(reply.data)
@@ -416,9 +407,7 @@ def _listed(names: object, dtypes: object, shapes: object) -> list[tuple[str, st
         checks.items(name, value, 1 << 20) for name, value in (("names", names), ("dtypes", dtypes), ("shapes", shapes))
     ]
     if len({len(values) for values in lists}) > 1:
-        raise ValueError(
-            f"names, dtypes and shapes have different lengths: {', '.join(str(len(own)) for own in lists)}"
-        )
+        raise ValueError(f"names, dtypes and shapes have different lengths: {[len(own) for own in lists]}")
     tensors: list[tuple[str, str, list[int]]] = []
     for name, dtype, shape in zip(*lists, strict=True):
         text = str(dtype).removeprefix("torch.")

@@ -15,11 +15,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from aioengine.api import answers, checks
 from aioengine.errors import EngineStartupError, RequestError, describe
@@ -29,7 +29,7 @@ from aioengine.model_files import adapter_folder, tensor_file
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Argument, Reply
 from aioengine.settings.config import GivenAdapter, LoraSettings
 from aioengine.supervision.ledger import CRASH_STAGE
-from aioengine.supervision.tasks import WorkerThread, post
+from aioengine.supervision.tasks import in_thread, post
 
 if TYPE_CHECKING:
     import threading
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from aioengine.frontend.controls import Controls
     from aioengine.model_files.tensor_file import TensorFile
-
-Result = TypeVar("Result")
 
 MAX_NAME_BYTES: Final = 4096
 LOAD_TIMEOUT_S: Final = 600.0
@@ -51,7 +49,6 @@ BY_TENSOR: Final = "tensors"
 _ATTEMPTS: Final = 3
 """Attempts to load an adapter if the scheduler process is lost meanwhile."""
 
-_MAX_EXIT_S: Final = 0.5
 _NOT_ENABLED: Final = "this engine serves no LoRA adapters; give its constructor lora_paths, or enable_lora=True"
 
 
@@ -295,7 +292,7 @@ class LoadedAdapters:
         config = _config(config_dict)
         tensor_arguments.check_format(load_format)
         is_pinned = checks.switch("pinned", pinned)
-        file = await _in_thread(partial(tensor_file.write, given))
+        file = await in_thread(partial(tensor_file.write, given))
         try:
             why = await self._load_new(name, Path(file.path), is_pinned=is_pinned, config=config, file=file)
         finally:
@@ -315,20 +312,19 @@ class LoadedAdapters:
                 return why
             self._loading[name] = is_pinned
         try:
-            return await self._load(name, path, is_pinned=is_pinned, known={}, config=config, file=file)
+            return await self._load(name, path, is_pinned=is_pinned, config=config, file=file)
         finally:
             with self._lock:
                 del self._loading[name]
 
     async def load_given(self) -> None:
-        """Load the adapters of ``lora_paths``, each folder once.
+        """Load the adapters of ``lora_paths``.
 
         Raises:
             EngineStartupError: one cannot be used.
         """
-        known: dict[Path, Adapter] = {}
         for given in () if self._rules is None else self._rules.given:
-            why = await self._load(given.name, Path(given.path), is_pinned=given.is_pinned, known=known)
+            why = await self._load(given.name, Path(given.path), is_pinned=given.is_pinned)
             if why:
                 raise EngineStartupError(f"lora_paths: {why}")
             if given.alias and given.alias != given.name:
@@ -415,37 +411,29 @@ class LoadedAdapters:
         path: Path,
         *,
         is_pinned: bool,
-        known: dict[Path, Adapter],
         config: str = "",
         file: TensorFile | None = None,
     ) -> str:
         """Load an adapter under a free name. Return the reason if it failed.
 
-        known: adapters that were just read, by their folders; this one is added. config: see ``Adapter``. file: its
-        tensors, if they did not come from a folder.
+        config: see ``Adapter``. file: its tensors, if they did not come from a folder.
         """
         assert self._rules is not None
         self._num_loads += 1
-        is_known = path in known
+        read = partial(self._rules.read, self._num_loads, name, path, is_pinned=is_pinned, config=config)
         try:
-            if is_known:
-                adapter = replace(known[path], id=self._num_loads, name=name, is_pinned=is_pinned)
-            else:
-                read = partial(self._rules.read, self._num_loads, name, path, is_pinned=is_pinned, config=config)
-                adapter = await _in_thread(read)
+            adapter = await in_thread(read)
         except ValueError as error:
             return str(error)
         except OSError as error:
             return f"the adapter in {path} cannot be read: {describe(error)}"
-        if is_pinned or not is_known:
-            try:
-                reply = await self._ask(adapter)
-            except BaseException:
-                self._controls.send(UNLOAD_ADAPTER, _arguments(adapter))  # the scheduler process may have loaded it
-                raise
-            if not reply.success:
-                return reply.message
-        known[path] = adapter
+        try:
+            reply = await self._ask(adapter)
+        except BaseException:
+            self._controls.send(UNLOAD_ADAPTER, _arguments(adapter))  # the scheduler process may have loaded it
+            raise
+        if not reply.success:
+            return reply.message
         with self._lock:
             self._loads[name] = Load(adapter, file)
         return ""
@@ -465,15 +453,6 @@ class LoadedAdapters:
                     raise
                 lost = str(error)
         return Reply(0, False, lost)
-
-
-async def _in_thread(work: Callable[[], Result]) -> Result:
-    """Run a function on its own thread, because file systems may hang."""
-    thread = WorkerThread[Result]("aioengine-adapter", max_exit_s=_MAX_EXIT_S)
-    try:
-        return await asyncio.wrap_future(thread.submit(work))
-    finally:
-        thread.close()
 
 
 def _arguments(adapter: Adapter) -> dict[str, Argument]:

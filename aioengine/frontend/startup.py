@@ -78,13 +78,9 @@ def _check_ray(config: EngineConfig) -> None:
     if spec is None or spec.origin is None:  # a folder of this name, such as Ray's own /tmp/ray, is no package
         raise ValueError("executor='ray' needs the package ray: pip install 'aioengine[ray]'")
     if config.device.base_gpu_id:
-        raise ValueError(
-            f"base_gpu_id={config.device.base_gpu_id} has no effect with executor='ray', because Ray chooses the GPUs"
-        )
+        raise ValueError("base_gpu_id has no effect with executor='ray', because Ray chooses the GPUs")
     if config.supervision.keeps_tensors:
-        raise ValueError(
-            "enable_weights_cpu_backup=True does not work with executor='ray': other machines cannot read the copy"
-        )
+        raise ValueError("enable_weights_cpu_backup=True does not work with executor='ray'")
 
 
 def _with_local_model(config: EngineConfig) -> EngineConfig:
@@ -204,9 +200,7 @@ def _chat_template(config: EngineConfig) -> str | None:
     if template is None:
         return None
     if not config.model.tokenizer:
-        raise ValueError(
-            "chat_template needs a tokenizer, and skip_tokenizer_init=True loads none: leave out one of them"
-        )
+        raise ValueError("chat_template needs a tokenizer, and skip_tokenizer_init=True loads none")
     return checked_template(template)
 
 

@@ -14,16 +14,10 @@ import torch
 from msgspec.structs import replace
 
 from aioengine.families._block_config import FLOAT_BYTES, TensorSpec
+from aioengine.families._config import new_name
 from aioengine.kernels.codes import FP8
 from aioengine.layers.layer import Target
-from aioengine.model_files.checkpoint import (
-    check_entries,
-    check_unchanged,
-    entries_of_file,
-    file_states,
-    new_name,
-    read_headers,
-)
+from aioengine.model_files.checkpoint import check_entries, check_unchanged, entries_of_file, file_states, read_headers
 from aioengine.model_files.quantization import TEXTS, UNUSED
 from aioengine.runner.weight_reading import DTYPES, read_all
 

@@ -210,6 +210,15 @@ class WorkerThread(Generic[Result]):
         _end(self._work)
 
 
+async def in_thread(work: Callable[[], Result]) -> Result:
+    """Run ``work`` in its own thread. The exit of the program hardly waits for it, because file systems may hang."""
+    thread = WorkerThread[Result]("aioengine-files", max_exit_s=0.5)
+    try:
+        return await asyncio.wrap_future(thread.submit(work))
+    finally:
+        thread.close()
+
+
 _Work = tuple["Callable[[], Result]", Future[Result]]
 _threads: weakref.WeakKeyDictionary[threading.Thread, tuple[SimpleQueue[Any], float | None]]
 _threads = weakref.WeakKeyDictionary()
@@ -226,22 +235,21 @@ def _end(work: SimpleQueue[_Work[Result] | None]) -> None:
 
 
 def _run(work: SimpleQueue[_Work[Result] | None]) -> None:
-    while (item := work.get()) is not None:
-        call, future = item
-        del item  # keep no reference to the work after its future is done, nor while waiting for more work
-        if not future.set_running_or_notify_cancel():
-            del call, future
-            continue
+    while _do(work.get()):
+        pass
+
+
+def _do(item: _Work[Result] | None) -> bool:
+    """Do one item of work; False: there is no more. A function, so that the thread keeps no reference to the work."""
+    if item is None:
+        return False
+    call, future = item
+    if future.set_running_or_notify_cancel():
         try:
-            result = call()
+            future.set_result(call())
         except BaseException as error:  # the waiting caller handles it
-            del call
             future.set_exception(error)
-        else:
-            del call
-            future.set_result(result)
-            del result
-        del future
+    return True
 
 
 @atexit.register

@@ -367,7 +367,7 @@ class Call:
         num_started: number of started rows; they start in order. aborted: positions of rows that were aborted before
             their start.
         ending: how the unstarted rows end; None: they may start.
-        is_start_pending: the next rows wait for other work (tokens, images, the import of numpy), or start in the next
+        is_start_pending: the next rows wait for other work (tokens, images), or start in the next
             iteration of the loop.
         is_accepted: its first rows are submitted. compiling: positions of the rows of a stream whose grammars are being
             compiled; the stream is accepted when all are compiled.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from aioengine.errors import EngineError, EngineOverloadedError, RequestTooLargeError
-from aioengine.frontend.callers import interrupting, is_interrupted, running_loop, this_caller
+from aioengine.frontend.callers import running_loop, this_caller
 from aioengine.frontend.calls.reader import resolve
 from aioengine.supervision.tasks import post
 
@@ -261,8 +261,6 @@ class CallerQueue:
             post(self._loop, self._serve)  # drops the reservation later if it is not used
             return post(loop, resolve, future)
 
-        if is_interrupted(self._lock):
-            raise interrupting()
         queued = QueuedCaller(this_caller() if caller is None else caller, wake)
         with self._lock:
             self.limits.enter(queued, time.monotonic())

@@ -168,7 +168,7 @@ class PromptImages:
         request = call.request
         for number in range(prompt + 1, min(prompt + MAX_AHEAD, len(request.prompts))):
             ahead = request.prompts[number]
-            if isinstance(ahead, Exception) or not ahead.is_checked:
+            if isinstance(ahead, Exception):
                 continue
             sources = self.sources(request, number, ahead.images if isinstance(ahead, ChatPrompt) else ())
             if sources:

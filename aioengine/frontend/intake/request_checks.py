@@ -54,9 +54,7 @@ class RequestChecks:
         has_tokenizer = self.encoder.has_tokenizer
         if first == 0:  # the options that all rows share
             if request.replica is not None and request.replica >= self._num_replicas:
-                raise ValueError(
-                    f"routed_dp_rank must be less than dp_size, which is {self._num_replicas}, got {request.replica}"
-                )
+                raise checks.wrong_value("routed_dp_rank", f"less than dp_size={self._num_replicas}", request.replica)
             if request.pooled is not None or self.model.task != "generate":
                 request.pooled = completed(request.pooled, self.model)
             self._check_options(request, 0, differ=False)
@@ -68,7 +66,7 @@ class RequestChecks:
                 self._check_template(prompt.options.template)
             try:
                 self._check_options(request, place, differ=True)
-                if isinstance(prompt, IdsPrompt) and prompt.is_checked:
+                if isinstance(prompt, IdsPrompt):
                     self.check_ids(prompt.token_ids)
                 if request.images is not None or isinstance(prompt, ChatPrompt):
                     check_images(request, place, self.images)
@@ -138,9 +136,7 @@ class RequestChecks:
         """Raise ValueError for ids outside the vocabulary."""
         size = self.model.vocab_size
         if isinstance(token_ids, EmbedsIds) and token_ids.width != self.model.hidden_size:
-            raise ValueError(
-                f"input_embeds has embeddings of {token_ids.width} numbers; this model needs {self.model.hidden_size}"
-            )
+            raise ValueError(f"input_embeds has the width {token_ids.width}; this model needs {self.model.hidden_size}")
         if len(token_ids) > self.model.context_length:
             return  # refused anyway, and may be very long
         try:

@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections import deque
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Final, cast
 
 from msgspec.structs import replace
@@ -96,7 +95,6 @@ class Submitter:
         self._send = checks.parts.processes.send
         self._close_if_over = close_if_over
         self._loop = asyncio.get_running_loop()
-        self._has_numpy = False
         self._num_uids = 0
         self._num_seeds = 0
         self.checking: set[Call] = set()
@@ -162,10 +160,6 @@ class Submitter:
                 return
             if self._images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):
                 prompts = prompts[:1]  # a prompt waits for its images, so it starts alone
-            if (request.pooled or request.hidden_states) and not self._has_numpy:
-                call.is_start_pending = True
-                self._encoder.run(partial(import_module, "numpy"), partial(self._numpy_imported, call))
-                return
             encoded: list[Encoded] = []
             for position, prompt in enumerate(prompts):
                 known = self._ids_if_known(prompt)
@@ -178,7 +172,7 @@ class Submitter:
                 start(call, encoded, 0.0)
             else:
                 call.is_start_pending = True
-                self._encoder.encode(EncodeJob(prompts, partial(start, call), self.checks.check_ids))
+                self._encoder.encode(EncodeJob(prompts, partial(start, call)))
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))
             raise
@@ -205,21 +199,19 @@ class Submitter:
         return min(limit, max(num_rows, 0 if call.num_held else 1))
 
     def _ids_if_known(self, prompt: Prompt | PromptError) -> list[int] | PromptError | None:
-        """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized or checked.
+        """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized.
 
-        A prompt that is certainly too long gets its error here and is not tokenized.
+        A text that is certainly too long gets its error here and is not tokenized.
         """
         if isinstance(prompt, Exception):
             return prompt
-        if isinstance(prompt, IdsPrompt) and prompt.is_checked:
+        if isinstance(prompt, IdsPrompt):
             return prompt.token_ids
-        try:
-            if isinstance(prompt, IdsPrompt) and self._model.task == "generate":
-                self.checks.output_limit(SamplingParams(), prompt.num_ids)  # raises if it is too long
-            elif isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self._encoder.sizes:
+        if isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self._encoder.sizes:
+            try:
                 self._encoder.sizes.check_bytes(prompt.num_bytes)
-        except RequestTooLargeError as error:
-            return error
+            except RequestTooLargeError as error:
+                return error
         return None
 
     def _place_images(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
@@ -233,17 +225,6 @@ class Submitter:
 
         call.is_start_pending = True
         self._images.place(call, encoded[0], placed)
-
-    def _numpy_imported(self, call: Call, work: Future[object]) -> None:
-        """Start rows whose answers are arrays. The import takes some 50 ms, and most programs do not need it."""
-        call.is_start_pending = False
-        try:
-            work.result()
-        except BaseException as error:
-            self._fail(call, RequestError("submit", f"numpy cannot be imported: {describe(error)}"))
-            return
-        self._has_numpy = True
-        self.submit_next(call)
 
     def _start_rows(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
         """Start the rows of the next prompts, whose ids are known, then the next rows of the call, later.

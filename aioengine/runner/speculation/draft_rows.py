@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.sampling.sampler import FAILED
-from aioengine.runner.speculation.draft_model import DraftedRequest, PlannedDrafts
+from aioengine.runner.speculation.draft_model import DraftedRequest, DraftModel, PlannedDrafts
 from aioengine.runner.speculation.ngram import NgramProposer
 from aioengine.runner.ticket import OpenDrafts, StepDrafts, Ticket
 from aioengine.scheduler.plan import NewRow, Row
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioengine.runner.request_row import RequestRow
-    from aioengine.runner.speculation.draft_model import DraftModel
 
 
 class DraftRows:
