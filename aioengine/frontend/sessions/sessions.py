@@ -343,17 +343,17 @@ class Sessions:
         if params.replace:
             self._replace(parent)
         num_prompt = num_kept + len(ids)
-        position = call.num_started
-        turn = Turn(session, call.row_rid(position), parent, num_kept, num_prompt, media=media)
+        index = call.num_started
+        turn = Turn(session, call.row_rid(index), parent, num_kept, num_prompt, media=media)
         turn.ids.extend(ids)
         self._add(turn, parent)
-        self._running.setdefault(call, {})[position] = turn
+        self._running.setdefault(call, {})[index] = turn
         all_ids = parent.history(num_kept) + ids
         return MediaIds(all_ids, media) if media else all_ids
 
     def attach(self, row: CallRow) -> int:
         """Connect a row to its turn. Return the number of its session; 0: the row has no session."""
-        turn = self._running.get(row.call, {}).get(row.position)
+        turn = self._running.get(row.call, {}).get(row.index)
         if turn is None:
             return 0
         turn.row = cast("KeptRow", row)
