@@ -479,10 +479,8 @@ def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Calla
     if not isinstance(encoded, list) or len(encoded) <= max_tokens:
         return encoded
     if isinstance(encoded, MediaIds):
-        return RequestTooLargeError(
-            f"the prompt has {len(encoded)} tokens, including {encoded.num_image_tokens} for images, and {max_tokens} "
-            "fit; give smaller or fewer images"
-        )
+        sizes = f"{len(encoded)} tokens, including {encoded.num_image_tokens} for images, and {max_tokens} fit"
+        return RequestTooLargeError(f"the prompt has {sizes}; give smaller or fewer images")
     if pooled.truncates:
         cut = encoded[:max_tokens]
         try:
