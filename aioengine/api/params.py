@@ -1,8 +1,8 @@
 """SamplingParams: the parameters of a request. They are checked and normalized when the object is created.
 
-Each field of ``SamplingParams`` is a row with its default, check, message fields, flag and documentation. The functions
-below return the parts of a ``Submit`` message: ``sampling`` for the runner, ``output_limit`` and ``stop_ids`` for the
-scheduler, ``text_rules`` for the detokenizer.
+Each field of ``SamplingParams`` is a row (``parameter_table.Parameter``) with its default, check, message fields, flag
+and documentation. The functions below the class return the parts of a ``Submit`` message: ``sampling`` for the runner,
+``output_limit`` and ``stop_ids`` for the scheduler, ``text_rules`` for the detokenizer.
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ def _field(params: SamplingParams, name: str) -> object:
 
 
 class _MessageParts(Struct, frozen=True, gc=False):
-    """The parts of a ``Submit`` message, as far as they depend only on the parameters."""
+    """The parts of a ``Submit`` message with the values of the parameters alone, without defaults of the model."""
 
     sampling: Sampling = Sampling(0)
     limits: Limits = Limits(0)

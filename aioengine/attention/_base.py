@@ -253,6 +253,7 @@ class DecodeBuffers:
         last_lengths: [R], number of positions on the last page of each row.
         page_ids: the concatenated page tables.
         max_pages: pages of the longest possible row.
+        are_bounds: ``FixedDecode.plan`` gets upper bounds. The rows in these buffers may be shorter.
         parts: the buffers of each page group; empty: all layers share one page table.
     """
 
@@ -261,6 +262,7 @@ class DecodeBuffers:
     last_lengths: Tensor
     page_ids: Tensor
     max_pages: int
+    are_bounds: bool = False
     parts: Sequence[DecodeBuffers] = ()
 
 

@@ -217,6 +217,7 @@ class FixedDecodeRows:
             buffers.page_ids,
             torch.full((COLUMNS, num_entries), -1, dtype=torch.int32, device=device),
             torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device),
+            buffers.last_lengths if buffers.are_bounds else None,
         )
         self._splits = torch.empty(COLUMNS, num_entries, dtype=torch.int32, pin_memory=True)
         self._copied = torch.cuda.Event()
@@ -232,8 +233,12 @@ class FixedDecodeRows:
         """Plan a step, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R], int32."""
         page_starts = starts.numpy()
         lengths = (page_starts[1:] - page_starts[:-1] - 1) * self._layers.page_size + last_lengths.numpy()
+        splits = plan_splits(lengths, self._splits.shape[1], self._layers.shape.common_window)
+        if self._rows.last_lengths is not None:  # steps of drafts are planned before earlier plans are copied
+            self._rows.splits.copy_(pinned(splits), non_blocking=True)
+            return
         self._copied.synchronize()  # do not overwrite the previous plan while it is being copied
-        self._splits.numpy()[:] = plan_splits(lengths, self._splits.shape[1], self._layers.shape.common_window)
+        self._splits.numpy()[:] = splits
         self._rows.splits.copy_(self._splits, non_blocking=True)
         self._copied.record()
 

@@ -23,7 +23,7 @@ Attention = TypeVar("Attention", bound=StepAttention)
 Groups = tuple[tuple[int, ...], ...]
 
 
-class _Layers(Generic[Attention]):
+class _ByLayer(Generic[Attention]):
     """Implements ``StepAttention``: calls the backend of each layer's group."""
 
     def __init__(self, backends: Sequence[Attention], groups: Groups) -> None:
@@ -48,7 +48,7 @@ class _Layers(Generic[Attention]):
 Backend = TypeVar("Backend", bound=AttentionBackend)
 
 
-class MixedAttention(_Layers[Backend]):
+class MixedAttention(_ByLayer[Backend]):
     """Implements ``AttentionBackend``."""
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -76,7 +76,7 @@ class MixedCapturableAttention(MixedAttention[CapturableAttention]):
         return MixedDecode([backend.fixed_decode(num_rows, own) for backend, own in pairs], self.groups)
 
 
-class MixedDecode(_Layers[FixedDecode]):
+class MixedDecode(_ByLayer[FixedDecode]):
     """Implements ``FixedDecode``."""
 
     def plan_capture(self, kv_lengths: Ints) -> None:

@@ -23,6 +23,7 @@ MAX_EBNF_BYTES: Final = 65_536
 MAX_CHOICES: Final = 10_000
 MAX_CHOICE_BYTES: Final = 131_072
 MAX_REASONING_BYTES: Final = 256
+MAX_WHITESPACE_BYTES: Final = 256
 MAX_CLASSES: Final = 1024
 """Unicode classes in a compiled grammar. A thousand of them take 0.1 s to compile."""
 
@@ -123,7 +124,7 @@ def structural_tag(name: str, value: object) -> str:
 
 def whitespace(name: str, value: object) -> str:
     """Check "flexible", or a pattern that only matches whitespace of JSON."""
-    pattern = checks.text(name, checks.plain(value), max_bytes=MAX_REASONING_BYTES)
+    pattern = checks.text(name, checks.plain(value), max_bytes=MAX_WHITESPACE_BYTES)
     if pattern != "flexible":
         plain = re.sub(r"\\[tnr]", " ", re.sub(r"\{\d*,?\d*\}", "", pattern.replace("(?:", "(")))
         if re.fullmatch(r"[ \t\n\r\[\]()|?*+]*", plain) is None:
@@ -209,7 +210,7 @@ def _compile(name: str, value: Any, space: str | None) -> tuple[str, str]:
         kind, grammar = "regex", translate(value, pointer="")
     elif name == "choice":
         table = {ord(char): escaped(ord(char)) for char in set[str]().union(*value)}
-        kind, grammar = "regex", "|".join(words.translate(table) for words in value)
+        kind, grammar = "regex", "|".join(entry.translate(table) for entry in value)
     elif name == "structural_tag":
         kind, grammar = "lark", lark_of(value, whitespace=options)
     else:

@@ -46,7 +46,7 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
     """
     num_bytes = _fill(model, folder, load_format=load_format, seed=seed, report=report)
     model.finish_loading()  # this function has no references to parameters, so converted parameters are freed
-    torch.cuda.empty_cache()  # frees what the streams of readers used to convert weights; without a GPU, does nothing
+    torch.cuda.empty_cache()  # frees memory in which readers converted weights; without a GPU, does nothing
     return num_bytes
 
 

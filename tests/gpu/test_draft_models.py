@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.process
 
 NUM_SIMPLE = 4
-"""The first ones of ``SAMPLINGS`` need no processors."""
+NUM_DRAWN = 2
+"""The first ones of ``SAMPLINGS`` need no processors. Of these, the first ones are sampled in CUDA graphs, so steps
+overlap.
+"""
 
 
 async def answers(folder: Path, **options: Any) -> tuple[list[list[int]], dict[str, int]]:
-    """Return the tokens of requests with all kinds of parameters, then of requests without processors."""
+    """Return the tokens of requests with all kinds of parameters, without processors, and with a temperature only."""
     rng = random.Random(0)
     prompts = [[rng.randrange(260) for _ in range(rng.randrange(1, 100))] * rng.choice([1, 3]) for _ in range(18)]
     params: list[dict[str, Any]] = [
@@ -41,8 +44,11 @@ async def answers(folder: Path, **options: Any) -> tuple[list[list[int]], dict[s
         **options,
     ) as engine:
         counts = [each["max_new_tokens"] for each in params]
-        simple = [{**SAMPLINGS[i % NUM_SIMPLE], "max_new_tokens": count} for i, count in enumerate(counts)]
-        for chosen in (params, simple):
+        simple, drawn = (
+            [{**SAMPLINGS[i % number], "max_new_tokens": count} for i, count in enumerate(counts)]
+            for number in (NUM_SIMPLE, NUM_DRAWN)
+        )
+        for chosen in (params, simple, drawn):
             found = await engine.async_generate(input_ids=prompts, sampling_params=chosen)
             token_ids += found["output_ids"]
         return token_ids, engine.stats()

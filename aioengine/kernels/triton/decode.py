@@ -44,12 +44,14 @@ class DecodeRows(NamedTuple):
         page_ids: the concatenated page tables.
         splits: [5, X], the result of ``attention._gpu_splits.plan_splits``. X is a multiple of 16.
         num_done: [R * K] counters of the kernel: zeros, which are zeros again after it.
+        last_lengths: [R] number of positions on the last page; None: splits end with the row.
     """
 
     page_starts: Tensor
     page_ids: Tensor
     splits: Tensor
     num_done: Tensor
+    last_lengths: Tensor | None = None
 
 
 @triton.jit
@@ -74,11 +76,12 @@ def _finish(
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_member[:, None])
 
 
-@triton.jit(do_not_specialize_on_alignment=["page_starts", "page_ids", "splits", "num_done"])
+@triton.jit(do_not_specialize_on_alignment=["page_starts", "page_ids", "splits", "num_done", "last_lengths"])
 def _decode_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, page_ids: tl.tensor, splits: tl.tensor,
-    num_done: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor, other: tl.tensor,
-    other_weights: tl.tensor, sinks: tl.tensor, scales: tl.tensor, max_splits: tl.tensor, scale: tl.tensor,
+    num_done: tl.tensor, last_lengths: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor,
+    other: tl.tensor, other_weights: tl.tensor, sinks: tl.tensor, scales: tl.tensor, max_splits: tl.tensor,
+    scale: tl.tensor,
     TOKEN_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -89,7 +92,11 @@ def _decode_kernel(
     if row >= 0:
         begin, end = tl.load(split + max_splits), tl.load(split + 2 * max_splits)
         count, first_split = tl.load(split + 3 * max_splits), tl.load(split + 4 * max_splits)
-        pages = page_ids + tl.load(page_starts + row)
+        first_page = tl.load(page_starts + row)
+        pages = page_ids + first_page
+        if last_lengths is not None:
+            num_full = tl.load(page_starts + row + 1) - first_page - 1
+            end = tl.minimum(end, num_full * PAGE_SIZE + tl.load(last_lengths + row))
         start_next_and_wait()
         members, columns = tl.arange(0, ROWS), tl.arange(0, HEAD_SIZE)[None, :]
         is_member, heads = members < GROUP, head * GROUP + members
@@ -163,7 +170,8 @@ def decode(
     num_rows = max(next_power_of_2(num_heads // num_kv_heads), LEAST_ROWS)
     block = 128 if head_size <= 128 else 64
     sizes = q.stride(0), num_heads, num_kv_heads, num_rows, page_size, head_size, block, rules.cap
-    tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.splits, rows.num_done, sums, stats, out)
-    key = (q.dtype, pool[0].dtype, sizes, rules.tensors_key, *alignments(q, *pool, sums, stats, out, *(other or ())))
+    tensors = (q, *pool, *rows, sums, stats, out)
+    alignment = alignments(q, *pool, sums, stats, out, *(other or ()))
+    key = (q.dtype, pool[0].dtype, sizes, rows.last_lengths is None, rules.tensors_key, *alignment)
     arguments = (*tensors, *(other or (None, None)), rules.sinks, rules.scales, max_splits, rules.factor(scale), *sizes)
     _decode((num_kv_heads, max_splits, 1), key, arguments, options(4))

@@ -147,10 +147,10 @@ def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[st
             f"the images of {str(folder)!r} are prepared by {checks.shown(name)}, which is not supported; there are "
             f"{', '.join(PROCESSORS)}"
         )
-    place = PROCESSORS[plain]
+    module = PROCESSORS[plain]
     return ImageModel(
         family=family.read(config),
-        processor=f"transformers.models.{place}.image_processing_pil_{place}:{plain}Pil",
+        processor=f"transformers.models.{module}.image_processing_pil_{module}:{plain}Pil",
         settings=settings,
     )
 

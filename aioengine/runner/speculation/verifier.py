@@ -112,7 +112,8 @@ def row_groups(counts: Sequence[int], most: int) -> Iterator[range]:
 
 
 class SampledDrafts(Readback):
-    """The tokens [T] sampled at all positions of a step. Drafts are accepted when the host knows these tokens.
+    """The tokens [T] sampled at all positions of a step. The device has accepted drafts; the host repeats it when it
+    knows these tokens.
 
     Attributes:
         lasts: [S] index of the last sampled token of each row. It fails if a draft is not finite.
@@ -176,6 +177,12 @@ class Verifier:
             row_of_token = np.repeat(np.arange(len(firsts)), rows.counts)
             later = np.arange(len(row_of_token)) - firsts[row_of_token]
             token_ids = self._sampler.sample(graphs.logits(step)[: len(later)], sampled.part(row_of_token, later))
+        requests, row_indices = sampled.requests, sampled.row_indices
+        num_planned = np.array([drafts.planned.get(request.uid, 0) for request in requests], dtype=np.int64)
+        previous = self._table.draft_indices(-1, row_indices)
+        spans = np.stack([row_indices, firsts, drafts.counts(requests), num_planned, previous])
+        graphs.accept(step, token_ids, self._table.upload(spans))
+        drafts.is_counted = True
         if drafts.on_device is not None:
             token_ids = torch.cat([token_ids, drafts.on_device.token_ids])
         accept = partial(self._accept, sampled.requests, drafts, firsts.tolist())
@@ -193,19 +200,13 @@ class Verifier:
             self._read(drafts, token_ids[-len(drafts.on_device.token_ids) :])
         proposed = [drafts.proposed.get(request.uid, []) for request in requests]
         last_tokens: list[int] = []
-        open_rows: list[tuple[int, int]] = []
         for request, ids, first in zip(requests, proposed, firsts, strict=True):
             sampled = token_ids[first : first + len(ids) + 1]
             count = num_accepted(ids, sampled)
             drafts.accepted[request.uid] = ids[:count]
             last_tokens.append(sampled[count])
-            if self._table.requests.get(request.uid) is request:
-                open_rows.append((request.row_index, max(sampled[count], 0)))
-                if FAILED in sampled[1:]:  # a draft is not finite, as in ``verify``
-                    self._kv_pool.clean(self._table.pages(request.uid))
-        with torch.inference_mode():
-            row_indices, values = self._table.upload(np.array(open_rows, dtype=np.int64).reshape(-1, 2).T)
-            self._table.last_tokens.index_copy_(0, row_indices, values)
+            if FAILED in sampled[1:] and self._table.requests.get(request.uid) is request:
+                self._kv_pool.clean(self._table.pages(request.uid))  # a draft is not finite, as in ``verify``
         return last_tokens
 
     def verify(self, hidden: Tensor, before_drafts: Tensor, rows: SampledRows, drafts: StepDrafts) -> list[int]:

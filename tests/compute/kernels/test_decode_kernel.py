@@ -40,8 +40,9 @@ table = RowTable(
     page_tables=PageTables(max_rows=64, max_row_pages=60),
     num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=64
 )
+model = SimpleNamespace(input_spec=InputSpec(), features=None)
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
-graphs = DecodeGraphs(SimpleNamespace(input_spec=InputSpec()), None, inputs, vocab_size=9, max_rows=SIZE)
+graphs = DecodeGraphs(model, None, inputs, vocab_size=9, max_rows=SIZE)
 order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()
 long, short = [order.pop() for _ in range(17)], [order.pop() for _ in range(3)]
 beginnings = [short, long, [], long, short, long, [], long]
@@ -52,7 +53,7 @@ for uid, (begin, length) in enumerate(zip(beginnings, lengths)):
 rows = inputs.columns_of([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
 num_rows = len(lengths)
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
-_, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=num_rows)
+_, batch = inputs.build(model, rows, None, num_outputs=num_rows)
 heads = torch.randn(num_rows, HEADS + 2 * KV_HEADS, HEAD_SIZE)
 q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
 reference = TorchAttention(shape, pool)
@@ -128,7 +129,7 @@ rows = inputs.columns_of([Row(uid, start, len(known) or 1, TOKENS, known) for ui
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
 assert can_expand(rows)
 found = expand_rows(rows, table)
-step_inputs, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=len(steps))
+step_inputs, batch = inputs.build(model, rows, None, num_outputs=len(steps))
 host = np.full(4000, 77, dtype=np.int32)
 targets = np.full(7, -1)
 targets[rows.token_ends - 1] = rows.row_indices
