@@ -102,6 +102,7 @@ class ZmqSender:
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_HANDSHAKE_BYTES)
         self._socket.setsockopt(zmq.SNDTIMEO, _MAX_CONNECT_MS if listens else 0)
         if listens:
+            assert isinstance(endpoint, str)
             self._socket.bind(endpoint)
         else:
             self.address = attach(self._socket, endpoint)
