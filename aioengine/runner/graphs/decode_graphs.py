@@ -6,7 +6,10 @@ share one memory pool, so the largest is captured first.
 
 Steps in which many rows start with the same pages use separate graphs with cascade attention, which reads these pages
 once. Their rows are reordered, and a row of several known tokens is expanded to several rows of a graph
-(``runner.graphs.rearranged_rows``).
+(``runner.graphs.rearranged_rows``). These may share a page table, so that attention reads it once.
+
+If the host does not know how many drafts of the previous step were rejected, the positions of a step are upper bounds.
+The graph subtracts the rejected drafts first (``kernels.triton.drafts``).
 
 A graph samples each row with its temperature only. If rows need more (top-k, penalties...), the step uses the hidden
 states of the graph and samples outside of it.
@@ -314,10 +317,10 @@ class DecodeGraphs:
                     targets[rows.token_ends - 1] = targets_of_rows
             places = sources, targets if is_drawn or expanded is not None or draft_number is not None else -1
             arrays = self._host_arrays
-            tables: Ints64 | None = None
+            tables: Ints | None = None
             if expanded is not None and (most := chosen.attention.most_tokens) > 1:
                 is_first = (expanded.positions - rows.starts[expanded.row_of_token]) % most == 0
-                tables = np.append(np.flatnonzero(is_first), np.arange(num_rows, size + 1))
+                tables = np.append(np.flatnonzero(is_first), np.arange(num_rows, size + 1)).astype(np.int32)
             options = {"cascade": cascade, "expanded": expanded, "tables": tables}
             num_used = self._fill(arrays, size, rows, sampled, places, **options)
             if samples_each and expanded is not None:
@@ -395,7 +398,7 @@ class DecodeGraphs:
         *,
         cascade: Cascade | None = None,
         expanded: ExpandedRows | None = None,
-        tables: Ints64 | None = None,
+        tables: Ints | None = None,
     ) -> list[int]:
         """Write the inputs of the graph of ``size`` rows to ``hosts``, an array [X] for each page group. Return the
         number of integers written to each of them.
