@@ -16,9 +16,9 @@ it can compute one position less than there are known tokens: it lags by one. Th
 states of the model, so the positions of accepted drafts are computed again. The last position of a prefix hit was
 computed with the next token of an earlier request. It is not computed again, because other requests share it.
 
-If the drafts may follow tokens that the host does not know yet (``PlannedDrafts.num_unknown``), the first draft computes
-the last two tokens: the last accepted draft may have no keys and values. Heads do not do this, because the number of
-tokens that they compute again depends on the accepted drafts.
+If drafts follow tokens that the host does not know yet (``PlannedDrafts.num_unknown``), the first draft computes the
+last two tokens: the last accepted draft may have no keys and values. Heads do not do this, because the number of tokens
+that they compute again depends on the accepted drafts.
 
 N requests, R rows of a forward pass, T packed tokens, D model size, V vocabulary, X drafts.
 """
