@@ -39,12 +39,15 @@ class _Indexed(Struct):
     index: int = -1
     id: str = ""
 
-    def find(self) -> int:
-        number = self.id.removeprefix(_ID_PREFIX)
-        return int(number) if self.index < 0 and number.isdecimal() else self.index
+
+_decode = msgspec.json.Decoder(_Indexed).decode
 
 
-_decode_index = msgspec.json.Decoder(_Indexed).decode
+def _decode_index(line: bytes) -> int:
+    """Return the index of a row, or a negative number. Raises DecodeError or UnicodeDecodeError if it is not JSON."""
+    row = _decode(line)
+    number = row.id.removeprefix(_ID_PREFIX)
+    return int(number) if row.index < 0 and number.isdecimal() else row.index
 
 
 def openai_id(index: int) -> str:
@@ -178,7 +181,7 @@ class Journal:
             self._earlier_rows = open(self.path, "rb")  # noqa: SIM115  # closed by close
         while index not in self._read_ahead:
             line = self._earlier_rows.readline()
-            self._read_ahead[_decode_index(line).find()] = line
+            self._read_ahead[_decode_index(line)] = line
         return msgspec.json.decode(self._read_ahead.pop(index), type=dict[str, Any])
 
     def append(self, index: int, row: Mapping[str, object]) -> None:
@@ -238,7 +241,7 @@ def _index_of(line: bytes) -> int | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        index = _decode_index(line).find()
+        index = _decode_index(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return None if index < 0 else index

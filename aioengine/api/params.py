@@ -1,8 +1,8 @@
 """SamplingParams: the parameters of a request. They are checked and normalized when the object is created.
 
-Each field of ``SamplingParams`` is a row with its default, check, message fields, flag and documentation. The functions
-below return the parts of a ``Submit`` message: ``sampling`` for the runner, ``output_limit`` and ``stop_ids`` for the
-scheduler, ``text_rules`` for the detokenizer.
+Each field of ``SamplingParams`` is a row (``parameter_table.Parameter``) with its default, check, message fields, flag
+and documentation. The functions below the class return the parts of a ``Submit`` message: ``sampling`` for the runner,
+``output_limit`` and ``stop_ids`` for the scheduler, ``text_rules`` for the detokenizer.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class SamplingParams(
         "pattern that ends the answer; its match is removed. A string, or a list of up to 32 (256 bytes each), in the "
         "syntax of the `regex` package, without recursion, fuzzy matching, `\\G`, `\\K` and the flags f, r, x and V1. "
         "The bytes of a pattern times all its counted repetitions `{m,n}` are limited to 50,000, for all patterns of a "
-        "request together. Matching is limited to 50 ms per token, and to 1 s plus 1 ms per token for a request. A "
-        "request that exceeds a limit fails with a `RequestError` of stage `stop_regex`",
+        "request together. Matching is limited to 20 ms per token, and to 0.1 s plus 1 ms per token for a request. "
+        "A request that exceeds a limit fails with a `RequestError` of stage `stop_regex`",
         wire="text",
         columns=table.strings_column,
         read=str,
@@ -358,7 +358,7 @@ def _field(params: SamplingParams, name: str) -> object:
 
 
 class _MessageParts(Struct, frozen=True, gc=False):
-    """The parts of a ``Submit`` message, as far as they depend only on the parameters."""
+    """The parts of a ``Submit`` message with the values of the parameters alone, without defaults of the model."""
 
     sampling: Sampling = Sampling(0)
     limits: Limits = Limits(0)

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from aioengine.attention._base import (
-    AttentionBackend,
-    CapturableAttention,
-    FixedDecode,
-    StepAttention,
-)
+from aioengine.attention._base import AttentionBackend, CapturableAttention, FixedDecode, StepAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +23,7 @@ Attention = TypeVar("Attention", bound=StepAttention)
 Groups = tuple[tuple[int, ...], ...]
 
 
-class _Layers(Generic[Attention]):
+class _ByLayer(Generic[Attention]):
     """Implements ``StepAttention``: calls the backend of each layer's group."""
 
     def __init__(self, backends: Sequence[Attention], groups: Groups) -> None:
@@ -53,7 +48,7 @@ class _Layers(Generic[Attention]):
 Backend = TypeVar("Backend", bound=AttentionBackend)
 
 
-class MixedAttention(_Layers[Backend]):
+class MixedAttention(_ByLayer[Backend]):
     """Implements ``AttentionBackend``."""
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -81,7 +76,7 @@ class MixedCapturableAttention(MixedAttention[CapturableAttention]):
         return MixedDecode([backend.fixed_decode(num_rows, own) for backend, own in pairs], self.groups)
 
 
-class MixedDecode(_Layers[FixedDecode]):
+class MixedDecode(_ByLayer[FixedDecode]):
     """Implements ``FixedDecode``."""
 
     most_tokens = 1

@@ -299,9 +299,7 @@ class FusedAttention:
         head_size, dtype = shape.head_size, shape.dtype or kv_pool.dtype
         limits = _limits(shape, dtype)
         if limits is None:
-            raise ValueError(
-                f"torch's fused attention is not batch-invariant for head size {head_size} on this machine"
-            )
+            raise ValueError(f"torch's fused attention is not batch-invariant for head size {head_size} here")
         self.page_size = page_size
         self._limits = limits
         self._num_kv_heads = num_kv_heads

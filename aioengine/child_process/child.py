@@ -24,7 +24,6 @@ from aioengine.protocol.board import CrashBoard
 from aioengine.protocol.codec import fingerprint, new_epoch_in
 from aioengine.protocol.messages import Failed, LogRecord, Message, Ready, Role
 from aioengine.protocol.orders import Orders, SecureEndpoint, decode_orders, roles_of
-from aioengine.transport.addresses import Listener
 from aioengine.transport.base import BacklogFullError
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 
@@ -47,8 +46,8 @@ class Child:
         self.settings = orders.settings
         self.board = CrashBoard.open(Path(orders.board))
         self._context: Context = zmq.Context()
-        listener = Listener(orders.endpoints[str(orders.role)], orders.listener_fd)
-        self.receiver = ZmqReceiver(self._context, listener, orders.epoch, wake_fd=wake_fd)
+        inbox = orders.endpoints[str(orders.role)]
+        self.receiver = ZmqReceiver(self._context, inbox, orders.epoch, wake_fd=wake_fd)
         if orders.from_frontend is not None:
             self.receiver.attach(orders.from_frontend)
         self._senders: list[ZmqSender] = []

@@ -239,7 +239,7 @@ class _Inbox:
         frontend.on_messages(self._messages)
         events.on_messages = frontend.on_messages
         if self._failure is not None:
-            frontend.fail(self._failure)  # it already watches its readers
+            frontend.fail(self._failure)  # stops its timer for slow readers
             raise self._failure
 
 
@@ -315,7 +315,7 @@ async def start_frontend(
         try:
             await frontend.adapters.load_given()
         except BaseException:
-            frontend.fail(closed())  # it already watches its readers
+            frontend.fail(closed())  # stops its timer for slow readers
             raise
         _log_start(settings, facts, time.monotonic() - began_at)
     except BaseException as error:

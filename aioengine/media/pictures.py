@@ -10,12 +10,9 @@ from __future__ import annotations
 import re
 import warnings
 from os import SEEK_END
-from typing import TYPE_CHECKING, Final, cast
+from typing import BinaryIO, Final, cast
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
-
-if TYPE_CHECKING:
-    from typing import BinaryIO
 
 FORMATS: Final = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """Other formats need a program (PostScript) or are rare."""

@@ -106,7 +106,7 @@ def event(value: object, place: Place | None = None, name: str = "") -> bytes:
 
 
 def usage(infos: Sequence[Info], num_samples: int = 1) -> dict[str, object]:
-    """Return the usage of answers, of which ``num_samples`` share each prompt."""
+    """Return the usage of answers. Each ``num_samples`` answers share a prompt."""
     prompts = infos[::num_samples]
     num_prompt = sum(info["prompt_tokens"] for info in prompts)
     num_output = sum(info["completion_tokens"] for info in infos)

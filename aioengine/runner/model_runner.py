@@ -374,7 +374,7 @@ class ModelRunner:
         return self._inputs.columns_of([row for row in rows if row.uid not in failed])
 
     def _propose(self, proposer: DraftRows, planned: list[Row]) -> tuple[list[Row], StepRows, StepDrafts]:
-        """Return the planned rows with their proposed drafts, those of them that can be computed, and the drafts."""
+        """Return the planned rows with their proposed drafts, the columns of the computable rows, and the drafts."""
         if any(row.num_drafts for row in planned):
             self._constrained.sample_deferred()
         failed = self._failed.reasons

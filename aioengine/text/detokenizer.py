@@ -225,15 +225,11 @@ class TextPipeline:
     one.
 
     The text of an id may be returned by a later ``push``, or by ``flush``. After a stop, all text is dropped.
-
-    Attributes:
-        search: the search for stop patterns; None if the request has none.
     """
 
     def __init__(self, detokenizer: Detokenizer, stops: StopMatcher | None = None) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
-        self.search = None if stops is None else stops.search
 
     @property
     def matched(self) -> str | None:

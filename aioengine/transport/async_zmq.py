@@ -17,7 +17,6 @@ from aioengine.transport.zmq import MAX_UNSENT, PullSocket, ZmqSender
 if TYPE_CHECKING:
     from aioengine.protocol.messages import Message
     from aioengine.protocol.orders import SecureEndpoint
-    from aioengine.transport.addresses import Listener
     from aioengine.transport.zmq import Context
 
 
@@ -68,8 +67,8 @@ class AsyncZmqReceiver(PullSocket):
         self._waiter: asyncio.Future[None] | None = None
         self._loop.add_reader(self._socket.fileno(), self._on_event)
 
-    def bind(self, listener: Listener) -> None:
-        super().bind(listener)
+    def bind(self, endpoint: str) -> None:
+        super().bind(endpoint)
         self._on_event()  # the call may have consumed the event of a frame
 
     async def receive(self) -> list[Message]:

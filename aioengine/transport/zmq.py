@@ -1,8 +1,8 @@
 """Frames over ZMQ PUSH and PULL sockets: one listening receiver, any number of senders. For blocking loops; for event
 loops, see ``async_zmq``.
 
-A PULL socket takes over a listening descriptor (see ``addresses``). A PUSH socket connects to it. A send never waits:
-the socket keeps a bounded number of frames.
+A PULL socket listens at an endpoint. PUSH sockets connect to it, also before it listens. A send never waits: the socket
+keeps a bounded number of frames.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from aioengine.transport.base import BacklogFullError
 if TYPE_CHECKING:
     from aioengine.protocol.messages import Message
     from aioengine.protocol.orders import SecureEndpoint
-    from aioengine.transport.addresses import Listener
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ZmqError = zmq.ZMQError
@@ -90,9 +89,7 @@ class ZmqSender:
         self._socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
         self._socket.setsockopt(zmq.LINGER, 0)  # otherwise garbage collection would wait for a dead receiver
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        if isinstance(endpoint, str):
-            self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # the receiver may accept late
-        else:
+        if not isinstance(endpoint, str):
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_HANDSHAKE_BYTES)
         self.address = attach(self._socket, endpoint)
 
@@ -143,10 +140,9 @@ class PullSocket:
         """Drop unread and later frames of other epochs."""
         self._decoder.begin(epoch)
 
-    def bind(self, listener: Listener) -> None:
-        """Accept connections from now on. libzmq takes over the descriptor."""
-        self._socket.setsockopt(zmq.USE_FD, listener.fd)
-        self._socket.bind(listener.endpoint)
+    def bind(self, endpoint: str) -> None:
+        """Accept connections at an endpoint from now on."""
+        self._socket.bind(endpoint)
 
     def attach(self, endpoint: SecureEndpoint) -> str:
         """Also receive from another machine. Return the address of the endpoint."""
@@ -180,10 +176,10 @@ class PullSocket:
 class ZmqReceiver(PullSocket):
     """The receiver for a blocking loop."""
 
-    def __init__(self, context: Context, listener: Listener, epoch: int, *, wake_fd: int | None = None) -> None:
+    def __init__(self, context: Context, endpoint: str, epoch: int, *, wake_fd: int | None = None) -> None:
         """wake_fd: a descriptor that also ends a wait when it is readable."""
         super().__init__(context, epoch)
-        self.bind(listener)
+        self.bind(endpoint)
         self._watched: list[tuple[zmq.Socket[bytes] | int, int]] = [(self._socket, zmq.POLLIN)]
         if wake_fd is not None:
             self._watched.append((wake_fd, zmq.POLLIN))

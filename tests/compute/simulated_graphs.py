@@ -15,7 +15,7 @@ from aioengine.runner.graphs import decode_graphs
 from aioengine.runner.request_row import SampledRows
 from aioengine.runner.rows import SAMPLING_RECORD
 from aioengine.runner.sampling.sampler import FAILED, Sampler
-from aioengine.runner.speculation.verification import num_accepted
+from aioengine.runner.speculation.verifier import num_accepted
 
 if TYPE_CHECKING:
     import pytest

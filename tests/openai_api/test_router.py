@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import aioengine
 from aioengine.openai import openai_router
 from aioengine.testing.fake_engine import fake_async_engine
-from aioengine.text import stop_regex
+from aioengine.text import stop
 from tests.kit.fake_adapters import write_adapter
 from tests.kit.source import imports, modules
 from tests.kit.waiting import wait_until
@@ -331,7 +331,7 @@ def test_stream_is_not_continued_at_another_endpoint(server: Served) -> None:
 
 
 def test_slow_stop_regex_is_status_400(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_regex, "PUSH_BUDGET_S", 0.0)
+    monkeypatch.setattr(stop, "PUSH_BUDGET_S", 0.0)
     response = server.post("/v1/completions", {"prompt": "Hi", "stop_regex": "(a+)+b", "ignore_eos": True})
     assert response.status_code == 400
     assert "stop_regex took longer than" in error_of(response)["message"]

@@ -156,19 +156,6 @@ def test_engine_works_in_a_folder_with_a_long_path(tmp_path: Path) -> None:
     assert list(long.iterdir()) == []
 
 
-async def test_channels_work_where_no_socket_has_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    for unix in ("abstract names", "no unix sockets"):
-        with monkeypatch.context() as patched:
-            if unix == "abstract names":
-                patched.setattr(zmq, "IPC_PATH_MAX_LEN", 5)
-            else:
-                patched.delattr("socket.AF_UNIX")
-                patched.setattr("aioengine.transport.addresses.socket.AF_UNIX", 9999, raising=False)
-            async with Frontend() as frontend:
-                frontend.submit(1)
-                await frontend.finished(1)
-
-
 def test_children_outlive_the_thread_that_started_them(base: Path) -> None:
     started: list[Frontend] = []
 

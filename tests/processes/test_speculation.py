@@ -225,7 +225,7 @@ def test_draft_heads_that_cannot_be_used_are_refused_by_the_constructor(folders:
     changes: dict[str, tuple[dict[str, object], str]] = {
         "size": ({"hidden_size": 64}, "has hidden_size 64, and the model has .* for which it was trained"),
         "vocabulary": ({"vocab_size": 200, "draft_vocab_size": None}, "a vocabulary of 200 tokens, and the model has"),
-        "layers": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "reads the inputs of layers 1, 2, 9"),
+        "layers": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "reads layers 1, 2, 9"),
         "outputs": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, "of layers 1, 2, 10"),
         "type": ({"model_type": "qwen3"}, "model_type 'qwen3' is not implemented"),
         "blocks": ({"num_hidden_layers": 2}, "what works: 1"),

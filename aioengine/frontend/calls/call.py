@@ -181,10 +181,11 @@ class CallRow(Struct, eq=False):
         if extra.index >= self.token_offset or not self.token_offset:
             self.extras[extra.index, extra.kind] = extra
         if self.hidden_states == LAST_STATES:
-            drop_old_hidden_states(self.extras, self.num_known())
+            drop_old_hidden_states(self.extras, self.num_output)
 
-    def num_known(self) -> int:
-        """Return the number of its output tokens."""
+    @property
+    def num_output(self) -> int:
+        """Number of its output tokens, read or not."""
         num_unread = 1 if isinstance(self.unread, int) else len(self.unread)
         return self.token_offset + (num_unread if self.has_unread else 0)
 
@@ -256,7 +257,7 @@ class CallRow(Struct, eq=False):
     def final_info(self, end: End) -> ChunkInfo:
         """Return the ``meta_info`` of the row with this end."""
         info = self.info.copy()
-        info["completion_tokens"] = self.num_known()
+        info["completion_tokens"] = self.num_output
         self._add_end(info, end)
         return info
 
@@ -322,10 +323,10 @@ class CallRow(Struct, eq=False):
         }
 
 
-def drop_old_hidden_states(extras: dict[tuple[int, str], Extra], num_known: int) -> None:
-    """Drop the hidden states of all tokens before the last of ``num_known`` tokens."""
+def drop_old_hidden_states(extras: dict[tuple[int, str], Extra], num_output: int) -> None:
+    """Drop the hidden states of all tokens before the last of ``num_output`` tokens."""
     for index, kind in list(extras):
-        if kind == HIDDEN_STATES and index < num_known - 1:
+        if kind == HIDDEN_STATES and index < num_output - 1:
             del extras[index, kind]
 
 

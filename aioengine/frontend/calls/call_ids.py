@@ -38,16 +38,19 @@ class CallIds:
     def add(self, call: Call) -> None:
         """Register the ids of a new call, or of the prompts that have been checked since the last time.
 
-        These prompts may then start (``CallRequest.num_known``). If rows fail alone, a row whose id is in use fails.
+        These prompts may then start (``CallRequest.num_registered``). If rows fail alone, only a row whose id is in use
+        fails.
 
         Raises:
             ValueError: an id is in use.
         """
-        request, first = call.request, call.request.num_known
-        owners = {call.rid: (call, WHOLE)} if first == 0 else {}
+        request, first = call.request, call.request.num_registered
+        owners: dict[str, tuple[Call, int]] = {}
         rids = request.rids or []
-        if request.rid is not None:  # a random id is always free
-            self._check_free(call, call.rid)
+        if first == 0:
+            if request.rid is not None:  # a random id is always free
+                self._check_free(call, call.rid)
+            owners[call.rid] = call, WHOLE
         for prompt in range(first, min(len(request.prompts), len(rids))):
             rid = rids[prompt]
             try:
@@ -61,7 +64,7 @@ class CallIds:
                 request.fail_prompt(prompt, error)
         call.ids += owners
         self._owners |= owners
-        request.num_known = len(request.prompts)
+        request.num_registered = len(request.prompts)
 
     def find(self, rid: str) -> tuple[Call, range] | None:
         """Return the call and the rows of an id, or of an id with ``_0``, ``_1`` ... appended."""

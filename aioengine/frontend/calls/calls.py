@@ -86,7 +86,7 @@ class Calls:
         if call not in self.opened:
             return  # another thread ended it before it was started
         self._set_timer(call, call.called_at)
-        if call.request.num_known < call.request.num_prompts:
+        if call.request.num_registered < call.request.num_prompts:
             self.submitter.check_rest(call)
         self.submitter.submit_next(call)
         if call.is_over:  # a batch of nothing
@@ -139,7 +139,7 @@ class Calls:
         call, num_prompt = row.call, len(row.prompt_token_ids)
         prompt = row.position // call.request.num_samples
         if (rules := call.request.logprobs_of(prompt)) is not None:
-            num_positions = rules.num_prompt_positions(num_prompt) + max(1, row.num_known())
+            num_positions = rules.num_prompt_positions(num_prompt) + max(1, row.num_output)
             row.free_logprobs(0 if row.error else rules.position_bytes * num_positions)
         if self._images is not None:
             self._images.row_ended(call, prompt)

@@ -158,7 +158,7 @@ class QueueLimits:
         self.num_logprob_bytes += num_bytes
 
     def end_row(self, call: Call, prompt: int, num_tokens: int, now: float) -> None:
-        """A row has ended, and its call continues."""
+        """Free the part of a row that has ended, while its call continues."""
         num_rows = call.num_rows_of.pop(prompt, 0) - 1
         if num_rows > 0:
             call.num_rows_of[prompt] = num_rows
@@ -217,7 +217,7 @@ class QueueLimits:
             del self._reserved[queued.caller]
 
     def _excess(self) -> str | None:
-        """Return the limit that is reached, in words."""
+        """Return the limit that is reached, in words; None: there is capacity."""
         config = self._config
         num_waiting = self.num_calls + len(self._reserved) - self._max_running
         if num_waiting >= config.max_requests:

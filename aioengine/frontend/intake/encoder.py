@@ -275,34 +275,34 @@ class Encoder:
         pooled: dict[int, PooledPrompt] = {}
         for job in jobs:
             for prompt in job.prompts:
-                place = len(encoded)
+                index = len(encoded)
                 encoded.append([])
                 if isinstance(prompt, IdsPrompt):
-                    encoded[place] = prompt.token_ids
+                    encoded[index] = prompt.token_ids
                 elif isinstance(prompt, Exception):
-                    encoded[place] = prompt
+                    encoded[index] = prompt
                 elif isinstance(prompt, PooledPrompt):
-                    pooled[place] = prompt
+                    pooled[index] = prompt
                 else:
                     text = prompt.text if isinstance(prompt, TextPrompt) else self._render(prompt)
                     if not isinstance(text, str):  # templates may also return token ids
-                        encoded[place] = text
+                        encoded[index] = text
                         continue
                     rules = prompt.rules
                     if rules.add_special_tokens is None:  # templates of chats write them
                         rules = EncodeRules(isinstance(prompt, TextPrompt), rules.keep_last)
-                    texts.setdefault(rules, []).append((place, prompt, self._in_text(text)))
+                    texts.setdefault(rules, []).append((index, prompt, self._in_text(text)))
         for rules, batch in texts.items():
             all_ids = self._encode_texts([text for *_, text in batch], rules)
-            for (place, prompt, _), ids in zip(batch, all_ids, strict=True):
+            for (index, prompt, _), ids in zip(batch, all_ids, strict=True):
                 if rules.keep_last and isinstance(ids, list):
                     ids = ids[-rules.keep_last :]
                 if isinstance(prompt, ChatPrompt) and prompt.images and isinstance(ids, list):
                     ids = ChatIds(ids, prompt.images)
-                encoded[place] = ids
+                encoded[index] = ids
         if pooled and self._pool_encoder is not None:
-            for place, pair in zip(pooled, self._pool_encoder.encode([*pooled.values()]), strict=True):
-                encoded[place] = pair
+            for index, pair in zip(pooled, self._pool_encoder.encode([*pooled.values()]), strict=True):
+                encoded[index] = pair
         ids_of_all = iter(encoded)
         return [[*islice(ids_of_all, len(job.prompts))] for job in jobs], time.monotonic() - began_at
 

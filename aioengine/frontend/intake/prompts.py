@@ -266,7 +266,7 @@ def _message(name: str, value: object, images: list[ImageSource | None]) -> dict
             raise ValueError(f"{name} has no content, got {checks.shown(message)}")
     elif isinstance(content, list | tuple):
         parts = cast("Sequence[object]", checks.plain(cast("object", content)))
-        message["content"] = [_part(f"part {place} of {name}", part, images) for place, part in enumerate(parts)]
+        message["content"] = [_part(f"part {index} of {name}", part, images) for index, part in enumerate(parts)]
     elif isinstance(content, str):
         message["content"] = checks.text(f"the content of {name}", content)
     else:
@@ -331,7 +331,7 @@ def _source(value: object) -> str | os.PathLike[str] | None:
 def _tools(value: object) -> list[dict[str, object]]:
     entries = checks.items("tools", value, MAX_TOOLS, allowed="a list of dicts in JSON schema form")
     tools = [
-        dict(checks.mapping(f"tools[{place}]", tool, allowed="a dict in JSON schema form"))
-        for place, tool in enumerate(entries)
+        dict(checks.mapping(f"tools[{index}]", tool, allowed="a dict in JSON schema form"))
+        for index, tool in enumerate(entries)
     ]
     return cast("list[dict[str, object]]", tools)

@@ -58,30 +58,30 @@ class RequestChecks:
             if request.pooled is not None or self.model.task != "generate":
                 request.pooled = completed(request.pooled, self.model)
             self._check_options(request, 0, differ=False)
-        for place in range(first, len(request.prompts)):
-            prompt = request.prompts[place]
+        for index in range(first, len(request.prompts)):
+            prompt = request.prompts[index]
             if not has_tokenizer and isinstance(prompt, TextPrompt | ChatPrompt | PooledPrompt):
                 raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
             if isinstance(prompt, ChatPrompt) and prompt.options.template is not None:
                 self._check_template(prompt.options.template)
             try:
-                self._check_options(request, place, differ=True)
+                self._check_options(request, index, differ=True)
                 if isinstance(prompt, IdsPrompt):
                     self.check_ids(prompt.token_ids)
                 if request.images is not None or isinstance(prompt, ChatPrompt):
-                    check_images(request, place, self.images)
+                    check_images(request, index, self.images)
             except (TypeError, ValueError) as error:
-                request.fail_prompt(place, error)
+                request.fail_prompt(index, error)
 
-    def _check_options(self, request: CallRequest, place: int, *, differ: bool) -> None:
+    def _check_options(self, request: CallRequest, prompt: int, *, differ: bool) -> None:
         """Check the options of a prompt. ``differ``: the options that may differ between prompts; False: the others."""
         logprobs, processors = request.logprobs, request.processors
         if logprobs is not None and logprobs.differ == differ:
-            logprobs.check(place, self.model.vocab_size, has_tokenizer=self.encoder.has_tokenizer)
+            logprobs.check(prompt, self.model.vocab_size, has_tokenizer=self.encoder.has_tokenizer)
         if (request.given_params is not None) == differ:
-            self._check_params(request, request.params_of(place))
+            self._check_params(request, request.params_of(prompt))
         if processors is not None and processors.is_list == differ:
-            self._check_processor(processors.of(place))
+            self._check_processor(processors.of(prompt))
 
     def _check_template(self, template: str | os.PathLike[str]) -> None:
         tokenizer = self.parts.tokenizer

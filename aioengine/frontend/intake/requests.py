@@ -66,7 +66,10 @@ MAX_BYTES_IN_PIECE: Final = 512 * 1024
 
 
 class MessageParts(NamedTuple):
-    """The parts of a ``Submit`` that depend only on the sampling parameters. Each row adds its seed and its context."""
+    """The parts of a ``Submit`` that depend only on the sampling parameters, the model and the engine.
+
+    Each row adds its seed and its context.
+    """
 
     params: SamplingParams
     sampling: Sampling
@@ -82,7 +85,7 @@ class CallRequest(Struct):
         is_batch: whether the caller gave a list of prompts.
         prompts: the checked prompts; an exception is the error of a row that fails alone. The encoder's thread may
             add more.
-        num_known: number of prompts that may start: they are checked, and their ids are registered.
+        num_registered: number of prompts that may start: they are checked, and their ids are registered.
         num_samples: samples of each prompt. gives_batch: whether the answer is a batch.
         num_bytes: bytes of the prompt. 0 for a batch, because the caller keeps the batch and its rows start gradually.
         params: one for all prompts, or one for each checked prompt.
@@ -106,7 +109,7 @@ class CallRequest(Struct):
     is_batch: bool
     pooled: Pooled | None = None
     num_prompts: int = 0
-    num_known: int = 0
+    num_registered: int = 0
     num_samples: int = 1
     num_rows: int = 0
     num_bytes: int = 0
@@ -177,31 +180,31 @@ class CallRequest(Struct):
             TypeError, ValueError: an argument is wrong; the message has its name and value.
         """
         first, num_bytes = len(self.prompts), 0
-        for place in range(first, min(first + PROMPTS_IN_PIECE, self.num_prompts)):
+        for index in range(first, min(first + PROMPTS_IN_PIECE, self.num_prompts)):
             if num_bytes > MAX_BYTES_IN_PIECE:
                 return
             try:
                 if self.rids is not None:
-                    rid, self.rids[place] = self.rids[place], ""  # stays empty if the id is wrong
-                    self.rids[place] = _rid(rid)
+                    rid, self.rids[index] = self.rids[index], ""  # stays empty if the id is wrong
+                    self.rids[index] = _rid(rid)
                 for option in self.lists:
-                    option.check_value(place)
+                    option.check_value(index)
                 if self.given_params is not None:
-                    self.params.append(self._parsed(self.given_params[place]))
+                    self.params.append(self._parsed(self.given_params[index]))
                 params = self.params[-1]
                 if self.processors is None and params.custom_params:
                     message = "is given without custom_logit_processor, which reads it; name one"
                     raise ValueError(f"custom_params={checks.shown(params.custom_params)} {message}")
-                name = f"{self.name}[{place}]" if self.is_batch else self.name
-                prompt: Prompt | PromptError = self.check_prompt(name, self.values[place])
+                name = f"{self.name}[{index}]" if self.is_batch else self.name
+                prompt: Prompt | PromptError = self.check_prompt(name, self.values[index])
                 num_bytes += prompt.num_bytes
             except (TypeError, ValueError) as error:
                 if not self.prompts_fail_alone:
-                    raise named(error, place, self.num_prompts) from None
+                    raise named(error, index, self.num_prompts) from None
                 prompt = _without_frames(error)
                 for option in self.lists:
-                    option.reset_value(place)
-                if self.given_params is not None and len(self.params) == place:
+                    option.reset_value(index)
+                if self.given_params is not None and len(self.params) == index:
                     self.params.append(SamplingParams(n=self.num_samples))
                 params = self.params[-1]
             if params.n != self.num_samples:  # an error of the call: n decides the index of each answer
@@ -210,7 +213,7 @@ class CallRequest(Struct):
             self.prompts.append(prompt)
 
     def fail_prompt(self, prompt: int, error: TypeError | ValueError) -> None:
-        """Give a prompt this error in its place. If rows do not fail alone, raise the error."""
+        """Fail a prompt with this error. If rows do not fail alone, raise the error."""
         if not self.prompts_fail_alone:
             raise named(error, prompt, self.num_prompts) from None
         self.prompts[prompt] = _without_frames(error)

@@ -109,11 +109,11 @@ class ScoreRequest(Struct, kw_only=True):
     returns_exceptions: bool = False
     errors: dict[int, Exception] = {}
 
-    def fail_item(self, place: int, error: TypeError | ValueError) -> None:
-        """Give an item this error in its place. If items do not fail alone, raise the error."""
+    def fail_item(self, index: int, error: TypeError | ValueError) -> None:
+        """Fail an item with this error. If items do not fail alone, raise the error."""
         if not self.returns_exceptions:
             raise error
-        self.errors.setdefault(place, error)
+        self.errors.setdefault(index, error)
 
     def scores_of(self, logits: list[float]) -> list[float]:
         """Return the softmax of log-probabilities, or of the scores of a classifier, at ``temperature``."""
@@ -185,19 +185,19 @@ async def _add_prompts(
     first = None if shared is None else ("query", shared)
     turns = _Turns()
     prompts: list[Any] = []
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         try:
-            item = _text_or_ids(f"items[{place}]", entry)
-            first = first or (f"items[{place}]", item)
+            item = _text_or_ids(f"items[{index}]", entry)
+            first = first or (f"items[{index}]", item)
             if not isinstance(item, type(first[1])):
                 raise ValueError(
-                    f"items[{place}] is {checks.shown(item)} and {first[0]} is {checks.shown(first[1])}; give all of "
+                    f"items[{index}] is {checks.shown(item)} and {first[0]} is {checks.shown(first[1])}; give all of "
                     "them as texts, or all as lists of token ids"
                 )
             if not item and not shared and not may_be_empty:
-                raise ValueError(f"query and items[{place}] are both empty; give at least one character or token id")
+                raise ValueError(f"query and items[{index}] are both empty; give at least one character or token id")
         except (TypeError, ValueError) as error:
-            request.fail_item(place, error)
+            request.fail_item(index, error)
             item = type(first[1])() if first else ""
         prompts.append(item if shared is None else item + shared if is_item_first else shared + item)
         await turns.read((1 if isinstance(item, str) else len(item)) + len(prompts[-1]) // 1000)
@@ -233,12 +233,12 @@ async def _add_labels(request: ScoreRequest, value: object, parts: EngineParts) 
         lists, items = checks.counted(len(given), "list"), checks.counted(len(request.prompts), "item")
         raise ValueError(f"label_token_ids has {lists} for {items}; give one for each")
     request.labels = []
-    for place, row in enumerate(given):
-        name = f"label_token_ids[{place}]"
+    for index, row in enumerate(given):
+        name = f"label_token_ids[{index}]"
         try:
             request.labels.append(await _checked_labels(name, checks.items(name, row, MAX_LABELS), size, turns))
         except (TypeError, ValueError) as error:
-            request.fail_item(place, error)
+            request.fail_item(index, error)
             request.labels.append([])
 
 
@@ -268,19 +268,19 @@ async def score(
         Exception: the errors of ``generate`` and ``encode``.
     """
     num_items, labels = len(request.prompts), request.labels
-    scores: list[Any] = [request.errors.get(place) for place in range(num_items)]
+    scores: list[Any] = [request.errors.get(index) for index in range(num_items)]
     logprobs = scores.copy()
-    places = [place for place in range(num_items) if place not in request.errors]
-    if not places:
+    indices = [index for index in range(num_items) if index not in request.errors]
+    if not indices:
         return ScoreResult(scores, 0, logprobs if request.gives_logprobs else None)
 
     def chosen(values: Any) -> Any:
         """Return the values of the items that are computed."""
         is_list = isinstance(values, list | tuple) and len(cast("list[object]", values)) == num_items
-        return [values[place] for place in places] if is_list else values
+        return [values[index] for index in indices] if is_list else values
 
     call: dict[str, Any] = {"return_exceptions": request.returns_exceptions}
-    call["prompt" if isinstance(request.prompts[places[0]], str) else "input_ids"] = chosen(request.prompts)
+    call["prompt" if isinstance(request.prompts[indices[0]], str) else "input_ids"] = chosen(request.prompts)
     if request.lora_path is not None:
         call["lora_path"] = chosen(request.lora_path)
     if labels is None:
@@ -293,9 +293,9 @@ async def score(
             token_ids_logprob=labels[0] if len(labels) == 1 else chosen(labels),
         )
     turns, num_tokens = _Turns(), 0
-    for place, out in zip(places, outs, strict=True):
+    for index, out in zip(indices, outs, strict=True):
         if isinstance(out, Exception):
-            scores[place] = logprobs[place] = out
+            scores[index] = logprobs[index] = out
             continue
         info = out["meta_info"]
         num_tokens += info["prompt_tokens"]
@@ -307,12 +307,12 @@ async def score(
             error = RequestError("schedule", f"it ended before its scores were there: {dict(info['finish_reason'])}")
             if not request.returns_exceptions:
                 raise error
-            scores[place] = logprobs[place] = error
+            scores[index] = logprobs[index] = error
             continue
-        logprobs[place] = row
+        logprobs[index] = row
         if request.has_softmax:
-            scores[place] = request.scores_of(row)
+            scores[index] = request.scores_of(row)
         else:
-            scores[place] = row if labels is None else [math.exp(logprob) for logprob in row]
+            scores[index] = row if labels is None else [math.exp(logprob) for logprob in row]
         await turns.read(len(row))
     return ScoreResult(scores, num_tokens, logprobs if request.gives_logprobs else None)

@@ -155,7 +155,7 @@ class Submitter:
                     call.notify_on = NotifyOn.END_READ if num_startable <= 0 else NotifyOn.NOTHING
             first = call.num_started // request.num_samples
             most = max(1, min(num_startable, MAX_ROWS_AT_ONCE) // request.num_samples)
-            prompts = request.prompts[first : min(first + most, request.num_known)]
+            prompts = request.prompts[first : min(first + most, request.num_registered)]
             if num_startable <= 0 or not prompts:
                 return
             if self._images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):
@@ -185,7 +185,7 @@ class Submitter:
         request = call.request
         num_free_bytes, num_rows = self._limits.free_logprob_bytes, 0
         prompt = call.num_started // request.num_samples
-        while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt < request.num_known:
+        while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt < request.num_registered:
             if (rules := request.logprobs_of(prompt)) is not None:
                 num_positions, num_output = self._model.context_length, request.params_of(prompt).max_new_tokens
                 if rules.start < 0 and num_output is not None:

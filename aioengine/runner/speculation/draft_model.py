@@ -32,30 +32,27 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from aioengine.attention._base import CapturableAttention, ForwardBatch
+from aioengine.attention._base import AttentionBackend, CapturableAttention, ForwardBatch
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.graphs.rearranged_rows import ExpandedRows
 from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
-from aioengine.runner.kv_pool import FIRST_PAGE
+from aioengine.runner.kv_pool import FIRST_PAGE, KVPool
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.token_processors import AllowedTokenIds, Bias, MinNewTokens, Penalties
-from aioengine.runner.sampling.sampler import FAILED
+from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend
     from aioengine.models._base import Model
     from aioengine.models._features import Features
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
-    from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.request_row import RequestRow, SampledRows
     from aioengine.runner.rows import RowTable
     from aioengine.runner.sampling.device_sampler import DeviceSampler
-    from aioengine.runner.sampling.sampler import RankSampler, Sampler
     from aioengine.runner.transfer import Ints
     from aioengine.scheduler.plan import NewRow, Row
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.sampling.sampler import FAILED
-from aioengine.runner.speculation.draft_model import DraftedRequest, PlannedDrafts
+from aioengine.runner.speculation.draft_model import DraftedRequest, DraftModel, PlannedDrafts
 from aioengine.runner.speculation.ngram import NgramProposer
 from aioengine.runner.ticket import OpenDrafts, StepDrafts, Ticket
 from aioengine.scheduler.plan import NewRow, Row
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from aioengine.runner.request_row import RequestRow
     from aioengine.runner.rows import RowTable
-    from aioengine.runner.speculation.draft_model import DraftModel
 
 
 class DraftRows:

@@ -183,7 +183,7 @@ closed, so the start would wait until the fork exits."""
 os.register_at_fork(before=_no_forks.acquire, after_in_parent=_no_forks.release, after_in_child=_no_forks.release)
 
 
-def start_child(role: str, log_path: Path, orders: bytes, pass_fds: Collection[int]) -> subprocess.Popen[bytes]:
+def start_child(role: str, log_path: Path, orders: bytes, pass_fds: Collection[int] = ()) -> subprocess.Popen[bytes]:
     """Start the child with this role. It runs ``processes.<role>_process``, and its standard input stays open.
 
     log_path: file for its output; the child's working directory is the folder of this file.

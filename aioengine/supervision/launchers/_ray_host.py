@@ -90,7 +90,6 @@ class ReplicaHost:
         self._closing.callback(self._folder.close)
         for role in roles:
             self._start(role, epoch)
-        self._folder.close_inboxes()
         return self._states()
 
     async def restart(self, role: Role, epoch: int) -> list[ChildState]:

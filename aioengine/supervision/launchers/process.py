@@ -16,7 +16,6 @@ from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
 from aioengine.supervision.launchers._child_folder import ChildFolder
 from aioengine.supervision.launchers._process_child import KILL_WAIT_S
 from aioengine.supervision.tasks import WorkerThread, require_threads
-from aioengine.transport.addresses import is_reachable
 from aioengine.transport.async_zmq import AsyncZmqReceiver
 from aioengine.transport.zmq import Context, ZmqError, ZmqSender, end_context
 
@@ -79,7 +78,7 @@ class ProcessLauncher:
             self.receiver = AsyncZmqReceiver(context, self._epoch)
             self._closing.callback(self.receiver.close)
             for endpoint in self._uplinks.values():
-                self.receiver.bind(self._folder.take(endpoint))
+                self.receiver.bind(endpoint)
         except ZmqError as error:
             raise EngineStartupError(f"the engine's sockets could not be opened: {error}") from error
 
@@ -103,7 +102,7 @@ class ProcessLauncher:
         before = next(child for child in self.children if child.role == DETOKENIZER)
         self.receiver.unbind(self._uplinks[DETOKENIZER])
         await self._in_thread(partial(self._spawn, DETOKENIZER))
-        self.receiver.bind(self._folder.take(self._uplinks[DETOKENIZER]))
+        self.receiver.bind(self._uplinks[DETOKENIZER])
         before.close()
         self.children.remove(before)
 
@@ -113,8 +112,7 @@ class ProcessLauncher:
         Raises:
             EngineStartupError: they cannot, so messages between them would wait forever.
         """
-        # If these names still exist, the children have connected to each other.
-        if not all(is_reachable(endpoint) for endpoint in self._folder.inboxes.values()):
+        if not all((self._folder.path / str(role)).exists() for role in self._roles):
             raise EngineStartupError("the sockets of the engine's processes were removed from their folder")
 
     async def _in_thread(self, spawn: Callable[[], None]) -> None:
@@ -158,15 +156,11 @@ class ProcessLauncher:
             if self._is_closed:
                 raise EngineStartupError(_SHUT_DOWN)
             self._spawn(role)
-        self._folder.close_inboxes()
 
     def _spawn(self, role: Role) -> None:
         """Start a child with its own endpoint of the frontend. Runs in the thread."""
         self._num_started += 1
-        try:
-            self._uplinks[role] = self._folder.listen(f"{_FRONTEND}-{self._num_started}")
-        except OSError as error:
-            raise EngineStartupError(f"the {role} process could not be started: {error}") from error
+        self._uplinks[role] = self._folder.endpoint(f"{_FRONTEND}-{self._num_started}")
         self.children.append(self._folder.start(role, self._epoch, self._uplinks[role]))
 
 

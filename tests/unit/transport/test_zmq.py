@@ -19,7 +19,6 @@ import zmq
 from aioengine.protocol import codec
 from aioengine.protocol.messages import Abort, Message
 from aioengine.transport import zmq as transport
-from aioengine.transport.addresses import Listener, listen
 from aioengine.transport.async_zmq import AsyncZmqReceiver
 from aioengine.transport.base import BacklogFullError
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender, end_context
@@ -32,20 +31,20 @@ NUM_FLOOD = 2000
 
 
 class Channel:
-    """A listener with its senders and receivers. They are closed after the test."""
+    """An endpoint with its senders and receivers. They are closed after the test."""
 
     def __init__(self, directory: Path) -> None:
         self.context: Context = zmq.Context()
-        self.listener: Listener = listen(str(directory), "r")
+        self.endpoint = f"ipc://{directory}/r"
         self.closing = ExitStack()
 
     def receiver(self) -> ZmqReceiver:
-        receiver = ZmqReceiver(self.context, self.listener, EPOCH)
+        receiver = ZmqReceiver(self.context, self.endpoint, EPOCH)
         self.closing.callback(receiver.close)
         return receiver
 
     def sender(self) -> ZmqSender:
-        sender = ZmqSender(self.context, self.listener.endpoint, EPOCH)
+        sender = ZmqSender(self.context, self.endpoint, EPOCH)
         self.closing.callback(sender.close)
         return sender
 
@@ -92,7 +91,7 @@ def test_frame_wakes_a_blocked_receiver_which_keeps_its_timeout(channel: Channel
 
 def test_another_descriptor_can_end_a_wait(channel: Channel) -> None:
     reading, writing = os.pipe()
-    receiver = ZmqReceiver(channel.context, channel.listener, EPOCH, wake_fd=reading)
+    receiver = ZmqReceiver(channel.context, channel.endpoint, EPOCH, wake_fd=reading)
     channel.closing.callback(receiver.close)
     os.write(writing, b"x")
     assert receiver.receive(600) == []  # longer than the time limit of a test
@@ -104,7 +103,7 @@ def test_garbage_is_counted_and_logged_once(channel: Channel, caplog: pytest.Log
     receiver = channel.receiver()
     raw = channel.context.socket(zmq.PUSH)
     channel.closing.callback(raw.close, 0)
-    raw.connect(channel.listener.endpoint)
+    raw.connect(channel.endpoint)
     with caplog.at_level(logging.ERROR, logger="aioengine"):
         for _ in range(5):
             raw.send(b"\x01garbage")
@@ -155,8 +154,8 @@ def test_asynchronous_readers_lose_no_frame_under_load(
 
     async def main() -> list[int]:
         receiver = AsyncZmqReceiver(channel.context, EPOCH)
-        receiver.bind(channel.listener)
-        sender = ZmqSender(channel.context, channel.listener.endpoint, EPOCH)
+        receiver.bind(channel.endpoint)
+        sender = ZmqSender(channel.context, channel.endpoint, EPOCH)
         for uid in range(NUM_FLOOD):
             sender.send([Abort([uid])])
         uids: list[int] = []
@@ -173,8 +172,8 @@ def test_asynchronous_readers_lose_no_frame_under_load(
 def test_frame_wakes_an_async_receiver_which_may_be_cancelled(channel: Channel, runner: asyncio.Runner) -> None:
     async def main() -> None:
         receiver = AsyncZmqReceiver(channel.context, EPOCH)
-        receiver.bind(channel.listener)
-        sender = ZmqSender(channel.context, channel.listener.endpoint, EPOCH)
+        receiver.bind(channel.endpoint)
+        sender = ZmqSender(channel.context, channel.endpoint, EPOCH)
         for uid in range(9):
             waiting = asyncio.create_task(receiver.receive())
             await asyncio.sleep(0.005)
@@ -203,8 +202,8 @@ def test_idle_async_receiver_is_not_woken(
 
     async def main() -> int:
         receiver = AsyncZmqReceiver(channel.context, EPOCH)
-        receiver.bind(channel.listener)
-        sender = ZmqSender(channel.context, channel.listener.endpoint, EPOCH)
+        receiver.bind(channel.endpoint)
+        sender = ZmqSender(channel.context, channel.endpoint, EPOCH)
         sender.send([Abort([1])])
         await receiver.receive()
         await asyncio.sleep(0.05)
@@ -224,8 +223,8 @@ def test_closing_frees_all_descriptors(tmp_path: Path) -> None:
 
     def once() -> None:
         context: Context = zmq.Context()
-        listener = listen(str(tmp_path), f"r{time.monotonic_ns()}")
-        receiver, sender = ZmqReceiver(context, listener, EPOCH), ZmqSender(context, listener.endpoint, EPOCH)
+        endpoint = f"ipc://{tmp_path}/r{time.monotonic_ns()}"
+        receiver, sender = ZmqReceiver(context, endpoint, EPOCH), ZmqSender(context, endpoint, EPOCH)
         sender.send([Abort([1])])
         receive(receiver, 1)
         sender.close()

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from aioengine.runner.sampling.philox import UniformTable, uniforms
 from aioengine.runner.sampling.sampler import FAILED
-from aioengine.runner.speculation.verification import Verification, num_accepted, row_groups
-from aioengine.runner.speculation.verifier import Verifier
+from aioengine.runner.speculation.verifier import Verification, Verifier, num_accepted, row_groups
 from aioengine.runner.ticket import StepDrafts
 
 ROWS = st.lists(
