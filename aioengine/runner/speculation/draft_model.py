@@ -212,9 +212,12 @@ class DraftModel:
         if missing:
             self._extend(missing)
 
-    def can_follow(self, drafted: DraftedRequest) -> bool:
-        """Return whether only the last known token and tokens after it may lack keys and values."""
-        return self._graphs is not None and drafted.num_computed >= _length(drafted) - 1
+    def can_follow(self, drafted: DraftedRequest, *, has_drafts: bool) -> bool:
+        """Return whether only the last two tokens may lack keys and values after the step in flight.
+
+        has_drafts: in this step the request has drafts, before which all known tokens were computed.
+        """
+        return self._graphs is not None and (has_drafts or drafted.num_computed >= _length(drafted) - 1)
 
     def can_propose(self, row: Row) -> bool:
         """Return whether there can be drafts for a row. A draft head needs the hidden state of the model before the

@@ -108,7 +108,7 @@ class DraftRows:
             entry = launched.get(row.uid)
             if entry is None or self._open.get(row.uid) is not entry or not isinstance(entry.text, DraftedRequest):
                 return False
-            if row.uid not in ticket.drafts.proposed and not self._model.can_follow(entry.text):
+            if not self._model.can_follow(entry.text, has_drafts=row.uid in ticket.drafts.proposed):
                 return False
         return True
 
