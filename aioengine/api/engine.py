@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import warnings
@@ -270,7 +271,8 @@ class BaseEngine(ABC):
             TypeError, ValueError: an argument is wrong.
             Exception: the errors of ``async_generate``.
         """
-        request = await score_request(query, items, label_token_ids, options, parts=self._frontend_here().parts)
+        parts = self._frontend_here().parts
+        request = await asyncio.to_thread(score_request, query, items, label_token_ids, options, parts=parts)
         return await score(request, generate=self.async_generate, encode=self.async_encode)
 
     def _open(self, make_request: Callable[[], CallRequest]) -> Generation[Answer] | Generation[BatchOutput] | Stream:

@@ -52,10 +52,11 @@ class Child:
             self.receiver.attach(orders.from_frontend)
         self._senders: list[ZmqSender] = []
         self._to_ranks: list[ZmqSender] = []
-        self.uplink = Uplink(self._connect(orders.frontend, "the frontend").send)
+        listens = isinstance(orders.frontend, str)  # on this machine
+        self.uplink = Uplink(self._connect(orders.frontend, "the frontend", listens=listens).send)
 
-    def _connect(self, endpoint: str | SecureEndpoint, receiver: str) -> ZmqSender:
-        sender = ZmqSender(self._context, endpoint, self.orders.epoch, receiver=receiver)
+    def _connect(self, endpoint: str | SecureEndpoint, receiver: str, *, listens: bool = False) -> ZmqSender:
+        sender = ZmqSender(self._context, endpoint, self.orders.epoch, receiver=receiver, listens=listens)
         self._senders.append(sender)
         return sender
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from aioengine.api import checks
-from aioengine.constraints.endless import endless_rule
-from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema
+from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema, endless_rule
 from aioengine.errors import UnsupportedSchemaError
 
 if TYPE_CHECKING:

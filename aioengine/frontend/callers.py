@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -22,27 +21,18 @@ def running_loop() -> asyncio.AbstractEventLoop:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        raise WrongLoopError(
-            "no asyncio event loop is running here (trio is not supported): await this under asyncio.run(), or call "
-            "the synchronous methods of Engine in a thread"
-        ) from None
+        raise WrongLoopError("no asyncio event loop is running here; use asyncio.run(), or Engine") from None
 
 
 def wrong_loop() -> WrongLoopError:
     """Return the error for a call of an AsyncEngine on another loop, or without one."""
     running_loop()
-    return WrongLoopError(
-        "an AsyncEngine belongs to the event loop on which it was started, and this is another one; "
-        "use Engine to call from several loops and threads"
-    )
+    return WrongLoopError("this AsyncEngine was started on another event loop; Engine can be called on any loop")
 
 
 def forked(owner: int) -> EngineClosedError:
     """Return the error for a call in a fork of the process ``owner``."""
-    return EngineClosedError(
-        f"this engine belongs to process {owner}, and this process ({os.getpid()}) is a fork of it; "
-        "create an Engine, or start an AsyncEngine, in the process that uses it"
-    )
+    return EngineClosedError(f"this process is a fork of the engine's process {owner}; start another engine here")
 
 
 def this_caller() -> Hashable:
@@ -58,7 +48,4 @@ def not_started() -> EngineClosedError:
 
 
 def closed() -> EngineClosedError:
-    return EngineClosedError(
-        "the engine was shut down; an AsyncEngine can be started again (`await engine.start()`), an Engine cannot: "
-        "create another Engine"
-    )
+    return EngineClosedError("the engine was shut down; start an AsyncEngine again, or create another Engine")

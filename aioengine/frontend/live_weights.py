@@ -108,7 +108,7 @@ class LiveWeights:
         """facts: of the runner. keeps: keep a copy of tensors for new processes. is_alone: there is one runner."""
         self._controls = controls
         self._processes = processes
-        self._keeps = keeps
+        self._keeps_copies = keeps
         self._first_version = str(facts.get("weight_version", processes.weights.version))
         self._gpu = str(facts.get("device_uuid", "")) if is_alone and not keeps else ""
         self.lock = asyncio.Lock()
@@ -175,7 +175,7 @@ class LiveWeights:
         try:
             result = await self._load_part({"path": file.path}, version, file)
         finally:
-            if not (result and self._keeps):
+            if not (result and self._keeps_copies):
                 file.close()
         return result
 
@@ -194,7 +194,7 @@ class LiveWeights:
         self, arguments: dict[str, Argument], version: str | None, file: TensorFile | None
     ) -> WeightUpdate:
         """Load checked tensors."""
-        new_files = [file] if file is not None and self._keeps else []
+        new_files = [file] if file is not None and self._keeps_copies else []
         if (update := self._update) is not None:
             result = await self._load(arguments)
             if result:
@@ -250,7 +250,7 @@ class LiveWeights:
         arguments: dict[str, Argument] = {
             "tensors": json.dumps(listed),
             "group": checks.text("group_name", group),
-            "keeps": self._keeps,
+            "keeps": self._keeps_copies,
         }
         reply = await self._ask(RECEIVE, arguments)
         if not reply.success:
@@ -260,7 +260,7 @@ class LiveWeights:
         file: TensorFile | None = None
         result = WeightUpdate(False, "")
         try:
-            if self._keeps:
+            if self._keeps_copies:
                 file = tensor_file.opened(_data(reply), (name for name, _, _ in listed))
             result = await self._load_checked({"received": True, "is_part": True}, version, file)
         except FileNotFoundError:
@@ -313,15 +313,15 @@ class LiveWeights:
     async def change_memory(self, tags: object, name: str) -> None:
         """Release or resume memory. See ``AsyncEngine.release_memory_occupation``."""
         chosen = MEMORY_TAGS if tags is None else checks.items("tags", [tags] if isinstance(tags, str) else tags, 8)
-        words = {checks.choice("tags entries", tag, {tag: tag for tag in MEMORY_TAGS}) for tag in chosen}
+        names = {checks.choice("tags entries", tag, {tag: tag for tag in MEMORY_TAGS}) for tag in chosen}
         is_release = name == RELEASE_MEMORY
-        if wrong := words & self._released if is_release else words - self._released:
+        if wrong := names & self._released if is_release else names - self._released:
             state = "already released" if is_release else "not released"
             raise RuntimeError(f"the memory of {', '.join(sorted(wrong))} is {state}")
-        reply = await self._ask(name, {"tags": sorted(words)})
+        reply = await self._ask(name, {"tags": sorted(names)})
         if not reply.success:
             raise RuntimeError(reply.message)
-        self._released = self._released | words if is_release else self._released - words
+        self._released = self._released | names if is_release else self._released - names
 
     async def get(self, name: object, truncate_size: object) -> Any:
         """See ``AsyncEngine.get_weights_by_name``."""
@@ -428,8 +428,8 @@ def _cuda_handles(tensors: Mapping[str, Any], gpu: str) -> str:
     try:
         for name, tensor in tensors.items():
             _, *storage = tensor.untyped_storage()._share_cuda_()
-            place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-            shared.append(CudaTensor(name, dtype_name(tensor), *place, *storage))
+            view = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+            shared.append(CudaTensor(name, dtype_name(tensor), *view, *storage))
     except RuntimeError:  # memory of expandable segments, for example
         return ""
     return msgspec.json.encode(shared).decode()

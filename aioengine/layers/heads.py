@@ -1,6 +1,6 @@
 """The order of heads and head entries, and norms of queries and keys.
 
-The kernels expect all query heads, then all key heads, then all value heads, and rotate entry i of the first half of a
+The kernels expect all query heads, then all key heads, then all value heads. They rotate entry i of the first half of a
 head with entry i of the second half. Some checkpoints use other orders. The weights of queries and keys are reordered
 in the same way when they are loaded, so dot products do not change.
 

@@ -1,7 +1,7 @@
 """Decodes image files to RGB, with Pillow.
 
-Files are refused if Pillow needs another program for their format, if their header exceeds the limit of pixels, or if
-they consist of very many tiny parts, which Pillow reads one by one. Decoding may be slow or crash, so it runs in the
+A file is refused if Pillow needs another program for its format, or if its header exceeds the limit of pixels. So is a
+file of very many tiny parts, because Pillow reads them one by one. Decoding may be slow or crash, so it runs in the
 media process. Only images that the caller opened with Pillow are decoded in the caller's process, on a thread.
 """
 

@@ -67,9 +67,10 @@ class AsyncZmqReceiver(PullSocket):
         self._waiter: asyncio.Future[None] | None = None
         self._loop.add_reader(self._socket.fileno(), self._on_event)
 
-    def bind(self, endpoint: str) -> None:
-        super().bind(endpoint)
+    def attach(self, endpoint: str | SecureEndpoint) -> str:
+        address = super().attach(endpoint)
         self._on_event()  # the call may have consumed the event of a frame
+        return address
 
     async def receive(self) -> list[Message]:
         """Return the messages of received frames in order. Wait until there are any. For one task only.

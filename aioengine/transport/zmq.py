@@ -1,8 +1,9 @@
-"""Frames over ZMQ PUSH and PULL sockets: one listening receiver, any number of senders. For blocking loops; for event
-loops, see ``async_zmq``.
+"""Frames over ZMQ PUSH and PULL sockets: one receiver, any number of senders. For blocking loops; for event loops, see
+``async_zmq``.
 
-A PULL socket listens at an endpoint. PUSH sockets connect to it, also before it listens. A send never waits: the socket
-keeps a bounded number of frames.
+A child process listens, also for the frontend that receives its frames, and other sockets connect to it, also before it
+listens. (libzmq aborts a process that listens and has no free file descriptor. It tries connections again.) After its
+first frame, a send never waits: the socket keeps a bounded number of frames.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ MAX_UNSENT = 100_000
 _MAX_UNREAD = 1000
 """Number of frames that the socket of a receiver keeps."""
 _RECONNECT_MS = 10
+_MAX_CONNECT_MS = 30_000
+"""How long a sender that listens waits for its receiver to connect."""
 _MAX_HANDSHAKE_BYTES = 4096
 """A sender receives only handshakes. libzmq would store any number of bytes from a stranger who has no key."""
 _MAX_FRAMES_AT_ONCE = 256
@@ -79,9 +82,15 @@ class ZmqSender:
     """Sends frames. address: of its endpoint."""
 
     def __init__(
-        self, context: Context, endpoint: str | SecureEndpoint, epoch: int, *, receiver: str = "the other end"
+        self,
+        context: Context,
+        endpoint: str | SecureEndpoint,
+        epoch: int,
+        *,
+        receiver: str = "the other end",
+        listens: bool = False,
     ) -> None:
-        """receiver: its name, for errors."""
+        """receiver: its name, for errors. listens: the receiver connects to this endpoint of this machine."""
         self._receiver = receiver
         clock = None if isinstance(endpoint, str) else time.monotonic
         self._encoder = FrameEncoder(epoch, max_bytes_of_several=_MAX_BYTES_AT_ONCE, clock=clock)
@@ -91,7 +100,11 @@ class ZmqSender:
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         if not isinstance(endpoint, str):
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_HANDSHAKE_BYTES)
-        self.address = attach(self._socket, endpoint)
+        self._socket.setsockopt(zmq.SNDTIMEO, _MAX_CONNECT_MS if listens else 0)
+        if listens:
+            self._socket.bind(endpoint)
+        else:
+            self.address = attach(self._socket, endpoint)
 
     def send(self, messages: list[Message]) -> None:
         """Send ``messages`` as one frame, or as several if one frame would be larger than the maximum.
@@ -120,7 +133,7 @@ class ZmqSender:
 
     def _offer(self, frame: bytes) -> None:
         try:
-            self._socket.send(frame, zmq.NOBLOCK)
+            self._socket.send(frame)
         except zmq.Again:
             text = f"{self._receiver} has not read for too long: {MAX_UNSENT} frames wait for it"
             raise BacklogFullError(text) from None
@@ -134,6 +147,7 @@ class PullSocket:
         self._decoder = FrameDecoder(epoch, time.monotonic)
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
 
     def begin(self, epoch: int) -> None:
@@ -144,13 +158,13 @@ class PullSocket:
         """Accept connections at an endpoint from now on."""
         self._socket.bind(endpoint)
 
-    def attach(self, endpoint: SecureEndpoint) -> str:
-        """Also receive from another machine. Return the address of the endpoint."""
+    def attach(self, endpoint: str | SecureEndpoint) -> str:
+        """Also receive from a sender that listens at this endpoint, or from another machine. Return its address."""
         return attach(self._socket, endpoint)
 
-    def unbind(self, endpoint: str) -> None:
-        """End the connections at this endpoint, and accept no more. Their unread frames are lost."""
-        self._socket.unbind(endpoint)
+    def disconnect(self, endpoint: str) -> None:
+        """End the connection to a sender. Its unread frames are lost."""
+        self._socket.disconnect(endpoint)
 
     def close(self) -> None:
         self._socket.close(linger=0)

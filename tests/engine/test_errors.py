@@ -394,10 +394,6 @@ class TestIds:
         with pytest.raises(ValueError, match=f"'{other}' is in use"):
             world.engine.async_generate("d", GREEDY, rid=other)
         await batch
-        single = world.engine.async_generate("d", GREEDY, rid=other)
-        with pytest.raises(ValueError, match="in use"):
-            world.engine.async_generate(["a", "b", "c"], {**GREEDY, "n": 2}, rid="x")
-        await single
 
     async def test_an_id_for_each_prompt(self, world: World) -> None:
         batch = world.engine.async_generate(["a", "b"], GREEDY, rid=["first", "second"])

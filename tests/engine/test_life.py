@@ -145,7 +145,7 @@ class TestStartingAgain:
             async with here.engine as engine:
                 assert engine.health()["state"] == "running"
                 assert (await engine.async_generate("a", GREEDY))["text"] == expected_text("a", 6)
-            with pytest.raises(EngineClosedError, match="started again"):
+            with pytest.raises(EngineClosedError, match="start an AsyncEngine again"):
                 engine.async_generate("a")
         assert [double.is_stopped for double in here.doubles] == [True] * 3
 

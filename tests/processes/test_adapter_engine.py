@@ -261,6 +261,7 @@ def test_a_bad_adapter_fails_the_constructor_with_the_reason(tmp_path: Path) -> 
         Engine(lora_paths=[str(folder)], **ARGUMENTS)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_many_adapter_names_survive_a_lost_scheduler(case: Case) -> None:
     """12 names through 2 slots, with two copies in memory, and a SIGKILL in the middle."""
     names = [f"tenant-{number}" for number in range(12)]

@@ -17,9 +17,28 @@ from tests.kit.source import ROOT
 pytestmark = pytest.mark.process
 
 HEAD = """
-import asyncio, json, resource, sys
-from aioengine.errors import EngineStartupError
+import asyncio, collections, json, os, random, resource, signal, sys, time
+from aioengine.errors import EngineDeadError, EngineStartupError
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+
+held = []
+
+def use_up():
+    try:
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+
+def give_back(count):
+    while held and count:
+        os.close(held.pop())
+        count -= 1
+
+def kill(engine, place):
+    pids = engine.get_all_child_pids()
+    if place < len(pids):
+        os.kill(pids[place], signal.SIGKILL)
 """
 
 STARTS = """
@@ -40,6 +59,40 @@ for start in (lambda: asyncio.run(start_async()), start_sync):
     except EngineStartupError as error:
         found.append(str(error))
 print(json.dumps(found))
+"""
+
+
+STORM = """
+draw = random.Random(int(sys.argv[1]))
+
+async def ask(engine):
+    try:
+        await asyncio.wait_for(engine.async_generate("x", {"max_new_tokens": 60}), 30)
+    except EngineDeadError:
+        return "dead"
+    return "answered"
+
+async def main():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
+    async with fake_async_engine(processes=True, step_time_s=0.003, max_restarts=100) as engine:
+        calls = []
+        for _ in range(6):
+            try:
+                calls += [asyncio.create_task(ask(engine)) for _ in range(4)]
+                await asyncio.sleep(draw.random() * 0.1)
+                use_up()
+                kill(engine, draw.randrange(2))
+                for _ in range(draw.randrange(40)):
+                    await asyncio.sleep(0.01)
+                    use_up()
+                give_back(draw.choice([1, 5, 20, 1000]))
+                await asyncio.sleep(draw.random() * 0.5)
+            except EngineDeadError:
+                break
+        give_back(1000)
+        return collections.Counter(await asyncio.gather(*calls))
+
+print(json.dumps(asyncio.run(main())))
 """
 
 
@@ -78,3 +131,10 @@ def test_start_without_the_null_device_names_it(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(os, "devnull", str(tmp_path / "null"))
     with pytest.raises(EngineStartupError, match=rf"needs {tmp_path}/null, which cannot be opened: .*No such file"):
         fake_engine()
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
+def test_every_call_ends_while_processes_die_and_descriptors_run_out(seed: int) -> None:
+    found = run(STORM, seed)
+    assert isinstance(found, dict)
+    assert set(found) <= {"answered", "dead"}

@@ -147,11 +147,8 @@ class QueueLimits:
                 "top_logprobs_num or max_new_tokens, use a stream or smaller batches, or raise max_logprob_bytes"
             )
         if num_bytes > self.free_logprob_bytes:
-            raise EngineOverloadedError(
-                f"the engine is overloaded: the logprobs of this request may take {num_bytes} bytes, beside "
-                f"{self.num_logprob_bytes} of other requests (max_logprob_bytes={most}); try again later",
-                retry_after=self._retry_after(),
-            )
+            message = f"the engine is overloaded: open requests use max_logprob_bytes={most}; try again later"
+            raise EngineOverloadedError(message, retry_after=self._retry_after())
         call.counter = self
         row.num_logprob_bytes = num_bytes
         call.num_logprob_bytes += num_bytes

@@ -67,7 +67,7 @@ class PooledRow(CallRow):
             if pooled.has_sigmoid:
                 small = math.exp(-abs(score))  # cannot overflow
                 score = (1.0 if score >= 0 else small) / (1.0 + small)
-            answer = {"score": score, "index": self.position, "meta_info": info}
+            answer = {"score": score, "index": self.index, "meta_info": info}
         return cast("Answer", answer)
 
     def _vector_data(self) -> bytes | None:

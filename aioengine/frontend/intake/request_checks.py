@@ -89,11 +89,9 @@ class RequestChecks:
             return
         names = tokenizer.template_names
         if not (isinstance(template, str) and template in names):
-            raise ValueError(
-                f"chat_template={checks.shown(os.fspath(template))} is not the name of one of the model's templates "
-                f"({', '.join(names) or 'it has none'}), and requests may not contain a template; set "
-                "allow_request_templates=True if all clients are trusted"
-            )
+            given, known = checks.shown(os.fspath(template)), ", ".join(names) or "it has none"
+            text = f"chat_template={given} is none of the model's templates ({known})"
+            raise ValueError(f"{text}; allow_request_templates=True allows others")
 
     def _check_params(self, request: CallRequest, params: SamplingParams) -> None:
         """Convert parameters to ``request.message_parts``, and check them.
@@ -156,8 +154,5 @@ class RequestChecks:
         num_bytes = 4 * self.model.hidden_size * num_positions
         max_bytes = self.parts.blueprint.delivery.max_hidden_state_bytes
         if num_bytes > max_bytes:
-            raise RequestTooLargeError(
-                f"return_hidden_states of {num_ids} prompt tokens and up to {max_new_tokens} output tokens may give "
-                f"{num_bytes} bytes; max_hidden_state_bytes={max_bytes} are allowed. Lower "
-                "max_new_tokens, or give a shorter prompt"
-            )
+            excess = f"the hidden states may take {num_bytes} bytes; max_hidden_state_bytes={max_bytes} are allowed"
+            raise RequestTooLargeError(f"{excess}; lower max_new_tokens, or give a shorter prompt")

@@ -6,7 +6,6 @@ one request that generates no token and finds the query in the prefix cache. Wit
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence  # noqa: TC003  # for the annotations of the options
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, cast
@@ -33,8 +32,6 @@ else:
 
 MAX_LABELS: Final = 1 << 17
 MAX_TEMPERATURE: Final = 1e6
-_ENTRIES_PER_TURN: Final = 4096
-"""Items and labels that are read before the event loop gets a turn: about 10 ms."""
 ITEMS: Final = "a string, or a list of strings or of lists of token ids"
 LABELS: Final = "a list of token ids, or one for each item"
 
@@ -123,10 +120,10 @@ class ScoreRequest(Struct, kw_only=True):
         return [weight / total for weight in weights]
 
 
-async def score_request(
+def score_request(
     query: object, items: object, labels: object, options: Mapping[str, object], *, parts: EngineParts
 ) -> ScoreRequest:
-    """Check a call of ``score``, many items in several iterations of the loop.
+    """Check a call of ``score``. Runs on any thread, because long lists take time.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message has its name and value.
@@ -150,27 +147,13 @@ async def score_request(
     if request.gives_logprobs and is_classifier:
         raise ValueError("return_token_logprobs is for models that generate, and this one is a classifier")
     is_item_first = checks.switch("item_first", options.get("item_first", False))
-    await _add_prompts(request, query, items, is_item_first=is_item_first, may_be_empty=is_classifier)
+    _add_prompts(request, query, items, is_item_first=is_item_first, may_be_empty=is_classifier)
     if not is_classifier:
-        await _add_labels(request, labels, parts)
+        _add_labels(request, labels, parts)
     return request
 
 
-class _Turns:
-    """Long lists are read in several iterations of the event loop."""
-
-    def __init__(self) -> None:
-        self._num_left = _ENTRIES_PER_TURN
-
-    async def read(self, num: int = 1) -> None:
-        """Count entries that were read. After many of them, wait for the next iteration of the loop."""
-        self._num_left -= num
-        if self._num_left <= 0:
-            self._num_left = _ENTRIES_PER_TURN
-            await asyncio.sleep(0)
-
-
-async def _add_prompts(
+def _add_prompts(
     request: ScoreRequest, query: object, items: object, *, is_item_first: bool, may_be_empty: bool
 ) -> None:
     """Add the prompts: query and item together, as texts or as ids."""
@@ -183,7 +166,6 @@ async def _add_prompts(
         entries = [entries]
     shared: Any = None if query is None else _text_or_ids("query", query)
     first = None if shared is None else ("query", shared)
-    turns = _Turns()
     prompts: list[Any] = []
     for index, entry in enumerate(entries):
         try:
@@ -200,7 +182,6 @@ async def _add_prompts(
             request.fail_item(index, error)
             item = type(first[1])() if first else ""
         prompts.append(item if shared is None else item + shared if is_item_first else shared + item)
-        await turns.read((1 if isinstance(item, str) else len(item)) + len(prompts[-1]) // 1000)
     request.prompts = prompts
 
 
@@ -218,16 +199,15 @@ def _text_or_ids(name: str, value: object) -> str | list[int]:
         return [checks.whole(f"{name} entries", entry, 0) for entry in entries]
 
 
-async def _add_labels(request: ScoreRequest, value: object, parts: EngineParts) -> None:
+def _add_labels(request: ScoreRequest, value: object, parts: EngineParts) -> None:
     """Add the labels: one list for all items, or one list per item."""
     given = checks.items("label_token_ids", value, checks.MAX_COUNT, allowed=LABELS)
     if not given:
         raise ValueError("label_token_ids is empty; give at least one token id")
     size = parts.settings.model.vocab_size if parts.tokenizer is None else parts.tokenizer.vocab_size
-    turns = _Turns()
     if not any(isinstance(checks.plain(entry), list | tuple) for entry in given[:PROMPTS_IN_PIECE]):
         given = checks.items("label_token_ids", given, MAX_LABELS)
-        request.labels = [await _checked_labels("label_token_ids", given, size, turns)]
+        request.labels = [_checked_labels("label_token_ids", given, size)]
         return
     if len(given) != len(request.prompts):
         lists, items = checks.counted(len(given), "list"), checks.counted(len(request.prompts), "item")
@@ -236,13 +216,13 @@ async def _add_labels(request: ScoreRequest, value: object, parts: EngineParts) 
     for index, row in enumerate(given):
         name = f"label_token_ids[{index}]"
         try:
-            request.labels.append(await _checked_labels(name, checks.items(name, row, MAX_LABELS), size, turns))
+            request.labels.append(_checked_labels(name, checks.items(name, row, MAX_LABELS), size))
         except (TypeError, ValueError) as error:
             request.fail_item(index, error)
             request.labels.append([])
 
 
-async def _checked_labels(name: str, given: list[object], vocab_size: int, turns: _Turns) -> list[int]:
+def _checked_labels(name: str, given: list[object], vocab_size: int) -> list[int]:
     seen = dict[int, None]()
     for entry in given:
         if isinstance(entry, str):
@@ -252,7 +232,6 @@ async def _checked_labels(name: str, given: list[object], vocab_size: int, turns
         if label in seen:
             raise ValueError(f"{name} has {label} twice; give each label once")
         seen[label] = None
-        await turns.read()
     if not seen:
         raise ValueError(f"{name} is empty; give at least one token id")
     return list(seen)
@@ -292,7 +271,7 @@ async def score(
             return_logprob=True,
             token_ids_logprob=labels[0] if len(labels) == 1 else chosen(labels),
         )
-    turns, num_tokens = _Turns(), 0
+    num_tokens = 0
     for index, out in zip(indices, outs, strict=True):
         if isinstance(out, Exception):
             scores[index] = logprobs[index] = out
@@ -314,5 +293,4 @@ async def score(
             scores[index] = request.scores_of(row)
         else:
             scores[index] = row if labels is None else [math.exp(logprob) for logprob in row]
-        await turns.read(len(row))
     return ScoreResult(scores, num_tokens, logprobs if request.gives_logprobs else None)

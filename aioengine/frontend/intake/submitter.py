@@ -161,12 +161,12 @@ class Submitter:
             if self._images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):
                 prompts = prompts[:1]  # a prompt waits for its images, so it starts alone
             encoded: list[Encoded] = []
-            for position, prompt in enumerate(prompts):
+            for number, prompt in enumerate(prompts):
                 known = self._ids_if_known(prompt)
                 if known is not None:
                     encoded.append(known)
                 if isinstance(known, Exception):
-                    prompts[position] = known
+                    prompts[number] = known
             start = self._start_rows if self._images is None else self._place_images
             if len(encoded) == len(prompts):  # otherwise all go to the thread, so that rows start in order
                 start(call, encoded, 0.0)
@@ -267,8 +267,8 @@ class Submitter:
 
     def _start_row(self, call: Call, encoded: Encoded, tokenize_s: float, submits: list[Submit]) -> None:
         """Create the next row of a call. Add its message to ``submits``, or end the row."""
-        request, position = call.request, call.num_started
-        prompt, sample = divmod(position, request.num_samples)
+        request, index = call.request, call.num_started
+        prompt, sample = divmod(index, request.num_samples)
         params = request.params_of(prompt)
         if request.adapters is not None:
             encoded = request.adapters.error_of(prompt) or encoded
@@ -293,7 +293,7 @@ class Submitter:
         row = self._add_row(call, ids, seed=(seed + sample) & SEED_MASK, tokenize_s=tokenize_s)
         if not isinstance(encoded, list):
             _refuse_row(row, encoded)
-        elif position in call.aborted:
+        elif index in call.aborted:
             _end_row(row, FinishCode.ABORT)
         elif call.deadlines and (expired := call.expired_deadline(time.monotonic())):
             _end_row(row, FinishCode.DEADLINE, matched=expired)
@@ -310,15 +310,14 @@ class Submitter:
 
     def _add_row(self, call: Call, ids: list[int], *, seed: int = 0, tokenize_s: float = 0.0) -> CallRow:
         """Create the next row of a call. ``ids``: its prompt; empty: it will not be submitted."""
-        request, position = call.request, call.num_started
+        request, index = call.request, call.num_started
         call.num_started += 1
-        prompt = position // request.num_samples
+        prompt = index // request.num_samples
         has_extras = request.logprobs is not None or request.hidden_states is not None
         row = row_type(request)(
             call,
-            position,
-            call.row_rid(position),
-            index=position if request.gives_batch else None,
+            index,
+            call.row_rid(index),
             seed=seed,
             tokenize_s=tokenize_s,
             prompt_token_ids=ids,
@@ -339,7 +338,7 @@ class Submitter:
             ValueError, EngineOverloadedError: the row does not fit.
         """
         call, ids = row.call, row.prompt_token_ids
-        request, prompt, num_prompt = call.request, row.position // call.request.num_samples, len(row.prompt_token_ids)
+        request, prompt, num_prompt = call.request, row.prompt, len(row.prompt_token_ids)
         session = 0 if request.sessions is None else self._sessions.attach(row)
         if not ids:
             raise ValueError("the prompt has no tokens; give at least one character or token id")
@@ -357,7 +356,7 @@ class Submitter:
             return None
         message_parts = request.message_parts[id(params)]
         if call.is_stream and message_parts.sampling.grammar is not None:
-            call.compiling.add(row.position)
+            call.compiling.add(row.index)
         row.uid = self._num_uids
         self._num_uids += 1
         self._limits.add_row(call, prompt, num_prompt)
@@ -480,10 +479,8 @@ def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Calla
     if not isinstance(encoded, list) or len(encoded) <= max_tokens:
         return encoded
     if isinstance(encoded, MediaIds):
-        return RequestTooLargeError(
-            f"the prompt has {len(encoded)} tokens, including {encoded.num_image_tokens} for images, and {max_tokens} "
-            "fit; give smaller or fewer images"
-        )
+        sizes = f"{len(encoded)} tokens, including {encoded.num_image_tokens} for images, and {max_tokens} fit"
+        return RequestTooLargeError(f"the prompt has {sizes}; give smaller or fewer images")
     if pooled.truncates:
         cut = encoded[:max_tokens]
         try:

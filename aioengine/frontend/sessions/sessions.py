@@ -181,22 +181,15 @@ class Session:
         if params.rid is None:
             for name, value in about_history.items():
                 if value:
-                    raise ValueError(
-                        f"session_params has {name}={value} but no rid; {name} cuts the history of the request rid, so "
-                        f'give the meta_info["id"] of an answer as rid, or leave {name} out'
-                    )
+                    raise ValueError(f"session_params has {name}={value} but no rid, whose history is to be cut")
             return self.root
         parent = self.turns.get(params.rid)
         if parent is None or (parent.is_over and parent.has_failed):
-            raise ValueError(
-                f"invalid request: session {self.id!r} has no request {checks.shown(params.rid)}, or it failed; give "
-                'the meta_info["id"] of an answer'
-            )
+            rid = checks.shown(params.rid)
+            raise ValueError(f"invalid request: session {self.id!r} has no request {rid}, or it failed")
         if not parent.is_over and not params.replace:
-            raise ValueError(
-                f"session {self.id!r}: appending to a request that hasn't finished, {parent.rid!r}; wait for its end, "
-                "or replace it"
-            )
+            text = f"session {self.id!r}: appending to a request that hasn't finished, {parent.rid!r}"
+            raise ValueError(f"{text}; wait for its end, or replace it")
         return parent
 
 
@@ -350,17 +343,17 @@ class Sessions:
         if params.replace:
             self._replace(parent)
         num_prompt = num_kept + len(ids)
-        position = call.num_started
-        turn = Turn(session, call.row_rid(position), parent, num_kept, num_prompt, media=media)
+        index = call.num_started
+        turn = Turn(session, call.row_rid(index), parent, num_kept, num_prompt, media=media)
         turn.ids.extend(ids)
         self._add(turn, parent)
-        self._running.setdefault(call, {})[position] = turn
+        self._running.setdefault(call, {})[index] = turn
         all_ids = parent.history(num_kept) + ids
         return MediaIds(all_ids, media) if media else all_ids
 
     def attach(self, row: CallRow) -> int:
         """Connect a row to its turn. Return the number of its session; 0: the row has no session."""
-        turn = self._running.get(row.call, {}).get(row.position)
+        turn = self._running.get(row.call, {}).get(row.index)
         if turn is None:
             return 0
         turn.row = cast("KeptRow", row)

@@ -234,8 +234,5 @@ def with_images(message: Message) -> Message:
     except FileNotFoundError:  # the request has ended
         return message
     if (num_bytes := sum(len(image.data) for image in media)) > _MAX_IMAGE_BYTES:
-        raise UnencodableError(
-            f"its prepared images take {num_bytes:,} bytes, and {_MAX_IMAGE_BYTES:,} can be sent to another machine; "
-            "use fewer or smaller images"
-        )
+        raise UnencodableError(f"its prepared images take {num_bytes:,} bytes, and {_MAX_IMAGE_BYTES:,} can be sent")
     return replace(message, media=media)

@@ -52,7 +52,7 @@ class ProcessLauncher:
         self._epoch = secrets.randbits(_EPOCH_BITS)
         self._folder: ChildFolder
         self._closing = contextlib.ExitStack()
-        self._uplinks: dict[Role, str] = {}  # role -> endpoint at which the frontend listens to the child
+        self._uplinks: dict[Role, str] = {}  # role -> endpoint at which the child listens, to send to the frontend
         self._num_started = 0
         self._owner_pid = os.getpid()
         self._is_closed = False
@@ -78,7 +78,7 @@ class ProcessLauncher:
             self.receiver = AsyncZmqReceiver(context, self._epoch)
             self._closing.callback(self.receiver.close)
             for endpoint in self._uplinks.values():
-                self.receiver.bind(endpoint)
+                self.receiver.attach(endpoint)
         except ZmqError as error:
             raise EngineStartupError(f"the engine's sockets could not be opened: {error}") from error
 
@@ -100,9 +100,9 @@ class ProcessLauncher:
             EngineStartupError: it could not be started.
         """
         before = next(child for child in self.children if child.role == DETOKENIZER)
-        self.receiver.unbind(self._uplinks[DETOKENIZER])
+        self.receiver.disconnect(self._uplinks[DETOKENIZER])
         await self._in_thread(partial(self._spawn, DETOKENIZER))
-        self.receiver.bind(self._uplinks[DETOKENIZER])
+        self.receiver.attach(self._uplinks[DETOKENIZER])
         before.close()
         self.children.remove(before)
 
@@ -158,7 +158,7 @@ class ProcessLauncher:
             self._spawn(role)
 
     def _spawn(self, role: Role) -> None:
-        """Start a child with its own endpoint of the frontend. Runs in the thread."""
+        """Start a child with its own endpoint for the frontend. Runs in the thread."""
         self._num_started += 1
         self._uplinks[role] = self._folder.endpoint(f"{_FRONTEND}-{self._num_started}")
         self.children.append(self._folder.start(role, self._epoch, self._uplinks[role]))

@@ -154,8 +154,8 @@ def test_asynchronous_readers_lose_no_frame_under_load(
 
     async def main() -> list[int]:
         receiver = AsyncZmqReceiver(channel.context, EPOCH)
-        receiver.bind(channel.endpoint)
-        sender = ZmqSender(channel.context, channel.endpoint, EPOCH)
+        receiver.attach(channel.endpoint)
+        sender = ZmqSender(channel.context, channel.endpoint, EPOCH, listens=True)
         for uid in range(NUM_FLOOD):
             sender.send([Abort([uid])])
         uids: list[int] = []
@@ -172,8 +172,8 @@ def test_asynchronous_readers_lose_no_frame_under_load(
 def test_frame_wakes_an_async_receiver_which_may_be_cancelled(channel: Channel, runner: asyncio.Runner) -> None:
     async def main() -> None:
         receiver = AsyncZmqReceiver(channel.context, EPOCH)
-        receiver.bind(channel.endpoint)
-        sender = ZmqSender(channel.context, channel.endpoint, EPOCH)
+        receiver.attach(channel.endpoint)
+        sender = ZmqSender(channel.context, channel.endpoint, EPOCH, listens=True)
         for uid in range(9):
             waiting = asyncio.create_task(receiver.receive())
             await asyncio.sleep(0.005)
@@ -202,8 +202,8 @@ def test_idle_async_receiver_is_not_woken(
 
     async def main() -> int:
         receiver = AsyncZmqReceiver(channel.context, EPOCH)
-        receiver.bind(channel.endpoint)
-        sender = ZmqSender(channel.context, channel.endpoint, EPOCH)
+        receiver.attach(channel.endpoint)
+        sender = ZmqSender(channel.context, channel.endpoint, EPOCH, listens=True)
         sender.send([Abort([1])])
         await receiver.receive()
         await asyncio.sleep(0.05)

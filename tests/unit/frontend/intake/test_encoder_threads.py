@@ -166,7 +166,7 @@ async def test_a_thread_that_cannot_be_started_is_an_error_of_the_constructor(mo
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    with pytest.raises(RuntimeError, match="needs another thread"):
         Encoder(Fragile())
 
 
