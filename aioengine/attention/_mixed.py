@@ -79,12 +79,14 @@ class MixedCapturableAttention(MixedAttention[CapturableAttention]):
 class MixedDecode(_ByLayer[FixedDecode]):
     """Implements ``FixedDecode``."""
 
+    most_tokens = 1
+
     def plan_capture(self, kv_lengths: Ints) -> None:
         """Plan the capture, for rows of ``kv_lengths`` [R] positions."""
         for backend in self.backends:
             backend.plan_capture(kv_lengths)
 
-    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
+    def plan(self, starts: Tensor, last_lengths: Tensor, tables: Ints | None = None) -> None:
         """Plan a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R]."""
         for backend in self.backends:
             backend.plan(starts, last_lengths)

@@ -31,16 +31,18 @@ class FixedRows(TorchAttention):
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor, num_rows: int, buffers: DecodeBuffers) -> None:
         super().__init__(shape, kv_pool)
+        self.most_tokens = buffers.most_tokens
         self._num_rows = num_rows
         self._buffers = buffers
+        self._tables = np.arange(num_rows + 1)
 
     def plan_capture(self, kv_lengths: Ints) -> None:
         self._buffers.starts.copy_(torch.arange(self._num_rows + 1))
         self._buffers.last_lengths.copy_(torch.from_numpy(kv_lengths))
         self._buffers.page_ids[: self._num_rows].zero_()
 
-    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        pass
+    def plan(self, starts: Tensor, last_lengths: Tensor, tables: Ints | None = None) -> None:
+        self._tables = np.arange(self._num_rows + 1) if tables is None else tables
 
     def target(self, layer: int) -> Any:
         if not layer:
@@ -49,10 +51,11 @@ class FixedRows(TorchAttention):
 
     def _read(self) -> None:
         buffers, starts = self._buffers, self._buffers.starts.tolist()
-        counts = np.diff(starts)
+        table_of_row = np.repeat(np.arange(len(self._tables) - 1), np.diff(self._tables))
+        counts = np.diff(starts)[table_of_row]
         pages = torch.zeros(self._num_rows, counts.max(), dtype=torch.int32)
-        for row, count in enumerate(counts.tolist()):
-            pages[row, :count] = buffers.page_ids[starts[row] : starts[row] + count]
+        for row, (table, count) in enumerate(zip(table_of_row.tolist(), counts.tolist(), strict=True)):
+            pages[row, :count] = buffers.page_ids[starts[table] : starts[table] + count]
         kv_lengths = (counts - 1) * self.page_size + buffers.last_lengths.numpy()
         self.prepare(
             ForwardBatch(
@@ -112,8 +115,9 @@ def move_rows(columns: Tensor, pages: tuple[Tensor, Tensor], rejected: Tensor, *
     (starts, page_ids), later = pages, rejected[columns[-1].long()]
     for index in (1, 3, sampled):
         columns[index] -= later
-    indices = (starts[1:] - starts[:-1] - 1) * page_size + columns[3] - 1
-    slots = page_ids[(starts[:-1] + indices // page_size).long()] * page_size + indices % page_size
+    tables = columns[-2].long()
+    indices = (starts[tables + 1] - starts[tables] - 1) * page_size + columns[3] - 1
+    slots = page_ids[(starts[tables] + indices // page_size).long()] * page_size + indices % page_size
     columns[2] = torch.where(later > 0, slots, columns[2])
 
 

@@ -39,9 +39,8 @@ async def answers(folder: Path, **options: Any) -> tuple[list[list[int]], dict[s
         str(folder),
         device=DEVICE,
         skip_tokenizer_init=True,
-        enable_deterministic_inference=True,
         max_total_tokens=32 * CONTEXT_LENGTH,
-        **options,
+        **{"enable_deterministic_inference": True} | options,
     ) as engine:
         counts = [each["max_new_tokens"] for each in params]
         simple, drawn = (
@@ -66,9 +65,10 @@ async def test_answers_are_those_without_drafts(tmp_path: Path) -> None:
         ({**with_model, "disable_cuda_graph": True}, 0.5),
         ({**with_model, "speculative_draft_model_path": str(other)}, 0.0),
         ({"speculative_algorithm": "NGRAM"}, 0.0),
+        ({**with_model, "enable_deterministic_inference": False}, 0.5),  # another kernel, with other bits
     ]
     for options, least in cases:
         found, stats = await answers(model, **options)
-        assert found == plain, options
+        assert found == plain or "enable_deterministic_inference" in options, options
         assert stats["num_proposed_drafts"] > 0, options
         assert stats["num_accepted_drafts"] >= least * stats["num_proposed_drafts"], options

@@ -244,6 +244,7 @@ async def test_update_whose_caller_is_cancelled_is_finished(
         assert engine.stats()["num_restarts"] == 0
 
 
+@pytest.mark.slow
 async def test_all_replicas_continue_after_the_loss_of_an_update(
     versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:

@@ -192,6 +192,7 @@ async def test_lost_scheduler_starts_with_the_newest_weights(
     assert reference.check(PROMPT, answer) == ["v2"]
 
 
+@pytest.mark.slow
 async def test_versions_of_lost_tokens_are_forgotten(versions: dict[str, Path]) -> None:
     async with engine_of(versions, stream_interval=500) as engine:  # only the first token is delivered at once
         task = started(engine, PROMPT, 200)
@@ -207,10 +208,8 @@ async def test_versions_of_lost_tokens_are_forgotten(versions: dict[str, Path]) 
         assert (await task)["meta_info"]["weight_versions"] == [("default", 0, 200)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"tp_size": 2}, pytest.param({"dp_size": 2, "load_balance_method": "round_robin"}, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"tp_size": 2}, {"dp_size": 2, "load_balance_method": "round_robin"}])
 async def test_all_ranks_and_replicas_get_the_new_weights(
     versions: dict[str, Path], reference: Reference, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -196,8 +196,9 @@ class CallRequest(Struct):
                     message = "is given without custom_logit_processor, which reads it; name one"
                     raise ValueError(f"custom_params={checks.shown(params.custom_params)} {message}")
                 name = f"{self.name}[{index}]" if self.is_batch else self.name
-                prompt: Prompt | PromptError = self.check_prompt(name, self.values[index])
-                num_bytes += prompt.num_bytes
+                checked = self.check_prompt(name, self.values[index])
+                num_bytes += checked.num_bytes
+                prompt: Prompt | PromptError = checked
             except (TypeError, ValueError) as error:
                 if not self.prompts_fail_alone:
                     raise named(error, index, self.num_prompts) from None

@@ -65,7 +65,7 @@ def _move_kernel(
     column = columns + tl.program_id(0)
     later = tl.load(rejected + tl.load(column + INDEX * stride))
     if later > 0:
-        start = starts + tl.program_id(0)
+        start = starts + tl.load(column + (INDEX - 1) * stride)
         first, last_length = tl.load(start), tl.load(column + 3 * stride) - later
         index = (tl.load(start + 1) - first - 1) * PAGE_SIZE + last_length - 1
         tl.store(column + stride, tl.load(column + stride) - later)
@@ -82,9 +82,10 @@ def move_rows(columns: Tensor, pages: tuple[Tensor, Tensor], rejected: Tensor, *
     """Subtract the rejected drafts from the positions, slots and last lengths of the rows of a decode graph.
 
     Args:
-        columns: [C, B] int32, see ``decode_graphs``. The last column has the index of each row in ``rejected``.
-        pages: starts [B + 1] of the rows among the page ids, and page ids [P]. A last length may become negative: the
-            row then ends on an earlier page.
+        columns: [C, B] int32, see ``decode_graphs``. The last two have the page table of each row, and its index in
+            ``rejected``.
+        pages: starts [B + 1] of the page tables among the page ids, and page ids [P]. A last length may become
+            negative: the row then ends on an earlier page.
         sampled: index of the column with the positions of sampled tokens.
     """
     num_columns, num_rows = columns.shape

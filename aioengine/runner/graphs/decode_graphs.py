@@ -6,7 +6,10 @@ share one memory pool, so the largest is captured first.
 
 Steps in which many rows start with the same pages use separate graphs with cascade attention, which reads these pages
 once. Their rows are reordered, and a row of several known tokens is expanded to several rows of a graph
-(``runner.graphs.rearranged_rows``).
+(``runner.graphs.rearranged_rows``). These may share a page table, so that attention reads it once.
+
+If the host does not know how many drafts of the previous step were rejected, the positions of a step are upper bounds.
+The graph subtracts the rejected drafts first (``kernels.triton.drafts``).
 
 A graph samples each row with its temperature only. If rows need more (top-k, penalties...), the step uses the hidden
 states of the graph and samples outside of it.
@@ -50,10 +53,10 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int32]
     Ints64 = npt.NDArray[np.int64]
 
-_COLUMNS = 6 + NUM_FIELDS
+_COLUMNS = 7 + NUM_FIELDS
 """Columns of B numbers in the memory of a step: row indices, positions, slot_mapping, last_lengths, indices at which
-the table stores the sampled tokens (-1: the graph does not sample the row), fields of ``Draws``, indices in
-``RowTable.rejected``.
+the table stores the sampled tokens (-1: the graph does not sample the row), fields of ``Draws``, numbers of page
+tables, indices in ``RowTable.rejected``.
 """
 _SAMPLED = 7
 """The column with the positions of the sampled tokens."""
@@ -314,11 +317,16 @@ class DecodeGraphs:
                     targets[rows.token_ends - 1] = targets_of_rows
             places = sources, targets if is_drawn or expanded is not None or draft_number is not None else -1
             arrays = self._host_arrays
-            num_used = self._fill(arrays, size, rows, sampled, places, cascade=cascade, expanded=expanded)
+            tables: Ints | None = None
+            if expanded is not None and (most := chosen.attention.most_tokens) > 1:
+                is_first = (expanded.positions - rows.starts[expanded.row_of_token]) % most == 0
+                tables = np.append(np.flatnonzero(is_first), np.arange(num_rows, size + 1)).astype(np.int32)
+            options = {"cascade": cascade, "expanded": expanded, "tables": tables}
+            num_used = self._fill(arrays, size, rows, sampled, places, **options)
             if samples_each and expanded is not None:
                 arrays[0][_SAMPLED * size :][:num_rows] = expanded.positions + 1
             host, ends = self._host[0], _COLUMNS * size
-            chosen.attention.plan(host[ends : ends + size + 1], host[3 * size : 4 * size])
+            chosen.attention.plan(host[ends : ends + size + 1], host[3 * size : 4 * size], tables)
         if when_ready is not None:
             when_ready()
         for memory, host, end in zip(self._memory, self._host, num_used, strict=True):
@@ -390,29 +398,36 @@ class DecodeGraphs:
         *,
         cascade: Cascade | None = None,
         expanded: ExpandedRows | None = None,
+        tables: Ints | None = None,
     ) -> list[int]:
         """Write the inputs of the graph of ``size`` rows to ``hosts``, an array [X] for each page group. Return the
         number of integers written to each of them.
 
         places: [rows of the graph] indices of the last tokens in the table, and indices at which it stores the sampled
-        tokens (-1: the row is not sampled).
+        tokens (-1: the row is not sampled). tables: see ``FixedDecode.plan``.
         """
         page_size, ends = self._inputs.page_size, _COLUMNS * size
         order = cascade.order if cascade else expanded.row_of_token if expanded else slice(None)
         row_indices = rows.row_indices[order]
         positions = expanded.positions if expanded else rows.starts[order]
         num_rows = len(positions)
-        last_pages = positions // page_size
-        last_lengths = positions - last_pages * page_size + 1
-        tables_GRP = self._table.page_tables.of_step(row_indices, positions, int(last_pages.max()) + 1)
-        slots_GR = tables_GRP[:, np.arange(num_rows), last_pages] * page_size + last_lengths - 1
+        table_of_row, lasts = np.arange(num_rows), slice(None)  # lasts: the last row of each page table
+        if tables is not None:
+            firsts = tables[tables < num_rows]
+            lasts = np.append(firsts[1:], num_rows) - 1
+            table_of_row = np.searchsorted(firsts, table_of_row, side="right") - 1
+        last_positions = positions[lasts]
+        last_pages = last_positions // page_size
+        tables_GRP = self._table.page_tables.of_step(row_indices[lasts], last_positions, int(last_pages.max()) + 1)
+        pages = positions // page_size
+        slots_GR = (tables_GRP[:, table_of_row, pages] - pages) * page_size + positions
         columns = hosts[0][:ends].reshape(_COLUMNS, size)
         columns[0, :num_rows], columns[4, :num_rows] = places
         columns[1, :num_rows] = rows.shifted(positions, self._model.input_spec.short_length, order)
         if (images := self._table.images) is not None:
             columns[1, :num_rows] += images.deltas[row_indices]
         columns[2, :num_rows] = slots_GR[0]
-        columns[3, :num_rows] = last_lengths
+        columns[3, :num_rows] = positions + 1 - last_pages[table_of_row] * page_size
         columns[4, num_rows:] = -1
         fields = columns[5:]
         fill_fields(sampled, fields[:, : len(rows.requests)])
@@ -423,7 +438,7 @@ class DecodeGraphs:
             columns[3, num_rows:] = 1
             fields[:, num_rows:] = 0
             columns[-1, num_rows:] = len(self._table.unread)
-        columns[-1, :num_rows] = self._table.unread[row_indices]
+        columns[-2:, :num_rows] = table_of_row, self._table.unread[row_indices]
         num_shared = cascade.num_shared if cascade else None
         num_written, is_used_RP = _fill_pages(hosts[0][ends:], size, tables_GRP[0], last_pages, num_shared=num_shared)
         num_used = [ends + num_written]
@@ -451,6 +466,7 @@ class DecodeGraphs:
             page_ids=memory[first:],
             max_pages=self._table.page_tables.tables.shape[2],
             are_bounds=self._table.has_bounds,
+            most_tokens=1 + self._table.max_drafts,
         )
         if not groups:
             return buffers

@@ -16,6 +16,10 @@ it can compute one position less than there are known tokens: it lags by one. Th
 states of the model, so the positions of accepted drafts are computed again. The last position of a prefix hit was
 computed with the next token of an earlier request. It is not computed again, because other requests share it.
 
+If drafts follow tokens that the host does not know yet (``PlannedDrafts.num_unknown``), the first draft computes the
+last two tokens: the last accepted draft may have no keys and values. Heads do not do this, because the number of tokens
+that they compute again depends on the accepted drafts.
+
 N requests, R rows of a forward pass, T packed tokens, D model size, V vocabulary, X drafts.
 """
 
@@ -208,9 +212,12 @@ class DraftModel:
         if missing:
             self._extend(missing)
 
-    def can_follow(self, drafted: DraftedRequest) -> bool:
-        """Return whether only the last known token and tokens after it may lack keys and values."""
-        return self._graphs is not None and drafted.num_computed >= _length(drafted) - 1
+    def can_follow(self, drafted: DraftedRequest, *, has_drafts: bool) -> bool:
+        """Return whether only the last two tokens may lack keys and values after the step in flight.
+
+        has_drafts: in this step the request has drafts, before which all known tokens were computed.
+        """
+        return self._graphs is not None and (has_drafts or drafted.num_computed >= _length(drafted) - 1)
 
     def can_propose(self, row: Row) -> bool:
         """Return whether there can be drafts for a row. A draft head needs the hidden state of the model before the

@@ -4,11 +4,13 @@ The scheduler plans how many drafts a row may have, and assumes that all are acc
 number. It computes the row with the proposed tokens like a part of a prompt, and samples a token at each position: the
 first drafts that equal these tokens are accepted. Without proposals, the row is a plain row.
 
-Proposals need all earlier tokens on the host. So before a step with proposals, and before the step after it, the host
-waits for the steps in flight. It does not wait if the known tokens show that no n-gram will be found.
+If a draft model or head has CUDA graphs, its drafts stay on the device, and the host reads them together with the
+tokens of the step. Otherwise, and if the step itself cannot verify them in a CUDA graph, the host reads them before the
+step.
 
-If a draft model has CUDA graphs, its drafts stay on the device, and the host reads them together with the tokens of the
-step. Otherwise, and if the step itself cannot verify them in a CUDA graph, the host reads them before the step.
+The drafts of a draft model may follow drafts of the step in flight: the device accepts them, and its graphs correct the
+positions. Other proposals need all earlier tokens on the host. So before a step with proposals, and before the step
+after it, the host waits for the steps in flight, except if the known tokens show that no n-gram will be found.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ class DraftRows:
             entry = launched.get(row.uid)
             if entry is None or self._open.get(row.uid) is not entry or not isinstance(entry.text, DraftedRequest):
                 return False
-            if row.uid not in ticket.drafts.proposed and not self._model.can_follow(entry.text):
+            if not self._model.can_follow(entry.text, has_drafts=row.uid in ticket.drafts.proposed):
                 return False
         return True
 

@@ -34,7 +34,8 @@ assert len(rejected.unique()) == 4
 lengths = torch.randint(5, 60, (12,)).int()
 starts = torch.cat([torch.zeros(1), -(-lengths // page_size)]).cumsum(0).int()
 page_ids = torch.randperm(int(starts[-1])).int()
-columns = torch.zeros(11, 12, dtype=torch.int32)
+columns = torch.zeros(12, 12, dtype=torch.int32)
+columns[-2] = torch.arange(12)
 last_lengths = lengths - (starts.diff() - 1) * page_size
 columns[1], columns[3], columns[7], columns[-1] = lengths - 1, last_lengths, lengths, torch.arange(12) + 29
 columns[2] = page_ids[(starts[1:] - 1).long()] * page_size + last_lengths - 1
