@@ -17,8 +17,6 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from aioengine.api.foreign_names import OUR_WAY, no_attribute
-
 if TYPE_CHECKING:
     from aioengine.api.answers import (
         Answer,
@@ -102,6 +100,8 @@ def __getattr__(name: str) -> object:
         value: object = getattr(import_module(home), name)
         globals()[name] = value
         return value
+    from aioengine.api.foreign_names import OUR_WAY, no_attribute  # only for errors
+
     error = no_attribute(f"module {__name__!r}", name)
     caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     if name in OUR_WAY and caller.f_code.co_name == "_handle_fromlist":

@@ -328,12 +328,10 @@ def test_errors_of_the_request_are_one_line_too(run_here: Run) -> None:
 
 
 @pytest.mark.process
-def test_a_damaged_model_is_an_error_of_one_line(tmp_path: Path) -> None:
+def test_a_damaged_model_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(PACKAGE / "demo", tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    done = run("generate", "x", "--model", str(tmp_path))
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert f"cannot read {tmp_path}/model.safetensors: " in done.stderr
+    assert_fails(["generate", "x", "--model", str(tmp_path)], 1, f"cannot read {tmp_path}/model.safetensors: ", capsys)
 
 
 @pytest.mark.process
@@ -382,11 +380,12 @@ def test_a_conversation_that_is_too_long_begins_anew(
 SMALL_BENCH = ("--num-prompts", "3", "--prompt-tokens", "8", "--output-tokens", "4", "--concurrency", "2")
 
 
-@pytest.mark.process
-def test_bench_prints_json() -> None:
-    done = run("bench", "--json", "--skip-tokenizer-init", *SMALL_BENCH)
-    assert (done.returncode, done.stderr) == (0, "")
-    figures = json.loads(done.stdout)
+@pytest.mark.usefixtures("fake_model")
+def test_bench_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--json", *SMALL_BENCH]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    figures = json.loads(printed.out)
     assert (figures["num_requests"], figures["prompt_tokens"], figures["output_tokens"]) == (3, 24, 12)
     assert 0 < figures["first_token_ms_p50"] <= figures["request_ms_p50"] <= figures["request_ms_p99"]
 
@@ -615,7 +614,14 @@ def test_ctrl_c_at_the_prompt_ends_the_chat_and_the_line() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("command", [["generate", "Once upon a time"], ["chat"], ["bench", "--num-prompts", "9000"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "Once upon a time"],
+        pytest.param(["chat"], marks=pytest.mark.slow),
+        pytest.param(["bench", "--num-prompts", "9000"], marks=pytest.mark.slow),
+    ],
+)
 def test_ctrl_c_ends_the_current_line(command: list[str]) -> None:
     terminal = Terminal("-m", "aioengine", *command, *(ENDLESS if command[0] == "generate" else ()), "--progress")
     terminal.wait_for("loading weights")

@@ -10,7 +10,9 @@ from tests.kit.source import Module, classes, functions, module, modules
 
 MAX_FILE_LINES = 600
 
-LONG_FILES: dict[str, str] = {}
+LONG_FILES: dict[str, str] = {
+    "api/engine.py": "the public methods in one class; most lines are their documentation",
+}
 """Files above ``MAX_FILE_LINES`` -> why they are not split."""
 
 SEVERAL_BASES = {

@@ -65,7 +65,7 @@ FLOORS = {
     "4": Floor(
         (
             "utils, http > api.sync > api.engine, settings.planning"
-            " > api.selfcheck, api.weight_calls, api.adapter_calls > api.signatures"
+            " > api.selfcheck, api.signatures"
             " > api.map_items > api.jobs > api.stream, api.journal > frontend > api.args, api.answers, media.intake"
             " > frontend.portal",
         ),

@@ -9,8 +9,6 @@ import sys
 import tomllib
 from importlib.util import find_spec
 
-import pytest
-
 from tests.kit.source import ROOT, imports, modules
 from tests.test_floors import FLOORS, floor_of
 
@@ -121,38 +119,3 @@ def test_distributions_contain_the_license_text() -> None:
 
 def names_of(requirements: list[str]) -> set[str]:
     return {match[0] for entry in requirements if (match := re.match(r"[\w-]+", entry))}
-
-
-WHERE_NUMPY_IS_IMPORTED = """
-import asyncio, json, sys, threading
-
-class Watch:
-    found = []
-
-    def find_spec(self, name, path=None, target=None):
-        if name == "numpy":
-            self.found.append(threading.current_thread() is threading.main_thread())
-
-sys.meta_path.insert(0, Watch())
-from aioengine import AsyncEngine
-from aioengine.testing.fake_engine import FakeSetup
-
-async def main():
-    async with AsyncEngine.from_blueprint(FakeSetup(processes=True).blueprint) as engine:
-        if EMBEDS:
-            assert len(await engine.async_encode(input_ids=[[1, 2], [3]])) == 2
-        else:
-            outs = [engine.async_generate(input_ids=[[1, 2]], return_hidden_states=STATES) for STATES in (True, "last")]
-            for out in await asyncio.gather(*outs):
-                assert out[0]["meta_info"]["hidden_states"]
-    print(json.dumps(Watch.found))
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("embeds", [False, True])
-def test_numpy_is_imported_once_and_not_on_the_loop(embeds: bool) -> None:
-    """The import takes some 50 ms."""
-    assert run(WHERE_NUMPY_IS_IMPORTED.replace("EMBEDS", str(embeds))) == [False]

@@ -15,8 +15,9 @@ from aioengine.api.args import ARGUMENTS
 from aioengine.api.params import ALIASES, PARAMETERS
 from aioengine.frontend.info import Health
 from aioengine.model_files import gguf_model
+from aioengine.model_files.quantized_formats import FORMATS
 from aioengine.testing.fake_engine import fake_engine
-from tests.kit import models_table, quantization_table
+from tests.kit import models_table
 from tests.kit.pages import GUIDES, README, blocks, broken_links, headings, links, pages, place, table
 from tests.kit.source import PACKAGE, ROOT
 
@@ -172,6 +173,10 @@ def test_gguf_architectures_equal_the_code() -> None:
 
 
 def test_table_of_quantized_formats_equals_the_code() -> None:
-    page = quantization_table.PAGE.read_text()
-    assert quantization_table.HEAD in page
-    assert page == quantization_table.updated(page), "run python -m tests.kit.quantization_table"
+    named: dict[tuple[str, str], tuple[str, ...]] = {}
+    for name, (_, gpu, cpu) in table(guide("quantization"), "format").items():
+        source, _, quoted = name.rpartition("=")
+        devices = [device for device, kept in (("cpu", cpu), ("cuda", gpu)) if kept != "refused"]
+        named[source or "quant_method", quoted.strip('"')] = tuple(devices)
+    del named["load_format", "gguf"]
+    assert named == {(source, name): row for source, rows in FORMATS.items() for name, row in rows.items()}

@@ -263,7 +263,7 @@ MAX_MODULES: Final = 1024
 ADAPTERS: Final = "a list of paths, of 'name=path' or of dicts with lora_name, lora_path and pinned; or a dict of them"
 ALL_MODULES: Final = frozenset(("all", "all-linear"))
 
-_method = _words(*METHODS, *(row.name for row in FORMATS["quant_method"]), "gguf")
+_method = _words(*METHODS, *FORMATS["quant_method"], "gguf")
 
 _ROWS: Final = {
     "model_path": Argument(_path, "folder, hub id or GGUF file of the model", "the demo model", place="model.path"),

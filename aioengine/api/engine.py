@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import warnings
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from aioengine.api import adapter_calls, map_items, selfcheck, signatures, weight_calls
+from aioengine.api import checks, map_items, selfcheck, signatures
 from aioengine.api.answers import Answer, BatchOutput
 from aioengine.api.args import engine_config
 from aioengine.api.foreign_names import no_attribute
@@ -22,18 +23,21 @@ from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.beam_search import beam_search, search_options
 from aioengine.frontend.intake.pool_requests import EncodeOptions, Pairs, PoolOptions, encode_request, rerank_request
 from aioengine.frontend.intake.score import ScoreOptions, ScoreResult, score, score_request
+from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S
 from aioengine.frontend.sessions.sessions import SessionOpening
 from aioengine.frontend.startup import start_arguments, start_frontend
+from aioengine.protocol.weight_messages import RELEASE_MEMORY, RESUME_MEMORY
 from aioengine.supervision.tasks import runs_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
     from pathlib import PurePath
     from typing import Self, Unpack
 
     from aioengine.api.signatures import EngineArguments
     from aioengine.errors import EngineError
     from aioengine.frontend.calls.observers import Observer
+    from aioengine.frontend.controls import PauseMode
     from aioengine.frontend.engine_parts import Blueprint
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
         TokenIds,
     )
     from aioengine.frontend.intake.requests import CallRequest
+    from aioengine.frontend.live_weights import WeightUpdate
+    from aioengine.frontend.loaded_adapters import AdapterResult
     from aioengine.settings.config import EngineConfig
     from aioengine.tokenization.tokenizer import Tokenizer
 
@@ -265,7 +271,8 @@ class BaseEngine(ABC):
             TypeError, ValueError: an argument is wrong.
             Exception: the errors of ``async_generate``.
         """
-        request = await score_request(query, items, label_token_ids, options, parts=self._frontend_here().parts)
+        parts = self._frontend_here().parts
+        request = await asyncio.to_thread(score_request, query, items, label_token_ids, options, parts=parts)
         return await score(request, generate=self.async_generate, encode=self.async_encode)
 
     def _open(self, make_request: Callable[[], CallRequest]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
@@ -434,18 +441,6 @@ class AsyncEngine(BaseEngine):
         return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
 
     map = map_items.map
-    pause_generation = weight_calls.pause_generation
-    continue_generation = weight_calls.continue_generation
-    update_weights_from_disk = weight_calls.update_weights_from_disk
-    update_weights_from_tensor = weight_calls.update_weights_from_tensor
-    begin_weight_update = weight_calls.begin_weight_update
-    end_weight_update = weight_calls.end_weight_update
-    get_weights_by_name = weight_calls.get_weights_by_name
-    init_weights_update_group = weight_calls.init_weights_update_group
-    update_weights_from_distributed = weight_calls.update_weights_from_distributed
-    destroy_weights_update_group = weight_calls.destroy_weights_update_group
-    release_memory_occupation = weight_calls.release_memory_occupation
-    resume_memory_occupation = weight_calls.resume_memory_occupation
     selfcheck = selfcheck.selfcheck
 
     # ------------------------------------------------------------ sessions
@@ -500,11 +495,6 @@ class AsyncEngine(BaseEngine):
         """Empty the prefix cache. If requests run or wait, do nothing and return a false outcome."""
         return await self._frontend_here().controls.call("flush_cache")
 
-    load_lora_adapter = adapter_calls.load_lora_adapter
-    load_lora_adapter_from_tensors = adapter_calls.load_lora_adapter_from_tensors
-    unload_lora_adapter = adapter_calls.unload_lora_adapter
-    list_lora_adapters = adapter_calls.list_lora_adapters
-
     async def freeze_gc(self) -> None:
         """Exclude all present objects from garbage collection (``gc.freeze``), here and in the scheduler process."""
         await self._frontend_here().controls.freeze_gc()
@@ -541,6 +531,247 @@ class AsyncEngine(BaseEngine):
         have been read.)
         """
         return await self._frontend_here().drain(timeout)
+
+    # ------------------------------------------------------------ adapters
+
+    @signatures.own_arguments
+    async def load_lora_adapter(self, lora_name: str, lora_path: str | PurePath, pinned: bool = False) -> AdapterResult:
+        """Load a LoRA adapter from a folder written by peft. Requests then use it with ``lora_path=lora_name``.
+
+        pinned: keep the adapter in its slot on the device. If the adapter cannot be used or the name is in use, the
+        result is false and has the reason in ``error_message``. ``loaded_adapters`` has all loaded adapters.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
+        """
+        return await self._frontend_here().adapters.load(lora_name, lora_path, pinned)
+
+    @signatures.own_arguments
+    async def load_lora_adapter_from_tensors(
+        self,
+        lora_name: str,
+        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        config_dict: Mapping[str, Any],
+        load_format: str | None = None,
+        *,
+        pinned: bool = False,
+    ) -> AdapterResult:
+        """Load a LoRA adapter from torch tensors, as ``load_lora_adapter`` does from a folder.
+
+        The engine keeps a copy of the tensors in host memory until ``unload_lora_adapter``, also for processes that are
+        replaced later. The tensors may change again after this call.
+
+        tensors: with the names in adapter_model.safetensors, such as ``peft.get_peft_model_state_dict(model)``.
+        config_dict: the content of adapter_config.json, such as ``peft_config.to_dict()``. load_format: None or "auto".
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
+        """
+        return await self._frontend_here().adapters.load_tensors(lora_name, tensors, config_dict, load_format, pinned)
+
+    @signatures.own_arguments
+    async def unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
+        """Unload a LoRA adapter: refuse new requests for it immediately, and wait for its running requests.
+
+        If some still run after ``timeout`` seconds, or if this call is cancelled, the adapter stays loaded. It has the
+        results and errors of ``load_lora_adapter``; an unknown name gives a false result.
+        """
+        return await self._frontend_here().adapters.unload(lora_name, timeout)
+
+    async def list_lora_adapters(self) -> AdapterResult:
+        """Return the loaded adapters in ``loaded_adapters``: name -> folder, or "tensors" (see ``AdapterResult``)."""
+        return self._frontend_here().adapters.list()
+
+    # ------------------------------------------------------------ weights, pauses and memory
+
+    async def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
+        """Stop computing until ``continue_generation``; new calls wait.
+
+        ``mode``: "abort" ends all requests. "in_place" keeps them and their KV. "retract" keeps them; their KV is
+        computed again when they continue.
+        """
+        return await self._frontend_here().controls.pause(mode)
+
+    async def continue_generation(self) -> Outcome:
+        """Continue after ``pause_generation``."""
+        return await self._frontend_here().controls.unpause()
+
+    @signatures.own_arguments
+    async def update_weights_from_disk(
+        self,
+        model_path: str | PurePath,
+        load_format: str | None = None,
+        *,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+    ) -> WeightUpdate:
+        """Replace all weights by another checkpoint of the same model, without a restart.
+
+        The result is true if it succeeded. Otherwise nothing has changed, and ``message`` says why: names, shapes,
+        types and numbers of all tensors are checked before the first one is replaced, on all replicas.
+
+        The weights change between two steps. Running requests keep their tokens, and their KV is computed again with
+        the new weights; after ``pause_generation("in_place")`` they keep their KV, too. Cached prefixes of the old
+        weights are not used any more. ``meta_info["weight_version"]`` of each chunk is the version of its last token,
+        and ``meta_info["weight_versions"]`` of a finished request lists all versions: ``(version, start, stop)`` for
+        its output tokens from ``start`` to ``stop``. If a process is replaced later, it loads these weights, so the
+        files must stay unchanged.
+
+        load_format: "auto" (default), "safetensors" or "gguf"; the files decide. flush_cache: has no effect, because
+        old prefixes are never used with new weights. weight_version: the name of the new weights (default: the number
+        of updates).
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
+        """
+        checks.switch("flush_cache", flush_cache)
+        return await self._frontend_here().weights.from_disk(model_path, load_format, weight_version)
+
+    @signatures.own_arguments
+    async def update_weights_from_tensor(
+        self,
+        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        *,
+        weight_version: str | None = None,
+    ) -> WeightUpdate:
+        """Replace some or all weights by torch tensors with names and shapes of the checkpoint.
+
+        As ``update_weights_from_disk``, but any part of the tensors is enough. All are checked before the first one is
+        replaced, and the tensors may change again after this call. Tensors on a CPU are copied to memory that the
+        processes share, in a thread. Tensors on the GPU of the engine are read where they are, if it is the only GPU of
+        the engine.
+
+        Between ``begin_weight_update`` and ``end_weight_update``, tensors may come in several calls. If the process
+        that computes is lost later, these weights are lost, and open requests end with ``RequestError``;
+        ``enable_weights_cpu_backup=True`` of the constructor keeps a copy, with which they continue.
+
+        load_format: None or "auto". flush_cache: has no effect, as in ``update_weights_from_disk``.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
+        """
+        checks.switch("flush_cache", flush_cache)
+        return await self._frontend_here().weights.from_tensors(named_tensors, load_format, weight_version)
+
+    @signatures.own_arguments
+    async def begin_weight_update(self, selector: str = "all") -> Outcome:
+        """Compute no more steps until ``end_weight_update``. Any number of calls replaces all weights in between.
+
+        ``update_weights_from_disk`` ends the update, too. The result is false if an update is open already. selector:
+        "all" or "target".
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
+        """
+        return await self._frontend_here().weights.begin(selector)
+
+    @signatures.own_arguments
+    async def end_weight_update(self, *, weight_version: str | None = None) -> Outcome:
+        """Continue with the new weights.
+
+        The result is false if no update is open, or if tensors are missing: then the update stays open, and the message
+        names them. After the loss of a process, the update is not open any more, and the old weights compute.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
+        """
+        return await self._frontend_here().weights.end(weight_version)
+
+    @signatures.own_arguments
+    async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any] | None:
+        """Return the first ``truncate_size`` rows of a tensor as lists of numbers; None: the name is unknown.
+
+        With several replicas, return the list of their results.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or the tensor is quantized or divided among ranks.
+            EngineClosedError, EngineDeadError.
+        """
+        rows: list[Any] | None = await self._frontend_here().weights.get(name, truncate_size)
+        return rows
+
+    @signatures.own_arguments
+    async def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "nccl",
+    ) -> Outcome:
+        """Join a process group that the training program opens, in which it has rank 0.
+
+        Rank ``r`` of the engine joins with rank ``rank_offset + r``; with several replicas, the ranks of the next one
+        follow. No step runs until all have joined. backend: "nccl", or "gloo" for tensors on a CPU. The result is false
+        if the program cannot be reached within five minutes.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong. EngineClosedError, EngineDeadError.
+        """
+        return await self._frontend_here().weights.join(
+            master_address, master_port, rank_offset, world_size, group_name, backend
+        )
+
+    @signatures.own_arguments
+    async def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> Outcome:
+        """Leave a group of ``init_weights_update_group``. The result is false if the engine is in no such group.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong. EngineClosedError, EngineDeadError.
+        """
+        return await self._frontend_here().weights.leave(group_name)
+
+    @signatures.own_arguments
+    async def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[Any],
+        shapes: Sequence[Sequence[int]],
+        group_name: str = "weight_update_group",
+        flush_cache: bool = True,
+        load_format: str | None = None,
+        *,
+        weight_version: str | None = None,
+    ) -> WeightUpdate:
+        """Replace some or all weights by tensors that rank 0 of the group broadcasts, in the order of ``names``.
+
+        As ``update_weights_from_tensor``; no step runs meanwhile. dtypes: of torch, or their names.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong. EngineClosedError, EngineDeadError.
+        """
+        checks.switch("flush_cache", flush_cache)
+        return await self._frontend_here().weights.from_group(
+            names, dtypes, shapes, group_name, load_format, weight_version
+        )
+
+    @signatures.own_arguments
+    async def release_memory_occupation(self, tags: Sequence[str] | str | None = None) -> None:
+        """Free memory for another program until ``resume_memory_occupation``. Requests wait until then.
+
+        The engine needs ``enable_memory_saver=True``. No request may be running: finish them, or call
+        ``pause_generation("retract")`` before. tags: "kv_cache" (the prefix cache is emptied, too), "weights" (they are
+        loaded again later) and "cuda_graph"; None: all of them. On a GPU, the KV cache comes back at the same
+        addresses. Releasing weights also frees the CUDA graphs, which are captured again when all memory is resumed.
+
+        Raises:
+            TypeError, ValueError: ``tags`` is wrong. EngineClosedError, EngineDeadError.
+            RuntimeError: this memory is released already, or cannot be released; the message says why.
+        """
+        await self._frontend_here().weights.change_memory(tags, RELEASE_MEMORY)
+
+    @signatures.own_arguments
+    async def resume_memory_occupation(self, tags: Sequence[str] | str | None = None) -> None:
+        """Allocate released memory again. tags: as of ``release_memory_occupation``.
+
+        Raises:
+            TypeError, ValueError: ``tags`` is wrong. EngineClosedError, EngineDeadError.
+            RuntimeError: this memory is not released.
+        """
+        await self._frontend_here().weights.change_memory(tags, RESUME_MEMORY)
 
     # ------------------------------------------------------------ state
 

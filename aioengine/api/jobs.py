@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 ITEMS_AT_ONCE: Final = 256
-"""Items that are read in one iteration of the loop, because reading finished rows starts nothing that waits."""
+"""Items that are read in one iteration of the loop. Items with a row in the journal wait for nothing: without a limit,
+they would block the loop."""
 
 
 class RowFailure(TypedDict):

@@ -39,12 +39,15 @@ class _Indexed(Struct):
     index: int = -1
     id: str = ""
 
-    def find(self) -> int:
-        number = self.id.removeprefix(_ID_PREFIX)
-        return int(number) if self.index < 0 and number.isdecimal() else self.index
+
+_decode = msgspec.json.Decoder(_Indexed).decode
 
 
-_decode_index = msgspec.json.Decoder(_Indexed).decode
+def _decode_index(line: bytes) -> int:
+    """Return the index of a row, or a negative number. Raises DecodeError or UnicodeDecodeError if it is not JSON."""
+    row = _decode(line)
+    number = row.id.removeprefix(_ID_PREFIX)
+    return int(number) if row.index < 0 and number.isdecimal() else row.index
 
 
 def openai_id(index: int) -> str:
@@ -98,10 +101,7 @@ class Journal:
         header = as_json(parameters, "the parameters") + b"\n"
         has_rows = os.path.exists(self.path) and os.path.getsize(self.path) > 0
         if has_rows and not os.path.exists(self.path + SUFFIX):
-            raise ValueError(
-                f"{self.path} exists, but not the journal {self.path + SUFFIX} of the job that wrote it; choose "
-                "another file, or move this one away"
-            )
+            raise ValueError(f"{self.path} exists, but not its journal {self.path + SUFFIX}; choose another file")
         self._journal_fd = os.open(self.path + SUFFIX, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._rows_fd = -1
         try:
@@ -128,10 +128,7 @@ class Journal:
             _write(self._journal_fd, header)
         elif known != header:
             changed = _first_difference(known, header)
-            raise ValueError(
-                f"{self.path} belongs to a job with other parameters: {changed}; repeat it with its own parameters, or "
-                "choose another file"
-            )
+            raise ValueError(f"{self.path} belongs to a job with other parameters: {changed}; choose another file")
 
     def _read_rows(self) -> None:
         """Read the indices of the rows, and remove the rest of a row that was not written completely."""
@@ -166,18 +163,12 @@ class Journal:
         if len(known) < _DIGEST_BYTES or not any(known):  # it is new, or its digest was lost in a power failure
             os.pwrite(self._journal_fd, digest, position)
         elif known != digest:
-            raise ValueError(
-                f"item {index} of the input is another one than in the job that wrote {self.path}; repeat the job with "
-                "its own input, or choose another file"
-            )
+            raise ValueError(f"item {index} is not the item that {self.path} was written for; choose another file")
 
     def check_end(self, num_items: int) -> None:
         """Raise ValueError if the file has rows of more than ``num_items`` items."""
         if self._is_done.rfind(1) >= num_items:
-            raise ValueError(
-                f"the input ends after {num_items} items, and {self.path} has the row {self._is_done.rfind(1)}; repeat "
-                "the job with its own input, or choose another file"
-            )
+            raise ValueError(f"the input has {num_items} items, and {self.path} has the row {self._is_done.rfind(1)}")
 
     # ------------------------------------------------------------ rows
 
@@ -190,7 +181,7 @@ class Journal:
             self._earlier_rows = open(self.path, "rb")  # noqa: SIM115  # closed by close
         while index not in self._read_ahead:
             line = self._earlier_rows.readline()
-            self._read_ahead[_decode_index(line).find()] = line
+            self._read_ahead[_decode_index(line)] = line
         return msgspec.json.decode(self._read_ahead.pop(index), type=dict[str, Any])
 
     def append(self, index: int, row: Mapping[str, object]) -> None:
@@ -250,7 +241,7 @@ def _index_of(line: bytes) -> int | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        index = _decode_index(line).find()
+        index = _decode_index(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return None if index < 0 else index

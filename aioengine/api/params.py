@@ -1,8 +1,8 @@
 """SamplingParams: the parameters of a request. They are checked and normalized when the object is created.
 
-Each field of ``SamplingParams`` is a row with its default, check, message fields, flag and documentation. The functions
-below return the parts of a ``Submit`` message: ``sampling`` for the runner, ``output_limit`` and ``stop_ids`` for the
-scheduler, ``text_rules`` for the detokenizer.
+Each field of ``SamplingParams`` is a row (``parameter_table.Parameter``) with its default, check, message fields, flag
+and documentation. The functions below the class return the parts of a ``Submit`` message: ``sampling`` for the runner,
+``output_limit`` and ``stop_ids`` for the scheduler, ``text_rules`` for the detokenizer.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class SamplingParams(
         "pattern that ends the answer; its match is removed. A string, or a list of up to 32 (256 bytes each), in the "
         "syntax of the `regex` package, without recursion, fuzzy matching, `\\G`, `\\K` and the flags f, r, x and V1. "
         "The bytes of a pattern times all its counted repetitions `{m,n}` are limited to 50,000, for all patterns of a "
-        "request together. Matching is limited to 50 ms per token, and to 1 s plus 1 ms per token for a request. A "
-        "request that exceeds a limit fails with a `RequestError` of stage `stop_regex`",
+        "request together. Matching is limited to 20 ms per token, and to 0.1 s plus 1 ms per token for a request. "
+        "A request that exceeds a limit fails with a `RequestError` of stage `stop_regex`",
         wire="text",
         columns=table.strings_column,
         read=str,
@@ -358,7 +358,7 @@ def _field(params: SamplingParams, name: str) -> object:
 
 
 class _MessageParts(Struct, frozen=True, gc=False):
-    """The parts of a ``Submit`` message, as far as they depend only on the parameters."""
+    """The parts of a ``Submit`` message with the values of the parameters alone, without defaults of the model."""
 
     sampling: Sampling = Sampling(0)
     limits: Limits = Limits(0)
@@ -390,8 +390,7 @@ def output_limit(params: SamplingParams, num_prompt: int, *, context_length: int
         return left
     if params.max_new_tokens > left and params.is_length_explicit:
         raise RequestTooLargeError(
-            f"max_new_tokens={params.max_new_tokens} with a prompt of {num_prompt} tokens does not fit {limit}; "
-            f"at most {left} fit"
+            f"max_new_tokens={params.max_new_tokens} with a prompt of {num_prompt} tokens does not fit {limit}"
         )
     return min(int(params.max_new_tokens), left)
 
@@ -433,10 +432,7 @@ def sampling(
         return part
     stops = stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     if len(stops) >= vocab_size:
-        raise ValueError(
-            f"min_new_tokens={params.min_new_tokens} cannot be kept: all {vocab_size} tokens of the vocabulary are "
-            "stop tokens (stop_token_ids and the model's end-of-text ids)"
-        )
+        raise ValueError(f"min_new_tokens={params.min_new_tokens} cannot be kept: all {vocab_size} tokens stop")
     return replace(part, suppressed_token_ids=stops)
 
 
@@ -474,12 +470,6 @@ def _check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> N
     if token_ids and max(token_ids) >= vocab_size:
         wrong = next(token_id for token_id in token_ids if token_id >= vocab_size)
         raise checks.wrong_value(name, f"token ids from 0 to {vocab_size - 1}", wrong)
-
-
-def num_token_ids(params: SamplingParams) -> int:
-    """Return the number of token ids and biases, without bad words."""
-    parts = _parts(params)
-    return len(parts.limits.stop_token_ids) + len(parts.sampling.logit_bias) + len(parts.sampling.allowed_token_ids)
 
 
 def drawn_seed(count: int) -> int:

@@ -76,9 +76,7 @@ class Generation(Coroutine[object, None, Result]):
 
         def __iter__(self) -> NoReturn:
             if self._reader.is_stream:
-                raise TypeError(
-                    "read this stream with `async for`; for a plain `for`, use Engine.generate(stream=True)"
-                )
+                raise TypeError("read this stream with `async for`, or use Engine.generate(stream=True)")
             raise TypeError(f"{_NOT_AWAITED}, then read it")
 
         def __getitem__(self, key: object) -> NoReturn:
@@ -172,10 +170,7 @@ class Generation(Coroutine[object, None, Result]):
     ) -> asyncio.Future[Chunk | None] | None:
         """Return a future that resolves when there may be new output; None: there is output already."""
         if self._is_bound and loop is not self._home:
-            raise WrongLoopError(
-                "this generation belongs to the event loop on which its AsyncEngine was started; "
-                "use Engine to call from several loops"
-            )
+            raise WrongLoopError("this is not the loop of the AsyncEngine; use Engine to call from several loops")
         future: asyncio.Future[Chunk | None] = loop.create_future()
         wake = partial(resolve, future) if loop is self._home else partial(post, loop, resolve, future)
         return future if self._reader.wait(wake, until_accepted=until_accepted) else None

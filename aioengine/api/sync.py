@@ -181,8 +181,7 @@ class Engine(BaseEngine):
     def shutdown(self) -> None:
         """End the processes within seconds. Waiting calls raise ``EngineClosedError``. May be called twice."""
         self._finalizer()
-        if not self._frontend.is_interrupted:
-            self._portal.join(STOP_TIMEOUT_S)  # another thread may be shutting it down
+        self._portal.join(STOP_TIMEOUT_S)  # another thread may be shutting it down
 
     def __enter__(self) -> Self:
         self._frontend_here()
@@ -334,11 +333,11 @@ class _EngineLoop:
             if frontend is not None:  # otherwise closing the loop cancels the start
                 self._stop(frontend)
         finally:
-            self.portal.close(waits=frontend is None or not frontend.is_interrupted)
+            self.portal.close()
 
     def _stop(self, frontend: Frontend) -> None:
         try:
-            if self.portal.is_current or frontend.is_interrupted:  # waiting for the loop here would be a deadlock
+            if self.portal.is_current:  # waiting for the loop here would be a deadlock
                 frontend.close_now()
             else:
                 self.portal.call(frontend.stop(), STOP_TIMEOUT_S + 1)

@@ -250,9 +250,12 @@ class DecodeBuffers:
     Attributes:
         slot_mapping: [R].
         starts: [R + 1], start of each row in ``page_ids``.
-        last_lengths: [R], number of positions on the last page of each row.
+        last_lengths: [R], number of positions on the last page of each row. If rows share a page table, it has the
+            pages of the last of them, so other rows may have less than one position there.
         page_ids: the concatenated page tables.
         max_pages: pages of the longest possible row.
+        are_bounds: ``FixedDecode.plan`` gets upper bounds. The rows in these buffers may be shorter.
+        most_tokens: adjacent rows of one request, up to this number, may share a page table.
         parts: the buffers of each page group; empty: all layers share one page table.
     """
 
@@ -261,18 +264,29 @@ class DecodeBuffers:
     last_lengths: Tensor
     page_ids: Tensor
     max_pages: int
+    are_bounds: bool = False
+    most_tokens: int = 1
     parts: Sequence[DecodeBuffers] = ()
 
 
 class FixedDecode(StepAttention, Protocol):
-    """Attention of decode steps with a fixed number of rows. The caller fills the buffers before each step."""
+    """Attention of decode steps with a fixed number of rows. The caller fills the buffers before each step.
+
+    Attributes:
+        most_tokens: maximum number of rows that share a page table.
+    """
+
+    most_tokens: int
 
     def plan_capture(self, kv_lengths: Ints) -> None:
         """Plan the capture: fill the buffers for rows of ``kv_lengths`` [R] positions, all on page 0."""
         ...
 
-    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        """Plan a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R], int32."""
+    def plan(self, starts: Tensor, last_lengths: Tensor, tables: Ints | None = None) -> None:
+        """Plan a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R], int32.
+
+        tables: [X + 1] first row of each page table, and R; None: each row has its own.
+        """
         ...
 
 

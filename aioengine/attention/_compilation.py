@@ -74,12 +74,11 @@ class Compilation:
         to_build = [source for source in sources if not source.is_aot]
         missing = [source for source in to_build if not source.is_compiled]
         if missing and (tools := missing_tools()):
-            message = (
+            raise BackendUnavailableError(
                 f"FlashInfer's kernels for this model ({', '.join(title(source.name) for source in missing)}) are not "
                 f"compiled, and {' and '.join(tools)} cannot be found to compile them. Install the CUDA toolkit (nvcc) "
                 "and a C++ compiler, or compiled kernels: the package flashinfer-jit-cache of FlashInfer's own index"
             )
-            raise BackendUnavailableError(message)
         for number, source in enumerate(to_build, 1):
             position = f"kernel {number} of {len(to_build)}, once for this machine"
             label = f"compiling FlashInfer's {title(source.name)} ({position})"
@@ -102,11 +101,10 @@ class Compilation:
                 label = f"waiting for {holder}, which compiles FlashInfer's {title(source.name)}"
                 self.report(Progress(label, 0, 1))
             if time.monotonic() > self.deadline:
-                message = (
+                raise CompilationTimeoutError(
                     f"{holder} holds the lock of FlashInfer's kernel {source.name} ({source.lock_path}) and has not "
                     "released it in time. End it if it hangs, or increase startup_timeout"
                 )
-                raise CompilationTimeoutError(message)
         if label:
             self.report(Progress(label, 1, 1))
         try:

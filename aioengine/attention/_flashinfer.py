@@ -23,7 +23,7 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from torch import Tensor
 
-from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch, SharedPages
+from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch, Ints, SharedPages
 from aioengine.attention._gpu_rows import (
     AttentionLayers,
     FixedDecodeRows,
@@ -40,8 +40,6 @@ from aioengine.kernels.triton.pages import convert
 from aioengine.kernels.triton.scores import add_sinks, merge
 
 if TYPE_CHECKING:
-    from aioengine.attention._base import Ints
-
     Pool = tuple[Tensor, Tensor]
 
 WORKSPACE_BYTES = 512 << 20

@@ -60,11 +60,10 @@ def make_ready(
     """
     if dtype not in DTYPES or shape.head_size not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
-        message = (
+        raise BackendUnavailableError(
             f"FlashInfer has no kernels for head size {shape.head_size} in {str(dtype).removeprefix('torch.')}; it "
             f"supports {sizes} in bfloat16 and float16"
         )
-        raise BackendUnavailableError(message)
     try:
         specs = kernels(shape, dtype, device)
         logger.info("FlashInfer's kernels: %s", ", ".join(f"{spec.name} ({_state(spec)})" for spec in specs))

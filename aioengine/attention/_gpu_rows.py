@@ -19,7 +19,7 @@ from aioengine.attention._gpu_splits import COLUMNS, max_splits, plan_splits
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.attention import PagedRows
-from aioengine.kernels.triton.decode import DecodeRows, decode
+from aioengine.kernels.triton.decode import MOST_QUERIES, DecodeRows, decode
 from aioengine.kernels.triton.pages import flatten_pages
 from aioengine.kernels.triton.scores import ScoreRules
 
@@ -170,6 +170,8 @@ class PagedStep(ABC):
 class PagedAttention:
     """Attention of a prepared step. Implements ``FixedDecode``, and a part of ``CapturableAttention``."""
 
+    most_tokens = 1
+
     def __init__(self, layers: AttentionLayers, step: PagedStep | None = None) -> None:
         """step: None: ``prepare`` sets it."""
         self._layers = layers
@@ -187,7 +189,7 @@ class PagedAttention:
         rows.last_lengths.copy_(last_lengths)
         rows.page_ids[: int(starts[-1])].zero_()
 
-    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
+    def plan(self, starts: Tensor, last_lengths: Tensor, tables: Ints | None = None) -> None:
         """Do nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
 
     def target(self, layer: int) -> KVTarget:
@@ -211,14 +213,20 @@ class FixedDecodeRows:
         self._layers = layers
         self._slots = buffers.slot_mapping
         shape, device = layers.shape, layers.device
-        num_entries = max_splits(num_rows, shape.num_kv_heads)
+        num_entries, num_columns = max_splits(num_rows, shape.num_kv_heads), COLUMNS
+        most = MOST_QUERIES * shape.num_kv_heads // shape.num_heads if shape.common_window is None else 1
+        self.most_tokens = max(min(buffers.most_tokens, most), 1)
+        if self.most_tokens > 1:
+            num_columns += 2
         self._rows = DecodeRows(
             buffers.starts,
             buffers.page_ids,
-            torch.full((COLUMNS, num_entries), -1, dtype=torch.int32, device=device),
+            torch.full((num_columns, num_entries), -1, dtype=torch.int32, device=device),
             torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device),
+            buffers.last_lengths if buffers.are_bounds or self.most_tokens > 1 else None,
+            self.most_tokens,
         )
-        self._splits = torch.empty(COLUMNS, num_entries, dtype=torch.int32, pin_memory=True)
+        self._splits = torch.empty(num_columns, num_entries, dtype=torch.int32, pin_memory=True)
         self._copied = torch.cuda.Event()
 
     def plan_capture(self, kv_lengths: Ints) -> None:
@@ -228,12 +236,26 @@ class FixedDecodeRows:
         self._rows.page_ids[: int(starts[-1])].zero_()
         self.plan(starts, last_lengths)
 
-    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
+    def plan(self, starts: Tensor, last_lengths: Tensor, tables: Ints | None = None) -> None:
         """Plan a step, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R], int32."""
-        page_starts = starts.numpy()
-        lengths = (page_starts[1:] - page_starts[:-1] - 1) * self._layers.page_size + last_lengths.numpy()
+        page_starts, last_numbers = starts.numpy(), last_lengths.numpy()
+        if tables is not None:
+            page_starts, last_numbers = page_starts[: len(tables)], last_numbers[tables[1:] - 1]
+        lengths = (page_starts[1:] - page_starts[:-1] - 1) * self._layers.page_size + last_numbers
+        shape, num_entries = self._layers.shape, self._splits.shape[1]
+        if self.most_tokens > 1:
+            firsts = np.arange(len(lengths) + 1) if tables is None else tables
+            num_used = max_splits(len(lengths), shape.num_kv_heads)  # more splits would only be merged
+            splits = np.full(self._splits.shape, -1, dtype=np.int32)
+            splits[:COLUMNS, :num_used] = plan_splits(lengths, num_used)
+            splits[COLUMNS:, :num_used] = firsts[splits[0, :num_used]], np.diff(firsts)[splits[0, :num_used]]
+        else:
+            splits = plan_splits(lengths, num_entries, shape.common_window)
+        if self._rows.last_lengths is not None:  # steps of drafts are planned before earlier plans are copied
+            self._rows.splits.copy_(pinned(splits), non_blocking=True)
+            return
         self._copied.synchronize()  # do not overwrite the previous plan while it is being copied
-        self._splits.numpy()[:] = plan_splits(lengths, self._splits.shape[1], self._layers.shape.common_window)
+        self._splits.numpy()[:] = splits
         self._rows.splits.copy_(self._splits, non_blocking=True)
         self._copied.record()
 

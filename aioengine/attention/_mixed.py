@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from aioengine.attention._base import (
-    AttentionBackend,
-    CapturableAttention,
-    FixedDecode,
-    StepAttention,
-)
+from aioengine.attention._base import AttentionBackend, CapturableAttention, FixedDecode, StepAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +23,7 @@ Attention = TypeVar("Attention", bound=StepAttention)
 Groups = tuple[tuple[int, ...], ...]
 
 
-class _Layers(Generic[Attention]):
+class _ByLayer(Generic[Attention]):
     """Implements ``StepAttention``: calls the backend of each layer's group."""
 
     def __init__(self, backends: Sequence[Attention], groups: Groups) -> None:
@@ -53,7 +48,7 @@ class _Layers(Generic[Attention]):
 Backend = TypeVar("Backend", bound=AttentionBackend)
 
 
-class MixedAttention(_Layers[Backend]):
+class MixedAttention(_ByLayer[Backend]):
     """Implements ``AttentionBackend``."""
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -81,15 +76,17 @@ class MixedCapturableAttention(MixedAttention[CapturableAttention]):
         return MixedDecode([backend.fixed_decode(num_rows, own) for backend, own in pairs], self.groups)
 
 
-class MixedDecode(_Layers[FixedDecode]):
+class MixedDecode(_ByLayer[FixedDecode]):
     """Implements ``FixedDecode``."""
+
+    most_tokens = 1
 
     def plan_capture(self, kv_lengths: Ints) -> None:
         """Plan the capture, for rows of ``kv_lengths`` [R] positions."""
         for backend in self.backends:
             backend.plan_capture(kv_lengths)
 
-    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
+    def plan(self, starts: Tensor, last_lengths: Tensor, tables: Ints | None = None) -> None:
         """Plan a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R]."""
         for backend in self.backends:
             backend.plan(starts, last_lengths)

@@ -1,8 +1,8 @@
 """Attention on an NVIDIA GPU with FlashInfer's prefill kernels and our own decode kernel.
 
 A step is planned once for all layers. Rows of one token at the front of the batch use ``kernels/triton/decode.py``:
-FlashInfer's decode kernels have a higher cost per row (on an H200, 256 rows of 576 positions take 154 to 207 us per
-layer, with our kernel 148), and their plan costs more host time. All other rows use FlashInfer's prefill kernel.
+FlashInfer's decode kernels take longer per row, and their plan takes more time of the host. On an H200, 256 rows of 576
+positions take 154 to 207 us per layer, and 148 us with our kernel. All other rows use FlashInfer's prefill kernel.
 
 At the start ``_flashinfer_ready`` checks that FlashInfer has kernels for the model's dtype and sizes, and compiles
 them. ``_flashinfer`` plans and runs these kernels, also for cascade attention: pages that many rows share are read once

@@ -6,9 +6,9 @@ of a chunk and the logarithm of its sum of exponentials. The chunks of a token a
 without weight do not change. ``find_limits`` tries which numbers of query rows and positions give the bits of a full
 chunk; if there are none, ``attention/torch.py`` is used instead.
 
-There are two kernels. ``_attend_by_products`` computes in fp32 with MKL, and full blocks of a prompt with oneDNN, which
-is twice as fast where MKL does not use AVX-512, and gives the same bits if the sums are split in the same way. If it
-does not, or if the CPU has a matrix unit for bf16, ``_attend`` calls torch's fused kernel.
+There are two kernels. ``_attend_by_products`` computes in fp32 with MKL, and full blocks of a prompt with oneDNN. The
+latter is twice as fast where MKL does not use AVX-512. It gives the same bits if both split sums in the same way. If
+they do not, or if the CPU has a matrix unit for bf16, ``_attend`` calls torch's fused kernel.
 
 T packed tokens, R rows, H query heads, K kv heads, G query heads per kv head, E head size, U units, C positions of a
 chunk, N pages of the pool, S page size, P pages of a chunk, M padded query rows per kv head, X chunks of the longest
@@ -299,9 +299,7 @@ class FusedAttention:
         head_size, dtype = shape.head_size, shape.dtype or kv_pool.dtype
         limits = _limits(shape, dtype)
         if limits is None:
-            raise ValueError(
-                f"torch's fused attention is not batch-invariant for head size {head_size} on this machine"
-            )
+            raise ValueError(f"torch's fused attention is not batch-invariant for head size {head_size} here")
         self.page_size = page_size
         self._limits = limits
         self._num_kv_heads = num_kv_heads

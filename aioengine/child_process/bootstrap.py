@@ -5,6 +5,7 @@ modules are imported from the parent's import path. The standard library stays f
 in a user's project does not replace the real one. The user's ``__main__`` is never imported.
 """
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -59,6 +60,7 @@ def merged(own: list[str], parents: list[str]) -> list[str]:
 
 
 def main() -> None:
+    gc.set_threshold(100_000)  # the import of torch creates many objects and little garbage
     name, _, _rank = sys.argv[1].removeprefix(PREFIX).partition("-")
     sys.path[:] = merged(sys.path, read_import_path())
     load_package(Path(__file__).resolve().parents[1])

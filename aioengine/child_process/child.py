@@ -24,7 +24,6 @@ from aioengine.protocol.board import CrashBoard
 from aioengine.protocol.codec import fingerprint, new_epoch_in
 from aioengine.protocol.messages import Failed, LogRecord, Message, Ready, Role
 from aioengine.protocol.orders import Orders, SecureEndpoint, decode_orders, roles_of
-from aioengine.transport.addresses import Listener
 from aioengine.transport.base import BacklogFullError
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 GC_THRESHOLDS = (1_000_000, 20, 20)
 _LINGER_S = 0.3
-_RETRY_S = 0.01
 
 
 class Child:
@@ -48,16 +46,17 @@ class Child:
         self.settings = orders.settings
         self.board = CrashBoard.open(Path(orders.board))
         self._context: Context = zmq.Context()
-        listener = Listener(orders.endpoints[str(orders.role)], orders.listener_fd)
-        self.receiver = ZmqReceiver(self._context, listener, orders.epoch, wake_fd=wake_fd)
+        inbox = orders.endpoints[str(orders.role)]
+        self.receiver = ZmqReceiver(self._context, inbox, orders.epoch, wake_fd=wake_fd)
         if orders.from_frontend is not None:
             self.receiver.attach(orders.from_frontend)
         self._senders: list[ZmqSender] = []
         self._to_ranks: list[ZmqSender] = []
-        self.uplink = Uplink(self._connect(orders.frontend, "the frontend").send)
+        listens = isinstance(orders.frontend, str)  # on this machine
+        self.uplink = Uplink(self._connect(orders.frontend, "the frontend", listens=listens).send)
 
-    def _connect(self, endpoint: str | SecureEndpoint, receiver: str) -> ZmqSender:
-        sender = ZmqSender(self._context, endpoint, self.orders.epoch, receiver=receiver)
+    def _connect(self, endpoint: str | SecureEndpoint, receiver: str, *, listens: bool = False) -> ZmqSender:
+        sender = ZmqSender(self._context, endpoint, self.orders.epoch, receiver=receiver, listens=listens)
         self._senders.append(sender)
         return sender
 
@@ -88,7 +87,7 @@ class Child:
         now = time.monotonic()
         try:
             while True:
-                messages = self.receiver.receive(self._wait_s(service, now))
+                messages = self.receiver.receive(service.wait_s(now))
                 now = time.monotonic()
                 if messages and (new_epoch := new_epoch_in(messages)):
                     for sender in self._to_ranks:
@@ -108,15 +107,6 @@ class Child:
         except AskedToEnd:  # clean up only here: after a failure, the cleanup might fail too
             service.close()
             raise
-
-    def _wait_s(self, service: Service, now: float) -> float:
-        """Return how long to wait for messages. The wait is short while unsent frames wait for a slow receiver."""
-        wait_s = service.wait_s(now)
-        if wait_s:
-            for sender in self._senders:
-                if not sender.flush():
-                    wait_s = min(wait_s, _RETRY_S)
-        return wait_s
 
     def close(self) -> None:
         """Close all sockets. Unsent frames are sent for at most ``_LINGER_S`` seconds."""

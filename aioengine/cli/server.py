@@ -56,7 +56,7 @@ def run_server(arguments: Arguments) -> int:
         try:
             await engine.start()
             await engine.freeze_gc()  # a collection of all modules would stop the streams for 70 ms
-            print(f"serving at http://{_name(listening)}/v1", flush=True)
+            print(f"serving at http://{_address(listening)}/v1", flush=True)
             return await engine.wait_failed()
         finally:
             server.should_exit = True
@@ -96,6 +96,6 @@ def _parser(name: str) -> str | None:
     return None if name == "none" else name
 
 
-def _name(listening: socket.socket) -> str:
+def _address(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

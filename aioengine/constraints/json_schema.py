@@ -17,12 +17,11 @@ Annotations are removed. Unknown keywords are refused, because they may be missp
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from aioengine.api.checks import counted, nearest
-from aioengine.constraints.endless import endless_rule
-from aioengine.constraints.one_of import TYPES, exclusive
 from aioengine.constraints.schema_values import (
     Schema,
     Subschema,
@@ -32,6 +31,93 @@ from aioengine.constraints.schema_values import (
     compile_pattern,
     compile_string,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+
+def endless_rule(alternatives: Mapping[str, Sequence[Sequence[str]]], start: str) -> str | None:
+    """Return a rule that keeps ``start`` from ending, because it needs itself again. None: ``start`` can end.
+
+    A rule can end if one of its alternatives has only terminals and rules that can end.
+
+    alternatives: rule -> its alternatives, as lists of symbols. Symbols that are not rules are terminals.
+    """
+    # for each alternative: its rule, and the rules in it that are not known to end
+    needed = [(rule, alternatives.keys() & symbols) for rule, entries in alternatives.items() for symbols in entries]
+    uses: dict[str, list[tuple[str, set[str]]]] = defaultdict(list)
+    for rule, symbols in needed:
+        for symbol in symbols:
+            uses[symbol].append((rule, symbols))
+    # Remove each rule that can end from all alternatives. When an alternative becomes empty, its rule can end too.
+    endless = dict(needed)  # rule -> the rules that its last alternative still needs
+    ends = [rule for rule, symbols in needed if not symbols]
+    while ends:
+        rule = ends.pop()
+        if endless.pop(rule, None) is not None:
+            for user, symbols in uses[rule]:
+                symbols.discard(rule)
+                if not symbols:
+                    ends.append(user)
+    # From ``start``, follow needed rules until one repeats.
+    seen: set[str] = set()
+    while start in endless and start not in seen:
+        seen.add(start)
+        start = min(endless[start])
+    return start if start in endless else None
+
+
+TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+
+
+def exclusive(schema: Subschema, compiled: list[Any], resolve: Callable[[object], Schema]) -> list[Any]:
+    """Return the compiled branches of ``oneOf``, changed so that no value matches two of them.
+
+    resolve: returns the target of a schema that is only a reference.
+
+    Raises:
+        UnsupportedSchemaError: types and constants do not show that the branches exclude each other.
+    """
+    branches = [resolve(branch) for branch in schema.keywords["oneOf"]]
+    types = [_types(branch) for branch in branches]
+    if sum(map(len, types)) == len(set[str]().union(*types)) or _are_disjoint(map(_constants, branches)):
+        return compiled
+    if all(branch.get("type") == "object" for branch in branches):
+        properties = [cast("Schema", branch.get("properties") or {}) for branch in branches]
+        for name in properties[0]:
+            if _are_disjoint(_constants(resolve(schemas.get(name, True))) for schemas in properties):
+                present = {"type": "object", "required": [name]}
+                return [
+                    result if name in branch.get("required", ()) else {"allOf": [result, present]}
+                    for result, branch in zip(compiled, branches, strict=True)
+                ]
+    schema.raise_unsupported(
+        "oneOf",
+        "has branches that may both match; give each another type, or a property with other constants in each, or "
+        "write anyOf",
+    )
+
+
+def _types(schema: Schema) -> set[str]:
+    """Return the types that a schema may allow. An integer is a number."""
+    types = schema.get("type", TYPES)
+    return {"number" if name == "integer" else name for name in ([types] if isinstance(types, str) else types)}
+
+
+def _constants(schema: Schema) -> Sequence[object] | None:
+    """Return the only values that a schema allows; None: it allows others too."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def _are_disjoint(constants: Iterable[Sequence[object] | None]) -> bool:
+    """Return whether no two lists share a constant. Only strings count: equal numbers can be written differently."""
+    sets: list[set[str]] = []
+    for values in constants:
+        if values is None or any(not isinstance(value, str) for value in values):
+            return False
+        sets.append(set(cast("Sequence[str]", values)))
+    return sum(map(len, sets)) == len(set[str]().union(*sets))
+
 
 MAX_BYTES: Final = 65_536
 """Maximum size of the compiled schema."""
@@ -93,9 +179,7 @@ class Budget:
             self._num_pattern_characters += len(pattern) + EXTRA_CHARACTERS_PER_PATTERN
         if self._num_pattern_characters > MAX_PATTERN_CHARACTERS:
             limit = f"all patterns together may have {MAX_PATTERN_CHARACTERS:,} characters"
-            schema.raise_unsupported(
-                keyword, f"is too long: {limit}, and each counts {EXTRA_CHARACTERS_PER_PATTERN} more"
-            )
+            schema.raise_unsupported(keyword, f"is too long: {limit}, each counts {EXTRA_CHARACTERS_PER_PATTERN} more")
 
 
 def compile_schema(text: str, budget: Budget | None = None) -> Schema:
@@ -119,9 +203,7 @@ def compile_schema(text: str, budget: Budget | None = None) -> Schema:
     except RecursionError:
         root.raise_unsupported("json_schema", "is nested too deeply")
     if size > MAX_BYTES:
-        root.raise_unsupported(
-            "json_schema", f"has {size:,} bytes without its annotations; at most {MAX_BYTES:,} are enforced"
-        )
+        root.raise_unsupported("json_schema", f"has {size:,} bytes without annotations; the limit is {MAX_BYTES:,}")
     for subschema, keyword in compiler.constants:  # reads every nested value, so only after the check of the size
         check_constant(subschema, keyword)
     return compiled

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from aioengine.api import checks
-from aioengine.constraints.endless import endless_rule
-from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema
+from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema, endless_rule
 from aioengine.errors import UnsupportedSchemaError
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ _TOKENS: Final = re.compile(
     re.VERBOSE | re.DOTALL | re.MULTILINE,
 )
 _FROM_ZERO: Final = re.compile(r"[{~]\s*(?:,|-|\+?0+(?!\d))")
+"""``counts`` that allow no repetition at all."""
 _json: Final = json.JSONDecoder()
 
 
@@ -126,9 +126,7 @@ def checked_lark(text: str, names: Mapping[str, str]) -> str:
     if len(bodies) > MAX_RULES:
         raise ValueError(f"it has {len(bodies):,} rules and terminals; at most {MAX_RULES:,} are compiled")
     if _work({name: body for name, body in bodies.items() if not name.lstrip("_")[:1].isupper()}) > MAX_WORK:
-        raise ValueError(
-            "too many of its rules have alternatives and are used in many places, or repeated often; make it smaller"
-        )
+        raise ValueError("too many rules with alternatives are used in many places or repeated often; make it smaller")
     # The conditions of parametric rules decide which alternatives are used.
     if not is_parametric and (name := endless_rule(alternatives, "start")) is not None:
         shown = checks.shown(names.get(name, name))
@@ -139,7 +137,7 @@ def checked_lark(text: str, names: Mapping[str, str]) -> str:
 def _work(bodies: Mapping[str, _Body]) -> int:
     """Estimate the maximum work of the parser for one character, if the text can be parsed in many ways.
 
-    For each alternative of a rule that ends there, the parser looks at all places that use the rule, and searches the
+    For each alternative that ends at this character, the parser looks at all places that use its rule, and searches the
     continuation among all known items.
     """
     uses = Counter[str]()

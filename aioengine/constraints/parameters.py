@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Final, cast, get_type_hints
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -23,6 +23,7 @@ MAX_EBNF_BYTES: Final = 65_536
 MAX_CHOICES: Final = 10_000
 MAX_CHOICE_BYTES: Final = 131_072
 MAX_REASONING_BYTES: Final = 256
+MAX_WHITESPACE_BYTES: Final = 256
 MAX_CLASSES: Final = 1024
 """Unicode classes in a compiled grammar. A thousand of them take 0.1 s to compile."""
 
@@ -64,7 +65,7 @@ def json_schema(name: str, value: object) -> str:
         return _schema_of_class(value)
     except TypeError as error:
         reason = " ".join(str(error).strip().splitlines()[-1:])  # the lines above advise callers of msgspec
-        raise TypeError(f"{wrong_type}: {_find_wrong_field(value)}{reason}") from error
+        raise TypeError(f"{wrong_type}: {reason}") from error
 
 
 @lru_cache(maxsize=64)
@@ -87,22 +88,6 @@ def _forbid_other_properties(schema: object) -> None:
     elif isinstance(schema, list):
         for value in cast("list[object]", schema):
             _forbid_other_properties(value)
-
-
-def _find_wrong_field(value: Any, outer: tuple[object, ...] = ()) -> str:
-    """Return "Class.field: " for the field whose type has no schema, or an empty text if it is not a field.
-
-    outer: the classes that contain this one.
-    """
-    is_class = isinstance(value, type) and (dataclasses.is_dataclass(value) or issubclass(value, msgspec.Struct))
-    for name, hint in get_type_hints(value, include_extras=True).items() if is_class else ():
-        if any(hint is known for known in (value, *outer)):
-            continue
-        try:
-            msgspec.json.schema(hint)
-        except TypeError:
-            return _find_wrong_field(hint, (value, *outer)) or f"{value.__name__}.{name}: "
-    return ""
 
 
 def text(name: str, value: object, max_bytes: int = MAX_EBNF_BYTES) -> str:
@@ -139,7 +124,7 @@ def structural_tag(name: str, value: object) -> str:
 
 def whitespace(name: str, value: object) -> str:
     """Check "flexible", or a pattern that only matches whitespace of JSON."""
-    pattern = checks.text(name, checks.plain(value), max_bytes=MAX_REASONING_BYTES)
+    pattern = checks.text(name, checks.plain(value), max_bytes=MAX_WHITESPACE_BYTES)
     if pattern != "flexible":
         plain = re.sub(r"\\[tnr]", " ", re.sub(r"\{\d*,?\d*\}", "", pattern.replace("(?:", "(")))
         if re.fullmatch(r"[ \t\n\r\[\]()|?*+]*", plain) is None:
@@ -176,9 +161,7 @@ def grammar_of(values: Mapping[str, Any], *, ignore_eos: bool) -> Grammar | None
     """
     kinds = [name for name in KINDS if values[name]]
     if len(kinds) > 1:
-        raise ValueError(
-            f"{' and '.join(kinds)} are given together, and an output has one constraint; keep one of them"
-        )
+        raise ValueError(f"{' and '.join(kinds)} are given together; an output has one constraint: keep one")
     space, end, max_thinking = values["whitespace"], values["reasoning_end"], values["max_thinking_tokens"]
     if not kinds:
         for name in ("whitespace", "reasoning_end", "max_thinking_tokens"):
@@ -227,7 +210,7 @@ def _compile(name: str, value: Any, space: str | None) -> tuple[str, str]:
         kind, grammar = "regex", translate(value, pointer="")
     elif name == "choice":
         table = {ord(char): escaped(ord(char)) for char in set[str]().union(*value)}
-        kind, grammar = "regex", "|".join(words.translate(table) for words in value)
+        kind, grammar = "regex", "|".join(entry.translate(table) for entry in value)
     elif name == "structural_tag":
         kind, grammar = "lark", lark_of(value, whitespace=options)
     else:

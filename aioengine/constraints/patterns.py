@@ -11,14 +11,14 @@ import sys
 from collections import OrderedDict
 from functools import lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import regex
 
 from aioengine.api import checks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 MAX_SIZE: Final = 50_000
 """Largest ``expanded_size`` of all patterns of a request together. Compiling them takes 20 ms at most."""
@@ -48,26 +48,6 @@ _REASONS: Final = {
 }
 
 
-class PatternMatch(Protocol):
-    """A match of the ``regex`` package."""
-
-    @property
-    def partial(self) -> bool: ...
-    def start(self) -> int: ...
-    def end(self) -> int: ...
-
-
-class CompiledPattern(Protocol):
-    """A pattern of the ``regex`` package."""
-
-    @property
-    def pattern(self) -> str: ...
-    def search(
-        self, string: str, pos: int = ..., *, partial: bool = ..., timeout: float = ...
-    ) -> PatternMatch | None: ...
-
-
-_compile = cast("Callable[..., CompiledPattern]", regex.compile)
 _num_compiled = count(1)
 
 
@@ -107,7 +87,7 @@ def expanded_size(pattern: str) -> int:
     return size
 
 
-def compile_pattern(pattern: str) -> CompiledPattern:
+def compile_pattern(pattern: str) -> Any:
     """Compile a stop pattern.
 
     Raises:
@@ -115,7 +95,7 @@ def compile_pattern(pattern: str) -> CompiledPattern:
     """
     expanded_size(pattern)
     try:
-        compiled = _compile(pattern, flags=regex.V0, cache_pattern=False)  # its own cache has no bound in bytes
+        compiled = regex.compile(pattern, flags=regex.V0, cache_pattern=False)  # its own cache has no bound in bytes
         empty_match = compiled.search("", timeout=_EMPTY_SEARCH_S)
     except TimeoutError:
         raise _refused(pattern, "takes too long on the empty text; write it without nested repetitions") from None
@@ -147,10 +127,10 @@ class PatternCache:
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
         self._max_bytes = max_bytes
-        self._patterns: OrderedDict[str, tuple[CompiledPattern, int]] = OrderedDict()
+        self._patterns: OrderedDict[str, tuple[Any, int]] = OrderedDict()
         self.num_bytes = 0
 
-    def get(self, pattern: str) -> CompiledPattern:
+    def get(self, pattern: str) -> Any:
         """Raises ValueError as ``compile_pattern`` does."""
         if pattern in self._patterns:
             self._patterns.move_to_end(pattern)

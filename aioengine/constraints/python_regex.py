@@ -65,13 +65,13 @@ def translate(pattern: str, *, pointer: str, is_searched: bool = False) -> str:
         ValueError: it is not a valid regular expression.
         UnsupportedSchemaError: a part of it cannot be translated.
     """
-    place = f"{shown(pattern)} at {pointer}: " if pointer else ""
+    prefix = f"{shown(pattern)} at {pointer}: " if pointer else ""
     try:
         return _translated(pattern, is_searched)
     except UnsupportedSchemaError as error:
-        raise UnsupportedSchemaError(f"{place}{error}", pointer=pointer, keyword=error.keyword) from None
+        raise UnsupportedSchemaError(f"{prefix}{error}", pointer=pointer, keyword=error.keyword) from None
     except ValueError as error:
-        raise ValueError(f"{place}{error}") from None
+        raise ValueError(f"{prefix}{error}") from None
 
 
 @lru_cache(maxsize=64)
@@ -80,6 +80,8 @@ def _translated(pattern: str, is_searched: bool) -> str:
 
 
 class _Translator:
+    """Translates one pattern. ``text``: the translation."""
+
     def __init__(self, pattern: str, *, is_searched: bool) -> None:
         self._keyword = "pattern" if is_searched else "regex"
         if len(pattern.encode(errors="surrogatepass")) > MAX_BYTES:

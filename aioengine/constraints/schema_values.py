@@ -67,8 +67,7 @@ class Subschema(NamedTuple):
 
     def raise_invalid(self, keyword: str, allowed: str, value: object) -> NoReturn:
         """Raise ValueError: the value of the keyword is not valid in a JSON schema."""
-        message = f"{keyword!r} at {self.pointer or '#'} must be {allowed}, got {repr(value)[:80]}"
-        raise ValueError(message)
+        raise ValueError(f"{keyword!r} at {self.pointer or '#'} must be {allowed}, got {repr(value)[:80]}")
 
 
 def check_constant(schema: Subschema, keyword: str) -> None:
@@ -181,9 +180,7 @@ def _bound(schema: Subschema, keyword: str, direction: int, *, is_integer: bool)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # NaN
         schema.raise_invalid(keyword, "a number", value)
     if abs(value) > MAX_INTEGER if is_integer else (abs(value) > MAX_NUMBER or 0 < abs(value) < MIN_NUMBER):
-        schema.raise_unsupported(
-            keyword, "is beyond the enforced bounds: integers up to 2**53, numbers from 1e-9 to 1e15, and 0"
-        )
+        schema.raise_unsupported(keyword, "is not enforced; integers up to 2**53, 0, and numbers from 1e-9 to 1e15 are")
     is_exclusive = keyword.startswith("exclusive")
     if is_integer:
         rounded = math.ceil(value) if direction > 0 else math.floor(value)

@@ -79,9 +79,7 @@ def lark_of(text: str, *, whitespace: dict[str, object]) -> str:
         parts = reader.read(tag["format"], "/format", 0)
     elif "structures" not in tag:
         keys = ", ".join(map(shown, sorted(tag)[:5])) or "nothing"
-        raise ValueError(
-            f'it has no "format": put the format under it, as {{"format": {{"type": ...}}}}; it has {keys}'
-        )
+        raise ValueError(f'it has no "format": put it there, as {{"format": {{"type": ...}}}}; it has {keys}')
     else:
         structures: list[tuple[Any, str]] = []
         for entry, pointer in _list(tag, "structures", ""):

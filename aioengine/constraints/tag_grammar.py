@@ -257,9 +257,7 @@ def _check_end(part: Rule, after: Sequence[Part]) -> None:
     if not part.is_number or isinstance(after[0], FreeText):
         return
     if not isinstance(after[0], Literal) or any(text[:1] in _NUMBER_CHARACTERS for text in after[0].texts):
-        raise_unsupported(
-            part.pointer, "format", "may be a number, which has no visible end: put a const_string after it"
-        )
+        raise_unsupported(part.pointer, "format", "may be a number, with no visible end: put a const_string after it")
 
 
 def _literals(texts: Sequence[str]) -> str:

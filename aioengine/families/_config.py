@@ -27,6 +27,16 @@ from aioengine.families._rope_config import RopeConfig, read_rope
 
 _MAX_LABELS: Final = 2**20
 
+Renamed = tuple[tuple[str, str], ...]
+
+
+def new_name(name: str, renamed: Renamed) -> str:
+    """Replace the prefix of a name by the first match in ``renamed``, see ``TransformerConfig``."""
+    for old, new in renamed:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
 
 class Task(StrEnum):
     """The task of a model. It decides which requests the engine serves."""
@@ -66,7 +76,7 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int | None, ...] = ()
     keeps_states: bool = False
     prefix: str = "model."
-    renamed: tuple[tuple[str, str], ...] = ()
+    renamed: Renamed = ()
     rope: RopeConfig = RopeConfig()
 
     @property

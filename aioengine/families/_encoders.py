@@ -139,9 +139,7 @@ class BertFamily(EncoderFamily, frozen=True, kw_only=True):
     def num_positions(self) -> int:
         num_positions = self.max_position_embeddings - self.position_offset
         if num_positions < 1:
-            not_implemented(
-                "max_position_embeddings", self.max_position_embeddings, f"more than {self.position_offset}"
-            )
+            not_implemented("max_position_embeddings", self.max_position_embeddings, f"above {self.position_offset}")
         return num_positions
 
     @property

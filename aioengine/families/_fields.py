@@ -46,8 +46,7 @@ _MIN_FACTOR, _MAX_FACTOR = 1e-6, 1e6
 
 def not_implemented(field: str, value: object, implemented: str) -> NoReturn:
     """Raise ValueError for the value of a field. ``implemented``: the values that work."""
-    message = f"{field} {shown(value)} is not implemented; what works: {implemented}"
-    raise ValueError(message)
+    raise ValueError(f"{field} {shown(value)} is not implemented; what works: {implemented}")
 
 
 def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> ConfigType:

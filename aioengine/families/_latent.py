@@ -194,9 +194,7 @@ class DeepseekV2Family(DeepseekFamily, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.topk_method == "group_limited_greedy" and None in (self.num_groups, self.topk_group):
-            not_implemented(
-                "n_group", self.num_groups, "numbers for n_group and topk_group with topk_method 'group_limited_greedy'"
-            )
+            not_implemented("n_group", self.num_groups, "numbers in n_group and topk_group with 'group_limited_greedy'")
 
     @property
     def groups(self) -> tuple[int, int]:

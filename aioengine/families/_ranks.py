@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from msgspec.structs import replace
 
-from aioengine.families._config import DecoderConfig
+from aioengine.families._config import DecoderConfig, TransformerConfig
 from aioengine.families._experts import MXFP4_BLOCK
 from aioengine.families._vision import VisionConfig
-
-if TYPE_CHECKING:
-    from aioengine.families._config import TransformerConfig
 
 MAX_RANKS: Final = 64
 

@@ -69,8 +69,7 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
         values = msgspec.structs.asdict(self)
         for field in _REQUIRED.get(self.rope_type, ()):
             if values[field] is None:
-                message = f"rope_parameters.{field} is missing; rope_type {self.rope_type!r} needs it"
-                raise ValueError(message)
+                raise ValueError(f"rope_parameters.{field} is missing; rope_type {self.rope_type!r} needs it")
         for field in _POSITIVE:
             numbers = values[field] if isinstance(values[field], tuple) else (values[field],)
             if any(number is not None and not _MIN_POSITIVE <= number <= _MAX_POSITIVE for number in numbers):

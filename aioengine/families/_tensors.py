@@ -20,16 +20,14 @@ from aioengine.families._block_config import (
     TensorSpec,
     TensorSpecs,
 )
-from aioengine.families._config import DecoderConfig, Task
+from aioengine.families._config import DecoderConfig, Task, TransformerConfig
 from aioengine.families._draft_heads import DraftHeadConfig
 from aioengine.families._encoders import EncoderConfig
-from aioengine.families._experts import CHOICE_BIAS, MXFP4_BLOCK
+from aioengine.families._experts import CHOICE_BIAS, MXFP4_BLOCK, ExpertsConfig
 from aioengine.families._vision import VisionConfig
 
 if TYPE_CHECKING:
     from aioengine.families._block_config import DeltaNetConfig, LatentConfig, MlpConfig
-    from aioengine.families._config import TransformerConfig
-    from aioengine.families._experts import ExpertsConfig
 
 LinearTensors = Callable[[LinearShape], TensorSpecs]
 """Returns the tensors of a linear layer, in the checkpoint or in memory, by the last part of their names."""

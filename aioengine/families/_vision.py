@@ -14,10 +14,11 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from aioengine import plugins
-from aioengine.families._config import DecoderConfig, DecoderFamily, Family, Task
+from aioengine.families._config import DecoderConfig, DecoderFamily, Family, Task, new_name
 from aioengine.families._fields import decode_config, not_implemented
 
 ImageToken = Annotated[int, msgspec.Meta(ge=0)]
+Layers = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
     "llama": {
@@ -56,11 +57,17 @@ class VisionConfig(DecoderConfig, frozen=True, kw_only=True):
     num_deepstack: int = 0
     whole_image_tokens: int = 0
 
+    def is_in_tower(self, stored_name: str) -> bool:
+        """Return whether a tensor in the checkpoint is a parameter of the vision tower or projector."""
+        return new_name(stored_name, self.renamed).startswith(self.towers) and not stored_name.endswith("position_ids")
+
 
 class Tower(msgspec.Struct, frozen=True):
-    """The fields of ``vision_config`` that families read."""
+    """The fields of ``vision_config`` that families read. transformers builds all layers before it reads weights."""
 
     model_type: str = ""
+    depth: Layers = 1
+    num_hidden_layers: Layers = 1
     deepstack_visual_indexes: list[int] | None = None
 
 
@@ -148,10 +155,7 @@ class QwenFamily(VisionFamily, frozen=True, kw_only=True):
     num_deepstack: ClassVar[int] = 0
     text_family = "qwen2"
     towers = ("visual.",)
-    renamed = (
-        ("model.language_model.", "model."),
-        ("model.visual.", "visual."),
-    )
+    renamed = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
     image_token_id: ImageToken = 151_655
 

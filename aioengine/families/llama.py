@@ -169,9 +169,7 @@ class GraniteMoeFamily(GraniteFamily, frozen=True, kw_only=True):
 
     block = BlockConfig(mlp="block_sparse_moe.")
     experts = ExpertsConfig(
-        router=RouterConfig(name="router.layer"),
-        stored="packed",
-        names=("input_linear.weight", "output_linear.weight"),
+        router=RouterConfig(name="router.layer"), stored="packed", names=("input_linear.weight", "output_linear.weight")
     )
 
     num_experts: int = field(default=8, name="num_local_experts")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -22,28 +21,18 @@ def running_loop() -> asyncio.AbstractEventLoop:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        raise WrongLoopError(
-            "aioengine needs asyncio, and no asyncio event loop is running here (trio is not supported): await this "
-            "under asyncio.run(), or anyio.run() with its asyncio backend, or call the synchronous methods of Engine "
-            "in a thread"
-        ) from None
+        raise WrongLoopError("no asyncio event loop is running here; use asyncio.run(), or Engine") from None
 
 
 def wrong_loop() -> WrongLoopError:
     """Return the error for a call of an AsyncEngine on another loop, or without one."""
     running_loop()
-    return WrongLoopError(
-        "an AsyncEngine belongs to the event loop on which it was started, and this is another one; "
-        "use Engine to call from several loops and threads"
-    )
+    return WrongLoopError("this AsyncEngine was started on another event loop; Engine can be called on any loop")
 
 
 def forked(owner: int) -> EngineClosedError:
     """Return the error for a call in a fork of the process ``owner``."""
-    return EngineClosedError(
-        f"this engine belongs to process {owner}, and this process ({os.getpid()}) is a fork of it; "
-        "create an Engine, or start an AsyncEngine, in the process that uses it"
-    )
+    return EngineClosedError(f"this process is a fork of the engine's process {owner}; start another engine here")
 
 
 def this_caller() -> Hashable:
@@ -54,30 +43,9 @@ def this_caller() -> Hashable:
         return threading.get_ident()
 
 
-def is_interrupted(lock: threading.RLock) -> bool:
-    """Return whether this thread already holds the engine's lock.
-
-    A signal handler or a finalizer can interrupt the engine's code anywhere. If it waited for the engine, it would wait
-    for the interrupted code.
-    """
-    return bool(lock._is_owned())  # type: ignore[attr-defined]  # pyright: ignore
-
-
-def interrupting() -> RuntimeError:
-    """Return the error for a call by code that interrupted the engine on its thread."""
-    return RuntimeError(
-        "a signal handler or finalizer interrupted the engine on this thread, so it can neither start nor read a "
-        "request here; only abort_request(), abort(), close(), stats() and health() may be called. Hand other "
-        "calls to another thread or to the event loop (loop.call_soon_threadsafe)"
-    )
-
-
 def not_started() -> EngineClosedError:
     return EngineClosedError("the engine was not started: use `async with AsyncEngine(...)`, or `await engine.start()`")
 
 
 def closed() -> EngineClosedError:
-    return EngineClosedError(
-        "the engine was shut down; an AsyncEngine can be started again (`await engine.start()`), an Engine cannot: "
-        "create another Engine"
-    )
+    return EngineClosedError("the engine was shut down; start an AsyncEngine again, or create another Engine")

@@ -89,9 +89,7 @@ class Controls:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            raise EngineStalledError(
-                f"the scheduler did not answer {name!r} in {timeout_s:g} s; see health()"
-            ) from None
+            raise EngineStalledError(f"the scheduler did not answer {name!r} in {timeout_s:g} s") from None
         finally:
             del self._waiting[call_id]
 

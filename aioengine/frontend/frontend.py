@@ -19,7 +19,7 @@ from msgspec.structs import asdict
 from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError, EngineStalledError
 from aioengine.frontend import info
-from aioengine.frontend.callers import closed, forked, interrupting, is_interrupted, this_caller
+from aioengine.frontend.callers import closed, forked, this_caller
 from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import Delivery, SlowReaders
@@ -111,8 +111,6 @@ class Frontend:
             EngineError: the engine does not accept the call.
         """
         call, reader = Call(time.monotonic(), self.weight_version), None
-        if is_interrupted(self._lock):
-            raise interrupting()
         try:
             with self._lock:
                 self.limits.reserve(call, this_caller())
@@ -143,23 +141,13 @@ class Frontend:
         """Version of the newest weights; a row reports the versions of its own computation."""
         return self.weights.loaded.version
 
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether this thread is in a signal handler or finalizer that interrupted the engine's code."""
-        return is_interrupted(self._lock)
-
     def check_waiting(self, *, blocks: bool) -> None:
-        """Raise an error if the engine could never wake this thread: it interrupted the engine, or is in a fork.
+        """Raise an error if the engine could never wake this thread, because it is in a fork.
 
         ``blocks``: the thread blocks while it waits, so it must not be the thread of the engine's loop.
         """
-        if is_interrupted(self._lock):
-            raise interrupting()
         if blocks and runs_here(self.loop):
-            raise RuntimeError(
-                "a call from the engine's own thread would wait for itself; log handlers and other callbacks on this "
-                "thread must hand the call to another thread"
-            )
+            raise RuntimeError("a call from the engine's own thread would wait for itself; hand it to another thread")
         if os.getpid() != self._pid:
             raise forked(self._pid)
 

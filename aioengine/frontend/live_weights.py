@@ -36,7 +36,7 @@ from aioengine.protocol.weight_messages import (
     CudaTensor,
 )
 from aioengine.supervision.ledger import LOST_WEIGHTS
-from aioengine.supervision.tasks import WorkerThread
+from aioengine.supervision.tasks import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -50,7 +50,6 @@ Result = TypeVar("Result")
 
 UPDATE_TIMEOUT_S: Final = 600.0
 LOAD_FORMATS: Final = ("auto", "safetensors", "gguf")
-_MAX_EXIT_S: Final = 0.5
 
 
 class WeightUpdate(NamedTuple):
@@ -114,7 +113,7 @@ class LiveWeights:
         """facts: of the runner. keeps: keep a copy of tensors for new processes. is_alone: there is one runner."""
         self._controls = controls
         self._processes = processes
-        self._keeps = keeps
+        self._keeps_copies = keeps
         self._first_version = str(facts.get("weight_version", processes.weights.version))
         self._gpu = str(facts.get("device_uuid", "")) if is_alone and not keeps else ""
         self.lock = asyncio.Lock()
@@ -137,7 +136,7 @@ class LiveWeights:
         _check_format(load_format)
         version = _version(weight_version)
         try:
-            folder = await _in_thread(partial(model_folder.locate, path))
+            folder = await in_thread(partial(model_folder.locate, path))
         except ValueError as error:
             return WeightUpdate(False, str(error))
         if self._update is not None and self._update.loss:
@@ -157,7 +156,7 @@ class LiveWeights:
             are_lost=False,
         )
         try:
-            await _in_thread(partial(checkpoint.check_unchanged, files, "after it was checked"))
+            await in_thread(partial(checkpoint.check_unchanged, files, "after it was checked"))
         except ValueError as error:
             return WeightUpdate(False, str(error))
         result = await self._load({"path": folder}, loaded)
@@ -174,14 +173,14 @@ class LiveWeights:
         version = _version(weight_version)
         if self._update is None and self.loaded.are_lost:
             return WeightUpdate(False, LOST_WEIGHTS)
-        if self._gpu and (handles := await _in_thread(partial(_cuda_handles, tensors, self._gpu))):
+        if self._gpu and (handles := await in_thread(partial(_cuda_handles, tensors, self._gpu))):
             return await self._load_part({"handles": handles}, version, None)
-        file = await _in_thread(partial(tensor_file.write, tensors))
+        file = await in_thread(partial(tensor_file.write, tensors))
         result = WeightUpdate(False, "")
         try:
             result = await self._load_part({"path": file.path}, version, file)
         finally:
-            if not (result and self._keeps):
+            if not (result and self._keeps_copies):
                 file.close()
         return result
 
@@ -200,7 +199,7 @@ class LiveWeights:
         self, arguments: dict[str, Argument], version: str | None, file: TensorFile | None
     ) -> WeightUpdate:
         """Load checked tensors."""
-        new_files = [file] if file is not None and self._keeps else []
+        new_files = [file] if file is not None and self._keeps_copies else []
         if (update := self._update) is not None:
             result = await self._load(arguments)
             if result:
@@ -256,7 +255,7 @@ class LiveWeights:
         arguments: dict[str, Argument] = {
             "tensors": json.dumps(listed),
             "group": checks.text("group_name", group),
-            "keeps": self._keeps,
+            "keeps": self._keeps_copies,
         }
         reply = await self._ask(RECEIVE, arguments)
         if not reply.success:
@@ -266,7 +265,7 @@ class LiveWeights:
         file: TensorFile | None = None
         result = WeightUpdate(False, "")
         try:
-            if self._keeps:
+            if self._keeps_copies:
                 file = tensor_file.opened(_data(reply), (name for name, _, _ in listed))
             result = await self._load_checked({"received": True, "is_part": True}, version, file)
         except FileNotFoundError:
@@ -319,15 +318,15 @@ class LiveWeights:
     async def change_memory(self, tags: object, name: str) -> None:
         """Release or resume memory. See ``AsyncEngine.release_memory_occupation``."""
         chosen = MEMORY_TAGS if tags is None else checks.items("tags", [tags] if isinstance(tags, str) else tags, 8)
-        words = {checks.choice("tags entries", tag, {tag: tag for tag in MEMORY_TAGS}) for tag in chosen}
+        names = {checks.choice("tags entries", tag, {tag: tag for tag in MEMORY_TAGS}) for tag in chosen}
         is_release = name == RELEASE_MEMORY
-        if wrong := words & self._released if is_release else words - self._released:
+        if wrong := names & self._released if is_release else names - self._released:
             state = "already released" if is_release else "not released"
             raise RuntimeError(f"the memory of {', '.join(sorted(wrong))} is {state}")
-        reply = await self._ask(name, {"tags": sorted(words)})
+        reply = await self._ask(name, {"tags": sorted(names)})
         if not reply.success:
             raise RuntimeError(reply.message)
-        self._released = self._released | words if is_release else self._released - words
+        self._released = self._released | names if is_release else self._released - names
 
     async def get(self, name: object, truncate_size: object) -> Any:
         """See ``AsyncEngine.get_weights_by_name``."""
@@ -386,14 +385,6 @@ class LiveWeights:
         return reply
 
 
-async def _in_thread(work: Callable[[], Any]) -> Any:
-    thread = WorkerThread[Any]("aioengine-weights", max_exit_s=_MAX_EXIT_S)
-    try:
-        return await asyncio.wrap_future(thread.submit(work))
-    finally:
-        thread.close()
-
-
 def _data(reply: Reply) -> Any:
     """Return the data of a reply. With several replicas, it is a list of equal entries."""
     data = json.loads(reply.data)
@@ -421,9 +412,7 @@ def _listed(names: object, dtypes: object, shapes: object) -> list[tuple[str, st
         checks.items(name, value, 1 << 20) for name, value in (("names", names), ("dtypes", dtypes), ("shapes", shapes))
     ]
     if len({len(values) for values in lists}) > 1:
-        raise ValueError(
-            f"names, dtypes and shapes have different lengths: {', '.join(str(len(own)) for own in lists)}"
-        )
+        raise ValueError(f"names, dtypes and shapes have different lengths: {[len(own) for own in lists]}")
     tensors: list[tuple[str, str, list[int]]] = []
     for name, dtype, shape in zip(*lists, strict=True):
         text = str(dtype).removeprefix("torch.")
@@ -444,8 +433,8 @@ def _cuda_handles(tensors: Mapping[str, Any], gpu: str) -> str:
     try:
         for name, tensor in tensors.items():
             _, *storage = tensor.untyped_storage()._share_cuda_()
-            place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-            shared.append(CudaTensor(name, dtype_name(tensor), *place, *storage))
+            view = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+            shared.append(CudaTensor(name, dtype_name(tensor), *view, *storage))
     except RuntimeError:  # memory of expandable segments, for example
         return ""
     return msgspec.json.encode(shared).decode()

@@ -15,21 +15,20 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from aioengine.api import answers, checks
 from aioengine.errors import EngineStartupError, RequestError, describe
 from aioengine.frontend import tensor_arguments
 from aioengine.frontend.intake.prompt_options import PerPrompt, PromptCounts, per_prompt
 from aioengine.model_files import adapter_folder, tensor_file
-from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Argument, Reply
+from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Argument
 from aioengine.settings.config import GivenAdapter, LoraSettings
-from aioengine.supervision.ledger import CRASH_STAGE
-from aioengine.supervision.tasks import WorkerThread, post
+from aioengine.supervision.tasks import in_thread, post
 
 if TYPE_CHECKING:
     import threading
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
     from aioengine.frontend.controls import Controls
     from aioengine.model_files.tensor_file import TensorFile
-
-Result = TypeVar("Result")
 
 MAX_NAME_BYTES: Final = 4096
 LOAD_TIMEOUT_S: Final = 600.0
@@ -48,10 +45,6 @@ UNLOAD_TIMEOUT_S: Final = 600.0
 BY_TENSOR: Final = "tensors"
 """In ``AdapterResult.loaded_adapters``, in place of the folder of an adapter that came by tensor."""
 
-_ATTEMPTS: Final = 3
-"""Attempts to load an adapter if the scheduler process is lost meanwhile."""
-
-_MAX_EXIT_S: Final = 0.5
 _NOT_ENABLED: Final = "this engine serves no LoRA adapters; give its constructor lora_paths, or enable_lora=True"
 
 
@@ -281,7 +274,7 @@ class LoadedAdapters:
             path = _folder(lora_path)
         except OSError as error:  # it is relative, and the working folder is gone
             return self._result(f"the folder {lora_path!r} cannot be found: {describe(error)}")
-        return self._result(await self._load_new(name, path, is_pinned=is_pinned))
+        return self._result(await self._load(name, path, is_pinned=is_pinned))
 
     async def load_tensors(
         self, lora_name: object, tensors: object, config_dict: object, load_format: object, pinned: object
@@ -295,42 +288,26 @@ class LoadedAdapters:
         config = _config(config_dict)
         tensor_arguments.check_format(load_format)
         is_pinned = checks.switch("pinned", pinned)
-        file = await _in_thread(partial(tensor_file.write, given))
+        file = await in_thread(partial(tensor_file.write, given))
         try:
-            why = await self._load_new(name, Path(file.path), is_pinned=is_pinned, config=config, file=file)
+            why = await self._load(name, Path(file.path), is_pinned=is_pinned, config=config, file=file)
         finally:
             load = self._loads.get(name)
             if load is None or load.file is not file:
                 file.close()
         return self._result(_without_path(why, file.path))
 
-    async def _load_new(
-        self, name: str, path: Path, *, is_pinned: bool, config: str = "", file: TensorFile | None = None
-    ) -> str:
-        """Load an adapter, unless the name is in use. Return the reason if it failed."""
-        if self._rules is None:
-            return _NOT_ENABLED
-        with self._lock:
-            if why := self._why_not(name, is_pinned=is_pinned):
-                return why
-            self._loading[name] = is_pinned
-        try:
-            return await self._load(name, path, is_pinned=is_pinned, known={}, config=config, file=file)
-        finally:
-            with self._lock:
-                del self._loading[name]
-
     async def load_given(self) -> None:
-        """Load the adapters of ``lora_paths``, each folder once.
+        """Load the adapters of ``lora_paths``.
 
         Raises:
             EngineStartupError: one cannot be used.
         """
-        known: dict[Path, Adapter] = {}
-        for given in () if self._rules is None else self._rules.given:
-            why = await self._load(given.name, Path(given.path), is_pinned=given.is_pinned, known=known)
-            if why:
+        all_given = () if self._rules is None else self._rules.given
+        for given in all_given:
+            if why := await self._load(given.name, Path(given.path), is_pinned=given.is_pinned):
                 raise EngineStartupError(f"lora_paths: {why}")
+        for given in all_given:
             if given.alias and given.alias != given.name:
                 self._aliases.setdefault(given.alias, set()).add(given.name)
 
@@ -403,77 +380,43 @@ class LoadedAdapters:
             most = self._rules.settings.num_slots - 1
             if sum(others) >= most:
                 pinned = checks.counted(sum(others), "pinned adapter")
-                return (
-                    f"the engine has {pinned}, and max_loras_per_batch={most + 1} leaves no place for another one: the "
-                    "adapters that are not pinned need one"
-                )
+                return f"the engine has {pinned}, and max_loras_per_batch={most + 1} leaves no place for another one"
         return ""
 
     async def _load(
-        self,
-        name: str,
-        path: Path,
-        *,
-        is_pinned: bool,
-        known: dict[Path, Adapter],
-        config: str = "",
-        file: TensorFile | None = None,
+        self, name: str, path: Path, *, is_pinned: bool, config: str = "", file: TensorFile | None = None
     ) -> str:
-        """Load an adapter under a free name. Return the reason if it failed.
+        """Load an adapter, unless the name is in use. Return the reason if it failed.
 
-        known: adapters that were just read, by their folders; this one is added. config: see ``Adapter``. file: its
-        tensors, if they did not come from a folder.
+        config: see ``Adapter``. file: its tensors, if they did not come from a folder.
         """
-        assert self._rules is not None
+        if self._rules is None:
+            return _NOT_ENABLED
+        with self._lock:
+            if why := self._why_not(name, is_pinned=is_pinned):
+                return why
+            self._loading[name] = is_pinned
         self._num_loads += 1
-        is_known = path in known
+        read = partial(self._rules.read, self._num_loads, name, path, is_pinned=is_pinned, config=config)
         try:
-            if is_known:
-                adapter = replace(known[path], id=self._num_loads, name=name, is_pinned=is_pinned)
-            else:
-                read = partial(self._rules.read, self._num_loads, name, path, is_pinned=is_pinned, config=config)
-                adapter = await _in_thread(read)
-        except ValueError as error:
-            return str(error)
-        except OSError as error:
-            return f"the adapter in {path} cannot be read: {describe(error)}"
-        if is_pinned or not is_known:
             try:
-                reply = await self._ask(adapter)
+                adapter = await in_thread(read)
+            except ValueError as error:
+                return str(error)
+            except OSError as error:
+                return f"the adapter in {path} cannot be read: {describe(error)}"
+            try:
+                reply = await self._controls.ask(LOAD_ADAPTER, _arguments(adapter), timeout_s=LOAD_TIMEOUT_S)
             except BaseException:
                 self._controls.send(UNLOAD_ADAPTER, _arguments(adapter))  # the scheduler process may have loaded it
                 raise
-            if not reply.success:
-                return reply.message
-        known[path] = adapter
-        with self._lock:
-            self._loads[name] = Load(adapter, file)
-        return ""
-
-    async def _ask(self, adapter: Adapter) -> Reply:
-        """Let the scheduler process read an adapter and place a pinned one. Repeat this if the process is lost.
-
-        Raises:
-            EngineError: the engine died, or was shut down.
-        """
-        lost = ""
-        for _ in range(_ATTEMPTS):
-            try:
-                return await self._controls.ask(LOAD_ADAPTER, _arguments(adapter), timeout_s=LOAD_TIMEOUT_S)
-            except RequestError as error:
-                if error.stage != CRASH_STAGE:
-                    raise
-                lost = str(error)
-        return Reply(0, False, lost)
-
-
-async def _in_thread(work: Callable[[], Result]) -> Result:
-    """Run a function on its own thread, because file systems may hang."""
-    thread = WorkerThread[Result]("aioengine-adapter", max_exit_s=_MAX_EXIT_S)
-    try:
-        return await asyncio.wrap_future(thread.submit(work))
-    finally:
-        thread.close()
+            if reply.success:
+                with self._lock:
+                    self._loads[name] = Load(adapter, file)
+            return reply.message
+        finally:
+            with self._lock:
+                del self._loading[name]
 
 
 def _arguments(adapter: Adapter) -> dict[str, Argument]:

@@ -138,13 +138,12 @@ class Portal:
             raise outcome.error
         return cast("Value", outcome.value)
 
-    def close(self, *, waits: bool = True) -> None:
+    def close(self) -> None:
         """End the loop, cancel its tasks, and end the thread. May be called twice, and before ``start``."""
         self._is_closing = True
         if self._loop is not None:
             post(self._loop, self._stopping.set)
-        if waits:
-            self.join(JOIN_TIMEOUT_S)
+        self.join(JOIN_TIMEOUT_S)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the end of the thread, for ``timeout_s`` seconds at most; does not end it."""

@@ -78,13 +78,9 @@ def _check_ray(config: EngineConfig) -> None:
     if spec is None or spec.origin is None:  # a folder of this name, such as Ray's own /tmp/ray, is no package
         raise ValueError("executor='ray' needs the package ray: pip install 'aioengine[ray]'")
     if config.device.base_gpu_id:
-        raise ValueError(
-            f"base_gpu_id={config.device.base_gpu_id} has no effect with executor='ray', because Ray chooses the GPUs"
-        )
+        raise ValueError("base_gpu_id has no effect with executor='ray', because Ray chooses the GPUs")
     if config.supervision.keeps_tensors:
-        raise ValueError(
-            "enable_weights_cpu_backup=True does not work with executor='ray': other machines cannot read the copy"
-        )
+        raise ValueError("enable_weights_cpu_backup=True does not work with executor='ray'")
 
 
 def _with_local_model(config: EngineConfig) -> EngineConfig:
@@ -204,9 +200,7 @@ def _chat_template(config: EngineConfig) -> str | None:
     if template is None:
         return None
     if not config.model.tokenizer:
-        raise ValueError(
-            "chat_template needs a tokenizer, and skip_tokenizer_init=True loads none: leave out one of them"
-        )
+        raise ValueError("chat_template needs a tokenizer, and skip_tokenizer_init=True loads none")
     return checked_template(template)
 
 
@@ -245,7 +239,7 @@ class _Inbox:
         frontend.on_messages(self._messages)
         events.on_messages = frontend.on_messages
         if self._failure is not None:
-            frontend.fail(self._failure)  # it already watches its readers
+            frontend.fail(self._failure)  # stops its timer for slow readers
             raise self._failure
 
 
@@ -321,7 +315,7 @@ async def start_frontend(
         try:
             await frontend.adapters.load_given()
         except BaseException:
-            frontend.fail(closed())  # it already watches its readers
+            frontend.fail(closed())  # stops its timer for slow readers
             raise
         _log_start(settings, facts, time.monotonic() - began_at)
     except BaseException as error:

@@ -29,7 +29,7 @@ EXPONENT_BIAS: Final = 127
 def unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] = ()) -> Tensor:
     """Unpack words [..., N, ...] int32 -> codes [..., N * 32 / bits, ...] uint8 along ``dim``, low bits first.
 
-    order: order[i] is the place, in each word, of code i; by default i.
+    order: order[i] is the position of code i in each word; by default i.
     """
     shifts = torch.arange(0, WORD, bits, device=words.device, dtype=torch.int32)
     if order:

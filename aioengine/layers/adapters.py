@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from aioengine.kernels import adapter_linear, linear
 from aioengine.kernels.activation import activate_and_mul
-from aioengine.kernels.adapter_types import AdapterTiles
+from aioengine.kernels.adapter_types import AdapterTiles, AdapterWeights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from aioengine.kernels.adapter_types import AdapterWeights
     from aioengine.kernels.linear import Matmul
 
 

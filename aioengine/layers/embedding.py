@@ -10,20 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.kernels import code_linear, linear
-from aioengine.kernels.codes import copy_in_place
-from aioengine.layers.layer import Layer, Slice, Target, Units, rank_ranges
+from aioengine.kernels.codes import Codes, copy_in_place
+from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_ranges
 from aioengine.layers.linear import unplaced_targets
-from aioengine.quantization._base import LinearSpec
+from aioengine.quantization._base import CodesFormat, LinearSpec, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from torch import Tensor
 
-    from aioengine.kernels.codes import Codes
     from aioengine.kernels.linear import Matmul, Product
-    from aioengine.layers.layer import Placement
-    from aioengine.quantization._base import CodesFormat, Tensors
 
 
 def token_embeddings(vocab_size: int, size: int, placement: Placement, *, is_head: bool) -> EmbeddingTable | CodeTable:
@@ -101,12 +98,7 @@ class CodeTable(Layer):
     def __init__(self, vocab_size: int, size: int, placement: Placement, table_format: CodesFormat) -> None:
         """A table [V, D]. Its tensors are allocated by ``weights``."""
         self._spec = LinearSpec(
-            size,
-            (vocab_size,),
-            False,
-            placement.dtype,
-            placement.device,
-            batch_invariant=placement.batch_invariant,
+            size, (vocab_size,), False, placement.dtype, placement.device, batch_invariant=placement.batch_invariant
         )
         self._format = table_format
         self._tensors: Tensors = {}  # while the table is open for loading

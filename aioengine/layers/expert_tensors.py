@@ -10,23 +10,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aioengine.families._experts import MXFP4_BLOCK
+from aioengine.families._experts import MXFP4_BLOCK, ExpertsConfig
 from aioengine.families._tensors import expert_tensors as checkpoint_tensors
 from aioengine.kernels import mxfp4
 from aioengine.kernels.codes import EXPONENT_BIAS, Codes
 from aioengine.kernels.expert_types import ExpertWeights, GateFunction
-from aioengine.layers.layer import Slice, Target
+from aioengine.layers.layer import Placement, Slice, Target
 from aioengine.layers.linear import unplaced_targets
-from aioengine.quantization._base import LinearSpec
+from aioengine.quantization._base import CodesFormat, LinearSpec, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
-
-    from aioengine.families._experts import ExpertsConfig
-    from aioengine.layers.layer import Placement
-    from aioengine.quantization._base import CodesFormat, Tensors
 
 
 class ExpertTensors(NamedTuple):

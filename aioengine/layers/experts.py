@@ -12,14 +12,14 @@ import msgspec
 import torch
 
 from aioengine.families._block_config import MlpConfig
-from aioengine.families._experts import CHOICE_BIAS
+from aioengine.families._experts import CHOICE_BIAS, ExpertsConfig, SharedConfig
 from aioengine.kernels import experts
 from aioengine.kernels.codes import Codes
-from aioengine.kernels.expert_types import ExpertWeights, SharedOutputs
+from aioengine.kernels.expert_types import ChosenExperts, ExpertWeights, SharedOutputs
 from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
-from aioengine.layers.expert_tensors import CodedExperts, JoinedExperts
-from aioengine.layers.layer import Layer, Target, Units, rank_ranges
+from aioengine.layers.expert_tensors import CodedExperts, ExpertTensors, JoinedExperts
+from aioengine.layers.layer import Layer, Placement, Target, Units, rank_ranges
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import MLP
 from aioengine.quantization._base import CodesFormat
@@ -30,12 +30,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.families._experts import ExpertsConfig, SharedConfig
-    from aioengine.kernels.expert_types import ChosenExperts
     from aioengine.kernels.experts import Experts
     from aioengine.layers.adapters import Grouping
-    from aioengine.layers.expert_tensors import ExpertTensors
-    from aioengine.layers.layer import Placement
 
 
 class ExpertRouter(Layer):

@@ -1,6 +1,6 @@
 """The order of heads and head entries, and norms of queries and keys.
 
-The kernels expect all query heads, then all key heads, then all value heads, and rotate entry i of the first half of a
+The kernels expect all query heads, then all key heads, then all value heads. They rotate entry i of the first half of a
 head with entry i of the second half. Some checkpoints use other orders. The weights of queries and keys are reordered
 in the same way when they are loaded, so dot products do not change.
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from aioengine.layers.layer import Layer, Target, Units, rank_ranges
+from aioengine.layers.layer import Layer, Placement, Target, Units, rank_ranges
 from aioengine.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import AttentionShape
     from aioengine.families._block_config import AttentionConfig, HeadNorm
-    from aioengine.layers.layer import Placement
 
 
 def pair_order(head_size: int, rotary_size: int, *, is_interleaved: bool) -> list[int] | None:
@@ -117,13 +116,7 @@ class HeadNorms(Layer):
     """
 
     def __init__(
-        self,
-        config: HeadNorm,
-        epsilon: float,
-        shape: AttentionShape,
-        placement: Placement,
-        *,
-        pairs: list[int] | None,
+        self, config: HeadNorm, epsilon: float, shape: AttentionShape, placement: Placement, *, pairs: list[int] | None
     ) -> None:
         """Create the norms.
 

@@ -20,9 +20,9 @@ from aioengine.kernels import head_linear
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.latent_heads import latent_heads, rotated_queries
 from aioengine.layers.heads import pair_order
-from aioengine.layers.layer import Target
+from aioengine.layers.layer import Placement, Target
 from aioengine.layers.linear import Linear
-from aioengine.layers.mixer import Mixer
+from aioengine.layers.mixer import BlockStep, Mixer
 from aioengine.layers.norm import RMSNorm
 from aioengine.quantization.stored import StoredFormat
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from aioengine.families._block_config import AttentionConfig, LatentConfig
     from aioengine.families._config import DecoderConfig
     from aioengine.kernels.head_linear import HeadMatmul
-    from aioengine.layers.layer import Placement
-    from aioengine.layers.mixer import BlockStep
 
 EPSILON = 1e-6
 """Epsilon of the norms of latent vectors. The one in config.json applies to other norms only."""

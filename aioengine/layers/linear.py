@@ -6,12 +6,12 @@ Shape letters: T tokens, D input size, O output size.
 from __future__ import annotations
 
 from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from aioengine.layers.layer import Layer, Slice, Target, Units, rank_ranges
-from aioengine.quantization._base import CodesFormat, LinearSpec
+from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_ranges
+from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, Prepared, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from aioengine.families._block_config import LinearShape
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import Grouping, LayerAdapters
-    from aioengine.layers.layer import Placement
-    from aioengine.quantization._base import Axis, LinearFormat, Prepared, Tensors
+
+
+Axis = Literal["inputs", "outputs"]
+"""The axis along which a layer is divided among ranks."""
 
 
 class Linear(Layer):
@@ -168,16 +170,10 @@ class Linear(Layer):
 
     def _source(self, part: str, name: str, tensor: Tensor) -> Slice | None:
         """Return the part of a checkpoint tensor that this rank loads into ``tensor`` [...]; None for all of it."""
-        place = None if self._divided is None else self._format.dim_of(name, self._divided)
-        if place is None:
+        if self._divided is None or (self._divided == "inputs" and name != "weight"):
             return None
-        dim, unit = place
-        if any(bound % unit for pair in self._ranges[part] for bound in pair):
-            raise ValueError(f"{part}.{name} cannot be divided among ranks: an entry has {unit} {self._divided}")
-        ranges = tuple((start // unit, stop // unit) for start, stop in self._ranges[part])
-        if self._is_transposed(name, tensor):
-            dim = 1 - dim
-        return Slice(dim, ranges, self._totals[part] // unit)
+        dim = int((self._divided == "inputs") != self._is_transposed(name, tensor))
+        return Slice(dim, tuple(self._ranges[part]), self._totals[part])
 
     def finish_loading(self) -> None:
         """Prepare the matmul, and free the tensors that it does not read."""
@@ -206,9 +202,9 @@ class Linear(Layer):
 
     def _reorder(self, order: Tensor) -> None:
         """Reorder the outputs of all tensors in place, unless the format reorders them. ``order``: [O]."""
-        for name, tensor in self._tensors.items():
-            if not self._format.reorders and (place := self._format.dim_of(name, "outputs")) is not None:
-                tensor.copy_(tensor.index_select(place[0], order))
+        if not self._format.reorders:
+            for tensor in self._tensors.values():
+                tensor.copy_(tensor[order])
 
     def use_adapters(self, adapters: LayerAdapters) -> None:
         self._adapters = adapters

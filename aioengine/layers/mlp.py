@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.families._tensors import mlp_linears
 from aioengine.kernels.activation import activate, activate_and_mul
-from aioengine.layers.layer import Layer, Units
+from aioengine.layers.layer import Layer, Placement, Units
 from aioengine.layers.linear import Linear
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from aioengine.families._block_config import Activation, MlpConfig
     from aioengine.layers.adapters import Grouping
-    from aioengine.layers.layer import Placement
 
 
 class MLP(Layer):
@@ -27,13 +26,7 @@ class MLP(Layer):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        inner_size: int,
-        config: MlpConfig,
-        placement: Placement,
-        *,
-        is_transposed: bool = False,
+        self, hidden_size: int, inner_size: int, config: MlpConfig, placement: Placement, *, is_transposed: bool = False
     ) -> None:
         self._activation: Activation = config.activation
         self._is_gated = config.is_gated

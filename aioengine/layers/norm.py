@@ -11,13 +11,12 @@ import torch
 from torch.nn import functional
 
 from aioengine.kernels.norms import add_layer_norm, add_rms_norm, norm_and_add, rms_norm
-from aioengine.layers.layer import Layer, Target
+from aioengine.layers.layer import Layer, Placement, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._block_config import NormConfig
-    from aioengine.layers.layer import Placement
 
 
 class RMSNorm(Layer):

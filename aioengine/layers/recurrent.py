@@ -17,17 +17,15 @@ from aioengine.kernels.gated_delta import gated_delta
 from aioengine.kernels.norms import gated_rms_norm
 from aioengine.kernels.state_space import state_space
 from aioengine.kernels.state_types import DeltaGates, SpaceWeights
-from aioengine.layers.layer import Target
+from aioengine.layers.layer import Placement, Target
 from aioengine.layers.linear import Linear
-from aioengine.layers.mixer import Mixer
+from aioengine.layers.mixer import BlockStep, Mixer
 from aioengine.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._block_config import DeltaNetConfig, MambaConfig, ShortConvConfig
-    from aioengine.layers.layer import Placement
-    from aioengine.layers.mixer import BlockStep
 
 
 class RecurrentMixer(Mixer):

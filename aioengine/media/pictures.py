@@ -1,7 +1,7 @@
 """Decodes image files to RGB, with Pillow.
 
-Files are refused if Pillow needs another program for their format, if their header exceeds the limit of pixels, or if
-they consist of very many tiny parts, which Pillow reads one by one. Decoding may be slow or crash, so it runs in the
+A file is refused if Pillow needs another program for its format, or if its header exceeds the limit of pixels. So is a
+file of very many tiny parts, because Pillow reads them one by one. Decoding may be slow or crash, so it runs in the
 media process. Only images that the caller opened with Pillow are decoded in the caller's process, on a thread.
 """
 
@@ -10,12 +10,9 @@ from __future__ import annotations
 import re
 import warnings
 from os import SEEK_END
-from typing import TYPE_CHECKING, Final, cast
+from typing import BinaryIO, Final, cast
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
-
-if TYPE_CHECKING:
-    from typing import BinaryIO
 
 FORMATS: Final = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """Other formats need a program (PostScript) or are rare."""

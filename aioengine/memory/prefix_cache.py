@@ -78,7 +78,7 @@ class PrefixCache:
 
     Attributes:
         enabled: False: pages are never shared. snapshots: of recurrent states; None for a model without states.
-        weights: the number of times that the weights were replaced, see ``change_weights``.
+        num_weight_changes: number of calls of ``change_weights``. It is part of the keys of the tree.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PrefixCache:
         self.page_size = page_size
         self.enabled = enabled
         self.snapshots = snapshots
-        self.weights = 0
+        self.num_weight_changes = 0
         self._free = list(range(num_pages - 1, -1, -1))  # the last freed page is allocated first
         self._tree = RadixTree(page_size)
         self._pins: OrderedDict[int, dict[Node, None]] = OrderedDict()
@@ -122,8 +122,8 @@ class PrefixCache:
         """
         if not self.enabled:
             return Match([], None)
-        if self.weights:
-            salt = ("weights", self.weights, salt)
+        if self.num_weight_changes:
+            salt = ("weights", self.num_weight_changes, salt)
         path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size, salt, known=known)
         if (snapshots := self.snapshots) is not None:
             num_usable = snapshots.num_usable(path)
@@ -238,7 +238,7 @@ class PrefixCache:
 
     def change_weights(self) -> None:
         """Match no pages that were computed so far, because the weights have changed. They will be evicted."""
-        self.weights += 1
+        self.num_weight_changes += 1
         for session in list(self._pins):
             self.unpin(session)
 

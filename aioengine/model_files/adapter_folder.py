@@ -8,9 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import re
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,11 +19,11 @@ from msgspec.structs import replace
 from aioengine.api.checks import shown
 from aioengine.families._block_config import FLOAT_BYTES
 from aioengine.model_files import checkpoint, folder_files
-from aioengine.model_files.checkpoint import Entry, listed
+from aioengine.model_files.checkpoint import Entry
 from aioengine.model_files.config_patterns import ConfigPatterns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
     from aioengine.model_files.folder_files import Json
 
@@ -34,13 +32,10 @@ if TYPE_CHECKING:
 
 CONFIG: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
-ALL_LINEAR: Final = "all-linear"
 _STEM: Final = "base_model.model."
 """Prefix of all tensor names. The name of the layer in the base model follows."""
 _TEXT_PARTS: Final = "language_model.", "text_model."
 """Names of the text part of a model with images, in names of layers."""
-_TOWERS: Final = "vision_", "visual.", "connector.", "multi_modal_projector."
-"""Beginnings of the names of its other parts, which cannot be adapted."""
 _ENDS: Final = {".lora_A.weight": "A", ".lora_B.weight": "B"}
 _CONVERT: Final = (
     'python -c "import torch, safetensors.torch as s; '
@@ -49,27 +44,26 @@ _CONVERT: Final = (
 _HEADS: Final = "lm_head", "score", "classifier"
 FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Fused layers of some checkpoints -> the layers that they consist of, in order."""
-_HEAD_STAYS: Final = (
-    "the head of the base model cannot change; train the adapter without it, or merge the adapter into the base model"
-)
 MAX_RANK: Final = 4096
 _SUPPORTED_INITS: Final = True, False, None, "true", "false", "gaussian", "eva", "orthogonal"
 """Values of ``init_lora_weights`` that do not change the base model."""
 
-_REFUSED: Final = {
-    "use_dora": "DoRA is not implemented; train it again without, or merge it into the base model",
-    "lora_bias": "only weights are applied; train it again with lora_bias=False",
-    "modules_to_save": "whole layers are not replaced for one adapter; merge it into the base model "
-    "(peft: merge_and_unload), or train it again without them",
-    "trainable_token_indices": "embeddings of the base model cannot change; merge it into the base model",
-    "target_parameters": "only linear layers are adapted",
-    "layer_replication": "the layers of the base model cannot be repeated",
-    "alora_invocation_tokens": "an adapter applies to all tokens of a request (no aLoRA)",
-    **dict.fromkeys(
-        ("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"), "only plain LoRA is applied"
-    ),
-}
-"""Fields that must not be set -> the reason and a remedy."""
+_REFUSED: Final = (
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+"""Fields that must not be set."""
+_MERGE: Final = "merge the adapter into the base model (peft: merge_and_unload), or train it again without"
 
 
 class AdapterConfig(Struct, frozen=True):
@@ -80,10 +74,6 @@ class AdapterConfig(Struct, frozen=True):
     use_rslora: bool = False
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
-    target_modules: list[str] | str | None = None
-    exclude_modules: list[str] | str | None = None
-    layers_to_transform: list[int] | int | None = None
-    layers_pattern: list[str] | str | None = None
 
 
 class AdapterPart(Struct, frozen=True):
@@ -121,7 +111,6 @@ class AdapterFolder(Struct, frozen=True):
     path: Path
     fingerprint: str
     stored_parts: tuple[AdapterPart, ...]
-    config: AdapterConfig
 
     def parts(
         self, layers: Layers, *, max_rank: int | None = None, allowed: Collection[str] | None = None
@@ -145,8 +134,6 @@ class AdapterFolder(Struct, frozen=True):
         layer, count = Counter(part.layer for part in parts).most_common(1)[0]
         if count > 1:
             raise self._error(f"it changes {layer} {count} times, by tensors with different names")
-        if self.config.target_modules is not None:
-            self._check_targets({part.layer for part in parts}, layers)
         for part in parts:
             if max_rank is not None and part.rank > max_rank:
                 raise self._error(f"{part.layer} has rank {part.rank}, and max_lora_rank is {max_rank}")
@@ -155,16 +142,6 @@ class AdapterFolder(Struct, frozen=True):
                 raise self._error(f"it changes {part.layer}; lora_target_modules has only {names}")
         self._check_shapes(parts, layers)
         return parts
-
-    def _check_targets(self, changed: set[str], layers: Layers) -> None:
-        """Raise ValueError unless the config names exactly the layers with tensors."""
-        is_target = _target_matcher(self.config, ConfigPatterns(str(self.path / CONFIG)))
-        missing = [name for name in layers if name not in changed and is_target(name)]
-        if missing:
-            raise self._error(f"it lacks tensors of {listed(missing)}, which target_modules in {CONFIG} names")
-        extra = [stored.layer for stored in self.stored_parts if not is_target(stored.layer)]
-        if extra:
-            raise self._error(f"it has tensors of {listed(extra)}, which target_modules in {CONFIG} does not name")
 
     def _check_shapes(self, parts: list[AdapterPart], layers: Layers) -> None:
         rows_of: dict[str, int] = {}
@@ -216,9 +193,7 @@ def _adapter(raw: Json, folder: Path, path: Path) -> AdapterFolder:
         config = msgspec.convert(raw, AdapterConfig)
     except msgspec.ValidationError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
-    return AdapterFolder(
-        folder, fingerprint(folder), _stored_parts(checkpoint.entries_of_file(path), config, folder), config
-    )
+    return AdapterFolder(folder, fingerprint(folder), _stored_parts(checkpoint.entries_of_file(path), config, folder))
 
 
 def fingerprint(folder: Path) -> str:
@@ -240,14 +215,11 @@ def _check_kind(raw: Json, folder: Path) -> None:
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise ValueError(f"{folder / CONFIG}: peft_type is {shown(kind)}; what works: 'LORA'")
-    for field, reason in _REFUSED.items():
-        if raw.get(field):
-            raise ValueError(f"{folder / CONFIG}: {field}={shown(raw[field])} is not applied: {reason}")
+    field = next((field for field in _REFUSED if raw.get(field)), None)
     if raw.get("bias", "none") != "none":
-        raise ValueError(
-            f"{folder / CONFIG}: bias={shown(raw['bias'])} is not applied: biases of the base model cannot change; "
-            "train it again with bias='none', or merge it into the base model"
-        )
+        field = "bias"
+    if field is not None:
+        raise ValueError(f"{folder / CONFIG}: {field}={shown(raw[field])} is not supported, only plain LoRA; {_MERGE}")
     init = raw.get("init_lora_weights")
     if not any(init is known or (isinstance(init, str) and init.lower() == known) for known in _SUPPORTED_INITS):
         raise ValueError(
@@ -292,9 +264,7 @@ def _stored_parts(entries: list[Entry], config: AdapterConfig, folder: Path) -> 
             )
         if pair["A"].shape[0] != rank:
             shape = list(pair["A"].shape)
-            raise ValueError(
-                f"{folder / TENSORS}: {pair['A'].name} has shape {shape}, and the rank of the layer is {rank}"
-            )
+            raise ValueError(f"{folder / TENSORS}: {pair['A'].name} has shape {shape}, but the layer has rank {rank}")
         scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
         parts.append(AdapterPart(name, int(rank), scale, pair["A"], pair["B"]))
     return tuple(parts)
@@ -302,17 +272,9 @@ def _stored_parts(entries: list[Entry], config: AdapterConfig, folder: Path) -> 
 
 def _why_unused(name: str) -> str:
     """Return why a tensor of this name is refused."""
-    if "lora_embedding" in name or "embed_tokens" in name:
-        return "of an embedding: embeddings of the base model cannot change; merge the adapter into the base model"
-    if "lora_magnitude_vector" in name:
-        return "of DoRA, which is not implemented"
-    if name.endswith(".bias"):
-        return "a bias: biases of the base model cannot change"
-    if name.endswith(".base_layer.weight") and any(f".{head}." in name for head in _HEADS):
-        return f"of the head: {_HEAD_STAYS}"
     if any(f".{head}." in name for head in _HEADS):
-        return "of a whole layer (modules_to_save): layers are not replaced; merge the adapter into the base model"
-    return f"which does not belong to LoRA; what works: {_STEM}(layer){' and '.join(_ENDS)}"
+        return f"of the head: it cannot change; {_MERGE}"
+    return f"which is no LoRA of a linear layer; what works: {_STEM}(layer){' and '.join(_ENDS)}; {_MERGE}"
 
 
 def _parts_of(stored: AdapterPart, layers: Layers) -> list[AdapterPart]:
@@ -346,51 +308,7 @@ def _in_base(name: str, layers: Layers) -> str:
 
 
 def _why_unknown(name: str, layers: Layers) -> str:
-    last = name.rpartition(".")[2]
-    if last in _HEADS:
-        return f"it changes {name}: {_HEAD_STAYS}"
-    if last == "embed_tokens":
-        return f"it changes {name}: embeddings of the base model cannot change"
-    if any(f".{tower}" in f".{name}" for tower in _TOWERS):
-        return f"it changes {name}, but only the text part of a model with images can be adapted"
-    if any(layer.endswith(f".{last}") for layer in layers):
-        return f"it changes {name}, but the base model has no such layer: it is for another base model"
+    if name.rpartition(".")[2] in _HEADS:
+        return f"it changes {name}: it cannot change; {_MERGE}"
     known = sorted({layer.rpartition(".")[2] for layer in layers})
-    return f"it changes {name}; what works in this base model: {', '.join(known)}"
-
-
-def _matcher(field: str, names: list[str] | str | None, patterns: ConfigPatterns) -> Callable[[str], bool]:
-    """Return a function that tells whether ``target_modules`` or ``exclude_modules`` has the name of a layer.
-
-    ``names``: ends of names, or one pattern.
-    """
-    if isinstance(names, str):
-        return partial(patterns.matches, patterns.compiled(field, rf"\A(?:{names})\Z"))
-    ends = tuple(f".{end}" for end in names or ())
-    return lambda name: f".{name}".endswith(ends)
-
-
-def _target_matcher(config: AdapterConfig, patterns: ConfigPatterns) -> Callable[[str], bool]:
-    """Return a function that tells whether a config names a layer, by peft's rules."""
-    targets = config.target_modules
-    whole_names = frozenset(targets) if isinstance(targets, list) else ()
-    has_name = _matcher("target_modules", None if targets == ALL_LINEAR else targets, patterns)
-    excludes = _matcher("exclude_modules", config.exclude_modules, patterns)
-    layers = [config.layers_to_transform] if isinstance(config.layers_to_transform, int) else config.layers_to_transform
-    list_names = [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern or ()
-    list_name = "|".join(map(re.escape, list_names)) or r"[^.]*"  # of the list of all blocks, such as "layers"
-    index = re.compile(rf"(?:.*?\.)??(?:{list_name})\.([0-9]+)\.")
-
-    def is_target(name: str) -> bool:
-        if excludes(name):
-            return False
-        if targets == ALL_LINEAR:
-            return name not in _HEADS
-        if name in whole_names:
-            return True  # in any layer
-        if not has_name(name):
-            return False
-        match = index.match(name)
-        return not layers or (match is not None and int(match[1]) in layers)
-
-    return is_target
+    return f"it changes {name}, but the base model has no such layer for adapters; it has layers {', '.join(known)}"

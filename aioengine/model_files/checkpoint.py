@@ -6,29 +6,25 @@ import hashlib
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Final
 
 import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from aioengine.api import checks
-from aioengine.families._block_config import DTYPE_BYTES, FLOAT_BYTES
+from aioengine.families._block_config import DTYPE_BYTES, FLOAT_BYTES, TensorSpec
+from aioengine.families._config import new_name
 from aioengine.families._tensors import checkpoint_tensors, is_ignored, plain_tensors
 from aioengine.model_files import folder_files
 from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.model_files.gguf_model import tensors_of
-from aioengine.model_files.quantization import TEXTS, UNUSED
+from aioengine.model_files.quantization import TEXTS, UNUSED, Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sized
-    from typing import BinaryIO
 
-    from aioengine.families._block_config import TensorSpec
-    from aioengine.families._config import TransformerConfig
-    from aioengine.model_files.quantization import Quantization
-
-    Renamed = tuple[tuple[str, str], ...]
+    from aioengine.families._config import Renamed, TransformerConfig
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
@@ -42,10 +38,6 @@ _LENGTH_BYTES: Final = 8
 """A file starts with the length of its header in this many bytes."""
 _MAX_PROBLEMS: Final = 8
 """Maximum number of problems in one error message."""
-
-
-class _Architectures(Struct):
-    architectures: list[str] | None = None
 
 
 class Entry(Struct, frozen=True):
@@ -225,14 +217,6 @@ def file_state(file: BinaryIO) -> str:
     return hashlib.sha256(facts.encode() + header).hexdigest()[:32]
 
 
-def new_name(name: str, renamed: Renamed) -> str:
-    """Replace the prefix of a name by the first match in ``renamed``."""
-    for old, new in renamed:
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
-
-
 def _paths(folder: Path) -> list[Path]:
     """Return the weight files: the files in the index, or else model.safetensors, or else all safetensors files."""
     path = folder / _INDEX
@@ -249,9 +233,7 @@ def _paths(folder: Path) -> list[Path]:
     paths = [folder / name for name in names]
     missing = [path.name for path in paths if not folder_files.is_file(path)]
     if missing:
-        raise ValueError(
-            f"cannot read {folder}/{listed(missing)}: {_INDEX} names it, and it is missing; fetch the whole model"
-        )
+        raise ValueError(f"cannot read {folder}/{listed(missing)}: {_INDEX} names it; fetch the whole model")
     return paths
 
 
@@ -268,17 +250,9 @@ def missing_weights(folder: Path) -> str | None:
         )
     return (
         f"{str(folder)!r} has its weights in {checks.name(foreign[0])}, which is not read because it may run code. "
-        "Convert a model that you trust to safetensors, and copy its tokenizer files: "
-        f'python -c "from transformers import {_class_name(folder)} as M; '
-        f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('NEW_FOLDER')\""
+        "Convert a model that you trust to safetensors: load it with its class in transformers and dtype='auto', save "
+        "it with save_pretrained, and copy its tokenizer files"
     )
-
-
-def _class_name(folder: Path) -> str:
-    """Return the class of transformers in config.json. AutoModelForCausalLM would drop the head of a classifier."""
-    config = folder_files.read_json(folder / folder_files.CONFIG, _Architectures) or _Architectures()
-    name = config.architectures[0] if config.architectures else ""
-    return name if name.isascii() and name.isidentifier() and len(name) < _MAX_NAME else "AutoModelForCausalLM"
 
 
 def entries_of_file(path: Path) -> list[Entry]:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, cast
+from typing import Any, Final
 
 from aioengine.api.checks import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aioengine.constraints.patterns import CompiledPattern
 
 _MATCH_TIMEOUT_S: Final = 0.2
 PATTERNS_TIMEOUT_S: Final = 10.0
@@ -28,31 +23,26 @@ class ConfigPatterns:
         self._where = where
         self._used_s = 0.0
 
-    def compiled(self, field: str, pattern: str) -> CompiledPattern:
+    def compiled(self, field: str, pattern: str) -> Any:
         import regex  # slow to import, and most folders have no patterns
 
         from aioengine.constraints.patterns import expanded_size
 
-        compile_pattern = cast("Callable[..., CompiledPattern]", regex.compile)
         start_s = time.monotonic()
         try:
             expanded_size(pattern)  # limits the time of compiling
-            return compile_pattern(pattern, cache_pattern=False)
+            return regex.compile(pattern, cache_pattern=False)
         except (ValueError, regex.error) as error:
-            raise ValueError(
-                f"{self._where}: {field} has {shown(pattern)}, which is an invalid or too large pattern"
-            ) from error
+            raise ValueError(f"{self._where}: {field} has {shown(pattern)}, an invalid or too large pattern") from error
         finally:
             self._add_time(start_s)
 
-    def matches(self, pattern: CompiledPattern, name: str) -> bool:
+    def matches(self, pattern: Any, name: str) -> bool:
         start_s = time.monotonic()
         try:
             return pattern.search(name, timeout=_MATCH_TIMEOUT_S) is not None
         except TimeoutError as error:
-            raise ValueError(
-                f"{self._where}: the pattern {shown(pattern.pattern)} takes too long to match {name}"
-            ) from error
+            raise ValueError(f"{self._where}: {shown(pattern.pattern)} takes too long to match {name}") from error
         finally:
             self._add_time(start_s)
 

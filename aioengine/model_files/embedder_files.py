@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct, convert, field
 
 from aioengine.api import checks
-from aioengine.families._config import Task
+from aioengine.families._config import Task, TransformerConfig
 from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fields import not_implemented
 from aioengine.model_files import folder_files
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from aioengine.families._config import TransformerConfig
 
 MODULES: Final = "modules.json"
 
@@ -85,9 +84,7 @@ def read_pooling(folder: Path, config: TransformerConfig, raw: Mapping[str, obje
     prompts = folder_files.read_json(folder / "config_sentence_transformers.json", _Prompts) or _Prompts()
     default = prompts.default_prompt_name or ""
     if default and default not in prompts.prompts:
-        raise ValueError(
-            f"{str(folder)!r}: default_prompt_name {default!r} is not among its prompts: {', '.join(prompts.prompts)}"
-        )
+        raise ValueError(f"{str(folder)!r}: default_prompt_name {default!r} is not in {', '.join(prompts.prompts)}")
     if text.max_tokens is not None and text.max_tokens < 1:
         not_implemented("max_seq_length", text.max_tokens, "at least 1")
     kind, is_normalized = _modules(folder, config)

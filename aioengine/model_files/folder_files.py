@@ -6,10 +6,9 @@ A GGUF file acts as a folder with the JSON files that its header describes.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -20,7 +19,6 @@ from aioengine.model_files.gguf_tokenizer import has_tokenizer, tokenizer_config
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import BinaryIO
 
 Json: TypeAlias = dict[str, Any]
 File = TypeVar("File")
@@ -38,10 +36,6 @@ GGUF: Final = ".gguf"
 MAX_PATH: Final = 4096
 """Maximum length of a path in an error message. Linux has no longer paths."""
 
-_BYTE: Final = re.compile(r"\(byte (\d+)\)")
-"""The position in an error message of msgspec."""
-_NEAR: Final = 40
-"""Bytes before and after that position in our message."""
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 
 
@@ -180,24 +174,7 @@ def decode_json(path: Path, content: bytes, form: type[File]) -> File:
     except RecursionError as error:
         raise _unreadable(path, "it is nested too deeply") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _unreadable(path, f"{checks.cut(str(error))}{_where(content, error)}") from error
-
-
-def _where(content: bytes, error: Exception) -> str:
-    """Return ``, in "..."`` with the wrong part of the JSON text, or "". msgspec reports a byte position or nothing."""
-    if (match := _BYTE.search(str(error))) is not None:
-        position = int(match[1])
-        near = content[max(position - _NEAR, 0) : position + _NEAR].decode(errors="replace")
-        return f", in {near!r}"
-    if "out of range" in str(error):  # of a number: find its field
-        name = ""
-        try:
-            fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-            for name in fields:
-                msgspec.json.decode(fields[name])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return f", in {checks.shown(name)}" if name else ""
-    return ""
+        raise _unreadable(path, checks.cut(str(error))) from error
 
 
 def _unreadable(path: Path, reason: Exception | str) -> ValueError:

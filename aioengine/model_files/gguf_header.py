@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, Final, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -21,7 +21,6 @@ from aioengine.api import checks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import BinaryIO
 
 Scalar: TypeAlias = "bool | int | float | str"
 
@@ -228,9 +227,7 @@ def _tensor_info(reader: _HeaderReader) -> TensorInfo:
         raise ValueError(f"tensor {shown} is of type {kind}, which is not supported; what works: {', '.join(BLOCKS)}")
     block_size, block_bytes = BLOCKS[kind]
     if min(shape) < 1 or math.prod(shape) >= 2**48 or shape[-1] % block_size:
-        raise ValueError(
-            f"tensor {shown} has shape {list(shape)}, which is impossible for type {kind} with blocks of {block_size}"
-        )
+        raise ValueError(f"tensor {shown} has shape {list(shape)}, impossible for {kind} with blocks of {block_size}")
     return TensorInfo(name, shape, kind, reader.number("Q"), math.prod(shape) // block_size * block_bytes)
 
 

@@ -10,17 +10,15 @@ import math
 import re
 import struct
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from aioengine.api import checks
 from aioengine.families._fields import not_implemented
-from aioengine.model_files.gguf_header import GgufArray
+from aioengine.model_files.gguf_header import GgufArray, Header, Metadata, Scalar, TensorInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from typing import BinaryIO
 
-    from aioengine.model_files.gguf_header import Header, Metadata, Scalar, TensorInfo
 
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
@@ -168,9 +166,7 @@ def _architecture(metadata: Metadata) -> str:
         raise ValueError(f"general.quantization_version is {version}; what works: 2")
     num_parts = metadata.get("split.count", 0)
     if isinstance(num_parts, int) and num_parts > 1:
-        raise ValueError(
-            f"it is one of {num_parts} parts; join them first: llama-gguf-split --merge FIRST_PART NEW_FILE"
-        )
+        raise ValueError(f"it is one of {num_parts} parts; join them: llama-gguf-split --merge FIRST_PART NEW_FILE")
     return architecture
 
 
@@ -255,9 +251,7 @@ def _llama3(own: Mapping[str, Scalar], info: TensorInfo, file: BinaryIO) -> dict
     is_usual = 1 < scaling["factor"] < 1e6 and isinstance(theta, float) and 1 < theta < math.inf
     expected = _llama3_factors(scaling["factor"], float(theta), len(factors)) if is_usual else ()
     if not is_usual or not all(map(partial(math.isclose, rel_tol=1e-4), factors, expected)):
-        raise ValueError(
-            f"the factors in {_ROPE_FACTORS} are not implemented; what works: the factors of Llama 3.1 to 3.3"
-        )
+        raise ValueError(f"{_ROPE_FACTORS} has factors that are not implemented; what works: those of Llama 3.1 to 3.3")
     return {"rope_type": "llama3", **scaling}
 
 

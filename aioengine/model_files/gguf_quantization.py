@@ -9,7 +9,6 @@ from msgspec import Struct
 from aioengine.model_files.checkpoint import read_headers
 from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.model_files.online_quantization import CPU_OUTPUTS, Numbers, code_tensors
-from aioengine.model_files.quantized_formats import FORMATS, WIDENED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +23,7 @@ KEPT: Final = {
     "Q5_K": Numbers("int8", 32, has_offsets=True),
     "Q6_K": Numbers("int8", 16),
 }
-"""Types of tensors that can stay quantized -> their numbers in memory."""
+"""Types of tensors that can stay quantized -> their numbers in memory. On a CPU, only 4-bit types can."""
 _WEIGHT: Final = ".weight"
 
 
@@ -42,8 +41,7 @@ class StoredTypes(Struct, frozen=True):
     @classmethod
     def of(cls, path: Path, *, is_on_cpu: bool) -> StoredTypes:
         """Read the header of the file. Raises ValueError if it cannot be read."""
-        device = "cpu" if is_on_cpu else "cuda"
-        allowed = {row.layout for row in FORMATS["load_format"] if row.layout and row.kept(device) != WIDENED}
+        allowed = [kind for kind, numbers in KEPT.items() if numbers.kind == "int4" or not is_on_cpu]
         kept: dict[str, str] = {}
         widened: set[str] = set()
         for entry in read_headers(path, ""):

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from aioengine.api import checks
 from aioengine.families._fields import not_implemented
-from aioengine.model_files.gguf_header import GgufArray
+from aioengine.model_files.gguf_header import GgufArray, Header, Metadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from aioengine.model_files.gguf_header import Header, Metadata
 
     Json = dict[str, object]
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-
-Value = TypeVar("Value")
+    from collections.abc import Callable, Generator
 
 _TOKENIZER_FILES: Final = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
 _WANTED_FILES: Final = {"model_path": (*_TOKENIZER_FILES, "*.safetensors"), "tokenizer_path": _TOKENIZER_FILES}
 """Argument of the constructor -> files to download."""
 _CONFIGS: Final = ("*config*.json", "modules.json")
 """Files to download for a plan."""
-
-_NUM_THREADS: Final = 8
 
 
 def download(
@@ -43,8 +38,9 @@ def download(
     import huggingface_hub
     from huggingface_hub import errors
 
-    # Our own threads download the files: the threads of snapshot_download keep the program from exiting after
-    # Ctrl-C until all files are complete. ``snapshot_download`` only lists the missing files, and returns the folder.
+    # The files are downloaded in this thread: the threads of ``snapshot_download`` keep the program from exiting after
+    # Ctrl-C until all files are complete. It only lists the missing files, and returns the folder. The hub's client
+    # uses several connections for a large file.
     snapshot: Callable[..., Any] = partial(
         huggingface_hub.snapshot_download,  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
         name,
@@ -53,17 +49,16 @@ def download(
         allow_patterns=list(_CONFIGS if configs_only else _WANTED_FILES[argument]),
     )
 
-    def fetch(file: huggingface_hub.DryRunFileInfo) -> None:
-        huggingface_hub.hf_hub_download(  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
-            name, file.filename, revision=file.commit_hash, cache_dir=download_dir
-        )
-
     with _as_value_errors(argument, name, revision, cache=download_dir or huggingface_hub.constants.HF_HUB_CACHE):
         with suppress(errors.DryRunError):  # the hub cannot be reached, but the cache may have all files
             with _bars(are_shown=False):
                 files: list[huggingface_hub.DryRunFileInfo] = snapshot(dry_run=True)
             with _bars(are_shown=progress):
-                _call_in_threads(fetch, [file for file in files if file.will_download])
+                for file in files:
+                    if file.will_download:
+                        huggingface_hub.hf_hub_download(  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
+                            name, file.filename, revision=file.commit_hash, cache_dir=download_dir
+                        )
         with _bars(are_shown=False):
             folder: str = snapshot()
             return folder
@@ -142,26 +137,3 @@ def _bars(*, are_shown: bool) -> Generator[None]:
     finally:
         if is_switched:
             enable_progress_bars()
-
-
-def _call_in_threads(call: Callable[[Value], object], values: Sequence[Value]) -> None:
-    """Call ``call`` with each value, in several daemon threads. Raises the first exception."""
-    waiting = iter(values)
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            for value in waiting:
-                call(value)
-                if failures:
-                    break
-        except BaseException as error:  # raised again in the caller's thread
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, name="aioengine-download", daemon=True) for _ in values[:_NUM_THREADS]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]

@@ -18,7 +18,7 @@ from aioengine import plugins
 from aioengine.api import checks
 from aioengine.api.params import FROM_MODEL, PARAMETERS
 from aioengine.families._block_config import AttentionConfig
-from aioengine.families._config import DecoderConfig, Task, as_embedder
+from aioengine.families._config import DecoderConfig, Task, TransformerConfig, as_embedder
 from aioengine.families._draft_heads import DraftHeadConfig, read_draft_head
 from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fallback_config import linear_layers as fallback_layers
@@ -26,21 +26,16 @@ from aioengine.families._fallback_config import read_fallback_config
 from aioengine.families._fields import MAX_SIZES, not_implemented
 from aioengine.families._ranks import describe_sizes, rank_counts, why_whole
 from aioengine.families._tensors import adaptable_layers
-from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
 from aioengine.model_files.hub import download, weight_shapes
 from aioengine.model_files.online_quantization import METHODS
-from aioengine.model_files.quantization import quantization_method, read_config, split_config
-from aioengine.settings.config import OWN, TRANSFORMERS, PoolingSettings
+from aioengine.model_files.quantization import Quantization, quantization_method, read_config, split_config
+from aioengine.settings.config import OWN, TRANSFORMERS, ModelConfig, PoolingSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from aioengine.families._config import TransformerConfig
-    from aioengine.model_files.quantization import Quantization
-    from aioengine.settings.config import ModelConfig
 
     ReadConfig = Callable[[Mapping[str, object]], TransformerConfig]
 
@@ -59,7 +54,8 @@ class StoredWeights(Struct, frozen=True, kw_only=True):
         missing: why the folder has no readable weights; None if it has some.
         files: digests of config.json and the weight files, see ``checkpoint.file_states``.
         tokenizer_files: digests of tokenizer.json and the files beside it.
-        num_parameters: of a model in transformers' code: elements of all tensors in its files; 0 without files.
+        num_parameters: elements of the tensors in the files that transformers' code reads: of the whole model or of
+            its vision tower. 0 without files. The tower is only counted for a plan.
     """
 
     missing: str | None = None
@@ -248,8 +244,8 @@ def find_facts(
 
     Args:
         argument: the constructor's argument with the path, for messages.
-        configs_only: read no weights. For a model in transformers' code, the headers of the weight files are read, or
-            downloaded, because only they contain its size.
+        configs_only: read no weights. For a model or vision tower in transformers' code, the headers of the weight
+            files are read, or downloaded, because only they contain its size.
 
     Raises:
         ValueError: the model or tokenizer is not found, or the model is not supported.
@@ -280,8 +276,11 @@ def find_facts(
         layers = adaptable_layers(model) if isinstance(model, DecoderConfig) else {}
         if is_loaded:
             checkpoint.check_folder(folder, model, quantization)
+        if configs_only and isinstance(model, VisionConfig):
+            shapes = _stored_shapes(folder, wanted, configs_only=True)
+            num_parameters = sum(math.prod(shape) for name, shape in shapes.items() if model.is_in_tower(name))
     else:  # transformers checks the tensors when it loads them
-        shapes = _fallback_shapes(folder, wanted, configs_only=configs_only)
+        shapes = _stored_shapes(folder, wanted, configs_only=configs_only)
         num_parameters = sum(
             math.prod(shape) * (1 if quantization is None else quantization.per_element(name))
             for name, shape in shapes.items()
@@ -358,8 +357,8 @@ def _tokenizer_files(folder: Path) -> dict[str, str]:
     return checkpoint.file_states(path for path in paths if folder_files.is_file(path))
 
 
-def _fallback_shapes(folder: Path, wanted: ModelConfig, *, configs_only: bool) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a model in transformers' code; {} if there are no files.
+def _stored_shapes(folder: Path, wanted: ModelConfig, *, configs_only: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in the weight files; {} if there are no files.
 
     Raises ValueError if the files are damaged or a GGUF file, or the hub cannot be reached.
     """
@@ -396,9 +395,7 @@ def _read_config(
         read: ReadConfig = read_fallback_config
         if wanted.draft_head:
             if method == "gguf":
-                raise ValueError(
-                    f"draft heads for speculative_algorithm={wanted.draft_head!r} are not read from GGUF files"
-                )
+                raise ValueError(f"speculative_algorithm={wanted.draft_head!r} does not read GGUF files")
             read = partial(read_draft_head, algorithm=wanted.draft_head)
         elif implementation == OWN:
             read = plugins.load("families", plugins.file_name(config.model_type or "")).read
@@ -407,8 +404,6 @@ def _read_config(
             model = read(as_embedder(raw))
         if is_embedding is False and model.task is not Task.GENERATE:
             raise ValueError(f"is_embedding=False, but its architecture ({config.architectures}) does not generate")
-        if isinstance(model, VisionConfig):
-            num_tower_parameters(raw, model.hidden_size)  # checks the sizes of the tower
         if model.task is Task.GENERATE and not model.is_causal:
             not_implemented("is_causal", False, "true, or is_embedding=True: its tokens attend to the whole text")
         if wanted.quantization not in (None, method):

@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 from msgspec import Struct
 
-from aioengine.families._block_config import TensorSpec
+from aioengine.families._block_config import LinearShape, TensorSpec, TensorSpecs
 from aioengine.families._tensors import plain_tensors
 from aioengine.model_files.quantized_formats import FORMATS
 
 if TYPE_CHECKING:
-    from aioengine.families._block_config import LinearShape, TensorSpecs
     from aioengine.settings.config import ModelSettings
 
 Method = Literal["fp8", "int8", "int4"]
-METHODS: Final = tuple(row.name for row in FORMATS["quantization"])
+METHODS: Final = tuple(FORMATS["quantization"])
 """The values of ``quantization`` for checkpoints that are not quantized."""
 GROUP_SIZES: Final = (256, 128, 64, 32)
 """Inputs that share a scale in int4, and in torch's product with 4-bit codes on a CPU."""

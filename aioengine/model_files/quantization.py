@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import combinations, groupby
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, NoReturn, cast
 
 from msgspec import Struct
 
-from aioengine.families._block_config import TensorSpec, TensorSpecs
+from aioengine.families._block_config import LinearShape, TensorSpec, TensorSpecs
 from aioengine.families._fields import decode, not_implemented
 from aioengine.families._tensors import plain_tensors
 from aioengine.model_files import folder_files
 from aioengine.model_files.config_patterns import ConfigPatterns
-from aioengine.model_files.online_quantization import Numbers, code_tensors
-from aioengine.model_files.quantized_formats import working
+from aioengine.model_files.online_quantization import Method, Numbers, code_tensors
+from aioengine.model_files.quantized_formats import FORMATS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from aioengine.families._block_config import LinearShape
-    from aioengine.model_files.online_quantization import Method
 
 FP8_BLOCK: Final = 128
 BLOCK_SCALES: Final = 256
@@ -80,9 +77,10 @@ class PackedTensor(NamedTuple):
         sizes = [-(-size // unit) for size, unit in ((outputs, self.outputs), (inputs, self.inputs)) if unit]
         return tuple(reversed(sizes) if self.is_inputs_first else sizes)
 
-    def dim_of(self, axis: Literal["outputs", "inputs"]) -> int:
-        """Return the dimension of an axis that the tensor has."""
-        return int(min(self.outputs, self.inputs) > 0 and (axis == "inputs") != self.is_inputs_first)
+    @property
+    def output_dim(self) -> int:
+        """The dimension of the outputs, of a tensor that has it."""
+        return int(self.inputs > 0 and self.is_inputs_first)
 
 
 class Scheme(Struct, frozen=True, kw_only=True):
@@ -411,7 +409,7 @@ def _rules(config: _Config) -> _Rules:
         case "mxfp4":
             _refuse("quant_method", "mxfp4", "mxfp4 in models of type gpt_oss")
         case method:
-            _refuse("quant_method", method, f"{working('quant_method')}, and models that are not quantized")
+            _refuse("quant_method", method, f"{', '.join(FORMATS['quant_method'])}, and models that are not quantized")
 
 
 def _skipped(*patterns: Iterable[str] | None) -> _Rules:

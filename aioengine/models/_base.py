@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from aioengine.families._tensors import is_ignored
 from aioengine.layers.layer import Layer, Placement
-from aioengine.layers.linear import adaptable_linears
+from aioengine.layers.linear import Linear, adaptable_linears
 from aioengine.quantization.plain import plain
 from aioengine.settings.memory_model import active_parameters
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape, StepAttention
     from aioengine.families._config import TransformerConfig
     from aioengine.layers.adapters import AdapterRows
-    from aioengine.layers.linear import Linear
     from aioengine.layers.mixer import StateShape, StepStates
     from aioengine.models._features import Features
     from aioengine.quantization._base import LinearFormat

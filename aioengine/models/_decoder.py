@@ -11,35 +11,29 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch.nn import functional
 
-from aioengine.attention._base import AttentionShape
-from aioengine.families._config import Task
+from aioengine.attention._base import AttentionShape, StepAttention
+from aioengine.families._config import DecoderConfig, Task
 from aioengine.families._tensors import block_linears, block_tensors
 from aioengine.layers.attention import SelfAttention
 from aioengine.layers.embedding import EmbeddingTable, token_embeddings
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.latent_attention import LatentAttention
-from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_ranges
+from aioengine.layers.layer import Layer, Placement, Shard, Slice, Target, Units, rank_ranges
 from aioengine.layers.linear import Linear
-from aioengine.layers.mixer import BlockStep, StateShape, StateTensor
+from aioengine.layers.mixer import BlockStep, Mixer, StateShape, StateTensor
 from aioengine.layers.mlp import MLP
-from aioengine.layers.norm import add_to_stream, make_norm
+from aioengine.layers.norm import Norm, add_to_stream, make_norm
 from aioengine.layers.recurrent import GatedDeltaNet, Mamba, ShortConv
 from aioengine.layers.rope import RotaryEmbedding
-from aioengine.models._base import InputSpec, Model, ModelInputs
+from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
 from aioengine.settings.memory_model import effective_windows, state_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.attention._base import StepAttention
-    from aioengine.families._config import DecoderConfig
     from aioengine.families._rope_config import RopeConfig
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import Grouping
-    from aioengine.layers.layer import Shard
-    from aioengine.layers.mixer import Mixer
-    from aioengine.layers.norm import Norm
-    from aioengine.models._base import ModelOptions
 
 
 _KV_SCALES: Final = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale")
@@ -354,13 +348,7 @@ class Block(Layer):
         )
 
     def __call__(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        step: BlockStep,
-        *,
-        outputs: Tensor | None,
-        beside: Tensor | None = None,
+        self, x: Tensor, delta: Tensor | None, step: BlockStep, *, outputs: Tensor | None, beside: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run the block on x [T, D].
 

@@ -19,7 +19,7 @@ from aioengine.layers.layer import Target
 from aioengine.layers.linear import Linear
 from aioengine.layers.mixer import BlockStep
 from aioengine.layers.norm import make_norm
-from aioengine.models._base import InputSpec, Model, ModelInputs
+from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
 from aioengine.models._decoder import Block, attention_shape, rotary_embeddings
 from aioengine.quantization.plain import plain
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import StepAttention
     from aioengine.families._draft_heads import DraftHeadConfig
-    from aioengine.models._base import ModelOptions
 
 _EXCLUDED: Final = -1e4
 """The logit of a token that a head does not know. It is finite, so a mask with only such tokens is no error."""

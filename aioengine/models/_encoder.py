@@ -9,24 +9,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.attention._base import AttentionShape
+from aioengine.attention._base import AttentionShape, StepAttention
 from aioengine.kernels.activation import gelu
 from aioengine.kernels.heads import as_parts, rotate_heads
 from aioengine.layers.embedding import EmbeddingTable
-from aioengine.layers.layer import Layer
+from aioengine.layers.layer import Layer, Placement
 from aioengine.layers.linear import Linear
 from aioengine.layers.mixer import BlockStep
 from aioengine.layers.norm import LayerNorm
 from aioengine.layers.rope import RotaryEmbedding
-from aioengine.models._base import InputSpec, Model, ModelInputs
+from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.attention._base import StepAttention
     from aioengine.families._encoders import EncoderConfig, Gelu, HeadConfig
-    from aioengine.layers.layer import Placement
-    from aioengine.models._base import ModelOptions
 
 
 class EncoderBlock(Layer):

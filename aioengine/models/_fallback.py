@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -25,31 +25,30 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from aioengine.api import checks
 from aioengine.families._config import Task
 from aioengine.layers.layer import Target
-from aioengine.layers.linear import adaptable_linears
+from aioengine.layers.linear import Linear, adaptable_linears
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
-from aioengine.models._base import InputSpec, Model, ModelInputs
+from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
 from aioengine.models._fallback_attention import NUM_TRIED, PAGED, TRYING, PackedStep, StopError, refuse
-from aioengine.models._fallback_swaps import Swaps, recorded_calls
-from aioengine.models._fallback_weights import by_stored_name
+from aioengine.models._fallback_swaps import Swaps, recorded_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
-    from torch import Tensor
     from transformers import PreTrainedConfig
     from transformers.utils.generic import ModelOutput
 
     from aioengine.attention._base import StepAttention
-    from aioengine.layers.linear import Linear
-    from aioengine.models._base import ModelOptions
+
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +111,11 @@ class TransformersModel(Model):
         """Try the model, replace its layers with ours, and try it again. Some code reads attributes of its layers."""
         self._try(gives_positions=False)
         own_positions = self._tables
-        with recorded_calls(self._model) as calls:
+        with recorded_inputs(self._model) as inputs:
             self._try()
         if self._tables != own_positions:
             refuse(self._step.model_type, "it looks up position 0 at another place of its table than at the first")
-        swaps = Swaps(self._model, calls, self._step, options)
+        swaps = Swaps(self._model, inputs, self._step, options)
         try:
             self._try()
         except ValueError as error:
@@ -212,13 +211,11 @@ class TransformersModel(Model):
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """Return [T, D], or [S, D] with ``inputs.outputs``. See ``Model.forward``."""
         step, outputs = self._step, inputs.outputs
-        selects = outputs is not None and len(outputs) < len(inputs.positions)
-        step.attention, step.adapters, step.outputs = attention, inputs.adapters, outputs if selects else None
+        step.attention, step.adapters = attention, inputs.adapters
         try:
             hidden = self._run(inputs.token_ids, inputs.embeddings, inputs.positions)
         finally:
-            step.attention = step.adapters = step.outputs = None
-            step.is_past_attention = False
+            step.attention = step.adapters = None
         return hidden if outputs is None else hidden.index_select(0, outputs)
 
     def _run(self, token_ids: Tensor | None, embeddings: Tensor | None, positions: Tensor) -> Tensor:
@@ -239,7 +236,6 @@ class TransformersModel(Model):
             pass
         finally:
             step.attention = step.last_layer = None
-            step.is_past_attention = False
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> logits [S, V], or scores of a classifier. Without a head, return ``hidden``."""
@@ -389,8 +385,7 @@ class TransformersFolder:
         try:
             self._config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:
-            message = f"transformers does not read {folder / 'config.json'}: {_described(error)}"
-            raise ValueError(message) from error
+            raise ValueError(f"transformers does not read {folder / 'config.json'}: {_described(error)}") from error
 
     def num_bytes(self, options: ModelOptions) -> int:
         """Return the bytes of the parameters."""
@@ -441,3 +436,67 @@ def build_module(
 
 def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {checks.cut(str(error))}"
+
+
+class _View(torch.Tensor):
+    """A tensor [...] whose ``contiguous`` returns a view. Without it, transformers would copy parts of tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.contiguous:
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def by_stored_name(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], stored: Collection[str] | None
+) -> dict[str, Tensor]:
+    """Return name in the checkpoint -> tensor, or view of a tensor, to load into.
+
+    Args:
+        tensors: the model's names -> tensors [...] to load.
+        stored: the names in the checkpoint, possibly of an older format; None for the names that transformers writes.
+
+    Raises ValueError if transformers converts the weights in a way that views cannot express.
+    """
+    reverted: dict[str, Tensor] = revert_weight_conversion(
+        model, {name: tensor.as_subclass(_View) for name, tensor in tensors.items()}
+    )
+    owned = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    copied = [name for name, tensor in reverted.items() if tensor.untyped_storage().data_ptr() not in owned]
+    plain = {name: tensor.as_subclass(torch.Tensor) for name, tensor in reverted.items()}
+    if stored is None or plain.keys() == set(stored):
+        _refuse_copies(copied)
+        return plain
+    ours = tensors.keys() & set(stored)  # saved with the names of the model
+    for name in ours:
+        begin, end = tensors[name].data_ptr(), tensors[name].data_ptr() + tensors[name].nbytes
+        plain = {other: view for other, view in plain.items() if not begin <= view.data_ptr() < end}
+        plain[name] = tensors[name]
+    _refuse_copies([name for name in copied if name in plain])
+    prefix = f"{model.base_model_prefix}."
+    for name in [name for name in plain if name not in stored]:  # saved with a head and loaded without, or vice versa
+        other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+        if other in stored and other not in plain:
+            plain[other] = plain.pop(name)
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    shapes = model.state_dict()
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    for name in set(stored) - plain.keys():
+        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, {**shapes, **tensors})
+        new = tied.get(new, new) if tied.get(new) not in stored else new
+        if pattern is None and new in tensors and new in plain:
+            plain[name] = plain.pop(new)
+    return plain
+
+
+def _refuse_copies(names: Collection[str]) -> None:
+    """Raise ValueError if there are tensors that transformers would copy."""
+    if names:
+        raise ValueError(
+            f"transformers converts {checks.counted(len(names), 'tensor')} of this checkpoint in a way that is not "
+            f"supported: {', '.join(sorted(names)[:5])}; save the model again with transformers: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder, save_original_format=False)"
+        )

@@ -3,7 +3,7 @@
 A trial run with a few tokens finds out how each layer attends (``PackedStep.layers``). Afterwards the layers call the
 attention of the step through transformers' attention interface.
 
-Shape letters: T tokens, S output tokens, N tokens of a call, D input size, O output size, H query heads, K KV heads, E
+Shape letters: T tokens, N tokens of a call, D input size, O output size, H query heads, K KV heads, E
 head size, F value head size.
 """
 
@@ -13,19 +13,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from aioengine.attention._base import AttentionShape
+from aioengine.attention._base import AttentionShape, StepAttention
 from aioengine.kernels.heads import write_heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
-    from aioengine.attention._base import StepAttention
     from aioengine.kernels.kv_target import WriteKV
     from aioengine.layers.adapters import AdapterRows, Grouping
 
@@ -61,8 +58,7 @@ _IRRELEVANT: Final = frozenset(
 
 def refuse(model_type: str, why: str) -> NoReturn:
     """Raise ValueError. ``why``: the reason."""
-    message = f"model_type {model_type!r} cannot run with transformers' code here: {why}"
-    raise ValueError(message)
+    raise ValueError(f"model_type {model_type!r} cannot run with transformers' code here: {why}")
 
 
 @dataclass(slots=True)
@@ -73,8 +69,6 @@ class PackedStep:
         max_positions: tokens of the longest request.
         attention: prepared for the step; None between steps.
         adapters: the rows by adapter; None if no row has an adapter.
-        outputs: [S] int64, the output tokens if there are other tokens, else None.
-        is_past_attention: the last layer has attended, so tokens no longer depend on each other.
         layers: how the layers attend, in the order of their calls. Filled by a trial run.
         last_layer: the run ends with ``StopError`` after this layer; None to run all layers.
     """
@@ -83,30 +77,13 @@ class PackedStep:
     max_positions: int
     attention: StepAttention | None = None
     adapters: AdapterRows | None = None
-    outputs: Tensor | None = None
-    is_past_attention: bool = False
     layers: list[FoundLayer] = field(default_factory=list["FoundLayer"])
     last_layer: int | None = None
 
-    @property
-    def selected(self) -> Tensor | None:
-        """The output tokens [S] after the last attention, since no other tokens are needed; None for all tokens."""
-        return self.outputs if self.is_past_attention else None
-
-    def compute_selected(self, compute: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-        """Apply ``compute`` to the selected rows of tensors [T, ...]: -> [T, O]. The other rows are zeros."""
-        if (selected := self.selected) is None:
-            return compute(*rows)
-        results = compute(*(tensor.index_select(0, selected) for tensor in rows))
-        return results.new_zeros(len(rows[0]), results.shape[1]).index_copy_(0, selected, results)
-
     def compute_tokens(self, compute: Callable[[Tensor, Grouping | None], Tensor], x: Tensor) -> Tensor:
         """Apply ``compute``, which takes tokens [N, D] and their adapters, to x: [1, T, D] -> [1, T, O]."""
-        grouping: Grouping | None = None
-        if self.adapters is not None:
-            grouping = self.adapters.tokens if self.selected is None else self.adapters.outputs
-        rows = x.reshape(-1, x.shape[-1])
-        return self.compute_selected(lambda tokens: compute(tokens, grouping), rows).view(*x.shape[:-1], -1)
+        grouping = None if self.adapters is None else self.adapters.tokens
+        return compute(x.reshape(-1, x.shape[-1]), grouping).view(*x.shape[:-1], -1)
 
 
 class FoundLayer(NamedTuple):
@@ -210,7 +187,6 @@ class _Layer:
     def __init__(self, step: PackedStep, index: int, layer: FoundLayer, shape: AttentionShape) -> None:
         self._step = step
         self._index = index
-        self._is_last = index == shape.num_layers - 1
         self._padding = shape.head_size - layer.value_size
         self._value_size = layer.value_size
         self._factor = None if layer.scale == shape.scale else layer.scale / shape.scale
@@ -228,7 +204,6 @@ class _Layer:
             v = functional.pad(v, (0, self._padding))
         q, k, v = write_heads(q, k, v, step.attention.target(self._index))
         attended = step.attention.attend(q, k, v, self._index).view(1, *q.shape)
-        step.is_past_attention = self._is_last
         return attended[..., : self._value_size] if self._padding else attended
 
 

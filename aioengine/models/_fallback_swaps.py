@@ -16,29 +16,25 @@ from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from aioengine.families._block_config import Activation
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.heads import can_rotate_qk, rotate_qk
 from aioengine.layers.embedding import EmbeddingTable
-from aioengine.layers.layer import Layer
+from aioengine.layers.layer import Layer, Placement
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
-from aioengine.models._fallback_attention import NUM_TRIED
+from aioengine.models._fallback_attention import NUM_TRIED, PackedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
-
     from aioengine.layers.adapters import Grouping
-    from aioengine.layers.layer import Placement
-    from aioengine.models._fallback_attention import PackedStep
 
 _GATED: Final = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w3", "w2")
 """Names of the linear layers of gated MLPs, in order. A fused layer has the gates first."""
@@ -53,30 +49,17 @@ _FEW: Final = 0.01
 _GATED_SIZE, _INNER_SIZE = 8, 16
 
 
-class ModuleCall(NamedTuple):
-    """One call of a module in a trial run."""
-
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
-    result: object
-
-    @property
-    def input(self) -> Tensor | None:
-        """The input [..., D] if there is no other argument, else None."""
-        is_single = len(self.args) == 1 and not self.kwargs
-        return self.args[0] if is_single and isinstance(self.args[0], torch.Tensor) else None
-
-
 @contextmanager
-def recorded_calls(model: nn.Module) -> Iterator[dict[nn.Module, list[ModuleCall]]]:
-    """Record the calls of all modules."""
-    calls: defaultdict[nn.Module, list[ModuleCall]] = defaultdict(list)
+def recorded_inputs(model: nn.Module) -> Iterator[dict[nn.Module, list[Tensor | None]]]:
+    """Record the input [..., D] of each call of each module; None for a call with other arguments."""
+    inputs: defaultdict[nn.Module, list[Tensor | None]] = defaultdict(list)
 
-    def record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
-        calls[module].append(ModuleCall(args, kwargs, result))
+    def record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        inputs[module].append(x if isinstance(x, torch.Tensor) else None)
 
-    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in model.modules()]
-    yield calls
+    hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in model.modules()]
+    yield inputs
     for hook in hooks:
         hook.remove()
 
@@ -154,11 +137,11 @@ class Swaps(Layer):
     """Our layers in a transformers model."""
 
     def __init__(
-        self, model: nn.Module, calls: dict[nn.Module, list[ModuleCall]], step: PackedStep, placement: Placement
+        self, model: nn.Module, inputs: dict[nn.Module, list[Tensor | None]], step: PackedStep, placement: Placement
     ) -> None:
         """Replace modules of the model. Our layers use the modules' weights until ``take_weights``.
 
-        ``calls``: recorded in a run of the whole model.
+        ``inputs`` [..., D]: recorded in a run of the whole model.
         """
         self._step, self._placement = step, placement
         self._originals: list[tuple[nn.Module, str, nn.Module]] = []
@@ -167,12 +150,9 @@ class Swaps(Layer):
         self._head: nn.Module | None = cast("Any", model).get_output_embeddings()
         self._tied: tuple[_Function, EmbeddingTable] | None = None
         self._free = _free_modules(model)
-        self._inputs = {module: of_module[0].input for module, of_module in calls.items() if len(of_module) == 1}
+        self._inputs = {module: of_module[0] for module, of_module in inputs.items() if len(of_module) == 1}
         for layer in step.layers:
             _use_rotation_kernel(layer.module)
-        for module, of_module in calls.items():
-            if type(module).__name__.endswith("Experts") and all(map(_is_routed, of_module)):
-                module.forward = partial(step.compute_selected, module.forward)
         self._swap_parts("", model)
 
     def _swap_parts(self, prefix: str, parent: nn.Module) -> None:
@@ -343,13 +323,6 @@ def gated_activation(module: nn.Module, names: tuple[str, ...]) -> Activation | 
         if _agree(expected, functional.linear(activate_and_mul(inner.clone(), activation), down)):
             return activation
     return None
-
-
-def _is_routed(call: ModuleCall) -> bool:
-    """Return whether all arguments and the result are tensors with one row per token."""
-    tensors = [value for value in (call.result, *call.args) if isinstance(value, torch.Tensor)]
-    has_rows = all(tensor.shape[:1] == (NUM_TRIED,) for tensor in tensors) and len(tensors) == 1 + len(call.args) > 2
-    return has_rows and not call.kwargs and tensors[0].shape == tensors[1].shape
 
 
 class _Rotation:

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModel
 from transformers.initialization import no_init_weights
 
 from aioengine import plugins
+from aioengine.families._config import new_name
 from aioengine.layers.layer import Target
-from aioengine.model_files.checkpoint import new_name
-from aioengine.models._base import InputSpec
+from aioengine.models._base import InputSpec, ModelOptions
 from aioengine.models._decoder import DecoderModel
 from aioengine.protocol.media import RESIZE_BITS
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._vision import VisionConfig
-    from aioengine.models._base import ModelOptions
 
 
 _TEXT_PARTS = ("language_model", "text_model")
@@ -64,8 +63,7 @@ class ImageDecoder(DecoderModel):
         except (TypeError, RuntimeError, IndexError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            message = f"the vision tower cannot read an image of {shapes_of(arrays)}: {error}"
-            raise ValueError(message) from error
+            raise ValueError(f"the vision tower cannot read an image of {shapes_of(arrays)}: {error}") from error
         features = [torch.cat(list(output.pooler_output))]
         if self.num_deepstack:
             features += [torch.cat(list(layer_features)) for layer_features in output.deepstack_features]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from aioengine.attention._base import AttentionShape, ForwardBatch, kv_pool_shape
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
-    from torch import Tensor
 
     from aioengine.models._base import ModelOptions
 
@@ -270,8 +269,7 @@ class QwenVision(ImageDecoder):
         """Return [M, (1 + K) * X], see ``VisionModel``."""
         grids = arrays.get("image_grid_thw")
         if grids is None or grids.shape != (1, 3):
-            message = f"expected pixel_values and image_grid_thw of one image, got {shapes_of(arrays)}"
-            raise ValueError(message)
+            raise ValueError(f"expected pixel_values and image_grid_thw of one image, got {shapes_of(arrays)}")
         frames, height, width = grid = tuple(grids[0].tolist())
         vision, merge = self._vision, self._vision.spatial_merge_size
         values = self._values(arrays)
@@ -281,8 +279,7 @@ class QwenVision(ImageDecoder):
             values = cut(values, size=vision.patch_size, merge=merge, frames=vision.temporal_patch_size)
         patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         if not is_whole or values.shape != (frames * height * width, patch_values):
-            message = f"pixel_values do not match image_grid_thw {grid}: {shapes_of(arrays)}"
-            raise ValueError(message)
+            raise ValueError(f"pixel_values do not match image_grid_thw {grid}: {shapes_of(arrays)}")
         return torch.cat(self._qwen_tower(values, (frames, height, width)), -1)
 
     def _values(self, arrays: Mapping[str, Tensor]) -> Tensor:
@@ -293,8 +290,7 @@ class QwenVision(ImageDecoder):
         except (KeyError, IndexError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            message = f"invalid pixel_values of one image: {shapes_of(arrays)}: {error}"
-            raise ValueError(message) from error
+            raise ValueError(f"invalid pixel_values of one image: {shapes_of(arrays)}: {error}") from error
 
     def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
         """Return a square image, to be resized from a picture [height, width, 3] with four times its pixels."""

@@ -8,7 +8,7 @@ from msgspec import DecodeError
 from msgspec.json import decode
 
 from aioengine.openai.bodies import Body, read_generate_fields
-from aioengine.openai.chat_calls import chat_call, function_name, tool_call_id
+from aioengine.openai.chat_calls import chat_call, function_name
 from aioengine.openai.http_call import event
 from aioengine.openai.replies import CallError, EventStream, anthropic_error, check_completed, json_response
 from aioengine.parsing import Content, Reasoning
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from aioengine.openai.chat_calls import AnswerReader, ChatCall, Part
     from aioengine.openai.http_call import HttpCall, Info
     from aioengine.openai.replies import Errors
-    from aioengine.openai.served_model import ServedModel
 
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -46,14 +45,14 @@ async def anthropic_messages(call: HttpCall) -> Response:
     if call.body.get("max_tokens") is None:
         raise CallError("max_tokens is missing: the maximum number of output tokens")
     chat = await _chat_call(call)
-    start = chat.start(call.model)
+    start = chat.start()
     if call.body.get("stream"):
         stream = await start(stream=True)
-        return EventStream(stream, _events(stream, chat, call.model), _failed)
+        return EventStream(stream, _events(stream, chat), _failed)
     generation = start()
     (answer,) = await call.answers(generation)
-    reader, info = chat.reader(call.model), answer["meta_info"]
-    blocks = [_block(part, call.model, generation.rid) for part in reader.read_all(answer["text"])]
+    reader, info = chat.reader(), answer["meta_info"]
+    blocks = [_block(part, chat, generation.rid) for part in reader.read_all(answer["text"])]
     end = {"content": blocks, **_stop(info["finish_reason"], reader), "usage": _usage(info)}
     return json_response(_head(generation.rid, chat.name) | end)
 
@@ -62,7 +61,7 @@ async def count_tokens(call: HttpCall) -> Response:
     """Answer a request to /v1/messages/count_tokens."""
     chat = await _chat_call(call)
     chat.sampling = {"max_new_tokens": 0}
-    (answer,) = await call.answers(chat.start(call.model)())
+    (answer,) = await call.answers(chat.start()())
     return json_response({"input_tokens": answer["meta_info"]["prompt_tokens"]})
 
 
@@ -182,7 +181,7 @@ def _stop(reason: FinishReason, reader: AnswerReader) -> dict[str, object]:
     return {"stop_reason": word, "stop_sequence": matched}
 
 
-def _block(part: Part, model: ServedModel, rid: str) -> dict[str, Any]:
+def _block(part: Part, chat: ChatCall, rid: str) -> dict[str, Any]:
     """Return the content block of a part. At the beginning of the part, it is empty."""
     if part.kind is Content:
         return {"type": "text", "text": part.text}
@@ -192,7 +191,7 @@ def _block(part: Part, model: ServedModel, rid: str) -> dict[str, Any]:
         arguments: object = decode(part.text)
     except (DecodeError, RecursionError):  # it begins, it was cut by max_tokens, or it is nested too deeply
         arguments = {}
-    return {"type": "tool_use", "id": tool_call_id(model, rid, 0, part.call), "name": part.name, "input": arguments}
+    return {"type": "tool_use", "id": chat.tool_call_id(rid, 0, part.call), "name": part.name, "input": arguments}
 
 
 def _delta(part: Part, text: str) -> dict[str, str]:
@@ -211,9 +210,9 @@ def _failed(error: Errors) -> bytes:
     return event(anthropic_error(error)[1], name="error")
 
 
-async def _events(stream: Stream, chat: ChatCall, model: ServedModel) -> AsyncGenerator[bytes]:
+async def _events(stream: Stream, chat: ChatCall) -> AsyncGenerator[bytes]:
     """Yield the events of a stream: blocks begin, grow and end one after the other."""
-    reader, is_begun = chat.reader(model), False
+    reader, is_begun = chat.reader(), False
     async for chunk in stream:
         info = chunk["meta_info"]
         if not is_begun:
@@ -224,7 +223,7 @@ async def _events(stream: Stream, chat: ChatCall, model: ServedModel) -> AsyncGe
         reason = info["finish_reason"]
         for change, part, text in reader.read(chunk["text"], is_last=reason is not None):
             if change == "begin":
-                block = _block(part, model, stream.rid)
+                block = _block(part, chat, stream.rid)
                 yield _event("content_block_start", index=part.index, content_block=block)
             elif change == "text":
                 yield _event("content_block_delta", index=part.index, delta=_delta(part, text))

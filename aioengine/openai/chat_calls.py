@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from aioengine.openai.conversations import template_messages
 from aioengine.openai.replies import CallError
+from aioengine.openai.served_model import ServedModel
 from aioengine.parsing import Content, Reasoning, ToolArguments, ToolCallBegin
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from aioengine.openai.bodies import Body
     from aioengine.openai.http_call import HttpCall
-    from aioengine.openai.served_model import ServedModel
     from aioengine.parsing import OutputParser
 
 _CONSTRAINTS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
@@ -41,13 +41,14 @@ async def chat_call(
     """
     name, adapter = await call.model.find(body.model)
     chat = ChatCall(
+        model=call.model,
         name=name,
         messages=template_messages(messages),
         sampling=sampling,
         options=call.options(adapter, **options),
         **fields,
     )
-    chat.prepare(call.model)
+    chat.prepare()
     return chat
 
 
@@ -55,7 +56,7 @@ class ChatCall(Struct, kw_only=True):
     """A conversation, and how to answer it.
 
     Attributes:
-        name: of the model.
+        name: of the model, for the client.
         messages: as chat templates read them (``template_messages``).
         sampling: the sampling parameters.
         options: other keyword arguments of ``async_chat``.
@@ -64,6 +65,7 @@ class ChatCall(Struct, kw_only=True):
         prompt: the formatted prompt, if a parser must know it.
     """
 
+    model: ServedModel
     name: str
     messages: list[dict[str, Any]]
     sampling: dict[str, Any]
@@ -75,9 +77,9 @@ class ChatCall(Struct, kw_only=True):
     parallel_tool_calls: bool = True
     prompt: str = ""
 
-    def prepare(self, model: ServedModel) -> None:
+    def prepare(self) -> None:
         """Add the constraints of tool calls and reasoning to the sampling parameters. Raises as ``chat_call``."""
-        tokenizer, output = model.engine.tokenizer, model.output_format
+        tokenizer, output = self.model.engine.tokenizer, self.model.output_format
         if self.template is not None and self.template not in tokenizer.template_names:
             names = ", ".join(tokenizer.template_names) or "none"
             raise CallError(f"chat_template must be the name of a template of the model; there are: {names}")
@@ -109,10 +111,10 @@ class ChatCall(Struct, kw_only=True):
                 params["reasoning_end"] = end
         self.sampling = params | self.sampling
 
-    def start(self, model: ServedModel) -> Callable[..., Any]:
+    def start(self) -> Callable[..., Any]:
         """Return the function that makes the call. With ``stream=True``, its result is a stream."""
         return partial(
-            model.engine.async_chat,
+            self.model.engine.async_chat,
             messages=self.messages,
             sampling_params=self.sampling,
             chat_template=self.template,
@@ -121,9 +123,15 @@ class ChatCall(Struct, kw_only=True):
             **self.options,
         )
 
-    def reader(self, model: ServedModel) -> AnswerReader:
+    def reader(self) -> AnswerReader:
         """Return the reader of one answer."""
-        return AnswerReader(model.output_format.parser(tools=self.tools, prompt=self.prompt))
+        return AnswerReader(self.model.output_format.parser(tools=self.tools, prompt=self.prompt))
+
+    def tool_call_id(self, rid: str, row: int, index: int) -> str:
+        """Return the id of a tool call. It is the same when a stream is read again."""
+        digest = blake2s(f"{rid}:{row}:{index}".encode()).hexdigest()
+        # The templates of Mistral accept only ids of nine letters and digits.
+        return digest[:9] if self.model.output_format.tool_parser == "mistral" else f"call_{digest[:24]}"
 
 
 def _without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -134,13 +142,6 @@ def _without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else message
         for message in messages
     ]
-
-
-def tool_call_id(model: ServedModel, rid: str, row: int, index: int) -> str:
-    """Return the id of a tool call. It is the same when a stream is read again."""
-    digest = blake2s(f"{rid}:{row}:{index}".encode()).hexdigest()
-    # The templates of Mistral accept only ids of nine letters and digits.
-    return digest[:9] if model.output_format.tool_parser == "mistral" else f"call_{digest[:24]}"
 
 
 class Part(Struct):

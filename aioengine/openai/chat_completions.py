@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aioengine.openai import token_logprobs
 from aioengine.openai.bodies import GenerateBody, add_constraint, read_generate_fields
-from aioengine.openai.chat_calls import chat_call, tool_call_id
+from aioengine.openai.chat_calls import chat_call
 from aioengine.openai.choices import Choices, limit_length
 from aioengine.openai.http_call import finish_word
 from aioengine.parsing import Content, ToolCallBegin
@@ -72,8 +72,7 @@ async def chat_completions(call: HttpCall) -> Response:
     write = partial(token_logprobs.chat_logprobs, call.model.engine) if body.logprobs else None
 
     def new_row(rid: str, index: int) -> Callable[[Piece], dict[str, Any] | None]:
-        id_of_call = partial(tool_call_id, call.model, rid, index)
-        return partial(_choice, index, body, chat.reader(call.model), id_of_call, write)
+        return partial(_choice, index, body, chat.reader(), partial(chat.tool_call_id, rid, index), write)
 
     return await Choices(
         prefix="chatcmpl",
@@ -81,7 +80,7 @@ async def chat_completions(call: HttpCall) -> Response:
         chunk_kind="chat.completion.chunk",
         name=chat.name,
         sampling=sampling,
-        start=chat.start(call.model),
+        start=chat.start(),
         new_row=new_row,
     ).answer(call, body)
 

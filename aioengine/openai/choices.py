@@ -94,7 +94,8 @@ class Choices(NamedTuple):
             infos[index] = info
             seen, text, num_seen = place.split(chunk)
             choice = rows[index](Piece(info, text, seen, num_seen, is_first))
-            if choice is None:
+            has_news = text or num_seen < len(chunk["output_ids"]) or reason is not None
+            if choice is None or not has_news:
                 continue
             value = head | {"choices": [choice]}
             if body.stream_options.continuous_usage_stats:

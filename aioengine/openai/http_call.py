@@ -53,13 +53,20 @@ class HttpCall(NamedTuple):
 
         The text until the returned place is known to the client. prefix: of the ids of the endpoint, because only the
         endpoint that began a stream can continue it.
+
+        Raises:
+            CallError: the header is wrong, or its place is beyond the end of the stream.
         """
         last_event = self.request.headers.get("last-event-id")
         if last_event is None:
             stream = await open_stream()
             return stream, Place(prefix, stream.rid)
-        place = Place.read(last_event, prefix)
-        return await self.model.engine.attach(place.rid), place
+        place, attach = Place.read(last_event, prefix), self.model.engine.attach
+        try:
+            await attach(place.rid, place.num_characters)  # a check; parsers need the text from the beginning
+        except ValueError as error:
+            raise CallError(f"the stream of Last-Event-ID cannot be continued: {error}") from None
+        return await attach(place.rid), place
 
 
 class Place(NamedTuple):
@@ -106,7 +113,7 @@ def event(value: object, place: Place | None = None, name: str = "") -> bytes:
 
 
 def usage(infos: Sequence[Info], num_samples: int = 1) -> dict[str, object]:
-    """Return the usage of answers, of which ``num_samples`` share each prompt."""
+    """Return the usage of answers. Each ``num_samples`` answers share a prompt."""
     prompts = infos[::num_samples]
     num_prompt = sum(info["prompt_tokens"] for info in prompts)
     num_output = sum(info["completion_tokens"] for info in infos)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct, field
 
 from aioengine.openai.bodies import Body, add_constraint, read_generate_fields
-from aioengine.openai.chat_calls import AnswerReader, ChatCall, chat_call, function_name, tool_call_id
+from aioengine.openai.chat_calls import AnswerReader, ChatCall, chat_call, function_name
 from aioengine.openai.http_call import event
 from aioengine.openai.replies import CallError, EventStream, check_completed, json_response
-from aioengine.openai.served_model import ServedModel
 from aioengine.parsing import Content, Reasoning, ToolCallBegin
 
 if TYPE_CHECKING:
@@ -66,10 +65,10 @@ async def responses(call: HttpCall) -> Response:
     if body.previous_response_id is not None:
         items = [*stored.find(body.previous_response_id)[1], *items]
     chat = await _chat_call(call, body, sampling, items)
-    start, reader = chat.start(call.model), chat.reader(call.model)
+    start, reader = chat.start(), chat.reader()
     if body.stream:
         stream = await start(stream=True)
-        answer = _Response(call.model, body, chat, items, reader, stream.rid)
+        answer = _Response(body, chat, items, reader, stream.rid)
         write = _writer()
 
         def failed(error: Errors) -> bytes:
@@ -81,7 +80,7 @@ async def responses(call: HttpCall) -> Response:
     (whole,) = await call.answers(generation)
     reader.read_all(whole["text"])
     info = whole["meta_info"]
-    answer = _Response(call.model, body, chat, items, reader, generation.rid)
+    answer = _Response(body, chat, items, reader, generation.rid)
     return json_response(answer.finished(info["finish_reason"], info))
 
 
@@ -184,7 +183,6 @@ def _content(name: str, content: Any) -> Any:
 class _Response(Struct):
     """A response that grows. ``items``: the conversation before it. ``rid``: the id of its request."""
 
-    model: ServedModel
     body: ResponsesBody
     chat: ChatCall
     items: list[dict[str, Any]]
@@ -226,7 +224,7 @@ class _Response(Struct):
         details = None if reason == "stop" else {"reason": "max_output_tokens"}
         response = self.written(status, output=output, usage=_usage(info), incomplete_details=details)
         if self.body.store:
-            self.model.stored_responses.add(response, [*self.items, *output])
+            self.chat.model.stored_responses.add(response, [*self.items, *output])
         return response
 
     def item_id(self, part: Part) -> str:
@@ -241,7 +239,7 @@ class _Response(Struct):
         if part.kind is Content:
             content = [_content_part(part)] if part.text else []
             return {"type": "message", "role": "assistant", "content": content, **item}
-        call_id = tool_call_id(self.model, self.rid, 0, part.call)
+        call_id = self.chat.tool_call_id(self.rid, 0, part.call)
         return {"type": "function_call", "call_id": call_id, "name": part.name, "arguments": part.text, **item}
 
 

@@ -59,7 +59,7 @@ def openai_router(
             None: no key. The page at ``/``, ``/health`` and ``/ready`` need no key.
         served_model_name: the name of the model for clients, or several; None: its hub id, or the name of its folder.
         tool_parser, reasoning_parser: the format of tool calls and of reasoning in the model's text
-            (``aioengine.parsing``); "auto": the one of its chat template; None: such text stays content.
+            (``aioengine.parsing``); "auto": its chat template decides; None: such text stays content.
         max_body_bytes: larger bodies are refused with status 413.
     """
     model = ServedModel(engine, _listed(served_model_name), tool_parser, reasoning_parser)

@@ -59,7 +59,7 @@ def output_format(
 
 def _chosen(parameter: str, name: str | None, marks: Mapping[str, tuple[str, ...]], template: str) -> str | None:
     if name == "auto":
-        return next((name for name, texts in marks.items() if all(re.search(text, template) for text in texts)), None)
+        return next((known for known, texts in marks.items() if all(re.search(text, template) for text in texts)), None)
     if name is not None and name not in marks:
         hint = checks.did_you_mean(name, marks)
         raise ValueError(f"{parameter}={name!r} is not known{hint}; known are auto, {', '.join(marks)}, or None")
@@ -141,20 +141,20 @@ class OutputFormat:
             raise ValueError(f"tool_choice={checks.shown(tool_choice)} names no tool of the request")
         calls, is_required, is_parallel = self._calls, tool_choice != "auto", parallel_tool_calls and not name
 
-        def answer_of(tools: Sequence[Tool]) -> Format:
+        def answer_with(callable_tools: Sequence[Tool]) -> Format:
             """Return the format of an answer, with the reasoning that it may begin with."""
-            answer = calls.format_of(tools, is_required=is_required, is_parallel=is_parallel)
+            answer = calls.format_of(callable_tools, is_required=is_required, is_parallel=is_parallel)
             reasoning = self._reasoning
             if reasoning is None or prompt.rstrip().endswith((reasoning.begin, reasoning.end)):
                 return answer
             return reasoning.format_of(answer)
 
-        answer = answer_of(chosen)
+        answer = answer_with(chosen)
         error = _refusal(json.dumps(answer))
         if error is not None:
             if any(tool.is_strict for tool in chosen):
                 raise ValueError(f"the tools cannot be enforced together: {error}") from error
-            answer = answer_of([tool._replace(schema=ANY_OBJECT) for tool in chosen])
+            answer = answer_with([tool._replace(schema=ANY_OBJECT) for tool in chosen])
         if self._reasoning and self._reasoning.is_open(prompt):
             params["reasoning_end"] = self._reasoning.end
         return {**params, "structural_tag": {"format": answer}}
@@ -206,12 +206,12 @@ class OutputParser:
         """Return the events of the text that was held back. Call this after the last piece."""
         return self._read("", 0, is_over=True)
 
-    def _read(self, text: str, place: int, *, is_over: bool) -> list[Event]:
-        if place == len(self._readers):
+    def _read(self, text: str, index: int, *, is_over: bool) -> list[Event]:
+        if index == len(self._readers):
             return [Content(text)] if text else []
         events: list[Event] = []
-        for event in self._readers[place].read(text, is_over=is_over):
-            events += self._read(event.text, place + 1, is_over=False) if isinstance(event, Content) else [event]
+        for event in self._readers[index].read(text, is_over=is_over):
+            events += self._read(event.text, index + 1, is_over=False) if isinstance(event, Content) else [event]
         if is_over:
-            events += self._read("", place + 1, is_over=True)
+            events += self._read("", index + 1, is_over=True)
         return events

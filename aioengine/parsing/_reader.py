@@ -31,9 +31,9 @@ _HEAD: Final = regex.compile(
     rf'{SPACES}\{{{SPACES}(?:"type"{SPACES}:{SPACES}"function"{SPACES},{SPACES})?"name"{SPACES}:{SPACES}"([^"\\<\x00-\x1f]{{1,256}})"{SPACES},{SPACES}'
     rf'"(?:arguments|parameters)"{SPACES}:{SPACES}\{{'
 )
-"""The usual beginning of a call in JSON, up to the bracket of its arguments."""
+"""The usual beginning of a call in JSON, up to the brace of its arguments."""
 _REST: Final = regex.compile(rf'{SPACES}(?:,{SPACES}"id"{SPACES}:{SPACES}"[^"\\]{{0,256}}"{SPACES})?\}}')
-_BRACKET: Final = regex.compile(rf"{SPACES}\{{")
+_BRACE: Final = regex.compile(rf"{SPACES}\{{")
 _SPACE: Final = regex.compile(r"[ \t\r\n]")
 _OUTSIDE: Final = regex.compile(r"[^\w \t\r\n.,:+-]")
 _STRING: Final = regex.compile(r'(?:[^"\\]|\\.)*+', regex.DOTALL)
@@ -138,7 +138,7 @@ class TextReader:
     # ------------------------------------------------------------ JSON
 
     def json_object(self, emit: Emit) -> Steps[bool]:
-        """Read an object after its first bracket, and give its text to ``emit``. Return whether it is complete.
+        """Read an object after its first brace, and give its text to ``emit``. Return whether it is complete.
 
         Only strings and brackets are checked. The object also ends before a character that JSON has only in strings.
         """
@@ -168,7 +168,7 @@ class TextReader:
             yield
 
     def call(self, name: str) -> Steps[bool]:
-        """Give out a tool call whose arguments are the next object, after its first bracket. Return whether they are
+        """Give out a tool call whose arguments are the next object, after its first brace. Return whether they are
         complete.
         """
         self.begin_call(name)
@@ -190,10 +190,10 @@ class TextReader:
             if (yield from self.call(head[1])):
                 yield from self.take(_REST)
             return None
-        bracket = None if names is not None else (yield from self.take(_BRACKET))
-        if bracket is None:
+        brace = None if names is not None else (yield from self.take(_BRACE))
+        if brace is None:
             return ""
-        pieces = [bracket[0]]
+        pieces = [brace[0]]
         yield from self.json_object(pieces.append)
         text = "".join(pieces)
         call = _call_of(text)

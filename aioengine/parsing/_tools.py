@@ -21,8 +21,11 @@ Format: TypeAlias = dict[str, Any]
 
 ANY_OBJECT: Final[Json] = {"type": "object"}
 _TEXTS: Final = ("title", "description", "examples", "default", "$comment")
+"""Keywords of a schema for people."""
 _NAMED: Final = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose value is a dict of schemas."""
 _PARTS: Final = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
+"""Keywords whose value is a schema, or a list of schemas."""
 
 
 class Tool(NamedTuple):

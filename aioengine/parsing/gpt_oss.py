@@ -36,7 +36,7 @@ _HEADER: Final = regex.compile(
     r" ?(?:<\|constrain\|>)? ?\w{0,32}<\|message\|>"
 )
 _END: Final = regex.compile(r"<\|(?:end|call|return)\|>")
-_BRACKET: Final = regex.compile(rf"{SPACES}\{{")
+_BRACE: Final = regex.compile(rf"{SPACES}\{{")
 _FUNCTIONS: Final = " to=functions."
 
 
@@ -50,8 +50,8 @@ class GptOssMessages(ToolCallFormat):
         while header := (yield from reader.find(_HEADER, reader.content)):
             recipient = header[1] or header[3] or ""
             if recipient.startswith(_FUNCTIONS) and tools:
-                bracket = yield from reader.take(_BRACKET)
-                if bracket is not None:
+                brace = yield from reader.take(_BRACE)
+                if brace is not None:
                     yield from reader.call(recipient.removeprefix(_FUNCTIONS))
                     yield from reader.skip_spaces()
                     yield from reader.take(_END)

@@ -29,7 +29,6 @@ from aioengine.protocol.messages import (
 from aioengine.protocol.packed_logprobs import with_texts
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.text.detokenizer import NO_TEXT, Decode, TextPipeline, make_detokenizer
-from aioengine.text.matching_queue import MatchingQueue, QueuedToken
 from aioengine.text.open_text import OpenText
 from aioengine.text.stop import StopMatcher
 from aioengine.text.token_table import TokenTable, read_token_table
@@ -97,19 +96,14 @@ class TextSource:
 
 
 _WITH_ALL_TEXT = FinishCode.STOP, FinishCode.LENGTH
-"""For these ends from the scheduler, queued tokens are matched first, and a stop in the last text changes the end. For
-other ends, queued tokens are dropped, and the end stays as it is.
-"""
+"""For these ends from the scheduler, a stop in the last text changes the end."""
 
 _MAX_REMEMBERED = 16_384
 """Maximum number of remembered requests that ended here. The scheduler may end a request before it gets the abort."""
 
 
 class DetokenizerService:
-    """Converts each ``StepOutput`` to a ``TextChunks``, and ends requests at their stop strings and patterns.
-
-    Tokens of requests with stop patterns may wait in a ``MatchingQueue``. Their text is then in a later ``TextChunks``.
-    """
+    """Converts each ``StepOutput`` to a ``TextChunks``, and ends requests at their stop strings and patterns."""
 
     def __init__(
         self,
@@ -123,7 +117,6 @@ class DetokenizerService:
         self._source = source
         self._board = board or CrashBoard(blank_board(1, 1))
         self._open: dict[int, OpenText] = {}
-        self._matching = MatchingQueue()
         self._stopped: dict[int, None] = {}  # uids of requests that ended here; the scheduler may still send their end
         self._to_abort: list[int] = []
         self._chunks: list[Message] = []
@@ -140,13 +133,9 @@ class DetokenizerService:
                 if chunks.has_news:
                     chunks.num_open = len(self._open)
                     self._chunks.append(chunks)
-        if self._matching.used_s:  # begin a pause if these steps used up their time for patterns
-            self._matching.end(now, pauses=self._matching.is_exhausted)
 
     def step(self, now: float) -> Outbox:
         """Return the results of the messages since the last call. Without results, return a heartbeat if it is due."""
-        if self._matching.waiting and self._matching.is_due(now, has_news=bool(self._chunks)):
-            self._match_waiting(now)
         to_frontend, self._chunks = self._chunks, []
         if not to_frontend and now - self._sent_at >= HEARTBEAT_S:
             to_frontend.append(TextChunks(num_open=len(self._open)))
@@ -160,12 +149,10 @@ class DetokenizerService:
         return Outbox(to_peer, to_frontend)
 
     def wait_s(self, now: float) -> float:
-        wait_s = max(0.0, self._sent_at + HEARTBEAT_S - now)
-        return min(wait_s, self._matching.wait_s(now)) if self._matching.waiting else wait_s
+        return max(0.0, self._sent_at + HEARTBEAT_S - now)
 
     def close(self) -> None:
         self._open.clear()
-        self._matching = MatchingQueue()
 
     def _convert(self, output: StepOutput, now: float) -> TextChunks:
         """Return the new text of one step, and end requests at their stops."""
@@ -180,9 +167,6 @@ class DetokenizerService:
             request = requests.get(uid)
             if request is None:
                 continue  # it ended here, and the scheduler had not received the abort yet
-            if request.has_patterns:
-                self._match(request, QueuedToken(token_id, end), chunks, now)
-                continue
             try:
                 if request.push(token_id, end, chunks):
                     self._end_here(request, End(request.uid, FinishCode.STOP, request.matched), chunks, now)
@@ -208,61 +192,17 @@ class DetokenizerService:
             elif request is not None:
                 chunks.tokens.extras.append(extra)
 
-    def _match(self, request: OpenText, token: QueuedToken, chunks: TextChunks, now: float) -> None:
-        """Match a token of a request with patterns, or queue the token."""
-        if self._matching.delays(request):
-            self._matching.add(request, token)
-        else:
-            self._match_now(request, token, chunks, now)
-
-    def _match_now(self, request: OpenText, token: QueuedToken, chunks: TextChunks, now: float) -> None:
-        used_s = request.matching_s
-        try:
-            if token.is_replayed:
-                request.replay(token.token_id)
-            elif request.push(token.token_id, token.end, chunks):
-                self._end_here(request, End(request.uid, FinishCode.STOP, request.matched), chunks, now)
-        except Exception as error:
-            self._fail(request, error, chunks, now)
-        self._matching.spend(request.matching_s - used_s)
-
-    def _match_waiting(self, now: float) -> None:
-        """Match queued tokens until the time of this turn is used up."""
-        chunks = TextChunks()
-        while self._matching.waiting and not self._matching.is_exhausted:
-            request, entry = self._matching.take()
-            self._board.begin([request.uid])
-            if isinstance(entry, End):
-                self._receive_end(entry, chunks, now)
-            else:
-                self._match_now(request, entry, chunks, now)
-            self._board.end()
-        if chunks.has_news:
-            chunks.num_open = len(self._open)
-            self._chunks.append(chunks)
-        # without a pause if all open requests wait in the queue, because no other text would be delayed
-        self._matching.end(now, pauses=len(self._open) > len(self._matching.waiting))
-
     def _begin(self, opened: TextOpened, chunks: TextChunks, now: float) -> None:
         request = OpenText(opened)
         self._open[request.uid] = request
         chunks.first_tokens.append(opened.first_token)
         try:
-            known_ids = request.prepare(self._source.pipeline)
+            request.prepare(self._source.pipeline)
         except Exception as error:
             self._fail(request, error, chunks, now)
-            return
-        for token_id in known_ids:
-            if request.uid in self._open:  # a replayed token may end it with an error
-                self._match(request, QueuedToken(token_id, is_replayed=True), chunks, now)
 
     def _receive_end(self, end: End, chunks: TextChunks, now: float) -> None:
         """Handle the end of a request from the scheduler: emit the rest of its text. The rest may contain a stop."""
-        if end.uid in self._matching.waiting:
-            if end.code in _WITH_ALL_TEXT:
-                self._matching.add(self._open[end.uid], end)
-                return
-            self._matching.drop(end.uid)
         request = self._open.pop(end.uid, None)
         if request is None:
             if end.uid in self._stopped:
@@ -282,12 +222,10 @@ class DetokenizerService:
         chunks.ended.append(request.complete(end, now))
 
     def _end_here(self, request: OpenText, end: End, chunks: TextChunks, now: float) -> None:
-        """End a request here. Abort it in the scheduler, unless the scheduler has ended it already."""
+        """End a request here, and abort it in the scheduler."""
         uid = request.uid
         chunks.ended.append(request.complete(end, now))
         del self._open[uid]
-        if self._matching.drop(uid):
-            return  # its end was in the queue
         self._to_abort.append(uid)
         self._stopped[uid] = None
         if len(self._stopped) > _MAX_REMEMBERED:

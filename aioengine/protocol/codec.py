@@ -1,4 +1,4 @@
-"""Encodes and decodes frames: one version byte, then msgpack.
+"""Encodes and decodes frames, in msgpack.
 
 Each direction of each channel has its own encoder or decoder. Decoding is strict and has a size limit: bytes that are
 not a complete frame of this protocol raise BadFrameError. Receivers drop such frames and continue.
@@ -20,11 +20,8 @@ from aioengine.protocol.times import shift_times
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
-# A larger buffer is not used again.
-_KEPT_BUFFER_BYTES = 1024 * 1024
 _NUM_HEAD_BYTES = 24
 _SENDER_BITS = 62
 _MAX_SENDERS = 64
@@ -55,7 +52,7 @@ class UnencodableError(ValueError):
 
 
 class FrameEncoder:
-    """Encodes frames of one epoch. All frames use the same buffer."""
+    """Encodes frames of one epoch."""
 
     def __init__(
         self, epoch: int, *, max_bytes_of_several: int | None = None, clock: Callable[[], float] | None = None
@@ -66,7 +63,6 @@ class FrameEncoder:
         self._max_bytes_of_several = max_bytes_of_several
         self._clock = clock
         self._encoder = msgspec.msgpack.Encoder()
-        self._buffer = bytearray(4096)
         self.begin(epoch)
 
     def begin(self, epoch: int) -> None:
@@ -75,29 +71,23 @@ class FrameEncoder:
         self._sender = secrets.randbits(_SENDER_BITS)
         self._number = 0
 
-    def encode(self, messages: list[Message]) -> bytearray:
-        """Return the frame of ``messages``. The next call overwrites it, so send or copy it first.
+    def encode(self, messages: list[Message]) -> bytes:
+        """Return the frame of ``messages``.
 
         Raises:
             FrameTooLargeError: the frame exceeds the limit.
             UnencodableError: one of the messages cannot be encoded.
         """
-        buffer = self._buffer if len(self._buffer) <= _KEPT_BUFFER_BYTES else bytearray(4096)
-        self._buffer = buffer
+        sent_at = None if self._clock is None else self._clock()
         try:
-            sent_at = None if self._clock is None else self._clock()
-            self._encoder.encode_into(Frame(self._epoch, self._sender, self._number, messages, sent_at), buffer, 1)
+            frame = self._encoder.encode(Frame(self._epoch, self._sender, self._number, messages, sent_at))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UnencodableError(f"{type(error).__name__}: {error}") from error
         most = MAX_FRAME_BYTES if len(messages) == 1 else self._max_bytes_of_several or MAX_FRAME_BYTES
-        if len(buffer) > most:
-            raise FrameTooLargeError(
-                f"a frame of {len(messages)} messages takes {len(buffer):,} bytes, the limit is {most:,}; "
-                "submit fewer or shorter prompts at once"
-            )
-        buffer[0] = PROTOCOL_VERSION
+        if len(frame) > most:
+            raise FrameTooLargeError(f"{len(messages)} messages take {len(frame):,} bytes, the limit is {most:,}")
         self._number += 1
-        return buffer
+        return frame
 
 
 class FrameDecoder:
@@ -125,16 +115,14 @@ class FrameDecoder:
         """Return the messages of a frame; [] for a frame of another epoch.
 
         Raises:
-            BadFrameError: wrong version, size or content, or not the next frame of its sender.
+            BadFrameError: wrong size or content, or not the next frame of its sender.
             LostFrameError: an earlier frame of its sender is missing or damaged.
         """
         view = memoryview(data)
-        if not 1 < len(view) <= MAX_FRAME_BYTES:
-            raise BadFrameError(f"its size is not within 2 and {MAX_FRAME_BYTES:,}", view)
-        if view[0] != PROTOCOL_VERSION:
-            raise BadFrameError(f"its version is {view[0]}, not {PROTOCOL_VERSION}", view)
+        if len(view) > MAX_FRAME_BYTES:
+            raise BadFrameError(f"it is larger than {MAX_FRAME_BYTES:,} bytes", view)
         try:
-            frame = self._decoder.decode(view[1:])
+            frame = self._decoder.decode(view)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
             raise BadFrameError(str(error), view) from error
         if frame.epoch != self._epoch:
@@ -170,13 +158,13 @@ def new_epoch_in(messages: Iterable[Message]) -> NewEpoch | None:
 
 @cache
 def fingerprint() -> str:
-    """Return a hash of the version and of the names, types, tags and order of the fields of all Structs.
+    """Return a hash of the names, types, tags and order of the fields of all Structs.
 
     If two processes have different hashes, they run different code and cannot decode each other's arrays.
     """
     lines: dict[str, str] = {}
     _describe(Frame, lines)
-    text = "\n".join([str(PROTOCOL_VERSION), *(lines[name] for name in sorted(lines))])
+    text = "\n".join(lines[name] for name in sorted(lines))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -311,7 +311,7 @@ Argument = str | int | float | bool | list[str] | None
 MAX_REPLY_BYTES = 32 * 1024 * 1024
 """Limit for the data of one ``Reply``, so that it fits into a frame and is sent quickly."""
 
-MAX_PART_BYTES = 2 * 1024 * 1024
+MAX_PART_BYTES = 256 * 1024
 """Limit for the extras of one ``StepOutput``, so that reading them does not block the event loop of the caller."""
 
 

@@ -41,10 +41,9 @@ class Orders(Struct, frozen=True, kw_only=True):
     """The role of a child process, its settings and its channels.
 
     epoch: a large random number in all frames of this incarnation; other frames are ignored.
-    frontend: the endpoint at which the frontend listens to this child.
+    frontend: the endpoint at which this child listens, to send to the frontend; on another machine, the frontend's.
     from_frontend: the endpoint at which the frontend sends to this child; None: it sends to the endpoint of the child.
     endpoints: str(role) -> the endpoint of the child with this role.
-    listener_fd: the inherited file descriptor of its own endpoint.
     board: path of its crash board. parent_pid: the child exits when this process ends.
     """
 
@@ -52,7 +51,6 @@ class Orders(Struct, frozen=True, kw_only=True):
     epoch: int
     frontend: str | SecureEndpoint
     endpoints: dict[str, str]
-    listener_fd: int
     board: str
     parent_pid: int
     settings: Settings

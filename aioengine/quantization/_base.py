@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, "Tensor"]
 """The tensors of a linear layer, by the last part of their names in the checkpoint, such as "weight" and "bias"."""
-
-
-Axis = Literal["inputs", "outputs"]
-"""The axis along which a layer is divided among ranks."""
 
 
 class Prepared(NamedTuple):
@@ -81,7 +77,8 @@ class LinearFormat(Protocol):
     """The tensors of a linear layer, their preparation after loading, and the matmul. One object serves all layers.
 
     Attributes:
-        reorders: ``prepare`` and ``restore`` apply ``LinearSpec.order``. Otherwise the layer reorders the tensors.
+        reorders: ``prepare`` and ``restore`` apply ``LinearSpec.order``. Otherwise the layer reorders the
+            first dimension of all tensors, their outputs.
     """
 
     reorders: bool
@@ -92,13 +89,6 @@ class LinearFormat(Protocol):
 
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Split ``tensor`` [...], called ``name``, into a view for each fused layer of the checkpoint."""
-        ...
-
-    def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:
-        """Return the dimension of the tensor ``name`` that belongs to ``axis``, and the inputs or outputs per entry.
-
-        None: the tensor has no such dimension.
-        """
         ...
 
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:

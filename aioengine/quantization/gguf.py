@@ -72,9 +72,7 @@ class GgufFormat(OnlineFormat):
         return RowWriter(placeholder, write, scales, num_bytes, stored=self.kind)
 
 
-def gguf_formats(
-    stored: StoredTypes,
-) -> tuple[Callable[[str], LinearFormat], Callable[[bool], CodesFormat | None]]:
+def gguf_formats(stored: StoredTypes) -> tuple[Callable[[str], LinearFormat], Callable[[bool], CodesFormat | None]]:
     """Return ``Placement.format_of`` and ``Placement.table_format``."""
     formats = {kind: GgufFormat(kind) for kind in KEPT}
     kept = {name: formats[kind] for name, kind in stored.kept.items()}

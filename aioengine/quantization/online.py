@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aioengine.kernels.codes import FP8, FP8_MAX, MIDDLE, Codes, pack_nibbles
 from aioengine.kernels.int8_linear import MAX_INT8
-from aioengine.quantization._base import Axis, CodesFormat, LinearFormat, LinearSpec, RowWriter, Tensors
+from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, RowWriter, Tensors
 from aioengine.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
@@ -94,9 +94,6 @@ class OnlineFormat(CodesFormat):
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Views of bias [O]. Codes are not in the checkpoint."""
         return tensor.split(layer.sizes) if name == "bias" else ()
-
-    def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:
-        return PLAIN.dim_of(name, axis)
 
     def codes(self, layer: LinearSpec, tensors: Tensors) -> Codes:
         packed, scales = tensors["weight"], tensors["scales"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels import gated_linear, linear
-from aioengine.quantization._base import Axis, LinearSpec, Prepared, Tensors
+from aioengine.quantization._base import LinearSpec, Prepared, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,11 +26,6 @@ class PlainFormat:
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Views [size, ...] of weight [O, D] or bias [O]."""
         return tensor.split(layer.sizes)
-
-    def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:
-        if axis == "outputs":
-            return 0, 1
-        return (1, 1) if name == "weight" else None
 
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
         bias = tensors.get("bias")

@@ -12,7 +12,7 @@ from torch import Tensor
 from aioengine.kernels import code_linear, int8_linear
 from aioengine.kernels.codes import FP8, Codes, pack, pack_nibbles, piece_of, unpack
 from aioengine.model_files.quantization import BLOCK_SCALES, MAX_TEXT, TEXTS, WORD, Quantization, Scheme
-from aioengine.quantization._base import Axis, CodesFormat, LinearFormat, LinearSpec, Prepared, Tensors
+from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, Prepared, Tensors
 from aioengine.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class StoredFormat(CodesFormat):
             shapes = [stored.shape(size, layer.in_features) for size in layer.sizes]
             shape = [len(shapes), *shapes[0]]
             if stored.outputs or stored.weights:
-                shape, dim = [*shapes[0]], stored.dim_of("outputs")
+                shape, dim = [*shapes[0]], stored.output_dim
                 shape[dim] = sum(part[dim] for part in shapes)
             tensors[name] = torch.empty(shape, dtype=_DTYPES[stored.dtype], device=layer.device)
             if self.is_preset(name):
@@ -102,15 +102,8 @@ class StoredFormat(CodesFormat):
         stored = self.scheme.tensors(layer.in_features)[name]
         if not stored.outputs and not stored.weights:
             return tensor.unbind()
-        dim = stored.dim_of("outputs")
+        dim = stored.output_dim
         return tensor.split([stored.shape(size, layer.in_features)[dim] for size in layer.sizes], dim)
-
-    def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:
-        if name == "bias":
-            return PLAIN.dim_of(name, axis)
-        stored = self.scheme.tensors(1)[name]
-        unit = stored.outputs if axis == "outputs" else stored.inputs
-        return (stored.dim_of(axis), unit) if unit else None
 
     def codes(self, layer: LinearSpec, tensors: Tensors) -> Codes:
         """Return the weight [O, D]. Raises ValueError if its inputs are reordered."""

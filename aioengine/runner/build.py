@@ -77,9 +77,7 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     """
     device = torch.device(settings.runner.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device {settings.runner.device!r} is not available: torch finds no usable NVIDIA GPU; device='cpu' works"
-        )
+        raise ValueError(f"device {settings.runner.device!r} is not available: torch finds no GPU; device='cpu' works")
     with compiled_in_threads(device):
         return _build(settings, device, report)
 

@@ -5,8 +5,8 @@ the next step is queued first, and its tokens are sampled later. When the previo
 its tokens and starts to compute the masks in background threads. Meanwhile it sends the tokens and prepares the next
 step. Just before the next step is launched, the masks are done and the tokens are sampled.
 
-If a grammar allows only one token at several positions in a row, these *forced tokens* are returned together with the
-last sampled one, and the next row of the request computes them like a prompt. A row in flight samples the first forced
+A grammar may allow only one token at each of the next positions. These *forced tokens* are returned together with the
+last sampled token. The next row of the request computes them like a prompt. A row in flight samples the first forced
 token again, so it returns no token.
 """
 

@@ -5,10 +5,7 @@ The memory of a step, in addition to weights and pool, is measured, so that step
 
 from __future__ import annotations
 
-import os
-import subprocess
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -49,8 +46,6 @@ _WARMUP_ROWS = 1, 2, 17, 33, 65
 
 _WARMUP_IMAGES = 1, 4
 """Tokens of images run before a measurement: kernels have specializations for multiples of 16 patches."""
-
-_SMI_TIMEOUT_S = 10.0
 
 
 class DeviceMemory:
@@ -125,15 +120,12 @@ class DeviceMemory:
         """Describe total and free memory, and the memory of this engine and of other processes."""
         try:
             free, total = torch.cuda.mem_get_info(self.device)
-            name = torch.cuda.get_device_name(self.device)
-            text = f"{name} has {format_bytes(total)}, {format_bytes(free)} free"
         except RuntimeError:
-            text = "CUDA itself is out of memory"
-        own = [f"{purpose} {format_bytes(size)}" for purpose, size in self.recorded.items() if size]
-        if own:
-            text += f"; used by this engine: {', '.join(own)}"
-        processes = other_processes(self.device)
-        return f"{text}; used by other processes: {', '.join(processes)}" if processes else text
+            return "CUDA itself is out of memory"
+        used = {**self.recorded, "other processes and CUDA": total - free - torch.cuda.memory_reserved(self.device)}
+        parts = [f"{purpose} {format_bytes(size)}" for purpose, size in used.items() if size > 0]
+        name = torch.cuda.get_device_name(self.device)
+        return f"{name} has {format_bytes(total)}, {format_bytes(free)} free; used: {', '.join(parts)}"
 
     def facts(self) -> dict[str, str | int | float | bool]:
         """Return the device and its memory after the runner is built."""
@@ -228,28 +220,6 @@ def image_memory(model: VisionModel, device: torch.device, num_tokens: int) -> t
         feature_bytes = model.encode_image({name: array.to(device) for name, array in arrays.items()}).nbytes
 
     return _peak_of(device, run), feature_bytes
-
-
-def other_processes(device: torch.device) -> list[str]:
-    """List other processes with memory of this GPU as "process 12 (python) 3.1 GiB"; empty if they are unknown."""
-    command = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        command.append(f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
-        output = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True).stdout
-    except (OSError, RuntimeError, subprocess.SubprocessError):
-        return []
-    return parse_processes(output, os.getpid())
-
-
-def parse_processes(output: str, own_pid: int) -> list[str]:
-    """Parse lines "pid, path, MiB" of nvidia-smi."""
-    processes: list[str] = []
-    for line in output.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 3 and fields[0].isdigit() and int(fields[0]) != own_pid:
-            size = f" {format_bytes(int(fields[2]) << 20)}" if fields[2].isdigit() else ""
-            processes.append(f"process {fields[0]} ({Path(fields[1]).name}){size}")
-    return processes
 
 
 class PoolBudget(NamedTuple):

@@ -145,7 +145,10 @@ class ModelRunner:
             if parts.draft is not None:
                 draft_model = DraftModel(parts.draft, self._table, self._sampler, processors, num_embeddings)
             with_grammars = settings.scheduler.depth == 0
-            self._drafts = DraftRows(self._table.requests, draft_model, with_grammars=with_grammars)
+            self._drafts = DraftRows(self._table, draft_model, with_grammars=with_grammars)
+            if parts.draft is not None and parts.draft.features is None:
+                windows = parts.model.attention_shape.windows + parts.draft.model.attention_shape.windows
+                self._table.has_bounds = not any(windows)
             self._verifier = Verifier(
                 self._table,
                 self._sampler,
@@ -371,12 +374,13 @@ class ModelRunner:
         return self._inputs.columns_of([row for row in rows if row.uid not in failed])
 
     def _propose(self, proposer: DraftRows, planned: list[Row]) -> tuple[list[Row], StepRows, StepDrafts]:
-        """Return the planned rows with their proposed drafts, those of them that can be computed, and the drafts."""
+        """Return the planned rows with their proposed drafts, the columns of the computable rows, and the drafts."""
         if any(row.num_drafts for row in planned):
             self._constrained.sample_deferred()
         failed = self._failed.reasons
         planned = [row for row in planned if row.uid not in failed] if failed else planned
-        drafts = proposer.propose(planned)
+        may_overlap = self._graphs is not None and self._graphs.may_overlap(planned)
+        drafts = proposer.propose(planned, may_overlap=may_overlap)
         drafted = proposer.with_drafts(planned, drafts)
         rows = self._read(drafted)
         if drafts.on_device is not None and not self._verifies_in_graph(rows):

@@ -70,14 +70,7 @@ class Profile:
         return running.mark(f"step {number}: {len(plan.rows)} rows, {plan.num_tokens} tokens")
 
     def start(
-        self,
-        *,
-        folder: str,
-        prefix: str,
-        num_steps: int | None,
-        activities: str,
-        with_stack: bool,
-        record_shapes: bool,
+        self, *, folder: str, prefix: str, num_steps: int | None, activities: str, with_stack: bool, record_shapes: bool
     ) -> tuple[bool, str, str]:
         """Start a profile. activities: comma-separated CPU, GPU, MEM; GPU is ignored if there is none."""
         if self.running is not None:

@@ -74,6 +74,12 @@ class RowTable:
         page_tables: their pages.
         last_tokens: [X] int64 on the device, by row index. After the first ``max_rows`` there is memory for the known
             tokens of expanded rows, then for drafts (``draft_indices``). The last one is never read.
+        first_draft: the first index of drafts in ``last_tokens``.
+        rejected: [max_rows + 1] int32 on the device: the drafts that the last step with drafts has rejected, by row
+            index. The last one is 0.
+        unread: [max_rows] the index in ``rejected`` of the drafts that the host does not know yet, or of the last one.
+        has_bounds: steps may begin before the host knows how many drafts are rejected. Their positions are then upper
+            bounds, and CUDA graphs subtract ``rejected``.
         sampling: [max_rows] of SAMPLING_RECORD.
         num_opened: number of requests opened so far. While it is unchanged, rows belong to the same requests.
         num_pooled: number of open requests of kind POOL.
@@ -99,8 +105,12 @@ class RowTable:
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
         self.page_tables = page_tables
-        self.last_tokens = torch.zeros((2 + 2 * max_drafts) * max_rows + 1, dtype=torch.int64, device=device)
-        self._first_draft = (2 + max_drafts) * max_rows
+        self.last_tokens = torch.zeros((3 + 2 * max_drafts) * max_rows + 1, dtype=torch.int64, device=device)
+        self.first_draft = (3 + max_drafts) * max_rows
+        self.rejected = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self.unread = np.full(max_rows, max_rows)
+        self.max_drafts = max_drafts
+        self.has_bounds = False
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
         self.num_opened = 0
@@ -118,8 +128,11 @@ class RowTable:
         self._free_indices = list(range(max_rows - 1, -1, -1))
 
     def draft_indices(self, number: Ints | int, row_indices: Ints) -> Ints:
-        """Return the indices in ``last_tokens`` of the drafts with this number, from 0 on, of these rows [R]."""
-        return self._first_draft + number * len(self.sampling) + row_indices
+        """Return the indices in ``last_tokens`` of the drafts with this number, from 0 on, of these rows [R].
+
+        Number -1 is the token before the last one, if the device has accepted drafts of the row.
+        """
+        return self.first_draft + number * len(self.sampling) + row_indices
 
     def store_drafts(self, number: int, row_indices: Ints, token_ids: Tensor) -> None:
         """Store the drafts [R] with this number of these rows."""

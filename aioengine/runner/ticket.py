@@ -42,6 +42,7 @@ class StepDrafts:
         on_device: the proposed drafts on the device; None: the host knows them.
         accepted: uid -> accepted drafts, after the verification.
         followed: indices of sampled rows whose grammar has followed the last token of the row.
+        is_counted: the device has accepted drafts, and ``RowTable.rejected`` has the number of the others.
         open: the open requests of the sampled rows.
         rejected: uid -> number of rejected drafts.
     """
@@ -51,6 +52,7 @@ class StepDrafts:
     on_device: ProposedDrafts | None = None
     accepted: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     followed: set[int] = field(default_factory=set[int])
+    is_counted: bool = False
     open: list[OpenDrafts | None] = field(default_factory=list["OpenDrafts | None"])
     rejected: dict[int, int] = field(default_factory=dict[int, int])
 

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKENS_APART = 31
-"""Distance between the token counts that are loaded. It is odd, because the library's choice of a matmul kernel depends
-on the number of tiles and may depend on the powers of two that divide the number of tokens.
+"""Distance between the token counts that are loaded. The library chooses a matmul kernel by the number of tiles, and
+perhaps by the powers of two that divide the number of tokens. So the distance is odd.
 """
 
 SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 80)

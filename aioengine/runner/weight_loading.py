@@ -6,18 +6,20 @@ import ctypes
 import gc
 import json
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 import torch
+from torch._C import _distributed_c10d as c10d  # as in ``layers.ranks``
 
 from aioengine import plugins
 from aioengine.api import checks
 from aioengine.model_files import folder_files, tensor_file
 from aioengine.model_files.checkpoint import Entry, check_unchanged, file_states, listed
 from aioengine.model_files.quantization import read_config, split_config
-from aioengine.protocol.messages import Control, Reply
+from aioengine.protocol.messages import Argument, Control, Reply
 from aioengine.protocol.weight_messages import (
     BEGIN_WEIGHTS,
     CANCEL_WEIGHTS,
@@ -34,12 +36,11 @@ from aioengine.protocol.weight_messages import (
     CudaTensor,
 )
 from aioengine.runner import weights
-from aioengine.runner.trainer_group import TrainerGroup
 from aioengine.runner.weight_reading import DTYPES, check_all, check_finite
-from aioengine.settings.config import TRANSFORMERS, LoadedWeights
+from aioengine.settings.config import TRANSFORMERS, LoadedWeights, Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
@@ -47,11 +48,54 @@ if TYPE_CHECKING:
     from aioengine.layers.ranks import RankGroup
     from aioengine.model_files.tensor_file import TensorFile
     from aioengine.models._base import Model
-    from aioengine.protocol.messages import Argument
     from aioengine.runner.model_runner import ModelRunner
-    from aioengine.settings.config import Settings
 
     Facts = dict[str, str | int | float | bool]
+
+
+TIMEOUT: Final = timedelta(seconds=300)
+"""Maximum time until all have joined, and of a broadcast."""
+_LOOPBACK: Final = ("127.", "localhost")
+_DEVICES: Final = {"gloo": "cpu/", "nccl": "cuda/"}
+"""Backend -> prefix of its keys in the store."""
+
+
+class TrainerGroup:
+    """The process group that a training program opens, to broadcast weights to the runners of an engine.
+
+    The training program has rank 0.
+    """
+
+    def __init__(self, name: str, backend: str, address: str, port: int, *, rank: int, size: int) -> None:
+        """Wait until all have joined.
+
+        The keys in the store are those of ``torch.distributed``: of a new group in a ``PrefixStore`` with its name.
+
+        Raises:
+            RuntimeError: the program cannot be reached, or not all have joined in time.
+        """
+        store: Any = c10d.TCPStore(address, port, size, False, TIMEOUT)
+        for prefix in (name, f"{name}/", _DEVICES[backend]):
+            store = c10d.PrefixStore(prefix, store)
+        if backend == "gloo":
+            gloo: Any = c10d.ProcessGroupGloo
+            options = gloo._Options()
+            host = {"hostname": "127.0.0.1"} if address.startswith(_LOOPBACK) else {}
+            options._devices = [gloo.create_device(**host) if host else gloo.create_default_device()]
+            options._timeout = TIMEOUT
+            self._backend: Any = gloo(store, rank, size, options)
+        else:
+            nccl_options = c10d.ProcessGroupNCCL.Options()
+            nccl_options._timeout = TIMEOUT
+            self._backend = c10d.ProcessGroupNCCL(store, rank, size, nccl_options)
+        self._device = torch.device("cpu" if backend == "gloo" else "cuda")
+
+    def receive(self, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+        """Receive tensors [...] from rank 0, in this order. Return name -> tensor."""
+        received = {name: torch.empty(shape, dtype=dtype, device=self._device) for name, dtype, shape in tensors}
+        for work in [self._backend.broadcast(tensor, 0) for tensor in received.values()]:
+            work.wait()
+        return received
 
 
 RELEASED: Final = "the weights are released; call resume_memory_occupation first"

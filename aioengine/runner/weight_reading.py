@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.gguf_blocks import dequantized
-from aioengine.layers.layer import Target
+from aioengine.layers.layer import Slice, Target
 from aioengine.model_files import checkpoint, folder_files
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.layers.layer import Slice
     from aioengine.model_files.checkpoint import Entry
     from aioengine.quantization._base import RowWriter
 
@@ -139,7 +137,6 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
     num_readers = NUM_READERS if device.type == "cuda" else min(NUM_CPU_READERS, torch.get_num_threads())
     if total < SMALL_BYTES:
         num_readers = 1
-    sums: dict[str, float] = defaultdict(float)
     done = reported = 0
     with ExitStack() as stack:
         files = _open_files(stack, pieces)
@@ -152,26 +149,25 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
                 idle.put(copier)
 
         @torch.inference_mode()
-        def read(piece: _FilePart) -> float:
-            """Return the sum of the elements on a CPU."""
+        def read(piece: _FilePart) -> None:
             file = files[piece.entry.path]
             if device.type != "cuda":
-                return _load_to_cpu(piece, file)
+                _load_to_cpu(piece, file)
+                return
             copier = idle.get()
             try:
                 copier.load(piece, file)
             finally:
                 idle.put(copier)
-            return 0.0
 
         pool = stack.enter_context(ThreadPoolExecutor(num_readers, thread_name_prefix="aioengine-weights"))
-        for piece, piece_sum in zip(pieces, pool.map(read, pieces), strict=True):
-            sums[piece.entry.name] += piece_sum
+        for piece, _ in zip(pieces, pool.map(read, pieces), strict=True):
             done += piece.num_bytes
             if done == total or done - reported >= total / _MAX_REPORTS:
                 reported = done
                 report(done, total)
-    _check_finite(entries, targets, sums)
+    if device.type == "cuda":
+        _check_on_gpu(entries, targets)
 
 
 def check_all(entries: list[Entry], targets: Mapping[str, Target]) -> None:
@@ -215,15 +211,11 @@ def check_finite(values: Tensor, dtype: torch.dtype, shown: str) -> None:
         return
     stored = values.to(dtype)
     if not math.isfinite(float(_finite_sum(stored))) and (dtype == FP8 or not bool(stored.isfinite().all())):
-        raise ValueError(_not_finite(shown, dtype))
-
-
-def _not_finite(shown: str, dtype: torch.dtype) -> str:
-    kind = str(dtype).removeprefix("torch.")
-    return (
-        f"{shown} has numbers that are not finite in {kind} (NaN, infinite, or too large): the weights are damaged, or "
-        "the model needs a larger dtype"
-    )
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{shown} has numbers that are not finite in {kind} (NaN, infinite, or too large): the weights are "
+            "damaged, or the model needs a larger dtype"
+        )
 
 
 def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
@@ -300,14 +292,14 @@ def _as_rows(tensor: Tensor, row_size: int) -> Tensor | None:
         return None
 
 
-def _load_to_cpu(piece: _FilePart, file: BinaryIO) -> float:
-    """Read a piece into its target, and return the sum of its elements, which are still in the cache."""
+def _load_to_cpu(piece: _FilePart, file: BinaryIO) -> None:
+    """Read a piece into its target, and check its elements while they are in the cache."""
     if piece.same_bytes is not None:
         _fill(file, piece, piece.same_bytes)
         stored = piece.target
     else:
         stored = piece.store(_fill(file, piece, torch.empty(piece.num_bytes, dtype=torch.uint8)))
-    return float(_finite_sum(stored)) if stored.is_floating_point() else 0.0
+    check_finite(stored, stored.dtype, f"{piece.entry.path}: tensor {piece.entry.stored_name}")
 
 
 class _PinnedCopier:
@@ -345,28 +337,12 @@ def _finite_sum(tensor: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _check_finite(entries: list[Entry], targets: dict[str, Target], sums: dict[str, float]) -> None:
-    """Raise ValueError for elements that are not finite. If a sum is not finite, the elements are checked, because a
-    sum of large numbers may overflow.
-
-    sums: tensor name -> sum of its elements, for tensors on a CPU. A sum is finite only if all elements are. Tensors on
-    a GPU are summed here, at memory bandwidth.
-    """
-    loaded = [targets[entry.name] for entry in entries]
-    tensors = {
-        entry.name: target.tensor if target.writer is None else target.writer.scales
-        for entry, target in zip(entries, loaded, strict=True)
-    }
-    names = [name for name, tensor in tensors.items() if tensor.is_cuda and tensor.is_floating_point()]
-    if names:
-        device_sums = torch.stack([_finite_sum(tensors[name]) for name in names])
-        sums = dict(zip(names, device_sums.tolist(), strict=True))
-    for entry, target in zip(entries, loaded, strict=True):
-        tensor = tensors[entry.name]
-        if math.isfinite(sums.get(entry.name, 0.0)):
-            continue
-        if tensor.dtype == FP8 or not tensor.isfinite().all():
-            raise ValueError(_not_finite(f"{entry.path}: tensor {entry.stored_name}", target.tensor.dtype))
+def _check_on_gpu(entries: list[Entry], targets: dict[str, Target]) -> None:
+    """Raise ValueError for elements that are not finite. The GPU sums them at memory bandwidth."""
+    for entry in entries:
+        writer, tensor = targets[entry.name].writer, targets[entry.name].tensor
+        tensor = tensor if writer is None else writer.scales
+        check_finite(tensor, tensor.dtype, f"{entry.path}: tensor {entry.stored_name}")
 
 
 def _fill(file: BinaryIO, piece: _FilePart, content: Tensor) -> Tensor:

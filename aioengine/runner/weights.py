@@ -14,16 +14,10 @@ import torch
 from msgspec.structs import replace
 
 from aioengine.families._block_config import FLOAT_BYTES, TensorSpec
+from aioengine.families._config import new_name
 from aioengine.kernels.codes import FP8
 from aioengine.layers.layer import Target
-from aioengine.model_files.checkpoint import (
-    check_entries,
-    check_unchanged,
-    entries_of_file,
-    file_states,
-    new_name,
-    read_headers,
-)
+from aioengine.model_files.checkpoint import check_entries, check_unchanged, entries_of_file, file_states, read_headers
 from aioengine.model_files.quantization import TEXTS, UNUSED
 from aioengine.runner.weight_reading import DTYPES, read_all
 
@@ -52,7 +46,7 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
     """
     num_bytes = _fill(model, folder, load_format=load_format, seed=seed, report=report)
     model.finish_loading()  # this function has no references to parameters, so converted parameters are freed
-    torch.cuda.empty_cache()  # frees what the streams of readers used to convert weights; without a GPU, does nothing
+    torch.cuda.empty_cache()  # frees memory in which readers converted weights; without a GPU, does nothing
     return num_bytes
 
 

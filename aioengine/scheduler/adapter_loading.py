@@ -8,36 +8,26 @@ cannot be read or copied, only its requests fail; the next request for it tries 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections import OrderedDict
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from functools import partial
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from aioengine.errors import describe
 from aioengine.model_files import adapter_folder
 from aioengine.protocol.messages import UNLOAD_ADAPTER, Adapter, Control, FinishCode, Reply
 from aioengine.scheduler.request_states import Requests, key_of
-from aioengine.scheduler.runner import AdapterCopy, DeviceAdapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from aioengine.memory.adapter_slots import Key
+    from aioengine.scheduler.runner import AdapterCopy, DeviceAdapters
 
 logger = logging.getLogger(__name__)
 
 MAX_READS: Final = 2
-"""Maximum number of adapters that are read at a time. Slow reads do not count."""
-
-SLOW_READ_S: Final = 5.0
-"""After this time a read is slow, and does not delay other reads: its file system may hang."""
-
-READ_TIMEOUT_S: Final = 120.0
-MAX_THREADS: Final = 64
-"""Maximum number of threads, including slow reads and abandoned reads that still hang."""
+"""Maximum number of adapters that are read at a time."""
 
 STAGE: Final = "adapter"
 """The stage in the errors of requests whose adapter failed."""
@@ -89,14 +79,6 @@ class Copies:
         return number <= 1 or self.num_bytes + bool(num_new) <= self._max_bytes
 
 
-class _Read(NamedTuple):
-    """An adapter that is read in its own thread."""
-
-    copy: Future[AdapterCopy]
-    path: str
-    started_at: float
-
-
 class Adapters:
     """The adapters of an engine. Its methods are called in the thread of the scheduler."""
 
@@ -105,8 +87,8 @@ class Adapters:
         self._requests = requests
         self._slots = requests.adapters
         self._copies = copies
-        self._reads: dict[Key, _Read] = {}
-        self._given_up: list[Future[AdapterCopy]] = []
+        self._threads = ThreadPoolExecutor(MAX_READS, thread_name_prefix="adapter")
+        self._reads: dict[Key, Future[AdapterCopy]] = {}
         self._placing: dict[Key, Future[None]] = {}
         self._pinned: dict[int, Adapter] = {}
         self._loads: dict[int, tuple[Adapter, Callable[[Reply], None]]] = {}  # by the id of the call
@@ -123,15 +105,13 @@ class Adapters:
 
     def step(self) -> None:
         """Process finished reads and copies, start the next ones, and release requests."""
-        now = time.monotonic()
-        is_slow = any(now > read.started_at + SLOW_READ_S for read in self._reads.values())
-        if not (self._slots.is_changed or is_slow or any(future.done() for future in self._futures)):
+        if not (self._slots.is_changed or any(future.done() for future in self._futures)):
             return
-        self._take_reads(now)
+        self._take_reads()
         self._take_placed()
         claims = self._slots.claims()
         self._answer_loads()
-        self._start_reads([key for _, key in claims], now)
+        self._start_reads([key for _, key in claims])
         assignments, released = self._slots.assign([claim for claim in claims if claim[1] in self._copies])
         for slot, key in assignments:
             try:
@@ -173,7 +153,7 @@ class Adapters:
 
     @property
     def _futures(self) -> list[Future[Any]]:
-        return [*(read.copy for read in self._reads.values()), *self._placing.values()]
+        return [*self._reads.values(), *self._placing.values()]
 
     def _unload(self, adapter: Adapter) -> None:
         key = key_of(adapter)
@@ -184,21 +164,16 @@ class Adapters:
         if not self._slots.load_queue.uids(key):
             self._copies.remove(key)
 
-    def _take_reads(self, now: float) -> None:
+    def _take_reads(self) -> None:
         for key, read in list(self._reads.items()):
-            if read.copy.done():
-                del self._reads[key]
-                error = read.copy.exception()
-                if error is None:
-                    self._copies.add(key, read.copy.result())
-                    self._pin_again(key)
-                else:
-                    self._fail(key, error)
-            elif now > read.started_at + READ_TIMEOUT_S:
-                del self._reads[key]
-                self._given_up.append(read.copy)
-                why = f"{read.path} could not be read within {READ_TIMEOUT_S:g} seconds; its file system may hang"
-                self._fail(key, ValueError(why))
+            if not read.done():
+                continue
+            del self._reads[key]
+            if (error := read.exception()) is None:
+                self._copies.add(key, read.result())
+                self._pin_again(key)
+            else:
+                self._fail(key, error)
 
     def _pin_again(self, key: Key) -> None:
         """Pin a pinned adapter whose first read failed, for example in a new process, and which was read later."""
@@ -220,23 +195,18 @@ class Adapters:
                 self._slots.fail(key)
                 self._fail(key, error)
 
-    def _start_reads(self, claims: list[Key], now: float) -> None:
+    def _start_reads(self, claims: list[Key]) -> None:
         """Start to read needed adapters that are not in memory, in the order of the claims, while they fit."""
         wanted = [key_of(adapter) for adapter, _ in self._loads.values() if not self._is_known(adapter)] + claims
         needed = {*wanted}
-        self._given_up = [read for read in self._given_up if not read.done()]
-        num_slow = sum(now > read.started_at + SLOW_READ_S for read in self._reads.values())
         for key in wanted:
             if key in self._copies or key in self._reads:
                 continue
-            num_quick, num_threads = len(self._reads) - num_slow, len(self._reads) + len(self._given_up)
-            if num_quick >= MAX_READS or num_threads >= MAX_THREADS:
-                break
-            if not self._copies.make_space(num_quick + 1, needed):
+            if len(self._reads) >= MAX_READS or not self._copies.make_space(len(self._reads) + 1, needed):
                 break
             adapter = self._adapter_of(key)
             if adapter is not None:
-                self._reads[key] = _Read(_in_thread(partial(self._read, adapter)), adapter.path, now)
+                self._reads[key] = self._threads.submit(self._read, adapter)
         self._copies.make_space(0, needed)
 
     def _read(self, adapter: Adapter) -> AdapterCopy:
@@ -283,23 +253,6 @@ class Adapters:
             if is_there:
                 del self._loads[call_id]
                 answer(Reply(call_id, True))
-
-
-def _in_thread(read: Callable[[], AdapterCopy]) -> Future[AdapterCopy]:
-    """Run ``read`` in a daemon thread: if its file system hangs, the thread ends with the process."""
-    future = Future[AdapterCopy]()
-
-    def run() -> None:
-        try:
-            future.set_result(read())
-        except BaseException as error:
-            future.set_exception(error)
-
-    try:
-        threading.Thread(target=run, name="adapter", daemon=True).start()
-    except RuntimeError as error:  # no more threads
-        future.set_exception(error)
-    return future
 
 
 def _check_unchanged(adapter: Adapter) -> None:

@@ -3,7 +3,7 @@
 Decode rows come first, in the order of ``running``: one for each running request whose newest token is in the runner.
 So decoding requests advance in every step, however long the prompts are. The remaining token budget is divided among
 the prompts of running requests, then among waiting requests that can be admitted. ``request`` defines ``decodes``,
-``is_behind`` and ``holds_last``, which decide the kind of a row.
+``has_forced`` and ``holds_last``, which decide the kind of a row.
 
 A decode row has more than one position if it has forced tokens or drafts (``drafting`` decides). The next plan assumes
 that all drafts are accepted, and allocates pages for them. Rejected drafts lower the counts of the request when their
@@ -102,13 +102,13 @@ class Planner:
                     continue  # its last token is in flight
             elif not request.num_missing or request.gates:
                 continue  # gated, or its last row is in flight
-            elif request.is_behind and request.num_drafts:
+            elif request.has_forced and request.num_drafts:
                 continue  # the row of its forced tokens needs an exact start
-            elif not request.is_behind:
+            elif not request.has_forced:  # a prompt
                 if request.allocation.capacity >= request.num_tokens or self._allocate_chunk(request):
                     prompts.append(request)
                 continue
-            if prices is not None or not request.decodes:
+            if prices is not None or not request.decodes:  # drafts may be added, or there are forced tokens
                 num_drafts = 0 if prices is None else self._num_drafts(request, prices)
                 if num_drafts or not request.decodes:
                     if (row := self._row_of_several_tokens(request, flight, num_drafts)) is not None:
@@ -170,8 +170,8 @@ class Planner:
                 break
             pages += new_pages
         token_ids = [] if request.holds_last else request.ids_to_compute(start, end)
-        request.is_behind = end < request.num_tokens
-        if request.is_behind:
+        request.has_forced = end < request.num_tokens
+        if request.has_forced:
             return Row(request.uid, start, end - start, NOTHING, token_ids, pages)
         if self._requests.waiting:
             left -= self._settings.chunk_tokens // 2

@@ -80,7 +80,7 @@ class Request:
     decodes: whether its next row is a decode: the runner holds the newest token, and all gates are open.
     allocation: its pages, ``NO_PAGES`` while it is not running; a new one after each preemption. A row in flight is
         late if its request has another allocation than at the launch.
-    is_behind: it has forced tokens that no row has computed. The runner does not hold them, so a row must carry them.
+    has_forced: it has forced tokens that no row has computed. The runner does not hold them, so a row must carry them.
     short_length: longer requests use long RoPE factors for all positions. A request that reaches this length is
         recomputed, so until then ``next_limit`` is ``short_length + 1``. 0: RoPE does not depend on the length.
     is_long: whether it uses long RoPE factors since its last admission.
@@ -116,7 +116,7 @@ class Request:
         self.allocation = NO_PAGES
         self.holds_last = False
         self.decodes = False
-        self.is_behind = False
+        self.has_forced = False
         self.gates: frozenset[Gate] = frozenset()
         self.waits_for: Node | None = None
         self.admitted_at: float | None = None
@@ -177,7 +177,7 @@ class Request:
         self.allocation = NO_PAGES
         self.holds_last = False
         self.decodes = False
-        self.is_behind = False
+        self.has_forced = False
         self.num_computed = 0
         self.num_drafts = 0
         self.num_tokens = len(self.token_ids)
@@ -191,7 +191,7 @@ class Request:
             self.num_tokens = len(self.token_ids)
             self.holds_last = False
             self.decodes = False
-            self.is_behind = True
+            self.has_forced = True
 
     def wait_for(self, node: Node | None) -> None:
         """Wait until another request has computed the prefix up to ``node``. None: stop waiting."""

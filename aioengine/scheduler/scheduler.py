@@ -79,7 +79,8 @@ class Scheduler:
         if requests.deadlines.heap:
             requests.expire(now)
         flight = Flight(StepPlan([]), now)
-        requests.is_blocked = not self._flights  # the planner, or any change of the requests, resets it
+        # If it stays True, nothing can be computed until a request changes: each change sets it to False.
+        requests.is_blocked = not self._flights
         self._planner.fill(flight, now, is_overlapped=bool(self._flights))
         if not flight.requests:
             return None
@@ -125,7 +126,7 @@ class Scheduler:
                 continue
             if token_id < 0:  # not exactly one token, see ``_by_row``
                 end = row.start + row.count - flight.rejected.get(row.uid, 0)
-                num_taken = self._take_other(row, request, result, others.get(row.uid), end=end, now=now)
+                num_taken = self._apply_other_row(row, request, result, others.get(row.uid), end=end, now=now)
                 if num_taken is not None:
                     limits[row.uid] = num_taken
                 continue
@@ -139,7 +140,7 @@ class Scheduler:
             if token_id in request.stop_ids or len(known) >= request.next_limit:
                 ended = end_of(request)
                 if row.uid in result.complete and (ended is None or ended.code is FinishCode.LENGTH):
-                    continue  # it ends with this token
+                    continue  # it is ended below, with STOP instead of LENGTH
                 if ended is not None:
                     self.requests.end(request, ended)
                 elif len(known) >= request.next_limit:
@@ -155,7 +156,7 @@ class Scheduler:
         self._events.totals.output_tokens += len(tokens.token_ids)
         return self._events.take(tokens)
 
-    def _take_other(
+    def _apply_other_row(
         self, row: Row, request: Request, result: StepResult, new: list[int] | None, *, end: int, now: float
     ) -> int | None:
         """Process a row that is not a decode with one token. Return the number of accepted tokens; None: all of them.

@@ -11,18 +11,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from msgspec import Struct
 
 from aioengine.families._block_config import LinearShape, MambaConfig, ShortConvConfig
-from aioengine.families._config import DecoderConfig, Task
+from aioengine.families._config import DecoderConfig, Task, TransformerConfig
 from aioengine.families._draft_heads import DraftHeadConfig
-from aioengine.families._tensors import checkpoint_tensors, plain_tensors
-from aioengine.families._towers import num_tower_parameters
-from aioengine.families._vision import VisionConfig
+from aioengine.families._tensors import LinearTensors, TableTensors, checkpoint_tensors, plain_tensors
 from aioengine.settings.page_groups import PageGroups, layer_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import TransformerConfig
-    from aioengine.families._tensors import LinearTensors, TableTensors
     from aioengine.settings.config import Settings
 
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
@@ -52,30 +46,21 @@ _STREAMS: Final = 3
 # ---------------------------------------------------------------- weights and activations
 
 
-def num_parameters(config: TransformerConfig, raw: Mapping[str, object] | None = None) -> int:
-    """Return the number of parameters. MXFP4 experts count as dequantized.
-
-    Args:
-        raw: config.json, to count a vision tower too; None: without the tower.
-    """
-    count = sum(spec.num_parameters for spec in checkpoint_tensors(config).values())
-    if raw is not None and isinstance(config, VisionConfig):
-        count += num_tower_parameters(raw, config.hidden_size)
-    return count
+def num_parameters(config: TransformerConfig) -> int:
+    """Return the number of parameters, without a vision tower. MXFP4 experts count as dequantized."""
+    return sum(spec.num_parameters for spec in checkpoint_tensors(config).values())
 
 
 def weights_bytes(
     config: TransformerConfig,
     itemsize: int,
-    raw: Mapping[str, object],
     linear_tensors: LinearTensors = plain_tensors,
     table_tensors: TableTensors | None = None,
 ) -> int:
-    """Return the bytes of the weights.
+    """Return the bytes of the weights, without a vision tower.
 
     Args:
         itemsize: of the model's dtype.
-        raw: see ``num_parameters``.
         linear_tensors: describes linear layers.
         table_tensors: describes token embeddings, which may also be the head.
     """
@@ -84,10 +69,7 @@ def weights_bytes(
         table = LinearShape(config.names.embedding, config.vocab_size, config.hidden_size, False)
         is_head = config.task is Task.GENERATE and config.head is None
         specs |= {f"{table.name}.{name}": spec for name, spec in table_tensors(table, is_head).items()}
-    num_bytes = sum(spec.num_bytes(itemsize) for spec in specs.values())
-    if isinstance(config, VisionConfig):
-        num_bytes += num_tower_parameters(raw, config.hidden_size) * itemsize
-    return num_bytes
+    return sum(spec.num_bytes(itemsize) for spec in specs.values())
 
 
 def active_parameters(config: TransformerConfig) -> int:

@@ -10,8 +10,8 @@ import os
 import re
 import subprocess
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Final, Unpack
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from aioengine import plugins
 from aioengine.api import checks
 from aioengine.api.args import engine_config
-from aioengine.families._config import DecoderConfig
+from aioengine.families._config import DecoderConfig, TransformerConfig
 from aioengine.families._ranks import part_of
-from aioengine.families._tensors import plain_tensors
+from aioengine.families._tensors import LinearTensors, TableTensors, plain_tensors
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import find_draft, read_adapters
 from aioengine.model_files import checkpoint, model_folder
@@ -29,7 +29,7 @@ from aioengine.model_files.gguf_quantization import StoredTypes
 from aioengine.model_files.online_quantization import OnlineQuantization
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.settings import machine
-from aioengine.settings.config import OWN, padded_rank
+from aioengine.settings.config import OWN, EngineConfig, ModelConfig, ModelSettings, Settings, padded_rank
 from aioengine.settings.memory_model import (
     DTYPE_BYTES,
     GPU_FEATURE_BYTES,
@@ -47,14 +47,9 @@ from aioengine.settings.resolve import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import PurePath
-    from typing import Unpack
 
     from aioengine.api.signatures import EngineArguments
-    from aioengine.families._config import TransformerConfig
-    from aioengine.families._tensors import LinearTensors, TableTensors
     from aioengine.model_files.model_folder import ModelFacts
-    from aioengine.settings.config import EngineConfig, ModelConfig, ModelSettings, Settings
     from aioengine.settings.machine import DeviceFacts
 
 _CUDA_BYTES: Final = 1 << 30
@@ -303,7 +298,8 @@ def _weights(
             tables = partial(stored.table_in_memory, is_on_cpu=is_on_cpu)
         elif (online := OnlineQuantization.of(model)) is not None:
             tensors, tables = partial(online.tensors_in_memory, is_on_cpu=is_on_cpu), online.table_in_memory
-        return num_parameters(family, raw), weights_bytes(family, itemsize, raw, tensors, tables)
+        tower = facts.weights.num_parameters
+        return num_parameters(family) + tower, weights_bytes(family, itemsize, tensors, tables) + tower * itemsize
     if not facts.weights.num_parameters:
         raise ValueError(
             f"transformers' code would compute this model, if it knows the type {checks.shown(facts.model_type)}. The "

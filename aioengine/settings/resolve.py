@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.model_files import quantized_formats
-from aioengine.model_files.adapter_folder import FUSED
+from aioengine.model_files.adapter_folder import FUSED, AdapterFolder
 from aioengine.model_files.online_quantization import METHODS
 from aioengine.settings.config import (
     DEFAULT_GROUP_SIZE,
@@ -38,7 +38,6 @@ from aioengine.settings.page_groups import layer_groups
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aioengine.model_files.adapter_folder import AdapterFolder
     from aioengine.model_files.model_folder import ModelFacts
     from aioengine.settings.machine import DeviceFacts
 
@@ -170,6 +169,13 @@ def _check_gpus(config: DeviceConfig, num_replicas: int, num_gpus: int) -> None:
         )
 
 
+def _only_with(needed: str, **values: object) -> None:
+    """Raise ValueError for arguments that are not None: they have an effect only with another one."""
+    for name, value in values.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} has an effect only with {needed}")
+
+
 def _rank_settings(config: EngineConfig, model: ModelFacts) -> RankSettings | None:
     """Return the ranks; None for one rank. Raises ValueError if the model cannot be divided."""
     num_ranks = config.device.tp_size
@@ -196,9 +202,7 @@ def context_length(config: EngineConfig, model: ModelFacts) -> int:
     if wanted is None:
         return min(model.context_length, model.pooling.max_tokens or model.context_length)
     if wanted > model.context_length:
-        raise ValueError(
-            f"context_length must be at most {model.context_length}, the length of this model, got {wanted}"
-        )
+        raise ValueError(f"context_length must be at most {model.context_length}, as in this model, got {wanted}")
     return wanted
 
 
@@ -273,8 +277,8 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
     wanted_method = config.model.quantization
     quantization = wanted_method if wanted_method in METHODS and not model.is_quantized else ""
     group_size = config.model.quantization_group_size
-    if group_size is not None and quantization != "int4":
-        raise ValueError(f"quantization_group_size={group_size} has an effect only with quantization='int4'")
+    if quantization != "int4":
+        _only_with("quantization='int4'", quantization_group_size=group_size)
     return ModelSettings(
         path=model.path,
         dtype=dtype,
@@ -304,9 +308,7 @@ def _kv_dtype(config: EngineConfig, model: ModelFacts, dtype: str, backend: str,
         raise ValueError(f"kv_cache_dtype={wanted!r}: this model has no KV cache; 'auto' works")
     quantized_formats.check("kv_cache_dtype", wanted, "cuda" if is_on_gpu else "cpu")
     if is_on_gpu and model.is_latent and backend != "torch":
-        raise ValueError(
-            f"kv_cache_dtype={wanted!r} does not work on a GPU with this model's latent attention; 'auto' works"
-        )
+        raise ValueError(f"kv_cache_dtype={wanted!r} does not work on a GPU with latent attention; 'auto' works")
     return wanted
 
 
@@ -369,9 +371,7 @@ def _max_drafts(config: EngineConfig, model: ModelFacts) -> int:
     wanted = config.speculation
     num_steps, num_tokens = wanted.num_steps, wanted.num_draft_tokens
     if not wanted.algorithm:
-        for name, value in (("num_steps", num_steps), ("num_draft_tokens", num_tokens)):
-            if value is not None:
-                raise ValueError(f"speculative_{name}={value} has an effect only with speculative_algorithm")
+        _only_with("speculative_algorithm", speculative_num_steps=num_steps, speculative_num_draft_tokens=num_tokens)
         return 0
     if num_steps is not None and num_tokens is not None and num_tokens != num_steps + 1:
         raise ValueError(
@@ -406,21 +406,19 @@ def _draft_settings(
     """
     wanted, draft_config = config.speculation, config.draft_model
     algorithm = wanted.algorithm
-    if algorithm not in _DRAFT_FOLDERS and wanted.draft_model_path is not None:
-        raise ValueError(
-            f"speculative_draft_model_path={wanted.draft_model_path!r} has an effect only with "
-            "speculative_algorithm='STANDALONE', 'EAGLE' or 'EAGLE3'"
-        )
+    if algorithm not in _DRAFT_FOLDERS:
+        algorithms = "speculative_algorithm='STANDALONE', 'EAGLE' or 'EAGLE3'"
+        _only_with(algorithms, speculative_draft_model_path=wanted.draft_model_path)
     if algorithm in _DRAFT_FOLDERS and wanted.draft_model_path is None:
         raise ValueError(
             f"speculative_algorithm={algorithm!r} needs speculative_draft_model_path: {_DRAFT_FOLDERS[algorithm]}"
         )
     if wanted.draft_model_path is None:
-        for name, value in (("revision", wanted.draft_revision), ("quantization", wanted.draft_quantization)):
-            if value is not None:
-                raise ValueError(
-                    f"speculative_draft_model_{name}={value!r} has an effect only with speculative_draft_model_path"
-                )
+        _only_with(
+            "speculative_draft_model_path",
+            speculative_draft_model_revision=wanted.draft_revision,
+            speculative_draft_model_quantization=wanted.draft_quantization,
+        )
     if draft is None or draft_config is None:
         return None
     length = context_length(config, model)
@@ -467,9 +465,7 @@ def _read_layers(algorithm: str, model: ModelFacts, head: ModelFacts) -> tuple[i
         return (num_layers,)
     layers = head.read_layers or (2, num_layers // 2, num_layers - 3)
     if not all(0 <= layer < num_layers for layer in layers):
-        raise ValueError(
-            f"{shown} reads the inputs of layers {', '.join(map(str, layers))}, and the model has {num_layers} layers"
-        )
+        raise ValueError(f"{shown} reads layers {', '.join(map(str, layers))}, and the model has {num_layers} layers")
     return layers
 
 

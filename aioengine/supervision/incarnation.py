@@ -104,11 +104,8 @@ class Heartbeats:
             self._num_silent[role] += 1
             if self._num_silent[role] > NUM_TICKS:
                 silent_s = self.age_s(role, time.monotonic()) or 0.0
-                text = (
-                    f"the {role} process is alive, but sent no message and ended no step for {silent_s:.1f} "
-                    "seconds (stall_timeout), so it was killed; shut the engine down and start a new one"
-                )
-                on_stall(role, EngineStalledError(text))
+                text = f"the {role} process is alive, but made no progress for {silent_s:.1f} seconds (stall_timeout)"
+                on_stall(role, EngineStalledError(f"{text}, so it was killed"))
                 return
         self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick, on_stall)
 

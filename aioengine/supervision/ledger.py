@@ -432,9 +432,9 @@ class Ledger:
                 self._end(End(uid, request.abort.code, message=request.abort.message, ended_at=now))
             request.is_sent = False
         for uid, end in rows.items():
-            row = self._requests.get(uid)
-            if row is not None and row.abort is None:
-                self._quarantine.requests[uid] = max(end, row.num_known) + 1
+            crashed = self._requests.get(uid)
+            if crashed is not None and crashed.abort is None:
+                self._quarantine.requests[uid] = max(end, crashed.num_known) + 1
         cause = self._quarantine.crash(rows)
         had_progress = self._has_progress
         if cause is CrashCause.REQUEST:

@@ -11,10 +11,6 @@ import atexit
 import contextlib
 import logging
 import os
-import queue
-import select
-import socket
-import subprocess
 import threading
 import time
 import weakref
@@ -42,10 +38,6 @@ MAX_EXIT_S = 5.0
 """Maximum time that the exit of the program waits for work in progress. Most work takes far less."""
 
 
-_GREEN: Final = {"gevent": "gevent.monkey.patch_all", "eventlet": "eventlet.monkey_patch"}
-"""Libraries that replace Python's threads and sockets. With these replacements, an engine would wait forever."""
-
-
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> bool:
     """Schedule ``callback(*arguments)`` on ``loop``, from any thread, signal handler or finalizer.
 
@@ -69,26 +61,10 @@ def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def require_real_threads() -> None:
-    """Check that no library has replaced Python's threads. Imports neither library.
-
-    Raises:
-        EngineStartupError: threads, queues, select, sockets or subprocesses are replaced.
-    """
-    replaced = {
-        "threads": _thread.start_new_thread,
-        "queues": queue.SimpleQueue,
-        "select": select.select,
-        "sockets": socket.socket,
-        "subprocesses": subprocess.Popen,
-    }
-    homes = {name: value.__module__.partition(".")[0] for name, value in replaced.items()}
-    for library, function in _GREEN.items():
-        if names := [name for name, home in homes.items() if home == library]:
-            raise EngineStartupError(
-                f"{library} has replaced Python's {', '.join(names)} in this program ({function}), and an engine needs "
-                "the real ones; run it in a process that is not patched (for example a server of its own, started by "
-                f"uvicorn), or leave these out of the call of {function}"
-            )
+    """Raise EngineStartupError if gevent or eventlet has replaced Python's threads: the engine would wait forever."""
+    library = _thread.start_new_thread.__module__.partition(".")[0]
+    if library in ("gevent", "eventlet"):
+        raise EngineStartupError(f"{library} has replaced Python's threads; start the engine in a process without it")
 
 
 def start_thread(target: Callable[..., object], *arguments: object, name: str) -> threading.Thread:
@@ -101,11 +77,8 @@ def start_thread(target: Callable[..., object], *arguments: object, name: str) -
     try:
         thread.start()
     except RuntimeError as error:
-        raise EngineStartupError(
-            f"the engine needs another thread ({name}), and the system allows this program no more than its "
-            f"{threading.active_count()} ({error}); raise the limit (ulimit -u, or pids.max of its control group) "
-            "or run fewer threads"
-        ) from error
+        text = f"the engine needs another thread ({name}): raise its limit (ulimit -u, or pids.max of the cgroup)"
+        raise EngineStartupError(text) from error
     return thread
 
 
@@ -210,6 +183,15 @@ class WorkerThread(Generic[Result]):
         _end(self._work)
 
 
+async def in_thread(work: Callable[[], Result]) -> Result:
+    """Run ``work`` in its own thread. The exit of the program hardly waits for it, because file systems may hang."""
+    thread = WorkerThread[Result]("aioengine-files", max_exit_s=0.5)
+    try:
+        return await asyncio.wrap_future(thread.submit(work))
+    finally:
+        thread.close()
+
+
 _Work = tuple["Callable[[], Result]", Future[Result]]
 _threads: weakref.WeakKeyDictionary[threading.Thread, tuple[SimpleQueue[Any], float | None]]
 _threads = weakref.WeakKeyDictionary()
@@ -226,22 +208,21 @@ def _end(work: SimpleQueue[_Work[Result] | None]) -> None:
 
 
 def _run(work: SimpleQueue[_Work[Result] | None]) -> None:
-    while (item := work.get()) is not None:
-        call, future = item
-        del item  # keep no reference to the work after its future is done, nor while waiting for more work
-        if not future.set_running_or_notify_cancel():
-            del call, future
-            continue
+    while _do(work.get()):
+        pass
+
+
+def _do(item: _Work[Result] | None) -> bool:
+    """Do one item of work; False: there is no more. A function, so that the thread keeps no reference to the work."""
+    if item is None:
+        return False
+    call, future = item
+    if future.set_running_or_notify_cancel():
         try:
-            result = call()
+            future.set_result(call())
         except BaseException as error:  # the waiting caller handles it
-            del call
             future.set_exception(error)
-        else:
-            del call
-            future.set_result(result)
-            del result
-        del future
+    return True
 
 
 @atexit.register

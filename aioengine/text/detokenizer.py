@@ -1,8 +1,8 @@
 """Incremental decoding: token ids are pushed as they arrive, and text is returned as soon as it is certain.
 
 The text of a request is the text that its output tokens add to the decoded prompt. So the first output token is
-decoded with the end of the prompt as its context: a leading space is kept, no text of the prompt is returned, and a
-character whose first bytes are in the prompt and whose last byte is in the output belongs to the output.
+decoded with the end of the prompt as its context. A leading space is kept, and no text of the prompt is returned. A
+character that begins in the prompt and ends in the output belongs to the output.
 
 The bytes of an incomplete character are held back. If bytes are invalid, each maximal subpart of a character (Unicode,
 chapter 3, "U+FFFD Substitution of Maximal Subparts") becomes one U+FFFD, as soon as that is certain. If the prompt ends
@@ -225,15 +225,11 @@ class TextPipeline:
     one.
 
     The text of an id may be returned by a later ``push``, or by ``flush``. After a stop, all text is dropped.
-
-    Attributes:
-        search: the search for stop patterns; None if the request has none.
     """
 
     def __init__(self, detokenizer: Detokenizer, stops: StopMatcher | None = None) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
-        self.search = None if stops is None else stops.search
 
     @property
     def matched(self) -> str | None:

@@ -6,15 +6,12 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from aioengine.protocol.messages import FinishCode
-from aioengine.text.detokenizer import NO_TEXT
+from aioengine.protocol.messages import End, FinishCode, TextChunks, TextOpened, TextRules
+from aioengine.text.detokenizer import NO_TEXT, TextPipeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from aioengine.protocol.messages import End, TextChunks, TextOpened, TextRules
-    from aioengine.text.detokenizer import TextPipeline
-    from aioengine.text.stop_regex import RegexSearch
 
 _UNSTREAMED_INTERVAL = 64
 """Ids per chunk of a request that does not stream. It is not one chunk at the end, because after a crash all ids that
@@ -39,8 +36,6 @@ class OpenText:
         self.uid = opened.first_token.uid
         self.num_preemptions = opened.num_preemptions
         self._opened = opened
-        self._search: RegexSearch | None = None
-        self.has_patterns = False
         self.logprobs = rules.logprobs
         self._pipeline = NO_TEXT
         self._has_stops = bool(rules.stop or rules.stop_regex)
@@ -51,40 +46,18 @@ class OpenText:
         self._texts: list[str] = []
         self._num_decoded = 0  # number of collected ids that are decoded
 
-    def prepare(self, make_pipeline: Callable[[TextRules], TextPipeline]) -> Sequence[int]:
-        """Build the stages and decode the ids that were emitted before. Raise an exception if the rules are invalid.
-
-        If the request has patterns, return these ids instead, to ``replay`` one by one.
+    def prepare(self, make_pipeline: Callable[[TextRules], TextPipeline]) -> None:
+        """Build the stages, and decode the ids that were emitted before. Raise an exception if the rules are invalid,
+        or the exception of the decoder.
         """
         known_ids = self._opened.known_ids
         self._opened = replace(self._opened, known_ids=[])  # frees their memory
         self._pipeline = make_pipeline(self._opened.text)
-        self._search = self._pipeline.search
-        self.has_patterns = self._search is not None
-        if self.has_patterns:
-            return known_ids
-        if known_ids:
+        if self._opened.text.stop_regex:
+            for token_id in known_ids:
+                self._pipeline.push((token_id,))
+        elif known_ids:
             self._pipeline.push(known_ids)
-        return ()
-
-    def replay(self, token_id: int) -> None:
-        """Decode an id whose text was sent before. Raises the exception of the decoder."""
-        self._pipeline.push((token_id,))
-
-    @property
-    def matching_s(self) -> float:
-        """CPU time used by the patterns of this request."""
-        return 0.0 if self._search is None else self._search.used_s
-
-    @property
-    def expected_s(self) -> float:
-        """Estimated CPU time of the patterns for the next id."""
-        return 0.0 if self._search is None else self._search.expected_s
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether its patterns are too slow to let other requests wait for them."""
-        return self._search is not None and self._search.is_slow
 
     @property
     def matched(self) -> str | None:

@@ -1,21 +1,17 @@
 """TokenTable has the text of each token id, from the vocabulary and the decoder of a ``tokenizer.json``.
 
 The decoders of nearly all models decode each token independently, except for the first token of a text: byte-level BPE
-writes the bytes of the token. SentencePiece converts U+2581 to a space and ``<0xNN>`` to a byte. WordPiece adds a space
-before each token that does not continue a word. For these decoders a table is enough. Other decoders read neighbouring
-tokens, or edit the decoded text. For these, ``read_token_table`` returns None, and ``detokenizer.WindowDetokenizer`` is
-used.
+writes the bytes of the token, and SentencePiece converts U+2581 to a space and ``<0xNN>`` to a byte. For these decoders
+a table is enough. For all others, ``read_token_table`` returns None, and ``detokenizer.WindowDetokenizer`` is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from string import hexdigits
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any, NamedTuple
 
 TokenText = str | bytes
 """``bytes`` if the bytes of the token alone are not valid UTF-8, else ``str``."""
@@ -113,11 +109,9 @@ def read_decoder(decoder: Json | None) -> DecoderRule | None:
     Stages before ``Fuse``, ``ByteLevel`` or ``ByteFallback`` work on single tokens. After ``ByteFallback``, only
     ``Fuse`` may follow. After ``Fuse`` or ``ByteLevel``, only a ``Strip`` of the beginning of the text may follow.
     """
-    rule = DecoderRule()
     if decoder is None:
-        rule.stages.append(Stage(first=str, later=" ".__add__))
-        return rule
-    is_fused = has_bytes = False
+        return None
+    rule, is_fused, has_bytes = DecoderRule(), False, False
     for part in _flat(decoder):
         kind = part.get("type")
         if kind == "Fuse":
@@ -132,12 +126,13 @@ def read_decoder(decoder: Json | None) -> DecoderRule | None:
         elif kind == "ByteFallback":
             rule.finish = byte_fallback_text
             has_bytes = True
+        elif kind == "Metaspace":
+            rule.stages.append(_read_metaspace(part))
+        elif kind == "Replace" and (text := part.get("pattern", {}).get("String")):
+            replace = partial(_replace, text, part.get("content", ""))
+            rule.stages.append(Stage(replace, replace))
         else:
-            read = _STAGES.get(kind or "")
-            stage = None if read is None else read(part)
-            if stage is None:
-                return None
-            rule.stages.append(stage)
+            return None
     return rule
 
 
@@ -147,79 +142,15 @@ def _flat(decoder: Json) -> list[Json]:
     return [leaf for part in decoder.get("decoders", ()) for leaf in _flat(part)]
 
 
-def _read_replace(part: Json) -> Stage | None:
-    text, content = part.get("pattern", {}).get("String"), part.get("content", "")
-    if not text:
-        return None
-
-    def replace(token: str) -> str:
-        return token.replace(text, content)
-
-    return Stage(replace, replace)
-
-
-def _read_strip(part: Json) -> Stage:
-    content, start, stop = part.get("content", " "), part.get("start", 0), part.get("stop", 0)
-
-    def strip(token: str) -> str:
-        left = min(start, len(token) - len(token.lstrip(content)))
-        right = min(stop, len(token) - len(token.rstrip(content)))
-        return token[left : max(left, len(token) - right)]
-
-    return Stage(strip, strip)
+def _replace(text: str, content: str, token: str) -> str:
+    return token.replace(text, content)
 
 
 def _read_metaspace(part: Json) -> Stage:
     mark = part.get("replacement", "\u2581")
     scheme = part.get("prepend_scheme") or ("always" if part.get("add_prefix_space", True) else "never")
-
-    def later(token: str) -> str:
-        return token.replace(mark, " ")
-
-    def first(token: str) -> str:
-        return token.replace(mark, "")
-
-    return Stage(later if scheme == "never" else first, later)
-
-
-CLEANUP = (
-    (" .", "."),
-    (" ?", "?"),
-    (" !", "!"),
-    (" ,", ","),
-    (" ' ", "'"),
-    (" n't", "n't"),
-    (" 'm", "'m"),
-    (" do not", " don't"),
-    (" 's", "'s"),
-    (" 've", "'ve"),
-    (" 're", "'re"),
-)
-"""Replacements that the WordPiece decoder of ``tokenizers`` makes in each token, in this order."""
-
-
-def _read_wordpiece(part: Json) -> Stage:
-    prefix, cleanup = part.get("prefix", "##"), part.get("cleanup", True)
-
-    def first(token: str) -> str:
-        if cleanup:
-            for text, content in CLEANUP:
-                token = token.replace(text, content)
-        return token
-
-    def later(token: str) -> str:
-        return first(token.removeprefix(prefix) if token.startswith(prefix) else f" {token}")
-
-    return Stage(first, later)
-
-
-_STAGES: dict[str, Callable[[Json], Stage | None]] = {
-    "Replace": _read_replace,
-    "Strip": _read_strip,
-    "Metaspace": _read_metaspace,
-    "WordPiece": _read_wordpiece,
-}
-"""Reads the decoders that work on single tokens."""
+    later = partial(_replace, mark, " ")
+    return Stage(later if scheme == "never" else partial(_replace, mark, ""), later)
 
 
 # ---------------------------------------------------------------- tokens that stand for bytes

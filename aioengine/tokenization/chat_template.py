@@ -263,9 +263,7 @@ def _joined(place: int, message: Json, *, keeps_images: bool) -> Json:
         if not isinstance(text, str):
             if keeps_images:
                 return message
-            raise ValueError(
-                f"the chat template of this model accepts only text, and messages[{place}] has other parts"
-            )
+            raise ValueError(f"the chat template of this model accepts only text; messages[{place}] has other parts")
         texts.append(text)
     return {**message, "content": "".join(texts)}
 

@@ -1,8 +1,4 @@
-"""Socket addresses: a private directory for each engine, and endpoints that cannot collide or be too long.
-
-An endpoint is bound before it is published. The socket listens in this process, and the reading process inherits its
-file descriptor. So no other process can take the port, and a sender may connect at any time.
-"""
+"""The private directory of each engine, for sockets, logs and images."""
 
 from __future__ import annotations
 
@@ -12,16 +8,13 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import stat
 import tempfile
-from typing import NamedTuple
 
 import zmq
 
 _PREFIX = "aioengine-"
 _OURS = re.compile(rf"{_PREFIX}[0-9a-f]{{12}}")
-_BACKLOG = 64
 BOARD_SUFFIX = ".board"
 """The suffix of crash boards. They are in the directory of the sockets and logs."""
 MEDIA_SUFFIX = ".media"
@@ -29,13 +22,6 @@ MEDIA_SUFFIX = ".media"
 SHARED_MEMORY = "/dev/shm"
 """The directory for images, if it has enough space."""
 _MAX_NAME = len("/detokenizer-99")
-
-
-class Listener(NamedTuple):
-    """A listening socket: its endpoint and its file descriptor. The reader or the owner closes it."""
-
-    endpoint: str
-    fd: int
 
 
 class PrivateDirectory:
@@ -74,60 +60,16 @@ class PrivateDirectory:
             os.close(lock)
 
 
-def listen(directory: str, name: str) -> Listener:
-    """Create a listening socket with this name.
-
-    It is a path in ``directory`` if the path is UTF-8 and short enough, else an abstract name, else a free port of the
-    loopback interface. Other users can connect to the latter two, but their frames have another epoch.
-
-    Raises:
-        OSError: none of the three is possible.
-    """
-    path = os.path.join(directory, name)
-    unique = f"{_PREFIX}{secrets.token_hex(8)}-{name}"
-    with contextlib.suppress(OSError, UnicodeEncodeError):
-        if len(path.encode()) <= zmq.IPC_PATH_MAX_LEN:
-            return _listen(socket.AF_UNIX, path, f"ipc://{path}")
-    with contextlib.suppress(OSError):
-        return _listen(socket.AF_UNIX, f"\0{unique}", f"ipc://@{unique}")
-    return _listen(socket.AF_INET, ("127.0.0.1", 0), "tcp://127.0.0.1:{port}")
-
-
-def _listen(family: socket.AddressFamily, address: str | tuple[str, int], endpoint: str) -> Listener:
-    with socket.socket(family, socket.SOCK_STREAM) as listening:
-        listening.bind(address)
-        listening.listen(_BACKLOG)
-        listening.setblocking(False)
-        if family == socket.AF_INET:
-            endpoint = endpoint.format(port=listening.getsockname()[1])
-        return Listener(endpoint, listening.detach())
-
-
-def is_reachable(endpoint: str) -> bool:
-    """Return whether the path of a listener still exists. True for endpoints without a path."""
-    path = endpoint.removeprefix("ipc://")
-    return not os.path.isabs(path) or os.path.exists(path)
-
-
-def hide(listener: Listener) -> None:
-    """Remove the path of a listener, so that no other process can connect to it."""
-    path = listener.endpoint.removeprefix("ipc://")
-    if os.path.isabs(path):
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-
-
 def _choose_base() -> str:
-    """Return the first writable directory that is short enough for socket paths, else the first writable one."""
-    wanted = [os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", tempfile.gettempdir()]
-    usable = [base for base in wanted if os.path.isabs(base) and os.access(base, os.W_OK | os.X_OK)]
-    if not usable:
-        raise OSError(
-            f"no directory for the engine's sockets: none of {[base for base in wanted if base]} can be written to; "
-            "set TMPDIR to a writable directory"
-        )
+    """Return the first writable directory with a path that is short enough for sockets."""
     max_length = zmq.IPC_PATH_MAX_LEN - len(f"/{_PREFIX}{secrets.token_hex(6)}") - _MAX_NAME
-    return next((base for base in usable if len(os.fsencode(base)) <= max_length), usable[0])
+    for base in (os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", tempfile.gettempdir()):
+        is_short = base.isascii() and len(base) <= max_length
+        if os.path.isabs(base) and is_short and os.access(base, os.W_OK | os.X_OK):
+            return base
+    raise OSError(
+        "no directory for the engine's sockets can be written to; set TMPDIR to a directory with a short path"
+    )
 
 
 def remove_stale(base: str) -> None:

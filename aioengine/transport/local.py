@@ -70,7 +70,7 @@ class LocalSender:
         frames = self._receiver.frames
         if len(frames) >= MAX_FRAMES:
             raise BacklogFullError(f"the other end has not read for too long: {len(frames)} frames wait for it")
-        frames.append(bytes(self._encoder.encode(messages)))
+        frames.append(self._encoder.encode(messages))
         self._receiver.wake()
 
     def begin(self, epoch: int) -> None:

@@ -1,8 +1,9 @@
-"""Frames over ZMQ PUSH and PULL sockets: one listening receiver, any number of senders. For blocking loops; for event
-loops, see ``async_zmq``.
+"""Frames over ZMQ PUSH and PULL sockets: one receiver, any number of senders. For blocking loops; for event loops, see
+``async_zmq``.
 
-A PULL socket takes over a listening descriptor (see ``addresses``). A PUSH socket connects to it. A send never waits:
-frames that the socket does not accept are kept in a bounded backlog.
+A child process listens, also for the frontend that receives its frames, and other sockets connect to it, also before it
+listens. (libzmq aborts a process that listens and has no free file descriptor. It tries connections again.) After its
+first frame, a send never waits: the socket keeps a bounded number of frames.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import logging
 import math
 import signal
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 import zmq
@@ -24,18 +24,19 @@ from aioengine.transport.base import BacklogFullError
 if TYPE_CHECKING:
     from aioengine.protocol.messages import Message
     from aioengine.protocol.orders import SecureEndpoint
-    from aioengine.transport.addresses import Listener
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ZmqError = zmq.ZMQError
 
 logger = logging.getLogger(__name__)
 
-MAX_BACKLOG_BYTES = 64 * 1024 * 1024
-"""Maximum bytes of the frames that a sender keeps."""
-_HIGH_WATER_MARK = 1000
-"""Number of frames that ZMQ keeps for a slow receiver, at each end."""
+MAX_UNSENT = 100_000
+"""Number of frames that the socket of a sender keeps for a slow receiver."""
+_MAX_UNREAD = 1000
+"""Number of frames that the socket of a receiver keeps."""
 _RECONNECT_MS = 10
+_MAX_CONNECT_MS = 30_000
+"""How long a sender that listens waits for its receiver to connect."""
 _MAX_HANDSHAKE_BYTES = 4096
 """A sender receives only handshakes. libzmq would store any number of bytes from a stranger who has no key."""
 _MAX_FRAMES_AT_ONCE = 256
@@ -78,26 +79,33 @@ def attach(socket: zmq.Socket[bytes], endpoint: str | SecureEndpoint) -> str:
 
 
 class ZmqSender:
-    """The sender for blocking loops. They must call ``flush`` while there is a backlog. address: of its endpoint."""
+    """Sends frames. address: of its endpoint."""
 
     def __init__(
-        self, context: Context, endpoint: str | SecureEndpoint, epoch: int, *, receiver: str = "the other end"
+        self,
+        context: Context,
+        endpoint: str | SecureEndpoint,
+        epoch: int,
+        *,
+        receiver: str = "the other end",
+        listens: bool = False,
     ) -> None:
-        """receiver: its name, for errors."""
+        """receiver: its name, for errors. listens: the receiver connects to this endpoint of this machine."""
         self._receiver = receiver
         clock = None if isinstance(endpoint, str) else time.monotonic
         self._encoder = FrameEncoder(epoch, max_bytes_of_several=_MAX_BYTES_AT_ONCE, clock=clock)
-        self._backlog: deque[bytes] = deque()
-        self._backlog_bytes = 0
         self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
         self._socket.setsockopt(zmq.LINGER, 0)  # otherwise garbage collection would wait for a dead receiver
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        if isinstance(endpoint, str):
-            self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # the receiver may accept late
-        else:
+        if not isinstance(endpoint, str):
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_HANDSHAKE_BYTES)
-        self.address = attach(self._socket, endpoint)
+        self._socket.setsockopt(zmq.SNDTIMEO, _MAX_CONNECT_MS if listens else 0)
+        if listens:
+            assert isinstance(endpoint, str)
+            self._socket.bind(endpoint)
+        else:
+            self.address = attach(self._socket, endpoint)
 
     def send(self, messages: list[Message]) -> None:
         """Send ``messages`` as one frame, or as several if one frame would be larger than the maximum.
@@ -114,39 +122,22 @@ class ZmqSender:
             self.send(messages[: len(messages) // 2])
             self.send(messages[len(messages) // 2 :])
             return
-        if self.flush() and self._offer(frame):
-            return
-        if self._backlog_bytes + len(frame) > MAX_BACKLOG_BYTES:
-            raise BacklogFullError(
-                f"{self._receiver} has not read for too long: {len(self._backlog)} frames with {self._backlog_bytes:,} "
-                "bytes wait for it"
-            )
-        self._backlog.append(bytes(frame))
-        self._backlog_bytes += len(frame)
+        self._offer(frame)
 
     def begin(self, epoch: int) -> None:
-        """Send later frames in this epoch. The backlog is sent before them."""
+        """Send later frames in this epoch."""
         self._encoder.begin(epoch)
-
-    def flush(self) -> bool:
-        """Pass the backlog to the socket. Return whether the socket accepted all of it."""
-        while self._backlog:
-            if not self._offer(self._backlog[0]):
-                return False
-            self._backlog_bytes -= len(self._backlog.popleft())
-        return True
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close the socket. The end of the context waits up to ``linger_s`` for frames in the socket."""
-        self._backlog.clear()
         self._socket.close(linger=round(linger_s * 1000))
 
-    def _offer(self, frame: bytes | bytearray) -> bool:
+    def _offer(self, frame: bytes) -> None:
         try:
-            self._socket.send(frame, zmq.NOBLOCK)
+            self._socket.send(frame)
         except zmq.Again:
-            return False
-        return True
+            text = f"{self._receiver} has not read for too long: {MAX_UNSENT} frames wait for it"
+            raise BacklogFullError(text) from None
 
 
 class PullSocket:
@@ -156,26 +147,25 @@ class PullSocket:
         self.num_bad_frames = 0
         self._decoder = FrameDecoder(epoch, time.monotonic)
         self._socket = context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
 
     def begin(self, epoch: int) -> None:
         """Drop unread and later frames of other epochs."""
         self._decoder.begin(epoch)
 
-    def bind(self, listener: Listener) -> None:
-        """Accept connections from now on. libzmq takes over the descriptor."""
-        self._socket.setsockopt(zmq.USE_FD, listener.fd)
-        self._socket.bind(listener.endpoint)
+    def bind(self, endpoint: str) -> None:
+        """Accept connections at an endpoint from now on."""
+        self._socket.bind(endpoint)
 
-    def attach(self, endpoint: SecureEndpoint) -> str:
-        """Also receive from another machine. Return the address of the endpoint."""
+    def attach(self, endpoint: str | SecureEndpoint) -> str:
+        """Also receive from a sender that listens at this endpoint, or from another machine. Return its address."""
         return attach(self._socket, endpoint)
 
-    def unbind(self, listener: Listener) -> None:
-        """End the connections that were accepted by this listener, and accept no more."""
-        if not self._socket.closed:
-            self._socket.unbind(listener.endpoint)
+    def disconnect(self, endpoint: str) -> None:
+        """End the connection to a sender. Its unread frames are lost."""
+        self._socket.disconnect(endpoint)
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -201,10 +191,10 @@ class PullSocket:
 class ZmqReceiver(PullSocket):
     """The receiver for a blocking loop."""
 
-    def __init__(self, context: Context, listener: Listener, epoch: int, *, wake_fd: int | None = None) -> None:
+    def __init__(self, context: Context, endpoint: str, epoch: int, *, wake_fd: int | None = None) -> None:
         """wake_fd: a descriptor that also ends a wait when it is readable."""
         super().__init__(context, epoch)
-        self.bind(listener)
+        self.bind(endpoint)
         self._watched: list[tuple[zmq.Socket[bytes] | int, int]] = [(self._socket, zmq.POLLIN)]
         if wake_fd is not None:
             self._watched.append((wake_fd, zmq.POLLIN))

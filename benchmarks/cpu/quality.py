@@ -86,8 +86,8 @@ def variants(device: str) -> dict[str, Variant]:
     found = {name: Variant({}, method) for name, method in METHODS.items()}
     found |= {f"gguf {name}": Variant({}, gguf_type=name) for name in ("Q8_0", "Q4_0")}
     for source in ("quantization", "kv_cache_dtype"):
-        rows = [row for row in FORMATS[source] if row.kept(device) and row.name != "bfloat16"]
-        found |= {f'{source}="{row.name}"': Variant({source: row.name}) for row in rows}
+        names = [name for name, devices in FORMATS[source].items() if device in devices and name != "bfloat16"]
+        found |= {f'{source}="{name}"': Variant({source: name}) for name in names}
     return found
 
 

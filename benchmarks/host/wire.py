@@ -28,7 +28,6 @@ from aioengine.processes.detokenizer_process import DetokenizerService, TextSour
 from aioengine.protocol.codec import FrameDecoder, FrameEncoder
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import FirstToken, Message, StepOutput, TextChunks, TextOpened, TextRules
-from aioengine.transport.addresses import Listener, listen
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 
 if TYPE_CHECKING:
@@ -91,10 +90,10 @@ def measure_frames(rows: int) -> list[Figure]:
     return figures
 
 
-def echo(listener: Listener, answer_to: str) -> None:
+def echo(endpoint: str, answer_to: str) -> None:
     """The other process: send back what comes, until nothing comes for a while."""
     context = Context()
-    receiver, sender = ZmqReceiver(context, listener, EPOCH), ZmqSender(context, answer_to, EPOCH)
+    receiver, sender = ZmqReceiver(context, endpoint, EPOCH), ZmqSender(context, answer_to, EPOCH)
     while messages := receiver.receive(2.0):
         sender.send(messages)
     os._exit(0)
@@ -102,12 +101,11 @@ def echo(listener: Listener, answer_to: str) -> None:
 
 def measure_channels(rows: int) -> list[Figure]:
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
-        there, back = listen(directory, "there"), listen(directory, "back")
-        other = get_context("fork").Process(target=echo, args=(there, back.endpoint))
+        there, back = f"ipc://{directory}/there", f"ipc://{directory}/back"
+        other = get_context("fork").Process(target=echo, args=(there, back))
         other.start()
-        os.close(there.fd)
         context = Context()
-        receiver, sender = ZmqReceiver(context, back, EPOCH), ZmqSender(context, there.endpoint, EPOCH)
+        receiver, sender = ZmqReceiver(context, back, EPOCH), ZmqSender(context, there, EPOCH)
         figures: list[Figure] = []
         for name, message in (("1 token", chunks_of(1)), (f"{rows} tokens and text", chunks_of(rows))):
             times: list[float] = []

@@ -30,7 +30,8 @@ def test_texts_are_not_among_those_of_the_training(texts: list[quality.Text]) ->
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["awq", pytest.param("gguf Q8_0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq", "gguf Q8_0"])
 def test_quantized_demo_model_is_close_to_the_plain_one(name: str, texts: list[quality.Text], tmp_path: Path) -> None:
     plain = quality.run_demo(DEMO_MODEL, texts, CPU)
     path = quality.saved(DEMO_MODEL, quality.variants("cpu")[name], tmp_path)

@@ -15,10 +15,9 @@ from aioengine.runner.graphs import decode_graphs
 from aioengine.runner.request_row import SampledRows
 from aioengine.runner.rows import SAMPLING_RECORD
 from aioengine.runner.sampling.sampler import FAILED, Sampler
+from aioengine.runner.speculation.verifier import num_accepted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import pytest
     from torch import Tensor
 
@@ -28,27 +27,35 @@ if TYPE_CHECKING:
 
 
 class FixedRows(TorchAttention):
-    """Implements ``FixedDecode``. ``read`` prepares the step in the buffers."""
+    """Implements ``FixedDecode``. Its first layer prepares the step in the buffers."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor, num_rows: int, buffers: DecodeBuffers) -> None:
         super().__init__(shape, kv_pool)
+        self.most_tokens = buffers.most_tokens
         self._num_rows = num_rows
         self._buffers = buffers
+        self._tables = np.arange(num_rows + 1)
 
     def plan_capture(self, kv_lengths: Ints) -> None:
         self._buffers.starts.copy_(torch.arange(self._num_rows + 1))
         self._buffers.last_lengths.copy_(torch.from_numpy(kv_lengths))
         self._buffers.page_ids[: self._num_rows].zero_()
 
-    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        pass
+    def plan(self, starts: Tensor, last_lengths: Tensor, tables: Ints | None = None) -> None:
+        self._tables = np.arange(self._num_rows + 1) if tables is None else tables
 
-    def read(self) -> None:
+    def target(self, layer: int) -> Any:
+        if not layer:
+            self._read()
+        return super().target(layer)
+
+    def _read(self) -> None:
         buffers, starts = self._buffers, self._buffers.starts.tolist()
-        counts = np.diff(starts)
+        table_of_row = np.repeat(np.arange(len(self._tables) - 1), np.diff(self._tables))
+        counts = np.diff(starts)[table_of_row]
         pages = torch.zeros(self._num_rows, counts.max(), dtype=torch.int32)
-        for row, count in enumerate(counts.tolist()):
-            pages[row, :count] = buffers.page_ids[starts[row] : starts[row] + count]
+        for row, (table, count) in enumerate(zip(table_of_row.tolist(), counts.tolist(), strict=True)):
+            pages[row, :count] = buffers.page_ids[starts[table] : starts[table] + count]
         kv_lengths = (counts - 1) * self.page_size + buffers.last_lengths.numpy()
         self.prepare(
             ForwardBatch(
@@ -93,6 +100,27 @@ class Kernels:
         tokens[indices[is_sampled].long()] = out[is_sampled].clamp(min=0)
 
 
+def accept(spans: Tensor, token_ids: Tensor, sources: Tensor, last_tokens: Tensor, rejected: Tensor) -> None:
+    """Replaces ``kernels.triton.drafts.accept``."""
+    for row, first, num_drafts, num_planned, previous in spans.T.tolist():
+        inputs = last_tokens[sources[first : first + num_drafts + 1].long()].tolist()
+        sampled = token_ids[first : first + num_drafts + 1].tolist()
+        count = num_accepted(inputs[1:], sampled)
+        last_tokens[row], last_tokens[previous] = max(sampled[count], 0), inputs[count]
+        rejected[row] = num_planned - count
+
+
+def move_rows(columns: Tensor, pages: tuple[Tensor, Tensor], rejected: Tensor, *, sampled: int, page_size: int) -> None:
+    """Replaces ``kernels.triton.drafts.move_rows``."""
+    (starts, page_ids), later = pages, rejected[columns[-1].long()]
+    for index in (1, 3, sampled):
+        columns[index] -= later
+    tables = columns[-2].long()
+    indices = (starts[tables + 1] - starts[tables] - 1) * page_size + columns[3] - 1
+    slots = page_ids[(starts[tables] + indices // page_size).long()] * page_size + indices % page_size
+    columns[2] = torch.where(later > 0, slots, columns[2])
+
+
 class SimulatedGraphs(decode_graphs.DecodeGraphs):
     """num_replayed: number of replayed steps, and of those that verify drafts."""
 
@@ -109,22 +137,15 @@ class SimulatedGraphs(decode_graphs.DecodeGraphs):
 
     def _captured(self, size: int, attention: Any, pool: object, tiles: Any = None) -> Any:
         compute = self._step(size, attention, tiles)
-        attention.read()
         results = compute()
 
         def replay() -> None:
-            attention.read()
             for result, found in zip(results, compute(), strict=True):
                 result.copy_(found)
 
         hidden, logits, token_ids = results
         address: Any = SimpleNamespace(tensor=lambda _: logits)
         return decode_graphs._Graph(size, SimpleNamespace(replay=replay), attention, hidden, token_ids, address)  # type: ignore[arg-type]
-
-    def _step(self, size: int, attention: Any, tiles: Any = None) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-        compute = super()._step(size, attention, tiles)
-        attention.read()
-        return compute
 
 
 def capture(runner: ModelRunner, max_rows: int) -> None:
@@ -140,6 +161,8 @@ def capture(runner: ModelRunner, max_rows: int) -> None:
 def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``ModelRunner.capture_graphs`` work on a CPU."""
     monkeypatch.setattr(decode_graphs, "SamplingKernels", Kernels)
+    monkeypatch.setattr(decode_graphs, "accept", accept)
+    monkeypatch.setattr(decode_graphs, "move_rows", move_rows)
     monkeypatch.setattr(decode_graphs, "DecodeGraphs", SimulatedGraphs)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)

@@ -119,7 +119,7 @@ def test_planned_bytes_are_those_of_the_loaded_model(kind: str, is_on_cpu: bool,
     tensors, tables = (
         partial(of, is_on_cpu=False) for of in (stored.tensors_in_memory, stored.table_in_memory)
     )  # without torch's factors for a CPU
-    planned = weights_bytes(plugins.load("families", "llama").read(raw), 2, raw, tensors, tables)
+    planned = weights_bytes(plugins.load("families", "llama").read(raw), 2, tensors, tables)
     assert planned == load(build_model(path, is_on_cpu=is_on_cpu, dtype=torch.bfloat16), path)
 
 

@@ -16,11 +16,10 @@ from transformers import GraniteMoeConfig, PreTrainedConfig, Qwen2MoeConfig, You
 
 from aioengine import models, plugins
 from aioengine.layers.layer import WHOLE, Placement, Shard
-from aioengine.layers.linear import Linear
+from aioengine.layers.linear import Axis, Linear
 from aioengine.model_files.checkpoint import read_headers
 from aioengine.model_files.online_quantization import Method, OnlineQuantization
 from aioengine.models._base import Model, ModelOptions
-from aioengine.quantization._base import Axis
 from aioengine.quantization.online import online_formats
 from aioengine.runner import weight_reading, weights
 from aioengine.runner.weight_reading import read_all
@@ -167,11 +166,11 @@ def test_planned_bytes_are_those_of_the_loaded_model(case: str, method: Method) 
     quantization = OnlineQuantization(method=method)
     config = plugins.load("families", raw["model_type"]).read(raw)
     tensors = partial(quantization.tensors_in_memory, is_on_cpu=False)
-    planned = weights_bytes(config, 2, raw, tensors, quantization.table_in_memory)
+    planned = weights_bytes(config, 2, tensors, quantization.table_in_memory)
     targets = model.weights().values()
     in_fp32 = [target.tensor.nbytes // 2 for target in targets if target.tensor.dtype == torch.float32]
     assert planned == sum(target.num_bytes for target in targets) - sum(in_fp32)
-    assert planned < 0.92 * weights_bytes(config, 2, raw)
+    assert planned < 0.92 * weights_bytes(config, 2)
 
 
 def test_layers_that_are_quantized() -> None:
@@ -200,7 +199,7 @@ def test_unquantized_weights_are_never_in_memory(
     """Counts the tensors that are alive after each piece of a file is loaded."""
     save_model("qwen2", tmp_path, dtype=torch.bfloat16, tie_word_embeddings=tied, vocab_size=600)
     raw = json.loads((tmp_path / "config.json").read_text())
-    plain_bytes = weights_bytes(plugins.load("families", "qwen2").read(raw), 2, raw)
+    plain_bytes = weights_bytes(plugins.load("families", "qwen2").read(raw), 2)
     monkeypatch.setattr(weight_reading, "PIECE_BYTES", 1024)
     before, counts = storages(), list[int]()
 

@@ -30,6 +30,7 @@ from aioengine.quantization.stored import formats
 from aioengine.runner import weights
 from tests.compute.quantized import METHODS, bits_of, quantize_checkpoint
 from tests.compute.stepping import Stepper
+from tests.kit.grids import grid
 
 CPU = torch.device("cpu")
 PROMPT = [5, 9, 70, 31, 7, 8, 50]
@@ -85,7 +86,7 @@ def save_family(family: str, folder: Path) -> dict[str, Tensor]:
     ("family", "name"),
     [
         *(("qwen3_moe", name) for name in NAMES),
-        *((family, name) for family in ("mixtral", "qwen2_moe", "deepseek_v3") for name in ("awq", "fp8-blocks")),
+        *grid([("mixtral",), ("qwen2_moe",), ("deepseek_v3",)], [("awq",), ("fp8-blocks",)]),
     ],
 )
 def test_logits_are_those_of_the_dequantized_checkpoint(family: str, name: str, tmp_path: Path) -> None:

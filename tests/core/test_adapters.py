@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,6 @@ from msgspec.structs import asdict, replace
 
 from aioengine.model_files import adapter_folder
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Control, FinishCode, Limits, Reply
-from aioengine.scheduler import adapter_loading
 from aioengine.scheduler.adapter_loading import Adapters, Copies
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.request import Gate
@@ -340,30 +338,3 @@ def test_a_pinned_adapter_that_can_be_read_again_is_pinned_again(adapters: dict[
     world.run()
     assert not slots.has((pinned.path, pinned.fingerprint))
     world.check_all_over()
-
-
-def test_reads_that_hang_hold_up_no_other_and_fail_by_name(
-    adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world, ends = world_of(), threading.Event()
-    read = world.fake.adapters.read
-
-    def hangs(adapter: Adapter) -> FakeAdapter:
-        if adapter.name in "ab":
-            ends.wait()
-        return read(adapter)
-
-    monkeypatch.setattr(world.fake.adapters, "read", hangs)
-    monkeypatch.setattr(adapter_loading, "SLOW_READ_S", 0.01)
-    for uid, name in enumerate("abc"):
-        world.submit(with_adapter(submit_of(uid, [1]), adapters[name]))
-    while 2 not in world.ended:
-        world.step()
-    assert not world.ended.keys() & {0, 1}
-    monkeypatch.setattr(adapter_loading, "READ_TIMEOUT_S", 0.01)
-    world.run()
-    ends.set()
-    for uid, name in enumerate("ab"):
-        assert world.ended[uid].code is FinishCode.FAILED
-        assert f"{adapters[name].path} could not be read within 0.01 seconds" in world.ended[uid].message
-    assert world.outputs[2] == world.reference(2)

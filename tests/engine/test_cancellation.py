@@ -20,6 +20,7 @@ from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineError
 from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.testing.fake_engine import fake_async_engine
+from tests.kit.grids import grid
 from tests.kit.waiting import until
 
 SHORT = {"max_new_tokens": 12, "temperature": 0}
@@ -193,8 +194,7 @@ async def assert_nothing_is_left(engine: AsyncEngine) -> None:
     await until(is_idle)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "way"), grid([(program,) for program in PROGRAMS], [(way,) for way in WAYS]))
 def test_at_every_step(program: Program, way: Callable[..., Awaitable[None]]) -> None:
     async def main(loop: SteppedLoop) -> None:
         async with fake_async_engine(num_pages=128) as engine:

@@ -11,7 +11,7 @@ import pytest
 
 from aioengine.api.args import engine_config
 from aioengine.api.engine import AsyncEngine
-from aioengine.frontend.intake.prompts import MAX_CHARACTERS_AT_CALL
+from aioengine.frontend.intake.prompts import MAX_CHARACTERS
 from aioengine.frontend.startup import blueprint_of
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from aioengine.tokenization.tokenizer import Tokenizer
@@ -85,11 +85,9 @@ async def test_messages_without_content() -> None:
 
 
 async def test_large_tools_are_checked_off_the_loop() -> None:
-    tools = [{"name": "x" * MAX_CHARACTERS_AT_CALL}]
+    tools = [{"name": "x" * MAX_CHARACTERS}]
     async with fake_async_engine(context_length=600_000, num_pages=40_000, allow_request_templates=True) as engine:
-        assert await prompt_of(engine, chat_template="{{ tools[0].name | length }}", tools=tools) == str(
-            MAX_CHARACTERS_AT_CALL
-        )
+        assert await prompt_of(engine, chat_template="{{ tools[0].name | length }}", tools=tools) == str(MAX_CHARACTERS)
 
 
 async def test_a_file_is_read_when_the_chat_is_written(tmp_path: Path) -> None:

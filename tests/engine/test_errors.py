@@ -22,7 +22,6 @@ from aioengine.errors import (
     RequestTooLargeError,
     UnknownParameterError,
 )
-from aioengine.frontend.intake.prompts import MAX_IDS_AT_CALL
 from aioengine.frontend.intake.submitter import MAX_ROWS_AT_ONCE
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import FinishCode, FirstToken, Reply, Stats, TextChunks
@@ -386,7 +385,7 @@ class TestIds:
     async def test_in_use_after_a_break_where_it_can_be_attached_to(self, world: World) -> None:
         async for _ in world.engine.async_generate("a", LONG, rid="x", stream=True, resume_ttl=9):
             break
-        with pytest.raises(ValueError, match="'x' is in use by a live request, or one that can be attached to"):
+        with pytest.raises(ValueError, match="'x' is in use by a request that runs or can be attached to"):
             world.engine.async_generate("b", GREEDY, rid="x")
 
     @pytest.mark.parametrize("other", ["x", "x_0", "x_2", "x_2_1"])
@@ -395,10 +394,6 @@ class TestIds:
         with pytest.raises(ValueError, match=f"'{other}' is in use"):
             world.engine.async_generate("d", GREEDY, rid=other)
         await batch
-        single = world.engine.async_generate("d", GREEDY, rid=other)
-        with pytest.raises(ValueError, match="in use"):
-            world.engine.async_generate(["a", "b", "c"], {**GREEDY, "n": 2}, rid="x")
-        await single
 
     async def test_an_id_for_each_prompt(self, world: World) -> None:
         batch = world.engine.async_generate(["a", "b"], GREEDY, rid=["first", "second"])
@@ -623,10 +618,9 @@ class TestLargePrompts:
         world = World()
         world.tokenizer.decoder = "WordPiece"  # of any amount of text: its size does not tell that it cannot fit
         await world.engine.start()
-        generation = world.engine.async_generate("é" * 300_000 + "\ud800", stream=stream)
         other = world.engine.async_generate("other", {"temperature": 0, "max_new_tokens": 3})
         with pytest.raises(ValueError, match="lone surrogate at position 300000"):
-            await generation
+            world.engine.async_generate("é" * 300_000 + "\ud800", stream=stream)
         assert (await other)["text"] == expected_text("other", 3)
         await world.engine.shutdown()
 
@@ -636,9 +630,9 @@ class TestLargePrompts:
             await world.engine.async_chat([*messages, {"content": "a"}])
         assert world.double.submits == []
 
-    async def test_more_ids_than_fit_are_not_looked_at(self, world: World) -> None:
+    async def test_more_ids_than_fit_are_refused(self, world: World) -> None:
         with pytest.raises(RequestTooLargeError, match="100001 tokens"):
-            await world.engine.async_generate(input_ids=[*range(100_000), 1.5])  # type: ignore[list-item]
+            await world.engine.async_generate(input_ids=[*range(100_001)])
 
     @pytest.mark.parametrize("with_tokenizer", [False, True])
     async def test_a_batch_with_many_ids_is_begun_some_rows_at_a_time(self, with_tokenizer: bool) -> None:
@@ -649,7 +643,7 @@ class TestLargePrompts:
         assert len(world.double.submits) == MAX_ROWS_AT_ONCE
         await until(lambda: len(world.double.submits) == 3 * MAX_ROWS_AT_ONCE)
         await generation.aclose()
-        many = [*[[1] * 500] * (1 + MAX_IDS_AT_CALL // 500), [VOCAB_SIZE]]
+        many = [*[[1] * 500] * 150, [VOCAB_SIZE]]
         with pytest.raises(ValueError, match="outside the vocabulary"):
             await world.engine.async_generate(input_ids=many, sampling_params={"max_new_tokens": 1})
         await world.engine.shutdown()

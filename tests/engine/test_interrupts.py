@@ -7,7 +7,6 @@ import contextlib
 import gc
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +14,11 @@ import pytest
 
 from aioengine.api import engine as engine_module
 from aioengine.api import sync
-from aioengine.errors import EngineClosedError, EngineError
+from aioengine.errors import EngineError
 from aioengine.frontend import callers, portal
 from aioengine.frontend.calls import overload
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import CHECKS_PER_TIMEOUT, Delivery
-from aioengine.frontend.calls.overload import QueueLimits
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import World
 from tests.kit.waiting import until
@@ -138,41 +136,6 @@ async def test_a_stream_can_be_dropped_by_garbage_collection_anywhere(
         await engine.async_generate("a", GREEDY)
         await until(lambda: is_clean(engine))
         assert interrupt.num_calls > 0
-
-
-@SECTIONS
-async def test_a_call_from_a_handler_that_interrupts_the_engine_is_refused(
-    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fake_async_engine() as engine:
-        interrupt = Interrupt(monkeypatch, owner, name, lambda: engine.async_generate("b", GREEDY))
-        assert len((await engine.async_generate("a", GREEDY))["output_ids"]) == 5
-        assert interrupt.num_calls > 0
-        assert all("interrupted the engine" in str(error) for error in interrupt.errors)
-        assert len(interrupt.errors) == interrupt.num_calls
-        await until(lambda: is_clean(engine))
-
-
-def test_a_blocking_call_from_a_handler_that_interrupts_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_engine() as engine:
-        here = threading.get_ident()
-        stream = engine.generate("c", GREEDY | {"max_new_tokens": 1500}, stream=True)  # whose end did not come yet
-        found: list[object] = []
-
-        def handler() -> None:
-            if threading.get_ident() != here:
-                return
-            for call in (
-                lambda: engine.generate("b", GREEDY), lambda: list(stream), engine.flush_cache, engine.admit,
-                lambda: engine.drain(),
-            ):  # fmt: skip
-                with pytest.raises(RuntimeError, match="interrupted the engine"):
-                    found.append(call())
-            engine.abort_request(abort_all=True)
-
-        interrupt = Interrupt(monkeypatch, QueueLimits, "add_bytes", handler)
-        assert isinstance(engine.generate("a", GREEDY), dict)
-        assert (interrupt.num_calls, interrupt.errors, found) == (1, [], [])
 
 
 def test_a_blocking_call_on_the_engine_s_own_thread_is_refused() -> None:
@@ -351,27 +314,6 @@ def test_an_exception_anywhere_in_a_control_call_leaves_the_next_one_working() -
             assert engine.flush_cache()
             assert engine._portal._calls == {}
         assert num_places > 5
-
-
-def test_a_shutdown_from_a_handler_that_interrupts_the_engine_waits_for_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = fake_engine()
-    here, took = threading.get_ident(), list[float]()
-
-    def handler() -> None:
-        if threading.get_ident() == here:
-            begun_at = time.monotonic()
-            engine.shutdown()
-            took.append(time.monotonic() - begun_at)
-
-    interrupt = Interrupt(monkeypatch, QueueLimits, "add_bytes", handler)
-    with pytest.raises(EngineClosedError):
-        engine.generate("a", {"max_new_tokens": 2000})
-    assert (interrupt.num_calls, interrupt.errors) == (1, [])
-    assert took[0] < 10  # it took 16 seconds: three timeouts
-    with pytest.raises(EngineClosedError):
-        engine.generate("a")
 
 
 # ---------------------------------------------------------------- the slow readers' policy

@@ -145,7 +145,7 @@ class TestStartingAgain:
             async with here.engine as engine:
                 assert engine.health()["state"] == "running"
                 assert (await engine.async_generate("a", GREEDY))["text"] == expected_text("a", 6)
-            with pytest.raises(EngineClosedError, match="started again"):
+            with pytest.raises(EngineClosedError, match="start an AsyncEngine again"):
                 engine.async_generate("a")
         assert [double.is_stopped for double in here.doubles] == [True] * 3
 
@@ -660,7 +660,7 @@ class TestTokenizing:
 
     async def test_ten_megabytes_are_refused_without_a_look(self, world: World) -> None:
         for prompt in ("x" * 10_000_000, "é" * 5_000_000):
-            with pytest.raises(RequestTooLargeError, match="at least (10000000|5000000) bytes"):
+            with pytest.raises(RequestTooLargeError, match="at least [0-9]+ tokens"):
                 await world.engine.async_generate(prompt)
         outs = await world.engine.async_generate(["a", "x" * 10_000_000, "b"], GREEDY, return_exceptions=True)
         assert isinstance(outs[1], RequestTooLargeError)

@@ -14,8 +14,6 @@ import pytest
 
 from aioengine.errors import EngineClosedError, RequestError, RequestTooLargeError
 from aioengine.frontend.loaded_adapters import LoadedAdapters
-from aioengine.protocol.messages import LOAD_ADAPTER, Reply
-from aioengine.supervision.ledger import CRASH_STAGE
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
 from aioengine.testing.faults import Faults
 from tests.kit.fake_adapters import write_adapter
@@ -287,32 +285,19 @@ async def test_an_unload_waits_for_all_steps_of_a_beam_search(tmp_path: Path) ->
         assert await unloading
 
 
-async def test_a_load_that_is_lost_again_and_again_gives_a_false_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def ask(name: str, *_: object, **__: object) -> Reply:
-        asked.append(name)
-        raise RequestError(CRASH_STAGE, "the process was lost")
-
-    asked: list[str] = []
-    async with adapter_engine() as engine:
-        monkeypatch.setattr(registry(engine)._controls, "ask", ask)
-        result = await engine.load_lora_adapter("a", write_adapter(tmp_path / "a"))
-    assert asked == 3 * [LOAD_ADAPTER]
-    assert (result.success, result.loaded_adapters) == (False, {})
-    assert "the process was lost" in result.error_message
-
-
 @pytest.mark.process
-async def test_load_continues_after_the_scheduler_is_lost(tmp_path: Path) -> None:
+async def test_a_load_is_lost_with_the_scheduler(tmp_path: Path) -> None:
     async with adapter_engine(processes=True, adapter_s=0.1) as engine:
         scheduler = pid_of(engine, "scheduler")
         os.kill(scheduler, signal.SIGSTOP)  # so that it does not answer before it dies
-        loading = asyncio.create_task(engine.load_lora_adapter("a", write_adapter(tmp_path / "a"), pinned=True))
+        path = write_adapter(tmp_path / "a")
+        loading = asyncio.create_task(engine.load_lora_adapter("a", path, pinned=True))
         await until(lambda: registry(engine)._controls._waiting)
         os.kill(scheduler, signal.SIGKILL)
-        result = await loading
-        assert result, result.error_message
+        with pytest.raises(RequestError) as lost:
+            await loading
+        assert lost.value.stage == "crash"
+        assert await engine.load_lora_adapter("a", path, pinned=True)
         assert engine.stats()["num_restarts"] == 1
         assert (await texts_of(engine, "a", 1))[0]
 

@@ -129,31 +129,6 @@ TEXTS = ["a"] * (PLACE + 1)
 RIDS = [f"r{number}" for number in range(PLACE + 1)]
 
 
-CONSTRAINTS: list[Any] = [{**ONE, "choice": [f"{row}", "x" * 4000]} for row in range(300)]
-
-
-async def test_the_constraints_of_a_large_batch_are_parsed_off_the_loop(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[int] = []
-    plain = SamplingParams.parse
-    monkeypatch.setattr(SamplingParams, "parse", lambda given: threads.append(threading.get_ident()) or plain(given))
-    params = [*CONSTRAINTS, {"choice": []}, {**ONE, "choice": ["y"], "allowed_token_ids": [10_000]}]
-    outs = await world.engine.async_generate(["a"] * 302, params, return_exceptions=True)
-    assert {out["text"] for out in outs[:300]} == {expected_text("a", 1)}
-    assert [str(out).partition(" must be")[0] for out in outs[300:]] == ["choice", "allowed_token_ids"]
-    assert len(threads) == 302
-    assert threads.count(threading.get_ident()) < 20  # those of the call itself
-
-
-async def test_a_shutdown_ends_a_batch_whose_parameters_are_parsed(world: World) -> None:
-    generation = world.engine.async_generate(["a"] * 300, CONSTRAINTS)
-    await asyncio.sleep(0)
-    await world.engine.shutdown()
-    with pytest.raises(EngineClosedError):
-        await generation
-
-
 async def test_a_batch_without_a_tokenizer_has_no_limit_either() -> None:
     without = World(max_running=256, with_tokenizer=False)
     async with without.engine:

@@ -221,8 +221,8 @@ class TestCheckpoints:
         async with fake_async_engine() as engine:
             assert len([row async for row in engine.map(["a", "b"], checkpoint=path)]) == 2
             for items, arguments, message in (
-                (["a", "c"], {}, "item 1 of the input is another one"),
-                (["a"], {}, "ends after 1 items"),
+                (["a", "c"], {}, "item 1 is not the item that"),
+                (["a"], {}, "the input has 1 items"),
                 (["a", "b"], {"sampling_params": {"seed": 1}}, "sampling_params was {} and is"),
                 (["a", "b"], {"return_exceptions": False}, "return_exceptions was true and is false"),
                 (["a", "b"], {"cache_salt": "x"}, "options was {} and is"),
@@ -268,7 +268,7 @@ class TestEngine:
             for num_rows in (2, 3, 4):
                 with engine.map(list("abcd"), checkpoint=tmp_path / "rows", window=1) as rows:
                     assert [next(rows)["index"] for _ in range(num_rows)] == list(range(num_rows))
-            with pytest.raises(ValueError, match="item 0 of the input"):
+            with pytest.raises(ValueError, match="item 0 is not the item that"):
                 list(engine.map(["x"], checkpoint=tmp_path / "rows"))
 
     def test_leaving_aborts_the_requests(self) -> None:

@@ -165,7 +165,7 @@ def with_folder(name: str) -> Break:
 BREAKS: dict[str, tuple[Break, str]] = {
     "missing shard": (
         without_shard,
-        "model-2.safetensors: model.safetensors.index.json names it, and it is missing; fetch the whole model",
+        "model-2.safetensors: model.safetensors.index.json names it; fetch the whole model",
     ),
     "broken index": (with_index("[]"), "model.safetensors.index.json' cannot be read: Expected `object`"),
     "pointer for the index": (

@@ -20,6 +20,8 @@ from aioengine.testing.fake_engine import fake_async_engine
 from tests.kit.calls import make_call
 from tests.kit.waiting import until
 
+pytestmark = pytest.mark.one_loop
+
 AWAY_S = 0.08
 LONG = {"max_new_tokens": 600, "temperature": 0}
 NUM_STALLED = 1000
@@ -113,7 +115,6 @@ def memory_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-@pytest.mark.one_loop
 async def test_thousand_stalled_readers_use_bounded_memory() -> None:
     async with fake_async_engine(max_running=NUM_STALLED + 1, num_pages=20_000, chunk_tokens=4096) as engine:
         expected = (await engine.async_generate("quick", {**LONG, "max_new_tokens": 64}))["text"]

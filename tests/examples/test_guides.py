@@ -1,8 +1,9 @@
 """Every piece of code in README and in the guides runs, and prints what the page says.
 
-A block of Python that imports an engine is a program and runs in a process of its own. All others are pieces: they
-run one after the other, page by page, in a running loop with ``engine`` (an ``AsyncEngine``) and ``llm`` (an
-``Engine``), as the list of guides says. Of the shell's lines those run that call ``aioengine``.
+A block of Python that imports an engine is a program. The first one runs in a process of its own, the others in the
+process of the tests. All other blocks are pieces: they run one after the other, page by page, in a running loop with
+``engine`` (an ``AsyncEngine``) and ``llm`` (an ``Engine``), as the list of guides says. Shell lines run if they call
+``aioengine``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from inspect import CO_COROUTINE
 from io import StringIO
 from pathlib import Path
@@ -26,9 +27,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+import aioengine
 from aioengine import AsyncEngine, Engine
-from aioengine.api.args import engine_config
 from aioengine.cli import batch, benchmark, commands, main
+from aioengine.frontend.startup import blueprint_of
 from aioengine.settings.config import EngineConfig
 from tests.kit.image_models import add_image_files
 from tests.kit.pages import GUIDES, README, Block, blocks, place
@@ -81,17 +83,31 @@ def run(command: list[str], given: str | None = None) -> str:
     return done.stdout
 
 
-def one_for_each(programs: Iterator[tuple[Path, Block]]) -> list[Any]:
-    return [pytest.param(block, id=f"{place(page)}:{block.line}") for page, block in programs]
+FIRST, *OTHERS = found("python", programs=True)
 
 
-@pytest.mark.parametrize("block", one_for_each(found("python", programs=True)))
-def test_a_program_runs(block: Block, tmp_path: Path) -> None:
+def test_first_program_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "first.py"
-    file.write_text(block.code, encoding="utf-8")
-    printed = run([sys.executable, "-W", "error", str(file)])
-    assert printed == (block.output or printed)
-    assert printed
+    file.write_text(FIRST[1].code, encoding="utf-8")
+    assert run([sys.executable, "-W", "error", str(file)])
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=f"{place(page)}:{block.line}") for page, block in OTHERS])
+def test_a_program_runs(
+    block: Block, llm: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the engine that tests share, unless the program configures its own."""
+
+    def engine_of(*arguments: Any, **options: Any) -> AbstractContextManager[Engine]:
+        return Engine(*arguments, **options) if arguments or options else nullcontext(llm)
+
+    for name in ("Engine", "AsyncEngine"):
+        monkeypatch.setattr(aioengine, name, engine_of)
+    exec(block.code, {"__name__": "__main__"})
+    printed = capsys.readouterr()
+    assert printed.out == (block.output or printed.out)
+    assert printed.out
+    assert printed.err == ""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -170,7 +186,7 @@ def test_a_shell_line_runs(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """In this process, and where the line configures no engine, on one that tests share."""
+    """In this process, on an engine that tests share. The configuration of the line is only checked."""
     first, _, second = line.rpartition(" | ")
     given = run(shlex.split(first)) if first else ""
     command = shlex.split(second)
@@ -178,7 +194,8 @@ def test_a_shell_line_runs(
 
     def sharing(shared: Engine | AsyncEngine) -> SimpleNamespace:
         def from_config(config: EngineConfig) -> object:
-            return nullcontext(shared) if config == engine_config(None, {}) else type(shared).from_config(config)
+            blueprint_of(config)
+            return nullcontext(shared)
 
         return SimpleNamespace(from_config=from_config)
 

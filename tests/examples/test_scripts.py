@@ -83,6 +83,7 @@ def run_here(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Non
 
 
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN_ENGINES)
 def test_a_script_runs_with_its_own_engines(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -123,7 +124,7 @@ def test_a_script_runs_on_a_shared_engine(
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", ["10_adapters.py", pytest.param("11_images.py", marks=pytest.mark.slow)])
 def test_script_runs_with_the_trained_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

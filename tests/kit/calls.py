@@ -45,12 +45,9 @@ def make_call(num_rows: int = 1, called_at: float = 0.0, *, is_batch: bool | Non
     return call
 
 
-def add_row(call: Call, position: int = 0, **fields: Any) -> CallRow:
+def add_row(call: Call, index: int = 0, **fields: Any) -> CallRow:
     """Start a row of a call."""
-    index = position if call.request.gives_batch else None
-    row = row_type(call.request)(
-        call, position, **{"rid": f"x_{position}", "index": index, "has_unread": not call.is_stream} | fields
-    )
+    row = row_type(call.request)(call, index, **{"rid": f"x_{index}", "has_unread": not call.is_stream} | fields)
     call.add_row(row)
     return row
 

@@ -63,6 +63,8 @@ def app_served(app: FastAPI, engine: AsyncEngine) -> Iterator[Served]:
     """Serve an app until the end of the block."""
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     with socket.create_server(("127.0.0.1", 0)) as listening:
+        # asyncio does not set it for such a socket, and a response then waits 40 ms for the client's acknowledgment.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=lambda: run(loop, server.serve(sockets=[listening])))
         thread.start()

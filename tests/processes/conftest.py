@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import pytest_asyncio
 
 if TYPE_CHECKING:
+    from aioengine import AsyncEngine
     from tests.kit.weight_versions import Reference
 
 
@@ -45,3 +47,20 @@ def reference(versions: dict[str, Path]) -> Reference:
     from tests.kit.weight_versions import Reference
 
     return Reference(versions)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_engine(versions: dict[str, Path]) -> AsyncIterator[AsyncEngine]:
+    from tests.processes.weight_streams import engine_of
+
+    async with engine_of(versions, max_restarts=100) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(shared_engine: AsyncEngine, versions: dict[str, Path]) -> AsyncEngine:
+    """An engine with the version "default", whose weights a test may change. Its tests have the mark ``live``."""
+    from tests.processes.weight_streams import begin
+
+    await begin(shared_engine, versions)
+    return shared_engine

@@ -52,7 +52,6 @@ def fake_orders(*, board: str) -> Orders:
         epoch=2**61 + 1,
         frontend="ipc://a",
         endpoints={"scheduler": "ipc://b", "detokenizer": "ipc://c"},
-        listener_fd=3,
         board=board,
         parent_pid=1,
         settings=fake_settings(),

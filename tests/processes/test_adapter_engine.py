@@ -237,7 +237,9 @@ def test_wrong_tensors_of_an_adapter_are_refused(engine: Engine, case: Case) -> 
     assert engine.list_lora_adapters().loaded_adapters.keys() == KINDS.keys()
 
 
-@pytest.mark.parametrize("options", [{}, {"dp_size": 2, "load_balance_method": "round_robin"}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"dp_size": 2, "load_balance_method": "round_robin"}]
+)
 async def test_adapter_by_tensor_survives_a_lost_scheduler(case: Case, options: dict[str, Any]) -> None:
     limits = {"max_lora_rank": 16, "lora_target_modules": "all", "enable_lora": True}
     async with AsyncEngine(**limits, **ARGUMENTS, **options) as engine:  # type: ignore[arg-type]
@@ -259,6 +261,7 @@ def test_a_bad_adapter_fails_the_constructor_with_the_reason(tmp_path: Path) -> 
         Engine(lora_paths=[str(folder)], **ARGUMENTS)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_many_adapter_names_survive_a_lost_scheduler(case: Case) -> None:
     """12 names through 2 slots, with two copies in memory, and a SIGKILL in the middle."""
     names = [f"tenant-{number}" for number in range(12)]

@@ -40,7 +40,7 @@ def test_every_program_says_how_it_is_run() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", [pytest.param("host.engine_start", marks=pytest.mark.slow), *list(SHORT)[1:]])
 def test_a_program_runs(name: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", *SHORT[name].split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)

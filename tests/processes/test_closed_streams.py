@@ -47,7 +47,7 @@ from aioengine.testing.fake_engine import fake_engine
 class Faked:
     @staticmethod
     def from_config(config):
-        return fake_engine({"": " Paris."}, processes=True)
+        return fake_engine({"": " Paris."})
 
 commands.Engine = Faked
 sys.exit(cli.main(sys.argv[1:]))

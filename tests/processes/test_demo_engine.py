@@ -98,7 +98,7 @@ def test_batch_cache_and_order_change_nothing(engine: Engine, alone: list[tuple[
 
 
 @pytest.mark.parametrize(
-    "way", [WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.slow), WAYS[2]], ids=lambda way: next(iter(way))
+    "way", [*(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[:2]), WAYS[2]], ids=lambda way: next(iter(way))
 )
 def test_chunks_pages_and_want_of_memory_change_nothing(
     way: dict[str, object], alone: list[tuple[str, list[int], object]]

@@ -61,22 +61,6 @@ for start in (lambda: asyncio.run(start_async()), start_sync):
 print(json.dumps(found))
 """
 
-REPLACED = """
-async def main():
-    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-    async with fake_async_engine(processes=True, step_time_s=0.005, max_restarts=1) as engine:
-        expected = await engine.async_generate("x", {"max_new_tokens": 100, "temperature": 0})
-        call = asyncio.create_task(engine.async_generate("x", {"max_new_tokens": 100, "temperature": 0}))
-        await asyncio.sleep(0.1)
-        use_up()
-        kill(engine, int(sys.argv[1]))
-        is_same = (await call)["text"] == expected["text"]
-        while not engine.stats()["num_restarts"]:
-            await asyncio.sleep(0.01)
-        return is_same, engine.stats()["num_restarts"]
-
-print(json.dumps(asyncio.run(main())))
-"""
 
 STORM = """
 draw = random.Random(int(sys.argv[1]))
@@ -107,35 +91,6 @@ async def main():
                 break
         give_back(1000)
         return collections.Counter(await asyncio.gather(*calls))
-
-print(json.dumps(asyncio.run(main())))
-"""
-
-WAITING = """
-import zmq
-from aioengine.protocol.messages import Abort
-from aioengine.transport.addresses import listen
-from aioengine.transport.async_zmq import AsyncZmqReceiver
-from aioengine.transport.zmq import ZmqSender
-
-async def main():
-    context, listener = zmq.Context(), listen(sys.argv[1], "r")
-    receiver = AsyncZmqReceiver(context, 7)
-    receiver.expect(listener)
-    sender = ZmqSender(context, listener.endpoint, 7)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    sender.send([Abort([1])])
-    use_up()  # after the sender's own socket, before the connection is accepted
-    waiting = asyncio.create_task(receiver.receive())
-    await asyncio.sleep(0.3)
-    was_done = waiting.done()
-    give_back(10)
-    messages = await asyncio.wait_for(waiting, 30)
-    names = os.listdir(os.path.dirname(listener.endpoint.removeprefix("ipc://")))
-    receiver.close()
-    sender.close()
-    context.term()
-    return was_done, [message.uids for message in messages], names
 
 print(json.dumps(asyncio.run(main())))
 """
@@ -178,17 +133,8 @@ def test_start_without_the_null_device_names_it(monkeypatch: pytest.MonkeyPatch,
         fake_engine()
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_lost_processes_are_replaced_while_no_descriptor_is_free(place: int) -> None:
-    assert run(REPLACED, place) == [True, 1]
-
-
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
 def test_every_call_ends_while_processes_die_and_descriptors_run_out(seed: int) -> None:
     found = run(STORM, seed)
     assert isinstance(found, dict)
     assert set(found) <= {"answered", "dead"}
-
-
-def test_connection_waits_until_a_descriptor_is_free(tmp_path: Path) -> None:
-    assert run(WAITING, tmp_path) == [False, [[1]], []]

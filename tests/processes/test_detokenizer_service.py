@@ -25,7 +25,7 @@ from aioengine.protocol.messages import (
 )
 from aioengine.testing.byte_tokenizer import BYTE_MODEL
 from aioengine.text.open_text import OpenText
-from aioengine.text.stop_regex import RegexSearch
+from aioengine.text.stop import RegexSearch
 from aioengine.text.token_table import TokenTable
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.processes.engine_kit import fake_settings

@@ -129,9 +129,9 @@ def check(setup: str, text: str) -> None:
     ("setup", "has_pidfd"),
     [
         ("ignored", True),
-        ("ignored", False),
-        ("reaped by the program", True),
-        pytest.param("reaped by the program", False, marks=pytest.mark.slow),
+        ("reaped by the program", False),
+        pytest.param("ignored", False, marks=pytest.mark.slow),
+        pytest.param("reaped by the program", True, marks=pytest.mark.slow),
     ],
 )
 class TestAnUnknownExitCode:

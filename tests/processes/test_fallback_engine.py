@@ -52,6 +52,7 @@ def test_model_type_without_a_family_runs_with_adapters(tmp_path: Path) -> None:
     assert plan.kv_bytes_per_token == 2 * 2 * SIZES["num_hidden_layers"] * SIZES["hidden_size"] // 2  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_unsupported_models_are_errors_of_the_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "mamba", "architectures": ["MambaForCausalLM"], "vocab_size": 90, "hidden_size": 32, '

@@ -223,7 +223,7 @@ async def test_call_may_choose_its_replica() -> None:
             assert [answer["meta_info"]["dp_rank"] for answer in answers] == [replica, replica]
             vector = await engine.async_encode("a", routed_dp_rank=replica)
             assert vector["meta_info"]["dp_rank"] == replica
-        with pytest.raises(ValueError, match="routed_dp_rank must be less than dp_size, which is 2, got 2"):
+        with pytest.raises(ValueError, match="routed_dp_rank must be less than dp_size=2, got 2"):
             await engine.async_generate("a", routed_dp_rank=2)
         with pytest.raises(ValueError, match="routed_dp_rank"):
             await engine.async_generate("a", routed_dp_rank=-1)

@@ -16,6 +16,7 @@ def test_overlapping_kernels_count_once() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 async def test_the_split_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_profile, "WATCHED_S", 0.2)
     async with AsyncEngine(context_length=512) as engine:

@@ -156,19 +156,6 @@ def test_engine_works_in_a_folder_with_a_long_path(tmp_path: Path) -> None:
     assert list(long.iterdir()) == []
 
 
-async def test_channels_work_where_no_socket_has_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    for unix in ("abstract names", "no unix sockets"):
-        with monkeypatch.context() as patched:
-            if unix == "abstract names":
-                patched.setattr(zmq, "IPC_PATH_MAX_LEN", 5)
-            else:
-                patched.delattr("socket.AF_UNIX")
-                patched.setattr("aioengine.transport.addresses.socket.AF_UNIX", 9999, raising=False)
-            async with Frontend() as frontend:
-                frontend.submit(1)
-                await frontend.finished(1)
-
-
 def test_children_outlive_the_thread_that_started_them(base: Path) -> None:
     started: list[Frontend] = []
 
@@ -208,7 +195,6 @@ async def test_garbage_on_the_channels_is_ignored(caplog: pytest.LogCaptureFixtu
         launcher = frontend.supervisor._incarnation._launcher
         directory = launcher._folder.path  # type: ignore[attr-defined]
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        assert not [name for name in os.listdir(directory) if name.startswith("frontend")]  # closed to strangers
         for name in ("scheduler", "detokenizer"):
             with context.socket(zmq.PUSH) as stranger:
                 stranger.connect(f"ipc://{directory}/{name}")
@@ -232,9 +218,9 @@ async def test_repeated_and_damaged_frames_from_outside_are_ignored(monkeypatch:
     frames: list[bytes] = []
     plain = ZmqSender._offer
 
-    def overheard(self: ZmqSender, frame: bytes | bytearray) -> bool:
-        frames.append(bytes(frame))
-        return plain(self, frame)
+    def overheard(self: ZmqSender, frame: bytes) -> None:
+        frames.append(frame)
+        plain(self, frame)
 
     monkeypatch.setattr(ZmqSender, "_offer", overheard)
     async with Frontend(fake_settings(step_time_s=0.002)) as frontend:
@@ -245,7 +231,6 @@ async def test_repeated_and_damaged_frames_from_outside_are_ignored(monkeypatch:
         directory = launcher._folder.path  # type: ignore[attr-defined]
         draw = random.Random(1)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        assert not [name for name in os.listdir(directory) if name.startswith("frontend")]  # closed to strangers
         for name in ("scheduler", "detokenizer"):
             with context.socket(zmq.PUSH) as stranger:
                 stranger.connect(f"ipc://{directory}/{name}")

@@ -213,7 +213,7 @@ async def test_wrong_types_are_refused_at_the_call(engine: AsyncEngine) -> None:
         engine.async_generate(input_embeds=[[0.5]], image_data=b"x")
     for part, words in (
         ({"type": "image", "image": b"x", "url": "y"}, "has both image and url"),
-        ({"type": "image", "source": {"data": "eA=="}}, "has source; an image is given as one of image, url, path"),
+        ({"type": "image", "source": {"data": "eA=="}}, "has source; give an image as one of image, url, path"),
         ({"type": "image_url", "image_url": {}}, "image_url of part 0"),
         ({"type": "video"}, "is of type 'video'; there are text, image and image_url"),
         ({"type": "image"}, "without an image of their own in the messages: 1; images in image_data: 0"),

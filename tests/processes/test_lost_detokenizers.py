@@ -16,7 +16,7 @@ from aioengine.supervision.launchers.process import ProcessLauncher
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import FakeRunner, build
 from aioengine.testing.faults import Faults
-from aioengine.transport.async_zmq import AsyncZmqSender
+from aioengine.transport.zmq import ZmqSender
 from tests.kit.waiting import until
 from tests.processes.engine_kit import Frontend, fake_settings
 from tests.processes.restart_kit import ANSWERS, ask, ask_all, pid_of, undisturbed, until_idle, until_restarted
@@ -161,9 +161,9 @@ async def test_stalled_scheduler_is_replaced_too(tmp_path: Path, monkeypatch: py
 async def test_messages_during_a_change_of_epoch_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests come, and a heartbeat is answered, just before and behind the message of the change."""
     frontend = Frontend(fake_settings(step_time_s=0.002), max_restarts=1)
-    plain = AsyncZmqSender.send
+    plain = ZmqSender.send
 
-    def send(own: AsyncZmqSender, messages: list[Message]) -> None:
+    def send(own: ZmqSender, messages: list[Message]) -> None:
         is_change = any(isinstance(message, NewEpoch) for message in messages)
         if is_change:
             frontend.submit(2)
@@ -173,7 +173,7 @@ async def test_messages_during_a_change_of_epoch_are_not_lost(monkeypatch: pytes
             frontend.submit(3)
             frontend.supervisor._incarnation.send([])
 
-    monkeypatch.setattr(AsyncZmqSender, "send", send)
+    monkeypatch.setattr(ZmqSender, "send", send)
     async with frontend:
         scheduler, detokenizer = frontend.supervisor.process_states()
         frontend.submit(1, num_tokens=200)

@@ -85,7 +85,7 @@ def build_damaging(settings: Settings, report: Callable[..., None]) -> FakeRunne
         plain = FrameEncoder.encode
         has_damaged: set[FrameEncoder] = set()
 
-        def encode(own: FrameEncoder, messages: list[Message]) -> bytearray:
+        def encode(own: FrameEncoder, messages: list[Message]) -> bytes:
             frame = plain(own, messages)
             if own._number != damage_at or own in has_damaged:
                 return frame

@@ -33,6 +33,8 @@ async def test_requests_wait_until_memory_is_resumed(tmp_path: Path) -> None:
     save_version(tmp_path, 0)
     reference = Reference({"default": tmp_path})
     async with engine_of(tmp_path) as engine:
+        with pytest.raises(ValueError, match="tags entries must be"):
+            await engine.release_memory_occupation("states")
         with pytest.raises(RuntimeError, match="the memory of weights is not released"):
             await engine.resume_memory_occupation("weights")
         task = started(engine, PROMPT, 100)
@@ -87,12 +89,3 @@ async def test_new_process_has_released_memory_too(tmp_path: Path) -> None:
         assert engine.stats()["num_steps"] == 0
         await engine.resume_memory_occupation()
         assert Reference({"default": tmp_path}).check(PROMPT, await task) == ["default"]
-
-
-async def test_memory_is_not_released_unless_the_engine_is_made_for_it(tmp_path: Path) -> None:
-    save_version(tmp_path, 0)
-    async with AsyncEngine(model_path=str(tmp_path), **ARGUMENTS) as engine:
-        with pytest.raises(RuntimeError, match="give its constructor enable_memory_saver=True"):
-            await engine.release_memory_occupation()
-        with pytest.raises(ValueError, match="tags entries must be"):
-            await engine.release_memory_occupation("states")

@@ -122,7 +122,13 @@ def program(text: str, place: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
 
 
-@pytest.mark.parametrize("name", ENDS)
+SLOW_ENDS = ("shut down while it works", "an exception in the middle")
+"""As "sys.exit in the middle", they leave ``async with`` while streams are open."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_ENDS else ()) for name in ENDS]
+)
 def test_program_ends_silently_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     """In Python's development mode, with warnings as errors."""
     running = program(ENDS[name], tmp_path)

@@ -228,8 +228,8 @@ def test_embeddings_in_streams_and_samples_with_the_options_of_a_call(llm: Engin
         ({"input_embeds": [[1.0, 2.0], [1.0]]}, TypeError, "cannot be made one"),
         ({"input_embeds": MANY * np.nan}, ValueError, "must have finite numbers"),
         ({"input_embeds": MANY.astype(np.float64) + 1e300}, ValueError, "must have finite numbers"),
-        ({"input_embeds": MANY[:, :100]}, ValueError, "embeddings of 100 numbers; this model needs 256"),
-        ({"input_embeds": [MANY, MANY[:, :100]]}, ValueError, "embeddings of 100 numbers"),
+        ({"input_embeds": MANY[:, :100]}, ValueError, "the width 100; this model needs 256"),
+        ({"input_embeds": [MANY, MANY[:, :100]]}, ValueError, "the width 100"),
         ({"input_embeds": MANY, "return_prompt_token_ids": True}, ValueError, "return_prompt_token_ids is for prompts"),
         ({"input_embeds": MANY, "add_special_tokens": True}, ValueError, "add_special_tokens=True is for text"),
         (

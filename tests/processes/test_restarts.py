@@ -480,6 +480,7 @@ DEMO_PARAMS: list[Mapping[str, object]] = [
 
 
 @process
+@pytest.mark.slow
 async def test_demo_model_continues_bit_for_bit() -> None:
     """Penalties count prompt and output as before, draws fall as before, whoever was in the batch."""
     prompts = ["Tell me a long story.", "讲一个故事"]

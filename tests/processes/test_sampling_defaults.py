@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from aioengine import Engine, SamplingParams
-from aioengine.cli import commands, main
 from aioengine.model_files.model_folder import DEMO_MODEL
 
 pytestmark = pytest.mark.process
@@ -38,15 +36,3 @@ def test_generate_and_chat_take_the_defaults_of_the_model(tmp_path: Path) -> Non
             assert llm.chat(MESSAGES, params)["text"] == llm.chat(MESSAGES, greedy)["text"]
         sampled = llm.generate([PROMPT] * 4, {"temperature": 2, "max_new_tokens": 16})
         assert len(set(sampled["text"])) > 1
-
-
-def test_command_line_is_greedy_for_any_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with Engine(demo_with(tmp_path, temperature=2.0), device="cpu") as llm:
-        monkeypatch.setattr(
-            commands, "Engine", type("", (), {"from_config": staticmethod(lambda _: contextlib.nullcontext(llm))})
-        )
-        assert main(["generate", PROMPT, "--max-new-tokens", "16"]) == 0
-        expected = llm.generate(PROMPT, {"temperature": 0, "max_new_tokens": 16})["text"]
-    assert capsys.readouterr().out == f"{expected}\n"

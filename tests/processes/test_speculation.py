@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import aioengine
@@ -25,7 +26,7 @@ from tests.kit.waiting import until
 from tests.processes.restart_kit import pid_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 pytestmark = pytest.mark.process
@@ -90,7 +91,8 @@ class Folders(NamedTuple):
         arguments: dict[str, Any] = {"model_path": self.model, "lora_paths": {"one": str(self.adapter)}}
         if algorithm in {"STANDALONE", "EAGLE3"}:
             arguments["speculative_draft_model_path"] = self.draft if algorithm == "STANDALONE" else self.head
-        return {**arguments, "device": "cpu", "dtype": "float32", "speculative_algorithm": algorithm}
+        arguments |= {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}
+        return arguments | {"speculative_algorithm": algorithm}
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +117,14 @@ def plain(folders: Folders) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=["NGRAM", "STANDALONE", "EAGLE3"])
-def engine(request: pytest.FixtureRequest, folders: Folders) -> Iterator[Engine]:
-    with Engine(**folders.arguments(request.param)) as engine:
+@pytest.fixture(scope="module", params=[pytest.param("NGRAM", marks=pytest.mark.slow), "STANDALONE", "EAGLE3"])
+def algorithm(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(algorithm: str, folders: Folders) -> Iterator[Engine]:
+    with Engine(**folders.arguments(algorithm)) as engine:
         yield engine
 
 
@@ -127,12 +134,12 @@ async def test_answers_are_those_of_the_plain_engine(plain: Engine, engine: Engi
     assert plain.stats()["num_proposed_drafts"] == 0
 
 
-@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE", "EAGLE3"])
-async def test_answers_are_the_same_when_the_scheduler_is_killed(
-    plain: Engine, folders: Folders, algorithm: str
-) -> None:
+@pytest.mark.parametrize(
+    "lossy", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("NGRAM", "STANDALONE")), "EAGLE3"]
+)
+async def test_answers_are_the_same_when_the_scheduler_is_killed(plain: Engine, folders: Folders, lossy: str) -> None:
     alone = await ask_all(plain)
-    async with AsyncEngine(speculative_num_steps=3, **folders.arguments(algorithm)) as engine:
+    async with AsyncEngine(speculative_num_steps=3, **folders.arguments(lossy)) as engine:
         asked = asyncio.create_task(ask_all(engine))
         await until(lambda: engine.stats()["output_tokens"] > 60)
         os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
@@ -140,7 +147,7 @@ async def test_answers_are_the_same_when_the_scheduler_is_killed(
         assert engine.stats()["num_restarts"] == 1
 
 
-@pytest.mark.parametrize("num_tokens", [2, 5, 13])
+@pytest.mark.parametrize("num_tokens", [5, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 13))])
 async def test_stops_inside_a_draft_end_the_answer_where_the_plain_engine_ends_it(
     plain: Engine, engine: Engine, num_tokens: int
 ) -> None:
@@ -180,42 +187,43 @@ async def test_turns_of_a_session_equal_those_of_the_plain_engine(plain: Engine,
     assert turns[0] == turns[1]
 
 
-def test_a_plan_has_the_draft_model_and_the_size_of_the_pool(folders: Folders) -> None:
-    arguments = {**folders.arguments("STANDALONE"), "lora_paths": None, "max_total_tokens": 1024}
-    plan = aioengine.plan(**arguments)
-    with Engine(**arguments, kv_cache_dtype="int8") as engine:
-        info = engine.get_server_info()
-        small = aioengine.plan(**arguments, kv_cache_dtype="int8")
-        assert (small.kv_pool_bytes, small.weights_bytes) == (
-            info["memory"]["kv_pool_bytes"],
-            info["memory"]["weights_bytes"],
-        )
-    plain = aioengine.plan(**{**arguments, "speculative_algorithm": None, "speculative_draft_model_path": None})
-    assert plan.kv_bytes_per_token == plain.kv_bytes_per_token * 5 // 4  # four layers and one
-    assert plain.weights_bytes < plan.weights_bytes < 2 * plain.weights_bytes
+def sizes(memory: Mapping[str, Any]) -> tuple[int, int]:
+    return memory["kv_pool_bytes"], memory["weights_bytes"]
 
 
-def test_a_plan_has_the_draft_head_and_the_hidden_states_that_it_reads(folders: Folders) -> None:
-    arguments = {**folders.arguments("EAGLE3"), "lora_paths": None, "max_total_tokens": 1024}
+def test_a_plan_has_the_sizes_of_the_engine(engine: Engine, algorithm: str, folders: Folders) -> None:
+    """With the draft model, or the draft head and the hidden states that it reads."""
+    plan = aioengine.plan(**folders.arguments(algorithm))
+    assert (plan.kv_pool_bytes, plan.weights_bytes) == sizes(engine.get_server_info()["memory"])
+
+
+@pytest.mark.slow
+def test_a_plan_has_an_int8_pool_for_the_draft_model(folders: Folders) -> None:
+    arguments = {**folders.arguments("STANDALONE"), "kv_cache_dtype": "int8"}
     plan = aioengine.plan(**arguments)
     with Engine(**arguments) as engine:
-        memory = engine.get_server_info()["memory"]
-        assert (plan.kv_pool_bytes, plan.weights_bytes) == (memory["kv_pool_bytes"], memory["weights_bytes"])
-    without = aioengine.plan(**{**arguments, "speculative_algorithm": None, "speculative_draft_model_path": None})
-    assert plan.kv_bytes_per_token > without.kv_bytes_per_token * 5 // 4
+        assert (plan.kv_pool_bytes, plan.weights_bytes) == sizes(engine.get_server_info()["memory"])
+
+
+def test_a_plan_counts_the_draft_model(folders: Folders) -> None:
+    plain, with_model, with_head = (
+        aioengine.plan(**folders.arguments(algorithm)) for algorithm in (None, "STANDALONE", "EAGLE3")
+    )
+    assert with_model.kv_bytes_per_token == plain.kv_bytes_per_token * 5 // 4  # four layers and one
+    assert plain.weights_bytes < with_model.weights_bytes < 2 * plain.weights_bytes
+    assert with_head.kv_bytes_per_token > plain.kv_bytes_per_token * 5 // 4
 
 
 def test_layers_for_multi_token_prediction_of_the_model_propose_drafts(tmp_path: Path) -> None:
-    save_with_mtp(save_model("deepseek_v3", tmp_path, num_hidden_layers=3), tmp_path)
+    model: Any = save_model("deepseek_v3", tmp_path, num_hidden_layers=3)
+    save_with_mtp(model, tmp_path)
     arguments: dict[str, Any] = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
     params = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
-    answers: list[list[int]] = []
-    for algorithm in (None, "NEXTN"):
-        with Engine(tmp_path, speculative_algorithm=algorithm, **arguments) as engine:
-            answers.append(engine.generate(input_ids=[5, 6, 7], sampling_params=params)["output_ids"])
-            proposed = engine.stats()["num_proposed_drafts"]
-    assert answers[0] == answers[1]
-    assert proposed > 0
+    with Engine(tmp_path, speculative_algorithm="NEXTN", **arguments) as engine:
+        found = engine.generate(input_ids=[5, 6, 7], sampling_params=params)["output_ids"]
+        assert engine.stats()["num_proposed_drafts"] > 0
+    expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=40, do_sample=False)
+    assert found == expected[0, 3:].tolist()
 
 
 def test_draft_heads_that_cannot_be_used_are_refused_by_the_constructor(folders: Folders, tmp_path: Path) -> None:
@@ -223,8 +231,8 @@ def test_draft_heads_that_cannot_be_used_are_refused_by_the_constructor(folders:
     changes: dict[str, tuple[dict[str, object], str]] = {
         "size": ({"hidden_size": 64}, "has hidden_size 64, and the model has .* for which it was trained"),
         "vocabulary": ({"vocab_size": 200, "draft_vocab_size": None}, "a vocabulary of 200 tokens, and the model has"),
-        "layers": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "reads the inputs of layers 1, 2, 9"),
-        "outputs": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, "of layers 1, 2, 10"),
+        "layers": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "reads layers 1, 2, 9"),
+        "outputs": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, "reads layers 1, 2, 10"),
         "type": ({"model_type": "qwen3"}, "model_type 'qwen3' is not implemented"),
         "blocks": ({"num_hidden_layers": 2}, "what works: 1"),
     }

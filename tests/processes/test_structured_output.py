@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from aioengine import AsyncEngine, Engine, UnsupportedSchemaError
-from tests.kit.waiting import until
+from tests.kit.waiting import until, wait_until
 from tests.processes.restart_kit import pid_of
 
 if TYPE_CHECKING:
@@ -112,6 +112,8 @@ def check(name: str, text: str, reason: object) -> None:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with Engine() as started:
+        assert wait_until(lambda: started.get_server_info()["internal_states"][0]["grammars_prepared"])  # while idle
+        assert started.stats()["num_steps"] == 0
         yield started
 
 
@@ -139,8 +141,10 @@ async def test_answers_are_the_same_when_the_scheduler_is_killed(engine: Engine,
     scheduler = pid_of(engine, "scheduler")
     os.kill(scheduler, signal.SIGSTOP)  # so that at least the last request is unfinished when the scheduler dies
     asked.append(asyncio.create_task(ask(engine, "choice")))
-    await until(lambda: engine.stats()["num_streams"])
+    opening = asyncio.ensure_future(engine.async_generate("x", {"choice": ["yes"]}, stream=True))
+    await until(lambda: engine.stats()["num_streams"] >= 2)
     os.kill(scheduler, signal.SIGKILL)
+    assert "".join([chunk["text"] async for chunk in await opening]) == "yes"
     assert await asyncio.gather(*asked) == [alone[name] for name in (*names, "choice")]
     assert engine.stats()["num_restarts"] == before["num_restarts"] + 1
 
@@ -232,34 +236,10 @@ async def test_grammar_that_can_never_end_is_refused_before_generation(engine: E
     assert (rows[0].keyword, rows[1]["text"]) == ("ebnf", "z")
 
 
-async def grammars_are_prepared(engine: AsyncEngine) -> bool:
-    [state] = (await engine.get_server_info())["internal_states"]
-    return bool(state["grammars_prepared"])
-
-
-async def test_an_idle_engine_prepares_for_the_first_constraint() -> None:
-    async with AsyncEngine() as engine:
-        while not await grammars_are_prepared(engine):  # noqa: ASYNC110  # each look asks the process
-            await asyncio.sleep(0.05)
-        assert engine.stats()["num_steps"] == 0
-        assert (await engine.async_generate("x", {"choice": ["yes"]}))["text"] == "yes"
-
-
 async def test_a_schema_in_an_ebnf_is_refused_with_its_place(engine: Engine) -> None:
     with pytest.raises(UnsupportedSchemaError) as raised:
         await engine.async_generate("x", {"ebnf": 'start: %json {"items": {"contains": {}}}'})
     assert (raised.value.pointer, raised.value.keyword) == ("/items", "contains")
-
-
-async def test_awaited_stream_continues_after_the_scheduler_dies(engine: Engine) -> None:
-    num_restarts = engine.stats()["num_restarts"]
-    pid = pid_of(engine, "scheduler")
-    os.kill(pid, signal.SIGSTOP)
-    task = asyncio.ensure_future(engine.async_generate("x", {"choice": ["yes"]}, stream=True))
-    await until(lambda: engine.stats()["num_streams"] == 1)
-    os.kill(pid, signal.SIGKILL)
-    assert "".join([chunk["text"] async for chunk in await task]) == "yes"
-    assert engine.stats()["num_restarts"] == num_restarts + 1
 
 
 async def test_a_request_that_waits_for_its_grammar_can_be_left(engine: Engine) -> None:

@@ -611,7 +611,7 @@ async def test_unexpected_exception_in_a_replacement_ends_the_engine(monkeypatch
 
 
 @process
-@pytest.mark.parametrize("end", ["AsyncZmqSender", "AsyncZmqReceiver"])
+@pytest.mark.parametrize("end", ["ZmqSender", "AsyncZmqReceiver"])
 async def test_sockets_that_cannot_be_opened_fail_the_start(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> NoReturn:
         raise ZmqError(errno.EMFILE)

@@ -11,17 +11,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aioengine import Engine, RequestError
+from aioengine import RequestError
 from aioengine.frontend.controls import Controls
 from aioengine.protocol.weight_messages import LOAD_WEIGHTS
 from tests.kit.waiting import until
-from tests.kit.weight_versions import ARGUMENTS, GREEDY, Reference
-from tests.processes.weight_streams import PROMPT, PROMPTS, engine_of, kill_scheduler, started, until_tokens
+from tests.kit.weight_versions import Reference
+from tests.processes.weight_streams import (
+    PROMPT,
+    PROMPTS,
+    engine_of,
+    kill_scheduler,
+    live,
+    started,
+    total,
+    until_tokens,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from aioengine import AsyncEngine
 
 pytestmark = pytest.mark.process
 
@@ -37,7 +48,14 @@ def buckets(tensors: dict[str, Tensor], size: int = 6) -> list[list[tuple[str, T
     return [pairs[start : start + size] for start in range(0, len(pairs), size)]
 
 
-@pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"dp_size": 2, "load_balance_method": "round_robin"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp_size": 2},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"dp_size": 2, "load_balance_method": "round_robin"}, marks=pytest.mark.slow),
+    ],
+)
 async def test_tensors_replace_the_weights_of_running_requests(
     versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference, options: dict[str, Any]
 ) -> None:
@@ -56,23 +74,24 @@ async def test_tensors_replace_the_weights_of_running_requests(
             assert reference.check(prompt, await task) == ["default", "v2", "v3"]
 
 
+@live
 async def test_parts_of_the_weights_are_replaced(
-    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]]
+    engine: AsyncEngine, versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]]
 ) -> None:
     """Also parts of fused layers."""
-    async with engine_of(versions) as engine:
-        changed = dict(tensors["default"])
-        for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
-            changed[name] = tensors["v2"][name]
-            assert await engine.update_weights_from_tensor([(name, changed[name].double())])
-        for name, tensor in changed.items():
-            assert await engine.get_weights_by_name(name, truncate_size=7) == tensor[:7].tolist()
-        assert await engine.get_weights_by_name("model.unknown") is None
-        assert (await engine.get_model_info())["weight_version"] == "3"
+    changed = dict(tensors["default"])
+    for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
+        changed[name] = tensors["v2"][name]
+        assert await engine.update_weights_from_tensor([(name, changed[name].double())])
+    for name, tensor in changed.items():
+        assert await engine.get_weights_by_name(name, truncate_size=7) == tensor[:7].tolist()
+    assert await engine.get_weights_by_name("model.unknown") is None
+    assert int((await engine.get_model_info())["weight_version"]) > 2  # the number of updates
 
 
+@live
 async def test_wrong_tensors_change_nothing(
-    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+    engine: AsyncEngine, versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:
     name = "model.norm.weight"
     wrong = {
@@ -81,61 +100,59 @@ async def test_wrong_tensors_change_nothing(
         "model.norm.weight is of type I32": {name: torch.ones(64, dtype=torch.int32)},
         "tensor model.norm.weight has numbers that are not finite in float32": {name: torch.full((64,), torch.nan)},
     }
-    async with engine_of(versions) as engine:
-        task = started(engine, PROMPT, 200)
-        await until_tokens(engine, 10)
-        for message, changes in wrong.items():
-            result = await engine.update_weights_from_tensor({**tensors["v2"], **changes})
-            assert not result
-            assert message in result.message
-            assert "/proc" not in result.message
-        sparse, meta = torch.eye(4).to_sparse(), torch.ones(4, device="meta")
-        with pytest.raises(ValueError, match=r"a has the layout torch.sparse_coo; give a dense tensor"):
-            await engine.update_weights_from_tensor({"a": sparse})
-        with pytest.raises(ValueError, match="a is on the device 'meta', so it has no numbers"):
-            await engine.update_weights_from_tensor({"a": meta})
-        with pytest.raises(TypeError, match="flush_cache must be True or False"):
-            await engine.update_weights_from_tensor({"a": meta}, None, "yes")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"named_tensors\['a'\] must be a torch.Tensor"):
-            await engine.update_weights_from_tensor({"a": 3})  # type: ignore[dict-item]
-        with pytest.raises(TypeError, match="named_tensors must be pairs"):
-            await engine.update_weights_from_tensor(3)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="named_tensors is empty"):
-            await engine.update_weights_from_tensor([])
-        assert reference.check(PROMPT, await task) == ["default"]
-
-
-async def test_incomplete_update_stays_open_and_computes_nothing(
-    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
-) -> None:
-    async with engine_of(versions) as engine:
-        assert await engine.end_weight_update() == (False, "no weight update is open; call begin_weight_update first")
-        assert await engine.begin_weight_update()
-        message = "a weight update is open already; call end_weight_update first"
-        assert await engine.begin_weight_update() == (False, message)
-        task = started(engine, PROMPT, 30)
-        first, *others = buckets(tensors["v2"])
-        for bucket in others:
-            assert await engine.update_weights_from_tensor(bucket, weight_version="v2")
-        assert not await engine.update_weights_from_tensor([("wrong", torch.ones(3)), *first])
-        result = await engine.end_weight_update()
+    task = started(engine, PROMPT, 200)
+    await until_tokens(engine, 10)
+    for message, changes in wrong.items():
+        result = await engine.update_weights_from_tensor({**tensors["v2"], **changes})
         assert not result
-        assert "the update is incomplete and stays open: 6 tensors missing: lm_head.weight" in result.message
-        assert engine.stats()["num_steps"] == 0
-        assert await engine.update_weights_from_tensor(first)
-        assert await engine.end_weight_update()
-        assert reference.check(PROMPT, await task) == ["v2"]
+        assert message in result.message
+        assert "/proc" not in result.message
+    sparse, meta = torch.eye(4).to_sparse(), torch.ones(4, device="meta")
+    with pytest.raises(ValueError, match=r"a has the layout torch.sparse_coo; give a dense tensor"):
+        await engine.update_weights_from_tensor({"a": sparse})
+    with pytest.raises(ValueError, match="a is on the device 'meta', so it has no numbers"):
+        await engine.update_weights_from_tensor({"a": meta})
+    with pytest.raises(TypeError, match="flush_cache must be True or False"):
+        await engine.update_weights_from_tensor({"a": meta}, None, "yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"named_tensors\['a'\] must be a torch.Tensor"):
+        await engine.update_weights_from_tensor({"a": 3})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="named_tensors must be pairs"):
+        await engine.update_weights_from_tensor(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="named_tensors is empty"):
+        await engine.update_weights_from_tensor([])
+    assert reference.check(PROMPT, await task) == ["default"]
 
 
-async def test_checkpoint_ends_an_open_update(
-    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+@live
+async def test_incomplete_update_stays_open_and_computes_nothing(
+    engine: AsyncEngine, versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:
-    async with engine_of(versions) as engine:
-        assert await engine.begin_weight_update()
-        assert await engine.update_weights_from_tensor(buckets(tensors["v2"])[0])
-        assert await engine.update_weights_from_disk(versions["v3"], weight_version="v3")
-        assert not await engine.end_weight_update()
-        assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
+    assert await engine.end_weight_update() == (False, "no weight update is open; call begin_weight_update first")
+    assert await engine.begin_weight_update()
+    message = "a weight update is open already; call end_weight_update first"
+    assert await engine.begin_weight_update() == (False, message)
+    task = started(engine, PROMPT, 30)
+    first, *others = buckets(tensors["v2"])
+    for bucket in others:
+        assert await engine.update_weights_from_tensor(bucket, weight_version="v2")
+    assert not await engine.update_weights_from_tensor([("wrong", torch.ones(3)), *first])
+    result = await engine.end_weight_update()
+    assert not result
+    assert "the update is incomplete and stays open: 6 tensors missing: lm_head.weight" in result.message
+    assert await engine.update_weights_from_tensor(first)
+    assert await engine.end_weight_update()
+    assert reference.check(PROMPT, await task) == ["v2"]
+
+
+@live
+async def test_checkpoint_ends_an_open_update(
+    engine: AsyncEngine, versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    assert await engine.begin_weight_update()
+    assert await engine.update_weights_from_tensor(buckets(tensors["v2"])[0])
+    assert await engine.update_weights_from_disk(versions["v3"], weight_version="v3")
+    assert not await engine.end_weight_update()
+    assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
 
 
 async def test_kept_tensors_are_loaded_again_after_a_loss(
@@ -160,59 +177,47 @@ async def test_kept_tensors_are_loaded_again_after_a_loss(
         assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
 
 
+@live
 async def test_requests_end_if_their_tensors_are_lost(
-    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+    engine: AsyncEngine, versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:
-    async with engine_of(versions) as engine:
-        assert await engine.update_weights_from_disk(versions["v3"], weight_version="v3")
-        assert await engine.update_weights_from_tensor(tensors["v2"], weight_version="v2")
-        task = started(engine, PROMPT, 240)
-        await until_tokens(engine, 10)
-        kill_scheduler(engine)
-        with pytest.raises(
-            RequestError, match=r"weights of version 'v2', which came by tensor, are lost .*_cpu_backup=True"
-        ):
-            await task
-        assert (await engine.get_model_info())["weight_version"] == "v3"
-        assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
-        result = await engine.update_weights_from_tensor({"lm_head.weight": tensors["v2"]["lm_head.weight"]})
-        assert "the weights that came by tensor were lost with their process" in result.message
-        assert await engine.begin_weight_update()
-        assert await engine.update_weights_from_tensor(tensors["v2"])
-        assert await engine.end_weight_update(weight_version="v2")
-        assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v2"]
+    assert await engine.update_weights_from_disk(versions["v3"], weight_version="v3")
+    assert await engine.update_weights_from_tensor(tensors["v2"], weight_version="v2")
+    task = started(engine, PROMPT, 240)
+    await until_tokens(engine, 10)
+    kill_scheduler(engine)
+    with pytest.raises(
+        RequestError, match=r"weights of version 'v2', which came by tensor, are lost .*_cpu_backup=True"
+    ):
+        await task
+    assert (await engine.get_model_info())["weight_version"] == "v3"
+    assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
+    result = await engine.update_weights_from_tensor({"lm_head.weight": tensors["v2"]["lm_head.weight"]})
+    assert "the weights that came by tensor were lost with their process" in result.message
+    assert await engine.begin_weight_update()
+    assert await engine.update_weights_from_tensor(tensors["v2"])
+    assert await engine.end_weight_update(weight_version="v2")
+    assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v2"]
 
 
+@live
 async def test_update_is_not_open_after_the_loss_of_its_process(
-    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+    engine: AsyncEngine, versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:
-    async with engine_of(versions) as engine:
-        assert await engine.begin_weight_update()
-        first, *others = buckets(tensors["v2"])
-        assert await engine.update_weights_from_tensor(first)
-        kill_scheduler(engine)
-        await until(lambda: engine.stats()["num_restarts"] == 1)
-        result = await engine.update_weights_from_tensor(others[0])
-        assert "no weight update is open, because the process was replaced" in result.message
-        assert (await engine.update_weights_from_tensor(first)) == result  # no update of its own
-        assert (await engine.end_weight_update()) == (False, result.message)
-        assert (await engine.get_model_info())["weight_version"] == "default"
-        assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["default"]
+    assert await engine.begin_weight_update()
+    first, *others = buckets(tensors["v2"])
+    assert await engine.update_weights_from_tensor(first)
+    kill_scheduler(engine)
+    await until(lambda: total(engine, "num_restarts") == 1)
+    result = await engine.update_weights_from_tensor(others[0])
+    assert "no weight update is open, because the process was replaced" in result.message
+    assert (await engine.update_weights_from_tensor(first)) == result  # no update of its own
+    assert (await engine.end_weight_update()) == (False, result.message)
+    assert (await engine.get_model_info())["weight_version"] == "default"
+    assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["default"]
 
 
-def test_engine_for_synchronous_code_takes_tensors(
-    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
-) -> None:
-    with Engine(model_path=str(versions["default"]), **ARGUMENTS) as engine:
-        assert engine.begin_weight_update()
-        assert engine.update_weights_from_tensor(list(tensors["v2"].items()), None, True)
-        assert engine.end_weight_update(weight_version="v2")
-        assert engine.get_weights_by_name("model.norm.weight") == tensors["v2"]["model.norm.weight"][:100].tolist()
-        answer = engine.generate(input_ids=PROMPT, sampling_params={**GREEDY, "max_new_tokens": 9})
-        assert reference.check(PROMPT, answer) == ["v2"]
-
-
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("keeps", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_update_whose_caller_is_cancelled_is_finished(
     versions: dict[str, Path],
     tensors: dict[str, dict[str, Tensor]],
@@ -239,6 +244,7 @@ async def test_update_whose_caller_is_cancelled_is_finished(
         assert engine.stats()["num_restarts"] == 0
 
 
+@pytest.mark.slow
 async def test_all_replicas_continue_after_the_loss_of_an_update(
     versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
 ) -> None:

@@ -371,15 +371,15 @@ sys.exit(0)
 
 
 @process
-@pytest.mark.parametrize("name", FORKS)
-def test_fork_removes_no_files_of_its_parent(name: str, tmp_path: Path) -> None:
+def test_forks_remove_no_files_of_their_parent(tmp_path: Path) -> None:
     text = f"""
 llm = fake_engine(processes=True)
-pid = os.fork()
-if not pid:
-    signal.alarm(20)
-    exec({FORKS[name]!r})
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+for name, text in {FORKS!r}.items():
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        exec(text)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, name
 [folder] = [entry for entry in os.listdir(os.environ["XDG_RUNTIME_DIR"]) if entry.startswith("aioengine-")]
 for pid in llm.get_all_child_pids():
     os.kill(pid, signal.SIGKILL)

@@ -69,7 +69,7 @@ async def join(engine: AsyncEngine, num_ranks: int) -> Any:
     return group
 
 
-@pytest.mark.parametrize("options", [{}, {"tp_size": 2}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"tp_size": 2}])
 async def test_broadcast_tensors_replace_the_weights(
     options: dict[str, Any], versions: dict[str, Path], reference: Reference
 ) -> None:
@@ -108,7 +108,14 @@ async def test_cancelled_call_logs_no_error_when_it_fails_later(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"dp_size": 2, "load_balance_method": "round_robin"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dp_size": 2, "load_balance_method": "round_robin"},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"tp_size": 2}, marks=pytest.mark.slow),
+    ],
+)
 async def test_kept_broadcasts_are_loaded_again_after_a_loss(
     options: dict[str, Any], versions: dict[str, Path], reference: Reference
 ) -> None:

@@ -6,6 +6,9 @@ import asyncio
 import os
 import signal
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import pytest
 
 from aioengine import AsyncEngine
 from tests.kit.waiting import until
@@ -14,6 +17,9 @@ from tests.kit.weight_versions import ARGUMENTS, GREEDY
 if TYPE_CHECKING:
     from pathlib import Path
 
+live = pytest.mark.asyncio(loop_scope="module")
+"""The mark of tests with the fixture ``engine`` of conftest.py."""
+
 PROMPT = [5, 9, 200, 31, 7]
 PROMPTS = [PROMPT, [1, 2, 3], list(range(20, 60))]
 
@@ -21,6 +27,21 @@ PROMPTS = [PROMPT, [1, 2, 3], list(range(20, 60))]
 def engine_of(versions: dict[str, Path], **options: Any) -> AsyncEngine:
     """Return an engine with the version "default". versions: as of the fixture."""
     return AsyncEngine(model_path=str(versions["default"]), **ARGUMENTS, **options)
+
+
+_before: WeakKeyDictionary[AsyncEngine, dict[str, int]] = WeakKeyDictionary()
+
+
+async def begin(engine: AsyncEngine, versions: dict[str, Path]) -> None:
+    """Load the version "default" into an engine of another test, and count from 0."""
+    assert await engine.update_weights_from_disk(versions["default"], weight_version="default")
+    _before[engine] = {name: value for name, value in engine.stats().items() if isinstance(value, int)}
+
+
+def total(engine: AsyncEngine, name: str) -> int:
+    """Return a total of ``stats`` since the test began."""
+    count: int = engine.stats()[name]
+    return count - _before.get(engine, {}).get(name, 0)
 
 
 async def collect(stream: Any) -> Any:
@@ -51,7 +72,7 @@ def started(engine: AsyncEngine, prompt: list[int], count: int, **options: Any) 
 
 
 async def until_tokens(engine: AsyncEngine, count: int) -> None:
-    await until(lambda: engine.stats()["output_tokens"] >= count)
+    await until(lambda: total(engine, "output_tokens") >= count)
 
 
 def kill_scheduler(engine: AsyncEngine) -> None:

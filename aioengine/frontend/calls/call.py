@@ -61,7 +61,7 @@ class CallRow(Struct, eq=False):
     """One row of a call, with its unread output. Under the engine's lock.
 
     Attributes:
-        position: its index in the call. index: the same number in its chunks; None: the call has one row.
+        index: its index in the call.
         tokenize_s: seconds that the tokenizer worked on the batch with its prompt.
         decoders: convert the logprobs and hidden states of the row.
         hidden_states: which hidden states it returns (``Sampling.hidden_states``).
@@ -85,9 +85,8 @@ class CallRow(Struct, eq=False):
     """
 
     call: Call
-    position: int
+    index: int
     rid: str
-    index: int | None = None
     seed: int = 0
     tokenize_s: float = 0.0
     prompt_token_ids: list[int] = []
@@ -181,10 +180,16 @@ class CallRow(Struct, eq=False):
         if extra.index >= self.token_offset or not self.token_offset:
             self.extras[extra.index, extra.kind] = extra
         if self.hidden_states == LAST_STATES:
-            drop_old_hidden_states(self.extras, self.num_known())
+            drop_old_hidden_states(self.extras, self.num_output)
 
-    def num_known(self) -> int:
-        """Return the number of its output tokens."""
+    @property
+    def prompt(self) -> int:
+        """Index of its prompt."""
+        return self.index // self.call.request.num_samples
+
+    @property
+    def num_output(self) -> int:
+        """Number of its output tokens, read or not."""
         num_unread = 1 if isinstance(self.unread, int) else len(self.unread)
         return self.token_offset + (num_unread if self.has_unread else 0)
 
@@ -230,7 +235,7 @@ class CallRow(Struct, eq=False):
             "text_offset": text_offset,
             "token_offset": token_offset,
         }
-        if self.index is not None:
+        if self.call.request.gives_batch:
             chunk["index"] = self.index
         if self.shows_prompt:
             chunk["prompt_token_ids"] = self.prompt_token_ids
@@ -256,7 +261,7 @@ class CallRow(Struct, eq=False):
     def final_info(self, end: End) -> ChunkInfo:
         """Return the ``meta_info`` of the row with this end."""
         info = self.info.copy()
-        info["completion_tokens"] = self.num_known()
+        info["completion_tokens"] = self.num_output
         self._add_end(info, end)
         return info
 
@@ -322,10 +327,10 @@ class CallRow(Struct, eq=False):
         }
 
 
-def drop_old_hidden_states(extras: dict[tuple[int, str], Extra], num_known: int) -> None:
-    """Drop the hidden states of all tokens before the last of ``num_known`` tokens."""
+def drop_old_hidden_states(extras: dict[tuple[int, str], Extra], num_output: int) -> None:
+    """Drop the hidden states of all tokens before the last of ``num_output`` tokens."""
     for index, kind in list(extras):
-        if kind == HIDDEN_STATES and index < num_known - 1:
+        if kind == HIDDEN_STATES and index < num_output - 1:
             del extras[index, kind]
 
 
@@ -364,17 +369,17 @@ class Call:
         is_reserved: True from ``QueueLimits.reserve`` to ``QueueLimits.release``.
         num_bytes: bytes of its prompts. num_tokens: number of prompt tokens of its rows in the scheduler.
         num_rows_of: index of a prompt -> number of its rows in the scheduler.
-        num_started: number of started rows; they start in order. aborted: positions of rows that were aborted before
+        num_started: number of started rows; they start in order. aborted: indices of rows that were aborted before
             their start.
         ending: how the unstarted rows end; None: they may start.
-        is_start_pending: the next rows wait for other work (tokens, images, the import of numpy), or start in the next
+        is_start_pending: the next rows wait for other work (tokens, images), or start in the next
             iteration of the loop.
-        is_accepted: its first rows are submitted. compiling: positions of the rows of a stream whose grammars are being
+        is_accepted: its first rows are submitted. compiling: indices of the rows of a stream whose grammars are being
             compiled; the stream is accepted when all are compiled.
-        live: started rows without an end, by position. num_open: number of rows without an end, started or not.
+        live: started rows without an end, by index. num_open: number of rows without an end, started or not.
         is_over: True if no row is open, or if the call has failed or was left. The engine then adds nothing more.
         num_held: number of started rows whose end was not read. It is limited, so a batch starts its rows gradually.
-        results: answers or exceptions by position, if the call is no stream.
+        results: answers or exceptions by index, if the call is no stream.
         error: the error of the whole call. is_left: the rest of its output has no reader.
         num_logprob_bytes: memory reserved for the logprobs of its rows. counter: counts it for the engine.
         ready: rows of a stream with unread output. A new reader gets a new deque.
@@ -464,12 +469,12 @@ class Call:
         """Whether its reader has something to take."""
         return bool(self.ready) or (bool(self.results) and self.error is None and not self.is_left)
 
-    def row_rid(self, position: int) -> str:
+    def row_rid(self, index: int) -> str:
         """Return the id of a row: the id of its prompt or of the call, followed by the numbers of prompt and sample."""
         request, rid = self.request, self.rid
         if not request.gives_batch:
             return rid
-        prompt, sample = divmod(position, request.num_samples)
+        prompt, sample = divmod(index, request.num_samples)
         if request.is_batch:
             own = "" if request.rids is None else request.rids[prompt]
             rid = str(own) or f"{rid}_{prompt}"
@@ -483,7 +488,7 @@ class Call:
 
     def add_row(self, row: CallRow) -> None:
         """Add the row that is started next."""
-        self.live[row.position] = row
+        self.live[row.index] = row
         self.num_held += 1
         if self.request.resume_ttl_s is not None:
             self.kept_row = row
@@ -497,7 +502,7 @@ class Call:
 
     def note_compiled(self, row: CallRow) -> None:
         """Record that the grammar of a row is compiled, or that the row has ended."""
-        self.compiling.discard(row.position)
+        self.compiling.discard(row.index)
         if not self.compiling:
             self.accept()
 
@@ -506,7 +511,7 @@ class Call:
 
         A failed row fails the whole call, unless the user asked for exceptions in the list of answers.
         """
-        if self.live.pop(row.position, None) is None:
+        if self.live.pop(row.index, None) is None:
             return  # the row has an end already
         row.end = end
         row.delivered_at = delivered_at
@@ -516,7 +521,7 @@ class Call:
         if self.on_row_end is not None:
             self.on_row_end(row, end, row.error)
         if row.error is not None and not self.returns_exceptions:
-            prompt = row.position // self.request.num_samples
+            prompt = row.prompt
             self.fail(answers.named(row.error, prompt, self.request.num_prompts))
         elif self.is_stream:
             row.put("", [])
@@ -525,7 +530,7 @@ class Call:
                 self.note_compiled(row)
         else:
             self.num_held -= 1
-            self.results[row.position] = row.error or row.answer()
+            self.results[row.index] = row.error or row.answer()
             if self.num_open == 0:
                 self.wake()
 

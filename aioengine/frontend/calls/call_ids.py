@@ -25,73 +25,65 @@ class CallIds:
     """The known ids, and the rows that they mean. Under the engine's lock.
 
     Numbers may be appended to an id. With ``rid="x"``, 3 prompts and ``n=2``, ``x`` means rows 0 to 5 of the call,
-    ``x_1`` means rows 2 and 3 (prompt 1), and ``x_1_0`` means row 2. Only ``x`` is a known id.
+    ``x_1`` means rows 2 and 3 (prompt 1), and ``x_1_0`` means row 2. Only ``x`` is a known id. If there is another
+    known id ``x_1``, it has its own meaning.
 
     Attributes:
         _owners: known id -> its call and the index of its prompt, or ``WHOLE``.
-        _by_base: known id without its last numbers -> the known ids.
     """
 
     def __init__(self) -> None:
         self._owners: dict[str, tuple[Call, int]] = {}
-        self._by_base: dict[str, set[str]] = {}
 
     def add(self, call: Call) -> None:
         """Register the ids of a new call, or of the prompts that have been checked since the last time.
 
-        These prompts may then start (``CallRequest.num_known``). If rows fail alone, a row whose id is in use fails.
+        These prompts may then start (``CallRequest.num_registered``). If rows fail alone, only a row whose id is in use
+        fails.
 
         Raises:
             ValueError: an id is in use.
         """
-        request, first = call.request, call.request.num_known
-        owners = {call.rid: (call, WHOLE)} if first == 0 else {}
+        request, first = call.request, call.request.num_registered
+        owners: dict[str, tuple[Call, int]] = {}
         rids = request.rids or []
-        if request.rid is not None:  # a random id is always free
-            self._check_free(call, owners)
+        if first == 0:
+            if request.rid is not None:  # a random id is always free
+                self._check_free(call, call.rid)
+            owners[call.rid] = call, WHOLE
         for prompt in range(first, min(len(request.prompts), len(rids))):
             rid = rids[prompt]
             try:
                 if rid in owners:
                     raise _repeated_id(rid)
                 if rid:
-                    self._check_free(call, {rid: (call, prompt)})
+                    self._check_free(call, rid)
                     owners[rid] = call, prompt
             except ValueError as error:
                 rids[prompt] = ""
                 request.fail_prompt(prompt, error)
         call.ids += owners
-        if request.rid is not None or rids:  # a random id has no number at its end
-            for rid in owners:
-                for base in _bases(rid):
-                    self._by_base.setdefault(base, set()).add(rid)
         self._owners |= owners
-        request.num_known = len(request.prompts)
+        request.num_registered = len(request.prompts)
 
     def find(self, rid: str) -> tuple[Call, range] | None:
         """Return the call and the rows of an id, or of an id with ``_0``, ``_1`` ... appended."""
         return _find(self._owners, rid)
 
-    def _check_free(self, call: Call, owners: dict[str, tuple[Call, int]]) -> None:
-        """Check the new ids of a call. Free known ids of other calls that are over, if they conflict with a new id.
+    def _check_free(self, call: Call, rid: str) -> None:
+        """Check a new id. Free the known id of another call that is over.
 
         Raises:
-            ValueError: a new id is in use, or is a known id with numbers appended, or a known id is a new id with
-                numbers appended.
+            ValueError: it is in use, or is a known id with numbers appended.
         """
-        conflicts = [(rid, known[0]) for rid in owners if (known := self.find(rid)) is not None]
-        if any(_rows(*owner)[1] for owner in owners.values()):  # numbers may be appended to a new id
-            extended = {rid for base in owners for rid in self._by_base.get(base, ()) if rid in self._owners}
-            conflicts += [(rid, self._owners[rid][0]) for rid in extended if _find(owners, rid) is not None]
-        for rid, other in conflicts:
-            if other is call:
-                raise _repeated_id(rid)
-            if not other.is_over or other.is_attachable:
-                raise ValueError(
-                    f"rid {rid!r} is in use by a live request, or one that can be attached to; choose another, or "
-                    "wait for its end"
-                )
-            self._free(rid, other)
+        if (known := self.find(rid)) is None:
+            return
+        other = known[0]
+        if other is call:
+            raise _repeated_id(rid)
+        if not other.is_over or other.is_attachable:
+            raise ValueError(f"rid {rid!r} is in use by a request that runs or can be attached to")
+        self._free(rid, other)
 
     def free(self, call: Call) -> bool:
         """Free at most ``MAX_IDS_FREED`` ids of a call. Returns whether all are free."""
@@ -104,11 +96,6 @@ class CallIds:
         if (owner := self._owners.get(rid)) is not None and owner[0] is not call:
             return
         self._owners.pop(rid, None)
-        for base in _bases(rid):
-            extended = self._by_base.get(base, set())
-            extended.discard(rid)
-            if not extended:
-                self._by_base.pop(base, None)
 
 
 def _rows(call: Call, prompt: int) -> tuple[range, tuple[int, ...]]:
@@ -139,17 +126,6 @@ def _find(owners: dict[str, tuple[Call, int]], rid: str) -> tuple[Call, range] |
         if not rows:
             return None
     return owner[0], rows
-
-
-def _bases(rid: str) -> list[str]:
-    """Return ``rid`` without its last number, and without its last two numbers."""
-    bases: list[str] = []
-    for _ in range(MAX_PARTS):
-        rid, separator, number = rid.rpartition("_")
-        if not separator or not number.isdecimal():
-            break
-        bases.append(rid)
-    return bases
 
 
 def _repeated_id(rid: str) -> ValueError:

@@ -86,7 +86,7 @@ class Calls:
         if call not in self.opened:
             return  # another thread ended it before it was started
         self._set_timer(call, call.called_at)
-        if call.request.num_known < call.request.num_prompts:
+        if call.request.num_registered < call.request.num_prompts:
             self.submitter.check_rest(call)
         self.submitter.submit_next(call)
         if call.is_over:  # a batch of nothing
@@ -137,9 +137,9 @@ class Calls:
         Its output may still be unread, so the logprobs of its tokens stay counted.
         """
         call, num_prompt = row.call, len(row.prompt_token_ids)
-        prompt = row.position // call.request.num_samples
+        prompt = row.prompt
         if (rules := call.request.logprobs_of(prompt)) is not None:
-            num_positions = rules.num_prompt_positions(num_prompt) + max(1, row.num_known())
+            num_positions = rules.num_prompt_positions(num_prompt) + max(1, row.num_output)
             row.free_logprobs(0 if row.error else rules.position_bytes * num_positions)
         if self._images is not None:
             self._images.row_ended(call, prompt)
@@ -242,9 +242,9 @@ class Calls:
         if len(rows) == call.request.num_rows:
             self.end([call], FinishCode.ABORT)
             return
-        call.aborted.update(position for position in rows if position >= call.num_started)
+        call.aborted.update(index for index in rows if index >= call.num_started)
         with self._lock:
-            uids = [call.live[position].uid for position in rows if position in call.live]
+            uids = [call.live[index].uid for index in rows if index in call.live]
         if uids:
             self._send([Abort(uids)])
 

@@ -11,9 +11,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from aioengine.errors import describe
 from aioengine.frontend.calls.call import Call, CallRow, NotifyOn, ReadPosition
-from aioengine.protocol.messages import End, FinishCode, TextChunks
+from aioengine.protocol.messages import FinishCode, TextChunks
 
 if TYPE_CHECKING:
     import threading
@@ -34,16 +33,12 @@ MAX_EXTRA_BYTES: Final = 256 * 1024
 EXTRA_BYTES: Final = 128
 """Added to the size of each extra, because reading a tiny extra takes as long as reading this many bytes."""
 
-NUM_READ_TOGETHER: Final = 8
-"""Rows that were set aside, and share one iteration of the loop."""
-
 
 class Delivery:
     """Puts chunks into their rows, and wakes their readers. On the engine's loop.
 
-    Reading many extras takes long. If a frame has more extras than one iteration of the loop may read, some rows are
-    set aside. Their later output is queued behind these extras. Each later iteration reads pieces of rows that are set
-    aside, one row after the other.
+    Reading many extras takes long. Messages with more extras than one iteration of the loop may read wait for later
+    iterations, and all later messages wait behind them.
 
     Attributes:
         rows: ``Calls.rows``. num_detokenizing: open requests in the detokenizer.
@@ -56,11 +51,30 @@ class Delivery:
         self._lock = lock
         self._on_ended = on_ended
         self._calls_to_wake: list[Call] = []
-        self._aside: dict[int, deque[TextChunks]] = {}
+        self._waiting: deque[TextChunks] = deque()
         self._bytes_left = MAX_EXTRA_BYTES  # of extras, in this iteration of the loop
 
     def deliver(self, chunks: TextChunks) -> None:
-        """Put the chunks of one frame into their rows, as far as this iteration allows. Call ``wake`` afterwards."""
+        """Put the chunks of one message into their rows, now or later. Call ``wake`` afterwards."""
+        if chunks.tokens.extras or self._waiting:
+            num_bytes = sum(len(extra.data) + EXTRA_BYTES for extra in chunks.tokens.extras)
+            if self._waiting or num_bytes > self._bytes_left < MAX_EXTRA_BYTES:
+                self._waiting.append(chunks)
+                if len(self._waiting) == 1:
+                    asyncio.get_running_loop().call_soon(self._deliver_waiting)
+                return
+            self._bytes_left -= num_bytes
+        self._put(chunks)
+
+    def _deliver_waiting(self) -> None:
+        """Put one waiting message into its rows, and the next one in the next iteration of the loop."""
+        self._put(self._waiting.popleft())
+        self.wake()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._deliver_waiting)
+
+    def _put(self, chunks: TextChunks) -> None:
+        ended: list[CallRow] = []
         with self._lock:
             rows = self.rows
             for first_token in chunks.first_tokens:
@@ -72,96 +86,25 @@ class Delivery:
             for uid in chunks.compiled:
                 if (row := rows.get(uid)) is not None:
                     row.call.note_compiled(row)
-            if chunks.tokens.extras or self._aside:
-                chunks = self._set_aside(chunks)
-            ended = self._put(chunks)
+            for extra in chunks.tokens.extras:
+                if (row := rows.get(extra.uid)) is not None:
+                    row.put_extra(extra)
+            tokens = chunks.tokens
+            for uid, text, new in zip(tokens.uids, chunks.texts, tokens.rows(), strict=True):
+                row = rows.get(uid)
+                if row is not None and row.put(text, new):
+                    self._calls_to_wake.append(row.call)
+            if chunks.ended:
+                now = time.monotonic()
+                for end in chunks.ended:
+                    row = rows.pop(end.uid, None)
+                    if row is not None:
+                        row.call.end_row(row, end, now)
+                        ended.append(row)
         if chunks.num_open is not None:
             self.num_detokenizing = chunks.num_open
         for row in ended:
             self._on_ended(row)
-
-    def _put(self, chunks: TextChunks) -> list[CallRow]:
-        """Put chunks into their rows; return the ended rows."""
-        rows, calls_to_wake = self.rows, self._calls_to_wake
-        ended: list[CallRow] = []
-        tokens = chunks.tokens
-        for extra in tokens.extras:
-            if (row := rows.get(extra.uid)) is not None:
-                row.put_extra(extra)
-        for uid, text, new in zip(tokens.uids, chunks.texts, tokens.rows(), strict=True):
-            row = rows.get(uid)
-            if row is not None and row.put(text, new):
-                calls_to_wake.append(row.call)
-        if chunks.ended:
-            now = time.monotonic()
-            for end in chunks.ended:
-                row = rows.pop(end.uid, None)
-                if row is not None:
-                    row.call.end_row(row, end, now)
-                    ended.append(row)
-        return ended
-
-    def _set_aside(self, chunks: TextChunks) -> TextChunks:
-        """Queue the output of rows that cannot be read now or are set aside already; return the other output."""
-        sizes: dict[int, int] = {}
-        for extra in chunks.tokens.extras:
-            sizes[extra.uid] = sizes.get(extra.uid, 0) + len(extra.data) + EXTRA_BYTES
-        parts = {uid: TextChunks() for uid in self._aside}
-        for uid, size in sizes.items():
-            if size > self._bytes_left:
-                parts[uid] = TextChunks()
-            elif uid not in parts:
-                self._bytes_left -= size
-        if not parts:
-            return chunks
-        if not self._aside:
-            asyncio.get_running_loop().call_soon(self._read_aside)
-        others = TextChunks(num_open=chunks.num_open)
-        for extra in chunks.tokens.extras:
-            parts.get(extra.uid, others).tokens.extras.append(extra)
-        for uid, text, new in zip(chunks.tokens.uids, chunks.texts, chunks.tokens.rows(), strict=True):
-            part = parts.get(uid, others)
-            part.tokens.add(uid, [new] if isinstance(new, int) else new)
-            part.texts.append(text)
-        for end in chunks.ended:
-            parts.get(end.uid, others).ended.append(end)
-        for uid, part in parts.items():
-            if part.has_news:
-                part.tokens.extras.reverse()  # they are read from the end
-                self._aside.setdefault(uid, deque()).append(part)
-        return others
-
-    def _read_aside(self) -> None:
-        """Read a bounded number of extras of rows that were set aside, and more in the next iterations of the loop."""
-        ended: list[CallRow] = []
-        bytes_left = MAX_EXTRA_BYTES
-        with self._lock:
-            while self._aside and bytes_left > 0:
-                uid = next(iter(self._aside))
-                parts = self._aside.pop(uid)
-                row, extras = self.rows.get(uid), parts[0].tokens.extras
-                if row is None:
-                    continue  # it was ended elsewhere
-                piece_bytes = min(bytes_left, MAX_EXTRA_BYTES // NUM_READ_TOGETHER)
-                bytes_left -= piece_bytes
-                try:
-                    while extras and piece_bytes > 0:
-                        piece_bytes -= len(extras[-1].data) + EXTRA_BYTES
-                        row.put_extra(extras.pop())
-                except Exception as error:  # otherwise the row would never end
-                    failed = End(uid, FinishCode.FAILED, stage="deliver", message=describe(error))
-                    parts = deque([TextChunks(ended=[failed])])
-                    extras = []
-                bytes_left += piece_bytes
-                if not extras:
-                    ended += self._put(parts.popleft())
-                if parts:
-                    self._aside[uid] = parts
-        for row in ended:
-            self._on_ended(row)
-        self.wake()
-        if self._aside:
-            asyncio.get_running_loop().call_soon(self._read_aside)
 
     def wake(self) -> None:
         """Wake some readers, and the others in later iterations of the loop.

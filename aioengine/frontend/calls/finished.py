@@ -40,7 +40,7 @@ def recorded_request(row: CallRow, output_ids: list[int] | None) -> RecordedRequ
         return None
     if isinstance(prompt_ids, EmbedsIds | MediaIds) or len(prompt_ids) > MAX_FINISHED_TOKENS:
         return None
-    prompt = row.position // request.num_samples
+    prompt = row.prompt
     if request.salts is not None and request.salts.of(prompt).startswith(SELFCHECK_SALT):
         return None
     return RecordedRequest(

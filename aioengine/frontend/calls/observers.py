@@ -58,8 +58,7 @@ def report_rows(
     called_at = time.time() - time.monotonic() + call.called_at
 
     def report(row: CallRow, end: End, error: BaseException | None) -> None:
-        request = call.request
-        prompt = row.position // request.num_samples
+        request, prompt = call.request, row.prompt
         is_checked = prompt < len(request.prompts)
         operation: Operation = "chat" if request.name == "messages" else "generate"
         if request.pooled is not None:

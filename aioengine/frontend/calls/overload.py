@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from aioengine.errors import EngineError, EngineOverloadedError, RequestTooLargeError
-from aioengine.frontend.callers import interrupting, is_interrupted, running_loop, this_caller
+from aioengine.frontend.callers import running_loop, this_caller
 from aioengine.frontend.calls.reader import resolve
 from aioengine.supervision.tasks import post
 
@@ -147,18 +147,15 @@ class QueueLimits:
                 "top_logprobs_num or max_new_tokens, use a stream or smaller batches, or raise max_logprob_bytes"
             )
         if num_bytes > self.free_logprob_bytes:
-            raise EngineOverloadedError(
-                f"the engine is overloaded: the logprobs of this request may take {num_bytes} bytes, beside "
-                f"{self.num_logprob_bytes} of other requests (max_logprob_bytes={most}); try again later",
-                retry_after=self._retry_after(),
-            )
+            message = f"the engine is overloaded: open requests use max_logprob_bytes={most}; try again later"
+            raise EngineOverloadedError(message, retry_after=self._retry_after())
         call.counter = self
         row.num_logprob_bytes = num_bytes
         call.num_logprob_bytes += num_bytes
         self.num_logprob_bytes += num_bytes
 
     def end_row(self, call: Call, prompt: int, num_tokens: int, now: float) -> None:
-        """A row has ended, and its call continues."""
+        """Free the part of a row that has ended, while its call continues."""
         num_rows = call.num_rows_of.pop(prompt, 0) - 1
         if num_rows > 0:
             call.num_rows_of[prompt] = num_rows
@@ -217,7 +214,7 @@ class QueueLimits:
             del self._reserved[queued.caller]
 
     def _excess(self) -> str | None:
-        """Return the limit that is reached, in words."""
+        """Return the limit that is reached, in words; None: there is capacity."""
         config = self._config
         num_waiting = self.num_calls + len(self._reserved) - self._max_running
         if num_waiting >= config.max_requests:
@@ -261,8 +258,6 @@ class CallerQueue:
             post(self._loop, self._serve)  # drops the reservation later if it is not used
             return post(loop, resolve, future)
 
-        if is_interrupted(self._lock):
-            raise interrupting()
         queued = QueuedCaller(this_caller() if caller is None else caller, wake)
         with self._lock:
             self.limits.enter(queued, time.monotonic())

@@ -67,7 +67,7 @@ class PooledRow(CallRow):
             if pooled.has_sigmoid:
                 small = math.exp(-abs(score))  # cannot overflow
                 score = (1.0 if score >= 0 else small) / (1.0 + small)
-            answer = {"score": score, "index": self.position, "meta_info": info}
+            answer = {"score": score, "index": self.index, "meta_info": info}
         return cast("Answer", answer)
 
     def _vector_data(self) -> bytes | None:
@@ -151,9 +151,10 @@ class LoggedRow(CallRow):
         ):
             self.log.extras[extra.index, extra.kind] = extra
             if self.hidden_states == LAST_STATES:
-                drop_old_hidden_states(self.log.extras, self.num_known())
+                drop_old_hidden_states(self.log.extras, self.num_output)
 
-    def num_known(self) -> int:
+    @property
+    def num_output(self) -> int:
         return len(self.log.token_ids)
 
     def rewind(self, offset: int) -> None:
@@ -163,7 +164,7 @@ class LoggedRow(CallRow):
         for extra in self.log.extras.values():
             super().put_extra(extra)
         is_ended = self.end is not None and self.error is None
-        self.has_unread = is_ended or offset < self.log.num_characters or self.token_offset < self.num_known()
+        self.has_unread = is_ended or offset < self.log.num_characters or self.token_offset < self.num_output
         if self.has_unread:
             self.call.ready.append(self)
 

@@ -144,10 +144,7 @@ def search_options(
         if name not in (*ALWAYS, *IF_PROCESSED):
             raise ValueError(f"beam_search takes no {name!r}, got {checks.shown(own[name])}; it takes {_TAKEN}")
         if name in IF_PROCESSED and mode != "processed":
-            raise ValueError(
-                f"beam_search takes {name!r} only if the engine has logprobs_mode='processed'; otherwise scores are "
-                "logprobs of the model's own distribution"
-            )
+            raise ValueError(f"beam_search takes {name!r} only if the engine has logprobs_mode='processed'")
     # without the model's sampling defaults: a repetition penalty would change the scores
     step: dict[str, object] = {"temperature": 0, "repetition_penalty": 1.0}
     step |= {name: own[name] for name in IF_PROCESSED if name in own}

@@ -8,7 +8,7 @@ import numpy as np
 
 from aioengine.api import checks
 from aioengine.errors import RequestTooLargeError
-from aioengine.frontend.intake.prompts import DEFAULT_RULES, CheckBudget, EmbedsIds, EncodeRules, IdsPrompt
+from aioengine.frontend.intake.prompts import DEFAULT_RULES, EmbedsIds, EncodeRules, IdsPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,57 +19,31 @@ ALLOWED: Final = "a float array [tokens, D], or a list of them"
 MAX_EMBEDS_BYTES: Final = 192 * 1024 * 1024
 """Maximum bytes of one prompt in fp32. It is sent in one message."""
 
-NUMBERS_PER_ID: Final = 4
 
-
-class EmbedsPrompt(IdsPrompt, frozen=True):
-    """A prompt of embeddings.
-
-    Attributes:
-        ids: the caller's array, and ``EmbedsIds`` once ``is_checked``. num_numbers: size of the array.
-    """
-
-    num_numbers: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of the array in fp32."""
-        return 4 * self.num_numbers
-
-    def checked(self) -> IdsPrompt:
-        """Convert to fp32. Raise TypeError or ValueError if it is not an array of finite floats."""
-        try:
-            array = np.asarray(self.ids)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"{self.name} must be {ALLOWED}, and cannot be made one: {error}") from None
-        if array.dtype.kind != "f":
-            raise TypeError(f"{self.name} must be {ALLOWED}, got an array of {array.dtype}")
-        if array.ndim != 2 or not array.size:
-            raise ValueError(f"{self.name} must be {ALLOWED}, none of them empty, got the shape {list(array.shape)}")
-        if 4 * array.size > MAX_EMBEDS_BYTES:
-            raise RequestTooLargeError(
-                f"{self.name} has {4 * array.size} bytes as float32, the limit is {MAX_EMBEDS_BYTES}"
-            )
-        with np.errstate(over="ignore"):
-            embeds = array.astype(np.float32, order="C")
-        if not np.isfinite(embeds).all():
-            raise ValueError(f"{self.name} must have finite numbers within float32, not NaN or infinity")
-        return EmbedsPrompt(EmbedsIds(len(embeds), embeds.shape[1], embeds.tobytes()), num_numbers=array.size)
-
-
-def embeds_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = DEFAULT_RULES) -> IdsPrompt:
-    """One prompt. The width of its embeddings is checked later, against the model (``RequestChecks.check_ids``).
+def embeds_prompt(name: str, value: object, rules: EncodeRules = DEFAULT_RULES) -> IdsPrompt:
+    """Return one prompt in fp32. Its width is checked later, against the model (``RequestChecks.check_ids``).
 
     Raises:
-        TypeError, ValueError: it is no float array [tokens, D], nor lists of such numbers.
+        TypeError, ValueError: it is not a float array [tokens, D] of finite numbers, nor lists of such numbers.
     """
     if rules.add_special_tokens:
         raise ValueError(f"add_special_tokens=True is for text, and {name} has embeddings")
     rows = _rows(name, value)
-    rows = rows if rules.keep_last is None else rows[-rules.keep_last :]
-    num_numbers = len(rows) * checks.num_items(rows[0])
-    prompt = EmbedsPrompt(rows, name, is_checked=False, num_numbers=num_numbers)
-    return prompt.checked() if budget.covers(num_numbers // NUMBERS_PER_ID) else prompt
+    try:
+        array = np.asarray(rows if rules.keep_last is None else rows[-rules.keep_last :])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be {ALLOWED}, and cannot be made one: {error}") from None
+    if array.dtype.kind != "f":
+        raise TypeError(f"{name} must be {ALLOWED}, got an array of {array.dtype}")
+    if array.ndim != 2 or not array.size:
+        raise ValueError(f"{name} must be {ALLOWED}, none of them empty, got the shape {list(array.shape)}")
+    if 4 * array.size > MAX_EMBEDS_BYTES:
+        raise RequestTooLargeError(f"{name} has {4 * array.size} bytes as float32, the limit is {MAX_EMBEDS_BYTES}")
+    with np.errstate(over="ignore"):
+        embeds = array.astype(np.float32, order="C")
+    if not np.isfinite(embeds).all():
+        raise ValueError(f"{name} must have finite numbers within float32, not NaN or infinity")
+    return IdsPrompt(EmbedsIds(len(embeds), embeds.shape[1], embeds.tobytes()))
 
 
 def embeds_rows(value: object) -> tuple[Sequence[object], bool]:

@@ -69,9 +69,7 @@ class TextSizes(NamedTuple):
         """Raise RequestTooLargeError if no text of ``num_bytes`` bytes fits."""
         least = num_bytes // (self.longest_token * MAX_SHRINKING)
         if least > self.max_tokens:
-            raise RequestTooLargeError(
-                f"the prompt has at least {num_bytes} bytes, which are at least {least} tokens; {self.max_tokens} fit"
-            )
+            raise RequestTooLargeError(f"the prompt has at least {least} tokens; {self.max_tokens} fit")
 
     def check_pieces(self, text: str, tokenizer: Tokenizer) -> None:
         """Tokenize a long text in pieces, and raise RequestTooLargeError as soon as the limit is exceeded.
@@ -84,10 +82,7 @@ class TextSizes(NamedTuple):
             [ids] = tokenizer.encode_batch([piece], add_special_tokens=False)
             least += max(0, len(ids) - self.longest_token)
             if least > self.max_tokens:
-                raise RequestTooLargeError(
-                    f"the first {start + len(piece)} of the prompt's {len(text)} characters are at least {least} "
-                    f"tokens; {self.max_tokens} fit"
-                )
+                raise RequestTooLargeError(f"the prompt has at least {least} tokens; {self.max_tokens} fit")
 
 
 def longest_token(facts: Mapping[str, object]) -> int | None:
@@ -104,27 +99,10 @@ def longest_token(facts: Mapping[str, object]) -> int | None:
 
 
 class EncodeJob(NamedTuple):
-    """Prompts to encode. ``done`` is called on the loop with their ids, in order, and the seconds of their batch.
-
-    ``check_ids`` raises ValueError for ids that were not checked at the call because they are too many.
-    """
+    """Prompts to encode. ``done`` is called on the loop with their ids, in order, and the seconds of their batch."""
 
     prompts: Sequence[Prompt | PromptError]
     done: Callable[[list[Encoded], float], None]
-    check_ids: Callable[[list[int]], None]
-
-
-def checked(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt | PromptError:
-    """Check all of a prompt and return it, or its error. Takes long for large prompts."""
-    try:
-        checked_prompt = prompt.checked()
-        if isinstance(checked_prompt, IdsPrompt):
-            check_ids(checked_prompt.token_ids)
-    except (TypeError, ValueError) as error:
-        return error
-    except BaseException as error:  # parts of a prompt may be objects of any class and raise anything
-        return ValueError(f"{prompt.name} cannot be read: {describe(error)}")
-    return checked_prompt
 
 
 class EncoderThread:
@@ -267,7 +245,7 @@ class Encoder:
     def encode(self, job: EncodeJob) -> None:
         num_bytes = 0
         for prompt in job.prompts:
-            if not isinstance(prompt, Exception) and not (isinstance(prompt, IdsPrompt) and prompt.is_checked):
+            if not isinstance(prompt, Exception | IdsPrompt):
                 num_bytes += prompt.num_bytes
         (self._long if num_bytes > LONG_BYTES else self._short).add(job, num_bytes)
 
@@ -296,37 +274,35 @@ class Encoder:
         texts: dict[EncodeRules, list[tuple[int, Prompt, str]]] = {}
         pooled: dict[int, PooledPrompt] = {}
         for job in jobs:
-            for unchecked in job.prompts:
-                prompt, place = unchecked, len(encoded)
-                if not isinstance(prompt, Exception) and not prompt.is_checked:
-                    prompt = checked(prompt, job.check_ids)
+            for prompt in job.prompts:
+                index = len(encoded)
                 encoded.append([])
                 if isinstance(prompt, IdsPrompt):
-                    encoded[place] = prompt.token_ids
+                    encoded[index] = prompt.token_ids
                 elif isinstance(prompt, Exception):
-                    encoded[place] = prompt
+                    encoded[index] = prompt
                 elif isinstance(prompt, PooledPrompt):
-                    pooled[place] = prompt
+                    pooled[index] = prompt
                 else:
                     text = prompt.text if isinstance(prompt, TextPrompt) else self._render(prompt)
                     if not isinstance(text, str):  # templates may also return token ids
-                        encoded[place] = text
+                        encoded[index] = text
                         continue
                     rules = prompt.rules
                     if rules.add_special_tokens is None:  # templates of chats write them
                         rules = EncodeRules(isinstance(prompt, TextPrompt), rules.keep_last)
-                    texts.setdefault(rules, []).append((place, prompt, self._in_text(text)))
+                    texts.setdefault(rules, []).append((index, prompt, self._in_text(text)))
         for rules, batch in texts.items():
             all_ids = self._encode_texts([text for *_, text in batch], rules)
-            for (place, prompt, _), ids in zip(batch, all_ids, strict=True):
+            for (index, prompt, _), ids in zip(batch, all_ids, strict=True):
                 if rules.keep_last and isinstance(ids, list):
                     ids = ids[-rules.keep_last :]
                 if isinstance(prompt, ChatPrompt) and prompt.images and isinstance(ids, list):
                     ids = ChatIds(ids, prompt.images)
-                encoded[place] = ids
+                encoded[index] = ids
         if pooled and self._pool_encoder is not None:
-            for place, pair in zip(pooled, self._pool_encoder.encode([*pooled.values()]), strict=True):
-                encoded[place] = pair
+            for index, pair in zip(pooled, self._pool_encoder.encode([*pooled.values()]), strict=True):
+                encoded[index] = pair
         ids_of_all = iter(encoded)
         return [[*islice(ids_of_all, len(job.prompts))] for job in jobs], time.monotonic() - began_at
 

@@ -34,17 +34,17 @@ MAX_AHEAD: Final = 16
 MAX_KNOWN_TEXTS: Final = 4096
 
 
-def check_images(request: CallRequest, number: int, images: PromptImages | None) -> None:
+def check_images(request: CallRequest, index: int, images: PromptImages | None) -> None:
     """Check the images of a prompt as far as possible at the call. From any thread. ``images``: None without a model.
 
     Raises:
         TypeError, ValueError: an invalid image, or an image for a model without images.
         EngineError: Pillow is missing.
     """
-    prompt = request.prompts[number]
+    prompt = request.prompts[index]
     in_messages = prompt.images if isinstance(prompt, ChatPrompt) else ()
     image_data = request.images
-    if not in_messages and (image_data is None or (images is None and not image_data.has_images(number))):
+    if not in_messages and (image_data is None or (images is None and not image_data.has_images(index))):
         return
     if images is None:
         problem = "the messages have images" if in_messages else "image_data is given"
@@ -53,7 +53,7 @@ def check_images(request: CallRequest, number: int, images: PromptImages | None)
         raise EngineError("images need Pillow, which is not installed: pip install 'aioengine[images]'")
     if in_messages and isinstance(prompt, ChatPrompt) and prompt.rules.keep_last is not None:
         raise ValueError(NOT_TRUNCATED)
-    images.sources(request, number, in_messages)
+    images.sources(request, index, in_messages)
 
 
 @cache
@@ -102,15 +102,15 @@ class PromptImages:
             return ended
 
     def sources(
-        self, request: CallRequest, number: int, in_messages: tuple[ImageSource | None, ...]
+        self, request: CallRequest, index: int, in_messages: tuple[ImageSource | None, ...]
     ) -> tuple[ImageSource, ...]:
         """Return the images of a prompt. In ``in_messages``, None stands for the next image of ``image_data``.
 
         Raises TypeError or ValueError. From any thread.
         """
-        image_data = () if request.images is None else request.images.of(number, self._max_images)
+        image_data = () if request.images is None else request.images.of(index, self._max_images)
         check_number("the prompt", len(in_messages), self._max_images)
-        if not isinstance(request.prompts[number], ChatPrompt):
+        if not isinstance(request.prompts[index], ChatPrompt):
             return image_data
         num_open = in_messages.count(None)
         if num_open != len(image_data):
@@ -166,13 +166,13 @@ class PromptImages:
     def _begin_ahead(self, call: Call, prompt: int) -> None:
         """Begin with the images of the next prompts of the batch."""
         request = call.request
-        for number in range(prompt + 1, min(prompt + MAX_AHEAD, len(request.prompts))):
-            ahead = request.prompts[number]
-            if isinstance(ahead, Exception) or not ahead.is_checked:
+        for index in range(prompt + 1, min(prompt + MAX_AHEAD, len(request.prompts))):
+            ahead = request.prompts[index]
+            if isinstance(ahead, Exception):
                 continue
-            sources = self.sources(request, number, ahead.images if isinstance(ahead, ChatPrompt) else ())
+            sources = self.sources(request, index, ahead.images if isinstance(ahead, ChatPrompt) else ())
             if sources:
-                self._begin(call, number, sources)
+                self._begin(call, index, sources)
 
     def _placed(self, encoded: list[int], images: ImagesOfPrompt) -> MediaIds | ValueError:
         try:
@@ -201,7 +201,7 @@ class PromptImages:
     # ------------------------------------------------------------ release
 
     def row_ended(self, call: Call, prompt: int) -> None:
-        """One row of a prompt has ended."""
+        """Release the images of a prompt after its last row."""
         held = self._held.get(call, {}).get(prompt)
         if held is not None:
             held.num_rows -= 1
@@ -209,7 +209,7 @@ class PromptImages:
                 self.intake.release(held.images)
 
     def release(self, call: Call) -> None:
-        """The call is over."""
+        """Release the images of a call that is over."""
         for held in self._held.pop(call, {}).values():
             self.intake.release(held.images)
 

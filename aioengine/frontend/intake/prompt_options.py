@@ -162,9 +162,7 @@ def logprob_options(options: Mapping[str, object], counts: PromptCounts) -> Logp
         for option, off in zip(more, (-1, 0, (), False), strict=True):
             if option.is_list or option.of(0) != off:
                 setting = f"{option.name}={checks.shown(options[option.name])}"
-                raise ValueError(
-                    f"{setting} is given without return_logprob; add return_logprob=True, or False for none"
-                )
+                raise ValueError(f"{setting} is given without return_logprob; add return_logprob=True")
     is_off = not logprobs.wanted.is_list and not logprobs.wanted.of(0)
     return None if is_off else logprobs
 

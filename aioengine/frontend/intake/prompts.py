@@ -1,18 +1,13 @@
-"""Checks prompts at the call, and the arguments of ``chat`` for chat templates.
-
-Checking all of a very large prompt would block the caller's event loop. The tokenizer's thread does that later.
-"""
+"""Checks prompts, and the arguments of ``chat`` for chat templates."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Self, cast
+from typing import TYPE_CHECKING, Final, cast
 from uuid import uuid4
 
 from msgspec import Struct, ValidationError, convert
-from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.frontend.intake.pooling import Pooled  # a field of a Struct
@@ -31,35 +26,13 @@ PromptError = ValueError | TypeError
 IDS: Final = "a list of token ids"
 MESSAGES: Final = "a list of dicts with role and content"
 
-MAX_IDS_AT_CALL: Final = 64 * 1024
-CHARACTERS_PER_ID: Final = 4
-IDS_PER_MESSAGE: Final = 256
-MAX_CHARACTERS_AT_CALL: Final = CHARACTERS_PER_ID * MAX_IDS_AT_CALL
-MAX_MESSAGES_AT_CALL: Final = MAX_IDS_AT_CALL // IDS_PER_MESSAGE
-"""Limits for the checks at the call, for all its prompts. A message takes as long as ``IDS_PER_MESSAGE`` ids."""
-
-NUM_SAMPLED_MESSAGES: Final = 16
-BYTES_PER_PART: Final = 256
-"""Memory of the dict of a message, or of a part of a message."""
-
-IDS_IN_SLICE: Final = 16 * 1024
-MESSAGES_IN_SLICE: Final = 64
+MAX_CHARACTERS: Final = 256 * 1024
+"""Tools and variables of a template count at most this many characters."""
 
 CHAT_ARGUMENTS: Final = ("chat_template", VARIABLES, "enable_thinking", "tools")
 MAX_TOOLS: Final = 1024
 
 _THINKING: Final = "enable_thinking"
-
-
-class CheckBudget(Struct):
-    """The amount that the call checks now, in token ids."""
-
-    num_left: int = MAX_IDS_AT_CALL
-
-    def covers(self, num_ids: int) -> bool:
-        """Whether to check a prompt of this size now. A prompt that is too large uses up the budget."""
-        self.num_left -= num_ids
-        return self.num_left >= 0
 
 
 class EncodeRules(Struct, frozen=True, gc=False):
@@ -75,63 +48,22 @@ DEFAULT_RULES: Final = EncodeRules()
 
 
 class TextPrompt(Struct, frozen=True, gc=False):
-    """A text. ``num_bytes``: its size in UTF-8, or a lower bound until ``is_checked``."""
+    """A text. ``num_bytes``: its size in UTF-8."""
 
     text: str
     num_bytes: int
-    name: str = ""
-    is_checked: bool = True
     rules: EncodeRules = DEFAULT_RULES
-
-    def checked(self) -> Self:
-        """Count the bytes, and raise ValueError for lone surrogates."""
-        num_bytes = 0
-        for start in range(0, len(self.text), MAX_CHARACTERS_AT_CALL):
-            if start:
-                _let_others_run()
-            try:
-                num_bytes += len(self.text[start : start + MAX_CHARACTERS_AT_CALL].encode())
-            except UnicodeEncodeError as error:
-                place = start + error.start
-                raise ValueError(
-                    f"{self.name} has a lone surrogate at position {place}, which is no character: "
-                    f"{checks.shown(self.text[max(0, place - 10) : place + 10])}"
-                ) from None
-        return replace(self, num_bytes=num_bytes, name="", is_checked=True)
 
 
 class IdsPrompt(Struct, frozen=True):
-    """Token ids. ``ids``: the caller's object, or a new list of integers once ``is_checked``."""
+    """Token ids, or the placeholder ids of embeddings."""
 
-    ids: object
-    name: str = ""
-    is_checked: bool = True
-
-    @property
-    def token_ids(self) -> list[int]:
-        return cast("list[int]", self.ids)
-
-    @property
-    def num_ids(self) -> int:
-        return checks.num_items(self.ids)
+    token_ids: list[int]
 
     @property
     def num_bytes(self) -> int:
-        """The size of the list."""
-        return 8 * self.num_ids
-
-    def checked(self) -> IdsPrompt:
-        """Convert all ids to plain integers. Raises TypeError or ValueError for other values."""
-        token_ids: list[int] = []
-        for start in range(0, self.num_ids, IDS_IN_SLICE):
-            if start:
-                _let_others_run()
-            part = checks.sequence(self.name, _slice(self.name, self.ids, start, start + IDS_IN_SLICE), allowed=IDS)
-            try:
-                token_ids += convert(part, list[int])  # fast, if all are plain integers
-            except ValidationError:
-                token_ids += [checks.whole(f"{self.name} entries", entry, 0) for entry in part]
-        return IdsPrompt(token_ids)
+        """The size of the list, or of the embeddings."""
+        return len(self.token_ids.embeds) if isinstance(self.token_ids, EmbedsIds) else 8 * len(self.token_ids)
 
 
 class EmbedsIds(list[int]):
@@ -180,32 +112,15 @@ class TemplateOptions(Struct, frozen=True):
 class ChatPrompt(Struct, frozen=True):
     """A conversation, which is rendered by a chat template, then tokenized without special tokens.
 
-    ``num_bytes``: approximate characters of its text. Until ``is_checked``: those of a sample, and the memory of its
-    objects. ``images``: the images of its parts, once ``is_checked``; None: the image is in ``image_data``.
+    ``num_bytes``: approximate size of its text and its images. ``images``: the images of its parts; None: the image is
+    in ``image_data``.
     """
 
-    messages: Messages
+    messages: list[dict[str, object]]
     num_bytes: int
     options: TemplateOptions = TemplateOptions()
-    name: str = ""
-    is_checked: bool = True
     rules: EncodeRules = DEFAULT_RULES
     images: tuple[ImageSource | None, ...] = ()
-
-    def checked(self) -> ChatPrompt:
-        """Check every message. Raises TypeError or ValueError if one is wrong."""
-        messages: list[dict[str, object]] = []
-        images: list[ImageSource | None] = []
-        for position, message in enumerate(self.messages):
-            if position % MESSAGES_IN_SLICE == MESSAGES_IN_SLICE - 1:
-                _let_others_run()
-            messages.append(_message(f"{self.name}[{position}]", message, images))
-        try:
-            num_characters = _num_characters(messages) + self.options.num_characters
-        except RecursionError:
-            raise ValueError(f"{self.name} is nested too deeply, or holds itself; give plain text parts") from None
-        num_bytes = num_characters + sum(image.num_bytes for image in images if image is not None)
-        return replace(self, messages=messages, num_bytes=num_bytes, name="", is_checked=True, images=tuple(images))
 
 
 class ChatIds(list[int]):
@@ -228,38 +143,12 @@ class PooledPrompt(Struct, frozen=True, gc=False):
     options: Pooled
 
     @property
-    def name(self) -> str:
-        return self.first.name
-
-    @property
     def num_bytes(self) -> int:
         return self.first.num_bytes + (0 if self.second is None else self.second.num_bytes)
 
-    @property
-    def is_checked(self) -> bool:
-        return self.first.is_checked and (self.second is None or self.second.is_checked)
-
-    def checked(self) -> PooledPrompt:
-        """Check both texts, as ``TextPrompt``."""
-        second = self.second
-        return PooledPrompt(self.first.checked(), None if second is None else second.checked(), self.options)
-
 
 Prompt = TextPrompt | ChatPrompt | IdsPrompt | PooledPrompt
-"""The prompt of a row. Until ``is_checked``, the tokenizer's thread must call ``checked()``."""
-
-
-def _slice(name: str, ids: object, start: int, stop: int | None = None) -> object:
-    """Return some entries of a list, tuple or array. An array is cut before it is converted, which may take long."""
-    # A protocol is slow to check: 20 to 50 microseconds for a list.
-    if not isinstance(ids, list | tuple) and isinstance(ids, checks.Array) and hasattr(ids, "__getitem__"):
-        return cast("Sequence[object]", ids)[start:stop]
-    return checks.sequence(name, ids, allowed=IDS)[start:stop]
-
-
-def _let_others_run() -> None:
-    """Release the GIL for a waiting thread, which would otherwise wait for 5 ms."""
-    time.sleep(0)
+"""The prompt of a row."""
 
 
 def encode_rules(options: Mapping[str, object]) -> EncodeRules:
@@ -271,11 +160,11 @@ def encode_rules(options: Mapping[str, object]) -> EncodeRules:
     )
 
 
-def text_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = DEFAULT_RULES) -> TextPrompt:
-    """Return a text prompt. All its characters are checked now if ``budget`` covers them, otherwise later.
+def text_prompt(name: str, value: object, rules: EncodeRules = DEFAULT_RULES) -> TextPrompt:
+    """Return a text prompt.
 
     Raises:
-        TypeError, ValueError: the value is not a string, or empty.
+        TypeError, ValueError: the value is not a string, is empty, or has lone surrogates.
     """
     value = checks.plain(value)
     if not isinstance(value, str):
@@ -285,20 +174,19 @@ def text_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRule
         raise checks.wrong_type(name, "a string (token ids are given as input_ids)" if is_id else "a string", value)
     if not value:
         raise ValueError(f"{name} is empty; give at least one character, or input_ids")
-    if value.isascii():
-        return TextPrompt(value, len(value), rules=rules)
-    prompt = TextPrompt(value, len(value), name, is_checked=False, rules=rules)
-    return prompt.checked() if budget.covers(len(value) // CHARACTERS_PER_ID) else prompt
+    try:
+        return TextPrompt(value, len(value) if value.isascii() else len(value.encode()), rules)
+    except UnicodeEncodeError as error:
+        text = f"{name} has a lone surrogate at position {error.start}, which is no character"
+        raise ValueError(text) from None
 
 
-def pooled_prompt(name: str, value: object, budget: CheckBudget, *, options: Pooled) -> PooledPrompt:
+def pooled_prompt(name: str, value: object, *, options: Pooled) -> PooledPrompt:
     """Return a text to pool. It may be empty, because special tokens are added."""
-    return PooledPrompt(_any_text(name, value, budget), None, options)
+    return PooledPrompt(_any_text(name, value), None, options)
 
 
-def pair_prompt(
-    name: str, value: object, budget: CheckBudget, *, options: Pooled, query: str | None = None
-) -> PooledPrompt:
+def pair_prompt(name: str, value: object, *, options: Pooled, query: str | None = None) -> PooledPrompt:
     """Return a query and a document. ``value`` is both, or the document if ``query`` is given.
 
     Raises:
@@ -311,17 +199,17 @@ def pair_prompt(
         first, second = pair
     else:
         first, second = query, value
-    return PooledPrompt(_any_text(name, first, budget), _any_text(name, second, budget), options)
+    return PooledPrompt(_any_text(name, first), _any_text(name, second), options)
 
 
-def _any_text(name: str, value: object, budget: CheckBudget) -> TextPrompt:
+def _any_text(name: str, value: object) -> TextPrompt:
     if not isinstance(value, str):
         raise checks.wrong_type(name, "a string", value)
-    return text_prompt(name, value, budget) if value else TextPrompt("", 0)
+    return text_prompt(name, value) if value else TextPrompt("", 0)
 
 
 def ids_prompt(
-    name: str, value: object, budget: CheckBudget, rules: EncodeRules = DEFAULT_RULES, *, may_be_empty: bool = False
+    name: str, value: object, rules: EncodeRules = DEFAULT_RULES, *, may_be_empty: bool = False
 ) -> IdsPrompt:
     """Return a prompt of ids (any kind of integer). Ids outside the vocabulary are refused later.
 
@@ -330,45 +218,36 @@ def ids_prompt(
     """
     if rules.add_special_tokens:
         raise ValueError(f"add_special_tokens=True is for text, and {name} has ids; put the special ones among them")
-    if isinstance(value, list | tuple) or not isinstance(value, checks.Array) or not checks.num_items(value):
-        value = checks.sequence(name, value, allowed=IDS)
-        if not value and not may_be_empty:
-            raise ValueError(f"{name} is empty; give at least one token id")
+    entries = checks.sequence(name, value, allowed=IDS)
+    if not entries and not may_be_empty:
+        raise ValueError(f"{name} is empty; give at least one token id")
     if rules.keep_last is not None:
-        value = _slice(name, value, -rules.keep_last)
-    prompt = IdsPrompt(value, name, is_checked=False)
-    return prompt.checked() if budget.covers(prompt.num_ids) else prompt
+        entries = entries[-rules.keep_last :]
+    try:
+        return IdsPrompt(convert(entries, list[int]))  # fast, if all are plain integers
+    except ValidationError:
+        return IdsPrompt([checks.whole(f"{name} entries", entry, 0) for entry in entries])
 
 
 def chat_prompt(
-    name: str, value: object, budget: CheckBudget, *, options: TemplateOptions, rules: EncodeRules = DEFAULT_RULES
+    name: str, value: object, *, options: TemplateOptions, rules: EncodeRules = DEFAULT_RULES
 ) -> ChatPrompt:
-    """Return a conversation. Its messages are checked now if ``budget`` covers their likely size, otherwise later.
+    """Return a conversation.
 
     Raises:
-        TypeError, ValueError: the value is not a list of messages, or empty.
+        TypeError, ValueError: the value is not a list of messages, or empty, or a message is wrong.
     """
-    messages = checks.sequence(name, value, allowed=MESSAGES)
-    if not messages:
+    entries = checks.sequence(name, value, allowed=MESSAGES)
+    if not entries:
         raise ValueError(f"{name} is empty; give at least one dict with role and content")
-    first = messages[: MAX_MESSAGES_AT_CALL if budget.num_left > 0 else NUM_SAMPLED_MESSAGES]
-    sizes = [_size_of_message(message) for message in first]
-    num_characters = sum(num_characters for num_characters, _ in sizes)
-    num_parts = sum(num_parts for _, num_parts in sizes)
-    # It counts in the limits of all calls, so messages outside the sample must not be counted as large.
-    num_bytes = num_characters + BYTES_PER_PART * (len(messages) + num_parts) + options.num_characters
-    prompt = ChatPrompt(list(cast("Messages", messages)), num_bytes, options, name, is_checked=False, rules=rules)
-    likely = (num_characters // CHARACTERS_PER_ID + num_parts * IDS_PER_MESSAGE) * len(messages) // len(first)
-    size = max(len(messages) * IDS_PER_MESSAGE, likely + options.num_characters // CHARACTERS_PER_ID)
-    return prompt.checked() if budget.covers(size) else prompt
-
-
-def _size_of_message(message: object) -> tuple[int, int]:
-    """Return the characters of a text message, or the number of parts of another message. Fast."""
-    content = cast("Mapping[object, object]", message).get("content") if isinstance(message, Mapping) else None
-    if isinstance(content, list | tuple):
-        return 0, checks.num_items(cast("object", content))
-    return str.__len__(content) if isinstance(content, str) else 0, 0
+    images: list[ImageSource | None] = []
+    messages = [_message(f"{name}[{position}]", entry, images) for position, entry in enumerate(entries)]
+    try:
+        num_bytes = _num_characters(messages) + options.num_characters
+    except RecursionError:
+        raise ValueError(f"{name} is nested too deeply, or holds itself; give plain text parts") from None
+    num_bytes += sum(image.num_bytes for image in images if image is not None)
+    return ChatPrompt(messages, num_bytes, options, rules, tuple(images))
 
 
 def _message(name: str, value: object, images: list[ImageSource | None]) -> dict[str, object]:
@@ -387,7 +266,7 @@ def _message(name: str, value: object, images: list[ImageSource | None]) -> dict
             raise ValueError(f"{name} has no content, got {checks.shown(message)}")
     elif isinstance(content, list | tuple):
         parts = cast("Sequence[object]", checks.plain(cast("object", content)))
-        message["content"] = [_part(f"part {place} of {name}", part, images) for place, part in enumerate(parts)]
+        message["content"] = [_part(f"part {index} of {name}", part, images) for index, part in enumerate(parts)]
     elif isinstance(content, str):
         message["content"] = checks.text(f"the content of {name}", content)
     else:
@@ -436,7 +315,7 @@ def template_options(options: Mapping[str, object]) -> TemplateOptions:
     if _THINKING in variables:
         checks.switch(_THINKING, variables[_THINKING])
     tools = _tools(arguments["tools"]) if "tools" in arguments else None
-    num_characters = checks.json_size([tools, variables], MAX_CHARACTERS_AT_CALL)
+    num_characters = checks.json_size([tools, variables], MAX_CHARACTERS)
     return TemplateOptions(_source(arguments.get("chat_template")), tools, variables, num_characters)
 
 
@@ -452,7 +331,7 @@ def _source(value: object) -> str | os.PathLike[str] | None:
 def _tools(value: object) -> list[dict[str, object]]:
     entries = checks.items("tools", value, MAX_TOOLS, allowed="a list of dicts in JSON schema form")
     tools = [
-        dict(checks.mapping(f"tools[{place}]", tool, allowed="a dict in JSON schema form"))
-        for place, tool in enumerate(entries)
+        dict(checks.mapping(f"tools[{index}]", tool, allowed="a dict in JSON schema form"))
+        for index, tool in enumerate(entries)
     ]
     return cast("list[dict[str, object]]", tools)

@@ -54,36 +54,34 @@ class RequestChecks:
         has_tokenizer = self.encoder.has_tokenizer
         if first == 0:  # the options that all rows share
             if request.replica is not None and request.replica >= self._num_replicas:
-                raise ValueError(
-                    f"routed_dp_rank must be less than dp_size, which is {self._num_replicas}, got {request.replica}"
-                )
+                raise checks.wrong_value("routed_dp_rank", f"less than dp_size={self._num_replicas}", request.replica)
             if request.pooled is not None or self.model.task != "generate":
                 request.pooled = completed(request.pooled, self.model)
             self._check_options(request, 0, differ=False)
-        for place in range(first, len(request.prompts)):
-            prompt = request.prompts[place]
+        for index in range(first, len(request.prompts)):
+            prompt = request.prompts[index]
             if not has_tokenizer and isinstance(prompt, TextPrompt | ChatPrompt | PooledPrompt):
                 raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
             if isinstance(prompt, ChatPrompt) and prompt.options.template is not None:
                 self._check_template(prompt.options.template)
             try:
-                self._check_options(request, place, differ=True)
-                if isinstance(prompt, IdsPrompt) and prompt.is_checked:
+                self._check_options(request, index, differ=True)
+                if isinstance(prompt, IdsPrompt):
                     self.check_ids(prompt.token_ids)
                 if request.images is not None or isinstance(prompt, ChatPrompt):
-                    check_images(request, place, self.images)
+                    check_images(request, index, self.images)
             except (TypeError, ValueError) as error:
-                request.fail_prompt(place, error)
+                request.fail_prompt(index, error)
 
-    def _check_options(self, request: CallRequest, place: int, *, differ: bool) -> None:
+    def _check_options(self, request: CallRequest, prompt: int, *, differ: bool) -> None:
         """Check the options of a prompt. ``differ``: the options that may differ between prompts; False: the others."""
         logprobs, processors = request.logprobs, request.processors
         if logprobs is not None and logprobs.differ == differ:
-            logprobs.check(place, self.model.vocab_size, has_tokenizer=self.encoder.has_tokenizer)
+            logprobs.check(prompt, self.model.vocab_size, has_tokenizer=self.encoder.has_tokenizer)
         if (request.given_params is not None) == differ:
-            self._check_params(request, request.params_of(place))
+            self._check_params(request, request.params_of(prompt))
         if processors is not None and processors.is_list == differ:
-            self._check_processor(processors.of(place))
+            self._check_processor(processors.of(prompt))
 
     def _check_template(self, template: str | os.PathLike[str]) -> None:
         tokenizer = self.parts.tokenizer
@@ -91,11 +89,9 @@ class RequestChecks:
             return
         names = tokenizer.template_names
         if not (isinstance(template, str) and template in names):
-            raise ValueError(
-                f"chat_template={checks.shown(os.fspath(template))} is not the name of one of the model's templates "
-                f"({', '.join(names) or 'it has none'}), and requests may not contain a template; set "
-                "allow_request_templates=True if all clients are trusted"
-            )
+            given, known = checks.shown(os.fspath(template)), ", ".join(names) or "it has none"
+            text = f"chat_template={given} is none of the model's templates ({known})"
+            raise ValueError(f"{text}; allow_request_templates=True allows others")
 
     def _check_params(self, request: CallRequest, params: SamplingParams) -> None:
         """Convert parameters to ``request.message_parts``, and check them.
@@ -138,9 +134,7 @@ class RequestChecks:
         """Raise ValueError for ids outside the vocabulary."""
         size = self.model.vocab_size
         if isinstance(token_ids, EmbedsIds) and token_ids.width != self.model.hidden_size:
-            raise ValueError(
-                f"input_embeds has embeddings of {token_ids.width} numbers; this model needs {self.model.hidden_size}"
-            )
+            raise ValueError(f"input_embeds has the width {token_ids.width}; this model needs {self.model.hidden_size}")
         if len(token_ids) > self.model.context_length:
             return  # refused anyway, and may be very long
         try:
@@ -160,8 +154,5 @@ class RequestChecks:
         num_bytes = 4 * self.model.hidden_size * num_positions
         max_bytes = self.parts.blueprint.delivery.max_hidden_state_bytes
         if num_bytes > max_bytes:
-            raise RequestTooLargeError(
-                f"return_hidden_states of {num_ids} prompt tokens and up to {max_new_tokens} output tokens may give "
-                f"{num_bytes} bytes; max_hidden_state_bytes={max_bytes} are allowed. Lower "
-                "max_new_tokens, or give a shorter prompt"
-            )
+            excess = f"the hidden states may take {num_bytes} bytes; max_hidden_state_bytes={max_bytes} are allowed"
+            raise RequestTooLargeError(f"{excess}; lower max_new_tokens, or give a shorter prompt")

@@ -17,10 +17,9 @@ from aioengine.api import checks
 from aioengine.api.answers import ExtraDecoder, HiddenStateDecoder, named
 from aioengine.api.args import ARGUMENTS
 from aioengine.api.foreign_names import ALIASES, MISSING_OPTIONS, our_way
-from aioengine.api.params import SamplingParams, is_sampling_parameter, num_token_ids
+from aioengine.api.params import SamplingParams, is_sampling_parameter
 from aioengine.frontend.intake.pooling import Pooled  # a field of a Struct
 from aioengine.frontend.intake.prompt_options import (
-    MAX_TOKEN_IDS,
     PROMPTS_IN_PIECE,
     LogprobOptions,
     PerPrompt,
@@ -31,9 +30,7 @@ from aioengine.frontend.intake.prompt_options import (
 from aioengine.frontend.intake.prompts import (
     CHAT_ARGUMENTS,
     DEFAULT_RULES,
-    MAX_IDS_AT_CALL,
     MESSAGES,
-    CheckBudget,
     EncodeRules,
     Prompt,
     PromptError,
@@ -57,21 +54,22 @@ MAX_SALT_BYTES: Final = 512
 MAX_PRIORITY: Final = 2**63 - 1
 IDS_OR_ROWS: Final = "a list of token ids, or a list of such lists"
 
-MAX_WEIGHT_AT_ONCE: Final = 32_768
-"""Roughly the microseconds of checks in one piece: in the call, and later in each piece on the tokenizer's thread."""
-WORD_WEIGHT: Final = 64
-PATTERN_WEIGHT: Final = 4096
-
 _TIMEOUTS: Final = (("total", "timeout"), ("queue", "queue_timeout"), ("first_token", "first_token_timeout"))
 """Name of each deadline in finish reasons, and its option."""
 
 
-PromptCheck = Callable[[str, object, CheckBudget], Prompt]
-"""Takes the name and the value of a prompt, and what the call may check now. Returns the prompt."""
+PromptCheck = Callable[[str, object], Prompt]
+"""Takes the name and the value of a prompt. Returns the prompt."""
+
+MAX_BYTES_IN_PIECE: Final = 512 * 1024
+"""Bytes of the prompts that are checked at once, except the last one."""
 
 
 class MessageParts(NamedTuple):
-    """The parts of a ``Submit`` that depend only on the sampling parameters. Each row adds its seed and its context."""
+    """The parts of a ``Submit`` that depend only on the sampling parameters, the model and the engine.
+
+    Each row adds its seed and its context.
+    """
 
     params: SamplingParams
     sampling: Sampling
@@ -87,7 +85,7 @@ class CallRequest(Struct):
         is_batch: whether the caller gave a list of prompts.
         prompts: the checked prompts; an exception is the error of a row that fails alone. The encoder's thread may
             add more.
-        num_known: number of prompts that may start: they are checked, and their ids are registered.
+        num_registered: number of prompts that may start: they are checked, and their ids are registered.
         num_samples: samples of each prompt. gives_batch: whether the answer is a batch.
         num_bytes: bytes of the prompt. 0 for a batch, because the caller keeps the batch and its rows start gradually.
         params: one for all prompts, or one for each checked prompt.
@@ -111,7 +109,7 @@ class CallRequest(Struct):
     is_batch: bool
     pooled: Pooled | None = None
     num_prompts: int = 0
-    num_known: int = 0
+    num_registered: int = 0
     num_samples: int = 1
     num_rows: int = 0
     num_bytes: int = 0
@@ -181,34 +179,33 @@ class CallRequest(Struct):
         Raises:
             TypeError, ValueError: an argument is wrong; the message has its name and value.
         """
-        first, weight = len(self.prompts), 0
-        budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
-        for place in range(first, min(first + PROMPTS_IN_PIECE, self.num_prompts)):
-            if self.num_prompts > 1 and (added := self._weight(place)):
-                weight += added
-                if weight > MAX_WEIGHT_AT_ONCE and place > first:
-                    return
+        first, num_bytes = len(self.prompts), 0
+        for index in range(first, min(first + PROMPTS_IN_PIECE, self.num_prompts)):
+            if num_bytes > MAX_BYTES_IN_PIECE:
+                return
             try:
                 if self.rids is not None:
-                    rid, self.rids[place] = self.rids[place], ""  # stays empty if the id is wrong
-                    self.rids[place] = _rid(rid)
+                    rid, self.rids[index] = self.rids[index], ""  # stays empty if the id is wrong
+                    self.rids[index] = _rid(rid)
                 for option in self.lists:
-                    option.check_value(place)
+                    option.check_value(index)
                 if self.given_params is not None:
-                    self.params.append(self._parsed(self.given_params[place]))
+                    self.params.append(self._parsed(self.given_params[index]))
                 params = self.params[-1]
                 if self.processors is None and params.custom_params:
                     message = "is given without custom_logit_processor, which reads it; name one"
                     raise ValueError(f"custom_params={checks.shown(params.custom_params)} {message}")
-                name = f"{self.name}[{place}]" if self.is_batch else self.name
-                prompt: Prompt | PromptError = self.check_prompt(name, self.values[place], budget)
+                name = f"{self.name}[{index}]" if self.is_batch else self.name
+                checked = self.check_prompt(name, self.values[index])
+                num_bytes += checked.num_bytes
+                prompt: Prompt | PromptError = checked
             except (TypeError, ValueError) as error:
                 if not self.prompts_fail_alone:
-                    raise named(error, place, self.num_prompts) from None
+                    raise named(error, index, self.num_prompts) from None
                 prompt = _without_frames(error)
                 for option in self.lists:
-                    option.reset_value(place)
-                if self.given_params is not None and len(self.params) == place:
+                    option.reset_value(index)
+                if self.given_params is not None and len(self.params) == index:
                     self.params.append(SamplingParams(n=self.num_samples))
                 params = self.params[-1]
             if params.n != self.num_samples:  # an error of the call: n decides the index of each answer
@@ -217,20 +214,10 @@ class CallRequest(Struct):
             self.prompts.append(prompt)
 
     def fail_prompt(self, prompt: int, error: TypeError | ValueError) -> None:
-        """Give a prompt this error in its place. If rows do not fail alone, raise the error."""
+        """Fail a prompt with this error. If rows do not fail alone, raise the error."""
         if not self.prompts_fail_alone:
             raise named(error, prompt, self.num_prompts) from None
         self.prompts[prompt] = _without_frames(error)
-
-    def _weight(self, place: int) -> int:
-        """About how many microseconds it takes to check the values of a row, except its prompt."""
-        weight = 0
-        if self.given_params is not None and id(self.given_params[place]) not in self.parsed:
-            weight = _params_weight(self.given_params[place])
-        if self.logprobs is not None and self.logprobs.token_ids.is_list:
-            num_ids = checks.num_items(self.logprobs.token_ids.values[place])
-            weight += num_ids if num_ids <= MAX_TOKEN_IDS else 0  # it is refused for its length
-        return weight
 
     def _parsed(self, value: object) -> SamplingParams:
         params = self.parsed.get(id(value))
@@ -243,21 +230,6 @@ class CallRequest(Struct):
         if isinstance(params, Exception):
             raise params.with_traceback(None)
         return params
-
-
-def _params_weight(value: object) -> int:
-    """About how many microseconds it takes to parse sampling parameters, and to check them against the model."""
-    if isinstance(value, SamplingParams):
-        return num_token_ids(value) + WORD_WEIGHT * len(value.bad_words or ())
-    if not isinstance(value, Mapping):
-        return 0
-    given = dict(cast("Mapping[str, object]", value))
-    return (
-        checks.json_size(given, MAX_WEIGHT_AT_ONCE)
-        + sum(map(checks.num_items, given.values()))  # of sets and arrays, too
-        + WORD_WEIGHT * checks.num_items(given.get("bad_words"))
-        + PATTERN_WEIGHT * ("stop_regex" in given)
-    )
 
 
 def _without_frames(error: PromptError) -> PromptError:

@@ -6,7 +6,6 @@ one request that generates no token and finds the query in the prefix cache. Wit
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence  # noqa: TC003  # for the annotations of the options
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, cast
@@ -33,8 +32,6 @@ else:
 
 MAX_LABELS: Final = 1 << 17
 MAX_TEMPERATURE: Final = 1e6
-_ENTRIES_PER_TURN: Final = 4096
-"""Items and labels that are read before the event loop gets a turn: about 10 ms."""
 ITEMS: Final = "a string, or a list of strings or of lists of token ids"
 LABELS: Final = "a list of token ids, or one for each item"
 
@@ -109,11 +106,11 @@ class ScoreRequest(Struct, kw_only=True):
     returns_exceptions: bool = False
     errors: dict[int, Exception] = {}
 
-    def fail_item(self, place: int, error: TypeError | ValueError) -> None:
-        """Give an item this error in its place. If items do not fail alone, raise the error."""
+    def fail_item(self, index: int, error: TypeError | ValueError) -> None:
+        """Fail an item with this error. If items do not fail alone, raise the error."""
         if not self.returns_exceptions:
             raise error
-        self.errors.setdefault(place, error)
+        self.errors.setdefault(index, error)
 
     def scores_of(self, logits: list[float]) -> list[float]:
         """Return the softmax of log-probabilities, or of the scores of a classifier, at ``temperature``."""
@@ -123,10 +120,10 @@ class ScoreRequest(Struct, kw_only=True):
         return [weight / total for weight in weights]
 
 
-async def score_request(
+def score_request(
     query: object, items: object, labels: object, options: Mapping[str, object], *, parts: EngineParts
 ) -> ScoreRequest:
-    """Check a call of ``score``, many items in several iterations of the loop.
+    """Check a call of ``score``. Runs on any thread, because long lists take time.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message has its name and value.
@@ -150,27 +147,13 @@ async def score_request(
     if request.gives_logprobs and is_classifier:
         raise ValueError("return_token_logprobs is for models that generate, and this one is a classifier")
     is_item_first = checks.switch("item_first", options.get("item_first", False))
-    await _add_prompts(request, query, items, is_item_first=is_item_first, may_be_empty=is_classifier)
+    _add_prompts(request, query, items, is_item_first=is_item_first, may_be_empty=is_classifier)
     if not is_classifier:
-        await _add_labels(request, labels, parts)
+        _add_labels(request, labels, parts)
     return request
 
 
-class _Turns:
-    """Long lists are read in several iterations of the event loop."""
-
-    def __init__(self) -> None:
-        self._num_left = _ENTRIES_PER_TURN
-
-    async def read(self, num: int = 1) -> None:
-        """Count entries that were read. After many of them, wait for the next iteration of the loop."""
-        self._num_left -= num
-        if self._num_left <= 0:
-            self._num_left = _ENTRIES_PER_TURN
-            await asyncio.sleep(0)
-
-
-async def _add_prompts(
+def _add_prompts(
     request: ScoreRequest, query: object, items: object, *, is_item_first: bool, may_be_empty: bool
 ) -> None:
     """Add the prompts: query and item together, as texts or as ids."""
@@ -183,24 +166,22 @@ async def _add_prompts(
         entries = [entries]
     shared: Any = None if query is None else _text_or_ids("query", query)
     first = None if shared is None else ("query", shared)
-    turns = _Turns()
     prompts: list[Any] = []
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         try:
-            item = _text_or_ids(f"items[{place}]", entry)
-            first = first or (f"items[{place}]", item)
+            item = _text_or_ids(f"items[{index}]", entry)
+            first = first or (f"items[{index}]", item)
             if not isinstance(item, type(first[1])):
                 raise ValueError(
-                    f"items[{place}] is {checks.shown(item)} and {first[0]} is {checks.shown(first[1])}; give all of "
+                    f"items[{index}] is {checks.shown(item)} and {first[0]} is {checks.shown(first[1])}; give all of "
                     "them as texts, or all as lists of token ids"
                 )
             if not item and not shared and not may_be_empty:
-                raise ValueError(f"query and items[{place}] are both empty; give at least one character or token id")
+                raise ValueError(f"query and items[{index}] are both empty; give at least one character or token id")
         except (TypeError, ValueError) as error:
-            request.fail_item(place, error)
+            request.fail_item(index, error)
             item = type(first[1])() if first else ""
         prompts.append(item if shared is None else item + shared if is_item_first else shared + item)
-        await turns.read((1 if isinstance(item, str) else len(item)) + len(prompts[-1]) // 1000)
     request.prompts = prompts
 
 
@@ -218,31 +199,30 @@ def _text_or_ids(name: str, value: object) -> str | list[int]:
         return [checks.whole(f"{name} entries", entry, 0) for entry in entries]
 
 
-async def _add_labels(request: ScoreRequest, value: object, parts: EngineParts) -> None:
+def _add_labels(request: ScoreRequest, value: object, parts: EngineParts) -> None:
     """Add the labels: one list for all items, or one list per item."""
     given = checks.items("label_token_ids", value, checks.MAX_COUNT, allowed=LABELS)
     if not given:
         raise ValueError("label_token_ids is empty; give at least one token id")
     size = parts.settings.model.vocab_size if parts.tokenizer is None else parts.tokenizer.vocab_size
-    turns = _Turns()
     if not any(isinstance(checks.plain(entry), list | tuple) for entry in given[:PROMPTS_IN_PIECE]):
         given = checks.items("label_token_ids", given, MAX_LABELS)
-        request.labels = [await _checked_labels("label_token_ids", given, size, turns)]
+        request.labels = [_checked_labels("label_token_ids", given, size)]
         return
     if len(given) != len(request.prompts):
         lists, items = checks.counted(len(given), "list"), checks.counted(len(request.prompts), "item")
         raise ValueError(f"label_token_ids has {lists} for {items}; give one for each")
     request.labels = []
-    for place, row in enumerate(given):
-        name = f"label_token_ids[{place}]"
+    for index, row in enumerate(given):
+        name = f"label_token_ids[{index}]"
         try:
-            request.labels.append(await _checked_labels(name, checks.items(name, row, MAX_LABELS), size, turns))
+            request.labels.append(_checked_labels(name, checks.items(name, row, MAX_LABELS), size))
         except (TypeError, ValueError) as error:
-            request.fail_item(place, error)
+            request.fail_item(index, error)
             request.labels.append([])
 
 
-async def _checked_labels(name: str, given: list[object], vocab_size: int, turns: _Turns) -> list[int]:
+def _checked_labels(name: str, given: list[object], vocab_size: int) -> list[int]:
     seen = dict[int, None]()
     for entry in given:
         if isinstance(entry, str):
@@ -252,7 +232,6 @@ async def _checked_labels(name: str, given: list[object], vocab_size: int, turns
         if label in seen:
             raise ValueError(f"{name} has {label} twice; give each label once")
         seen[label] = None
-        await turns.read()
     if not seen:
         raise ValueError(f"{name} is empty; give at least one token id")
     return list(seen)
@@ -268,19 +247,19 @@ async def score(
         Exception: the errors of ``generate`` and ``encode``.
     """
     num_items, labels = len(request.prompts), request.labels
-    scores: list[Any] = [request.errors.get(place) for place in range(num_items)]
+    scores: list[Any] = [request.errors.get(index) for index in range(num_items)]
     logprobs = scores.copy()
-    places = [place for place in range(num_items) if place not in request.errors]
-    if not places:
+    indices = [index for index in range(num_items) if index not in request.errors]
+    if not indices:
         return ScoreResult(scores, 0, logprobs if request.gives_logprobs else None)
 
     def chosen(values: Any) -> Any:
         """Return the values of the items that are computed."""
         is_list = isinstance(values, list | tuple) and len(cast("list[object]", values)) == num_items
-        return [values[place] for place in places] if is_list else values
+        return [values[index] for index in indices] if is_list else values
 
     call: dict[str, Any] = {"return_exceptions": request.returns_exceptions}
-    call["prompt" if isinstance(request.prompts[places[0]], str) else "input_ids"] = chosen(request.prompts)
+    call["prompt" if isinstance(request.prompts[indices[0]], str) else "input_ids"] = chosen(request.prompts)
     if request.lora_path is not None:
         call["lora_path"] = chosen(request.lora_path)
     if labels is None:
@@ -292,10 +271,10 @@ async def score(
             return_logprob=True,
             token_ids_logprob=labels[0] if len(labels) == 1 else chosen(labels),
         )
-    turns, num_tokens = _Turns(), 0
-    for place, out in zip(places, outs, strict=True):
+    num_tokens = 0
+    for index, out in zip(indices, outs, strict=True):
         if isinstance(out, Exception):
-            scores[place] = logprobs[place] = out
+            scores[index] = logprobs[index] = out
             continue
         info = out["meta_info"]
         num_tokens += info["prompt_tokens"]
@@ -307,12 +286,11 @@ async def score(
             error = RequestError("schedule", f"it ended before its scores were there: {dict(info['finish_reason'])}")
             if not request.returns_exceptions:
                 raise error
-            scores[place] = logprobs[place] = error
+            scores[index] = logprobs[index] = error
             continue
-        logprobs[place] = row
+        logprobs[index] = row
         if request.has_softmax:
-            scores[place] = request.scores_of(row)
+            scores[index] = request.scores_of(row)
         else:
-            scores[place] = row if labels is None else [math.exp(logprob) for logprob in row]
-        await turns.read(len(row))
+            scores[index] = row if labels is None else [math.exp(logprob) for logprob in row]
     return ScoreResult(scores, num_tokens, logprobs if request.gives_logprobs else None)

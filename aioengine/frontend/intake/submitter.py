@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections import deque
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Final, cast
 
 from msgspec.structs import replace
@@ -96,7 +95,6 @@ class Submitter:
         self._send = checks.parts.processes.send
         self._close_if_over = close_if_over
         self._loop = asyncio.get_running_loop()
-        self._has_numpy = False
         self._num_uids = 0
         self._num_seeds = 0
         self.checking: set[Call] = set()
@@ -157,28 +155,24 @@ class Submitter:
                     call.notify_on = NotifyOn.END_READ if num_startable <= 0 else NotifyOn.NOTHING
             first = call.num_started // request.num_samples
             most = max(1, min(num_startable, MAX_ROWS_AT_ONCE) // request.num_samples)
-            prompts = request.prompts[first : min(first + most, request.num_known)]
+            prompts = request.prompts[first : min(first + most, request.num_registered)]
             if num_startable <= 0 or not prompts:
                 return
             if self._images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):
                 prompts = prompts[:1]  # a prompt waits for its images, so it starts alone
-            if (request.pooled or request.hidden_states) and not self._has_numpy:
-                call.is_start_pending = True
-                self._encoder.run(partial(import_module, "numpy"), partial(self._numpy_imported, call))
-                return
             encoded: list[Encoded] = []
-            for position, prompt in enumerate(prompts):
+            for number, prompt in enumerate(prompts):
                 known = self._ids_if_known(prompt)
                 if known is not None:
                     encoded.append(known)
                 if isinstance(known, Exception):
-                    prompts[position] = known
+                    prompts[number] = known
             start = self._start_rows if self._images is None else self._place_images
             if len(encoded) == len(prompts):  # otherwise all go to the thread, so that rows start in order
                 start(call, encoded, 0.0)
             else:
                 call.is_start_pending = True
-                self._encoder.encode(EncodeJob(prompts, partial(start, call), self.checks.check_ids))
+                self._encoder.encode(EncodeJob(prompts, partial(start, call)))
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))
             raise
@@ -191,7 +185,7 @@ class Submitter:
         request = call.request
         num_free_bytes, num_rows = self._limits.free_logprob_bytes, 0
         prompt = call.num_started // request.num_samples
-        while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt < request.num_known:
+        while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt < request.num_registered:
             if (rules := request.logprobs_of(prompt)) is not None:
                 num_positions, num_output = self._model.context_length, request.params_of(prompt).max_new_tokens
                 if rules.start < 0 and num_output is not None:
@@ -205,21 +199,19 @@ class Submitter:
         return min(limit, max(num_rows, 0 if call.num_held else 1))
 
     def _ids_if_known(self, prompt: Prompt | PromptError) -> list[int] | PromptError | None:
-        """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized or checked.
+        """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized.
 
-        A prompt that is certainly too long gets its error here and is not tokenized.
+        A text that is certainly too long gets its error here and is not tokenized.
         """
         if isinstance(prompt, Exception):
             return prompt
-        if isinstance(prompt, IdsPrompt) and prompt.is_checked:
+        if isinstance(prompt, IdsPrompt):
             return prompt.token_ids
-        try:
-            if isinstance(prompt, IdsPrompt) and self._model.task == "generate":
-                self.checks.output_limit(SamplingParams(), prompt.num_ids)  # raises if it is too long
-            elif isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self._encoder.sizes:
+        if isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self._encoder.sizes:
+            try:
                 self._encoder.sizes.check_bytes(prompt.num_bytes)
-        except RequestTooLargeError as error:
-            return error
+            except RequestTooLargeError as error:
+                return error
         return None
 
     def _place_images(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
@@ -233,17 +225,6 @@ class Submitter:
 
         call.is_start_pending = True
         self._images.place(call, encoded[0], placed)
-
-    def _numpy_imported(self, call: Call, work: Future[object]) -> None:
-        """Start rows whose answers are arrays. The import takes some 50 ms, and most programs do not need it."""
-        call.is_start_pending = False
-        try:
-            work.result()
-        except BaseException as error:
-            self._fail(call, RequestError("submit", f"numpy cannot be imported: {describe(error)}"))
-            return
-        self._has_numpy = True
-        self.submit_next(call)
 
     def _start_rows(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
         """Start the rows of the next prompts, whose ids are known, then the next rows of the call, later.
@@ -286,8 +267,8 @@ class Submitter:
 
     def _start_row(self, call: Call, encoded: Encoded, tokenize_s: float, submits: list[Submit]) -> None:
         """Create the next row of a call. Add its message to ``submits``, or end the row."""
-        request, position = call.request, call.num_started
-        prompt, sample = divmod(position, request.num_samples)
+        request, index = call.request, call.num_started
+        prompt, sample = divmod(index, request.num_samples)
         params = request.params_of(prompt)
         if request.adapters is not None:
             encoded = request.adapters.error_of(prompt) or encoded
@@ -312,7 +293,7 @@ class Submitter:
         row = self._add_row(call, ids, seed=(seed + sample) & SEED_MASK, tokenize_s=tokenize_s)
         if not isinstance(encoded, list):
             _refuse_row(row, encoded)
-        elif position in call.aborted:
+        elif index in call.aborted:
             _end_row(row, FinishCode.ABORT)
         elif call.deadlines and (expired := call.expired_deadline(time.monotonic())):
             _end_row(row, FinishCode.DEADLINE, matched=expired)
@@ -329,15 +310,14 @@ class Submitter:
 
     def _add_row(self, call: Call, ids: list[int], *, seed: int = 0, tokenize_s: float = 0.0) -> CallRow:
         """Create the next row of a call. ``ids``: its prompt; empty: it will not be submitted."""
-        request, position = call.request, call.num_started
+        request, index = call.request, call.num_started
         call.num_started += 1
-        prompt = position // request.num_samples
+        prompt = index // request.num_samples
         has_extras = request.logprobs is not None or request.hidden_states is not None
         row = row_type(request)(
             call,
-            position,
-            call.row_rid(position),
-            index=position if request.gives_batch else None,
+            index,
+            call.row_rid(index),
             seed=seed,
             tokenize_s=tokenize_s,
             prompt_token_ids=ids,
@@ -358,7 +338,7 @@ class Submitter:
             ValueError, EngineOverloadedError: the row does not fit.
         """
         call, ids = row.call, row.prompt_token_ids
-        request, prompt, num_prompt = call.request, row.position // call.request.num_samples, len(row.prompt_token_ids)
+        request, prompt, num_prompt = call.request, row.prompt, len(row.prompt_token_ids)
         session = 0 if request.sessions is None else self._sessions.attach(row)
         if not ids:
             raise ValueError("the prompt has no tokens; give at least one character or token id")
@@ -376,7 +356,7 @@ class Submitter:
             return None
         message_parts = request.message_parts[id(params)]
         if call.is_stream and message_parts.sampling.grammar is not None:
-            call.compiling.add(row.position)
+            call.compiling.add(row.index)
         row.uid = self._num_uids
         self._num_uids += 1
         self._limits.add_row(call, prompt, num_prompt)
@@ -499,10 +479,8 @@ def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Calla
     if not isinstance(encoded, list) or len(encoded) <= max_tokens:
         return encoded
     if isinstance(encoded, MediaIds):
-        return RequestTooLargeError(
-            f"the prompt has {len(encoded)} tokens, including {encoded.num_image_tokens} for images, and {max_tokens} "
-            "fit; give smaller or fewer images"
-        )
+        sizes = f"{len(encoded)} tokens, including {encoded.num_image_tokens} for images, and {max_tokens} fit"
+        return RequestTooLargeError(f"the prompt has {sizes}; give smaller or fewer images")
     if pooled.truncates:
         cut = encoded[:max_tokens]
         try:

@@ -107,9 +107,7 @@ class Attachments:
             if attachment is None:
                 if self._closed is not None:
                     raise copy(self._closed)
-                raise ValueError(
-                    f"no request {checks.shown(rid)} can be attached to: it had no resume_ttl, or its time is over"
-                )
+                raise ValueError(f"no request {checks.shown(rid)} can be attached to, or its time is over")
             call, row, ready = attachment.call, attachment.row, deque[CallRow]()
             (Log() if row is None else row.log).token_index(offset)  # raises ValueError
             reader = Reader(call, ready, lock=self._lock, actions=actions)  # if interrupted from here on, it is left

@@ -67,7 +67,6 @@ class Turn(Struct, eq=False):
     Attributes:
         parent: the turn that it continues; None: it is the root.
         num_kept: number of ids that its prompt takes from its history. New ids follow.
-        source: the turn that has these ids: its parent, or an ancestor; None: there are none.
         ids: its own ids: the new ids of its prompt, and after its end also its answer.
         num_prompt: number of ids of its whole prompt.
         media: the images of its whole prompt.
@@ -80,7 +79,6 @@ class Turn(Struct, eq=False):
     session: Session
     rid: str = ""
     parent: Turn | None = None
-    source: Turn | None = None
     num_kept: int = 0
     num_prompt: int = 0
     ids: array[int] = field(default_factory=partial(array, "I"))
@@ -108,14 +106,14 @@ class Turn(Struct, eq=False):
         return self.session.is_streaming and row.end.code not in ANSWERED
 
     def history(self, num_ids: int) -> list[int]:
-        """Return the first ``num_ids`` ids of its prompt and answer, from this turn and its sources."""
+        """Return the first ``num_ids`` ids of its prompt and answer, from this turn and its ancestors."""
         parts: list[array[int]] = []
         turn: Turn | None = self
         while turn is not None and num_ids > 0:
             if num_ids > turn.num_kept:
                 parts.append(turn._own_ids()[: num_ids - turn.num_kept])
                 num_ids = turn.num_kept
-            turn = turn.source
+            turn = turn.parent
         joined = array("I")
         for part in reversed(parts):
             joined += part
@@ -125,10 +123,7 @@ class Turn(Struct, eq=False):
         """Return the images in its first ``num_ids`` ids. Raises ValueError if an image is cut."""
         media = [image for image in self.media if image.start < num_ids]
         if media and (end := media[-1].start + media[-1].num_tokens) > num_ids:
-            raise ValueError(
-                f"session_params has offset={num_ids}, inside the image at tokens {media[-1].start} to {end}; give "
-                "an offset before or after it"
-            )
+            raise ValueError(f"offset={num_ids} is inside the image at tokens {media[-1].start} to {end}")
         return media
 
     @property
@@ -186,22 +181,15 @@ class Session:
         if params.rid is None:
             for name, value in about_history.items():
                 if value:
-                    raise ValueError(
-                        f"session_params has {name}={value} but no rid; {name} cuts the history of the request rid, so "
-                        f'give the meta_info["id"] of an answer as rid, or leave {name} out'
-                    )
+                    raise ValueError(f"session_params has {name}={value} but no rid, whose history is to be cut")
             return self.root
         parent = self.turns.get(params.rid)
         if parent is None or (parent.is_over and parent.has_failed):
-            raise ValueError(
-                f"invalid request: session {self.id!r} has no request {checks.shown(params.rid)}, or it failed; give "
-                'the meta_info["id"] of an answer'
-            )
+            rid = checks.shown(params.rid)
+            raise ValueError(f"invalid request: session {self.id!r} has no request {rid}, or it failed")
         if not parent.is_over and not params.replace:
-            raise ValueError(
-                f"session {self.id!r}: appending to a request that hasn't finished, {parent.rid!r}; wait for its end, "
-                "or replace it"
-            )
+            text = f"session {self.id!r}: appending to a request that hasn't finished, {parent.rid!r}"
+            raise ValueError(f"{text}; wait for its end, or replace it")
         return parent
 
 
@@ -280,10 +268,7 @@ class Sessions:
             EngineError: the engine accepts no calls.
         """
         if self._task != "generate":
-            raise ValueError(
-                f"the task of this model is '{self._task}', and sessions are only for models that generate; call "
-                "encode without a session"
-            )
+            raise ValueError(f"sessions are for models that generate, and the task of this model is '{self._task}'")
         checks.whole("capacity_of_str_len", capacity, 0)
         name = os.urandom(16).hex() if session_id is None else _checked_id(session_id)
         is_streaming = checks.switch("streaming", streaming)
@@ -293,9 +278,7 @@ class Sessions:
             if name in self._by_id:
                 raise ValueError(f"session {checks.shown(name)} is open already; choose another session_id")
             if len(self._by_id) >= MAX_SESSIONS:
-                raise EngineOverloadedError(
-                    f"{MAX_SESSIONS} sessions are open; close some, or open them with a timeout"
-                )
+                raise EngineOverloadedError(f"{MAX_SESSIONS} sessions are open; close some, or set a timeout")
             self._num_opened += 1
             session = Session(name, self._num_opened, is_streaming=is_streaming, timeout_s=timeout_s)
             self._by_id[name] = session
@@ -353,27 +336,24 @@ class Sessions:
         check(num_kept + len(ids))
         if self._num_tokens + len(ids) + TOKENS_PER_TURN > MAX_SESSION_TOKENS:
             raise EngineOverloadedError(
-                f"the open sessions have {self._num_tokens} tokens, and the limit is {MAX_SESSION_TOKENS}; close some "
-                "of them, or open them with a timeout"
+                f"all sessions have {self._num_tokens} tokens; the limit is {MAX_SESSION_TOKENS}"
             )
         if media:
             self._keep_images(session, media)
         if params.replace:
             self._replace(parent)
         num_prompt = num_kept + len(ids)
-        position = call.num_started
-        turn = Turn(session, call.row_rid(position), parent, parent, num_kept, num_prompt, media=media)
-        while turn.source is not None and num_kept <= turn.source.num_kept:  # skip turns whose own ids are cut
-            turn.source = turn.source.source
+        index = call.num_started
+        turn = Turn(session, call.row_rid(index), parent, num_kept, num_prompt, media=media)
         turn.ids.extend(ids)
         self._add(turn, parent)
-        self._running.setdefault(call, {})[position] = turn
+        self._running.setdefault(call, {})[index] = turn
         all_ids = parent.history(num_kept) + ids
         return MediaIds(all_ids, media) if media else all_ids
 
     def attach(self, row: CallRow) -> int:
         """Connect a row to its turn. Return the number of its session; 0: the row has no session."""
-        turn = self._running.get(row.call, {}).get(row.position)
+        turn = self._running.get(row.call, {}).get(row.index)
         if turn is None:
             return 0
         turn.row = cast("KeptRow", row)
@@ -389,10 +369,7 @@ class Sessions:
         assert self._images is not None
         most = self._images.model.limits.max_images_per_prompt
         if len(media) > most:
-            raise ValueError(
-                f"the prompt and its session history have {checks.counted(len(media), 'image')}; the limit is "
-                f"max_images_per_prompt={most}"
-            )
+            raise ValueError(f"prompt and history have {len(media)} images; the limit is max_images_per_prompt={most}")
         contents = [image.content for image in media]
         self._images.keep(set(contents) - session.images.keys())
         session.images.update(contents)

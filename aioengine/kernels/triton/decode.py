@@ -4,6 +4,8 @@ The positions of a row are divided into splits (split-KV, ``attention/_gpu_split
 one kv head: it reads keys and values once for all query heads of this kv head. The program that finishes last merges
 the splits of a row in order, so that the sum is the same in every run.
 
+A row may also be several tokens of a request (``DecodeRows.most_tokens``): then they read its keys and values together.
+
 R rows, H query heads, K kv heads, G query heads of a kv head, E head size, N pages, S page size, X entries for splits.
 """
 
@@ -33,6 +35,8 @@ from aioengine.kernels.triton.scores import (
 
 LEAST_ROWS = 16
 """Rows of the smallest tensor core matmul. Fewer query heads per kv head are padded."""
+MOST_QUERIES = 32
+"""Query heads of the tokens of a row, for one kv head."""
 STAGES = tl.constexpr(3)
 
 
@@ -42,14 +46,19 @@ class DecodeRows(NamedTuple):
     Attributes:
         page_starts: [R + 1] start of each row in ``page_ids``.
         page_ids: the concatenated page tables.
-        splits: [5, X], the result of ``attention._gpu_splits.plan_splits``. X is a multiple of 16.
+        splits: [5, X], the result of ``attention._gpu_splits.plan_splits``. X is a multiple of 16. With ``most_tokens``
+            above 1 it is [7, X], with the first token and the number of tokens of the row of each split.
         num_done: [R * K] counters of the kernel: zeros, which are zeros again after it.
+        last_lengths: number of positions of each token on the last page of its row; None: splits end with the row.
+        most_tokens: maximum tokens of a row.
     """
 
     page_starts: Tensor
     page_ids: Tensor
     splits: Tensor
     num_done: Tensor
+    last_lengths: Tensor | None = None
+    most_tokens: int = 1
 
 
 @triton.jit
@@ -74,27 +83,40 @@ def _finish(
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_member[:, None])
 
 
-@triton.jit(do_not_specialize_on_alignment=["page_starts", "page_ids", "splits", "num_done"])
+@triton.jit(do_not_specialize_on_alignment=["page_starts", "page_ids", "splits", "num_done", "last_lengths"])
 def _decode_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, page_ids: tl.tensor, splits: tl.tensor,
-    num_done: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor, other: tl.tensor,
-    other_weights: tl.tensor, sinks: tl.tensor, scales: tl.tensor, max_splits: tl.tensor, scale: tl.tensor,
+    num_done: tl.tensor, last_lengths: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor,
+    other: tl.tensor, other_weights: tl.tensor, sinks: tl.tensor, scales: tl.tensor, max_splits: tl.tensor,
+    scale: tl.tensor,
     TOKEN_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    ALL_HEADS: tl.constexpr = TOKENS * NUM_HEADS
     PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
     head, split = tl.program_id(0), splits + tl.program_id(1)
     row = tl.load(split).to(tl.int64)
     if row >= 0:
         begin, end = tl.load(split + max_splits), tl.load(split + 2 * max_splits)
         count, first_split = tl.load(split + 3 * max_splits), tl.load(split + 4 * max_splits)
-        pages = page_ids + tl.load(page_starts + row)
-        start_next_and_wait()
+        first_page = tl.load(page_starts + row)
+        pages = page_ids + first_page
+        first_token, num_tokens = row, 1
+        if TOKENS > 1:
+            first_token, num_tokens = tl.load(split + 5 * max_splits).to(tl.int64), tl.load(split + 6 * max_splits)
         members, columns = tl.arange(0, ROWS), tl.arange(0, HEAD_SIZE)[None, :]
-        is_member, heads = members < GROUP, head * GROUP + members
+        tokens, heads = members // GROUP, head * GROUP + members % GROUP
+        is_member = tokens < num_tokens
+        if last_lengths is not None:
+            full = (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE
+            last_lengths += first_token
+            end = tl.minimum(end, full + tl.load(last_lengths + num_tokens - 1))
+            seen = full + tl.load(last_lengths + tokens, mask=is_member, other=0)
+        start_next_and_wait()
         inside = is_member[:, None] & (columns < HEAD_SIZE)
-        queries = tl.load(q + row * TOKEN_STRIDE + heads[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
+        places = (first_token + tokens) * TOKEN_STRIDE + heads * HEAD_SIZE
+        queries = tl.load(q + places[:, None] + columns, mask=inside, other=0.0)
         keys += head * PAGE_SIZE * HEAD_SIZE
         values += head * PAGE_SIZE * HEAD_SIZE
         factor = scale
@@ -111,26 +133,30 @@ def _decode_kernel(
             scores = tl.dot(queries, tl.trans(tl.load(keys + offsets).to(queries.dtype))) * factor
             if CAP > 0.0:
                 scores = capped(scores, CAP)
-            weights, shrink, highest, total = softmax_step(tl.where(is_there[None, :], scores, MASKED), highest, total)
+            is_seen = is_there[None, :]
+            if TOKENS > 1:
+                is_seen = is_seen & (positions[None, :] < seen[:, None])
+            weights, shrink, highest, total = softmax_step(tl.where(is_seen, scores, MASKED), highest, total)
             # values beyond the end have weight 0, but may be NaN
             block_values = tl.load(values + offsets, mask=is_there[:, None], other=0.0).to(queries.dtype)
             sums = tl.dot(weights.to(queries.dtype), block_values, sums * shrink[:, None])
         state, target = (
             (highest, total, sums),
-            (out, row * NUM_HEADS + heads, is_member, other, other_weights, sinks, heads, scales),
+            (out, (first_token + tokens) * NUM_HEADS + heads, is_member, other, other_weights, sinks, heads, scales),
         )
         if count == 1:
             _finish(state, *target)
         else:
-            split_heads = tl.program_id(1) * NUM_HEADS + heads
+            member_heads = tokens * NUM_HEADS + heads
+            split_heads = tl.program_id(1) * ALL_HEADS + member_heads
             store_split(split_sums, split_marks, split_heads, state, is_member, HEAD_SIZE)
             tl.debug_barrier()  # all threads must have stored before one increments the counter
             done = num_done + row * NUM_KV_HEADS + head
             if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
-                sources = first_split * NUM_HEADS + heads
+                sources = first_split * ALL_HEADS + member_heads
                 whole = nothing_attended(ROWS, HEAD_SIZE)
                 for index in tl.range(0, count, loop_unroll_factor=4):
-                    source = sources + index * NUM_HEADS  # the loads bypass L1: other programs wrote the splits
+                    source = sources + index * ALL_HEADS  # the loads bypass L1: other programs wrote the splits
                     whole = with_split(whole, split_sums, split_marks, source, is_member, HEAD_SIZE, ".cg")
                 _finish(whole, *target)
                 tl.store(done, 0)
@@ -158,12 +184,14 @@ def decode(
     num_heads, head_size = q.shape[1:]
     _, num_kv_heads, page_size, _ = pool[0].shape
     max_splits = rows.splits.shape[1]
-    sums = torch.empty(max_splits, num_heads, head_size, dtype=torch.float32, device=q.device)
-    stats = torch.empty(max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
-    num_rows = max(next_power_of_2(num_heads // num_kv_heads), LEAST_ROWS)
+    num_tokens = rows.most_tokens
+    sums = torch.empty(max_splits, num_tokens * num_heads, head_size, dtype=torch.float32, device=q.device)
+    stats = torch.empty(max_splits, num_tokens * num_heads, 2, dtype=torch.float32, device=q.device)
+    num_rows = max(next_power_of_2(num_tokens * num_heads // num_kv_heads), LEAST_ROWS)
     block = 128 if head_size <= 128 else 64
-    sizes = q.stride(0), num_heads, num_kv_heads, num_rows, page_size, head_size, block, rules.cap
-    tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.splits, rows.num_done, sums, stats, out)
-    key = (q.dtype, pool[0].dtype, sizes, rules.tensors_key, *alignments(q, *pool, sums, stats, out, *(other or ())))
+    sizes = q.stride(0), num_heads, num_kv_heads, num_rows, page_size, head_size, block, rules.cap, num_tokens
+    tensors = (q, *pool, *rows[:5], sums, stats, out)
+    alignment = alignments(q, *pool, sums, stats, out, *(other or ()))
+    key = (q.dtype, pool[0].dtype, sizes, rows.last_lengths is None, rules.tensors_key, *alignment)
     arguments = (*tensors, *(other or (None, None)), rules.sinks, rules.scales, max_splits, rules.factor(scale), *sizes)
     _decode((num_kv_heads, max_splits, 1), key, arguments, options(4))

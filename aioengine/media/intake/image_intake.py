@@ -22,8 +22,8 @@ from msgspec.structs import replace
 
 from aioengine.errors import EngineOverloadedError, RequestError, describe
 from aioengine.media.intake.media_jobs import MediaProcess
-from aioengine.media.intake.sources import read_source
-from aioengine.media.tokens._base import ImageShape
+from aioengine.media.intake.sources import ImageSource, read_source
+from aioengine.media.tokens._base import ImageModel, ImageShape
 from aioengine.protocol.media import (
     Broken,
     Cancelled,
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
-    from aioengine.media.intake.sources import ImageSource
-    from aioengine.media.tokens._base import ImageModel
 
 MAX_FETCHES: Final = 16
 """Maximum number of downloads at a time, in addition to the images that are prepared."""

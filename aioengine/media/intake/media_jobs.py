@@ -20,7 +20,6 @@ from msgspec import DecodeError, Struct
 from msgspec.structs import replace
 
 from aioengine.errors import EngineStartupError, describe, describe_exit
-from aioengine.file_descriptors import SpareDescriptors
 from aioengine.logs import warn
 from aioengine.protocol.media import (
     Broken,
@@ -151,7 +150,7 @@ class MediaProcess:
         finally:
             theirs.close()
         ours.setblocking(False)
-        return ProcessChild(MEDIA, popen, log_path, SpareDescriptors()), ours
+        return ProcessChild(MEDIA, popen, log_path), ours
 
     def _spawned(self, started: Future[tuple[ProcessChild, socket.socket]]) -> None:
         if self._is_closed or self._starting is not started:

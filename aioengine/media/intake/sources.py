@@ -119,9 +119,7 @@ def part_source(name: str, part: Mapping[str, object]) -> ImageSource | None:
             raise checks.wrong_type(f"image_url of {name}", 'a URL, or a dict {"url": ...}', part.get("image_url"))
         return image_source(f"the URL of {name}", url)
     if unknown := sorted(map(str, part.keys() - {"type", *CONTENT})):
-        raise ValueError(
-            f"{name} has {checks.cut(', '.join(unknown))}; an image is given as one of {', '.join(CONTENT)}"
-        )
+        raise ValueError(f"{name} has {checks.cut(', '.join(unknown))}; give an image as one of {', '.join(CONTENT)}")
     keys = [key for key in CONTENT if part.get(key) is not None]
     if len(keys) > 1:
         raise ValueError(f"{name} has both {keys[0]} and {keys[1]}; give one of them")

@@ -3,10 +3,12 @@
 from typing import Final
 
 ALIASES: Final = {
-    "idefics3": "_tiles:Idefics3Images",
-    "qwen2_5_vl": "_qwen:QwenImages",
-    "qwen2_vl": "_qwen:QwenImages",
-    "qwen3_vl": "_qwen:QwenImages",
-    "smolvlm": "_tiles:SmolVlmImages",
+    "gemma3": "_families:Gemma3Images",
+    "idefics3": "_families:Idefics3Images",
+    "llava": "_families:LlavaImages",
+    "qwen2_5_vl": "_families:QwenImages",
+    "qwen2_vl": "_families:QwenImages",
+    "qwen3_vl": "_families:QwenImages",
+    "smolvlm": "_families:SmolVlmImages",
 }
-"""Model type -> "file:class", for model types that share a file."""
+"""Model type -> "file:class"."""

@@ -6,7 +6,7 @@ to the tokens that the model was trained with: one placeholder per feature, and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, NamedTuple, Self, cast
 
 from msgspec import Meta, Struct
 
@@ -19,7 +19,6 @@ from aioengine.settings.config import MediaConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-    from typing import Self
 
 PROCESSORS: Final = {
     "CLIPImageProcessor": "clip",
@@ -31,26 +30,6 @@ PROCESSORS: Final = {
     "SmolVLMImageProcessor": "smolvlm",
 }
 """Supported image processors of transformers -> their module. The variants that need only Pillow are used."""
-
-_CUTS: Final = "Qwen2VLImageProcessor"
-"""The processor that cuts images into patches."""
-
-_PATCHES: Final = {
-    "patch_size": ("patch_size", 14),
-    "merge_size": ("spatial_merge_size", 2),
-    "temporal_patch_size": ("temporal_patch_size", 2),
-}
-"""Field of this processor -> (name in vision_config, default)."""
-
-_SIDES: Final = {
-    "CLIPImageProcessor": ("do_center_crop", "crop_size"),
-    "Gemma3ImageProcessor": ("do_resize", "size"),
-    "LlavaImageProcessor": ("do_center_crop", "crop_size"),
-    "SiglipImageProcessor": ("do_resize", "size"),
-}
-"""Processor that resizes or crops all images to one size -> (switch, field with the size)."""
-
-_USUAL_SIDE: Final = 224
 
 _FILES: Final = ("preprocessor_config.json", "processor_config.json")
 
@@ -168,36 +147,12 @@ def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[st
             f"the images of {str(folder)!r} are prepared by {checks.shown(name)}, which is not supported; there are "
             f"{', '.join(PROCESSORS)}"
         )
-    _check_settings(settings, config, folder, plain)
-    place = PROCESSORS[plain]
+    module = PROCESSORS[plain]
     return ImageModel(
         family=family.read(config),
-        processor=f"transformers.models.{place}.image_processing_pil_{place}:{plain}Pil",
+        processor=f"transformers.models.{module}.image_processing_pil_{module}:{plain}Pil",
         settings=settings,
     )
-
-
-def _check_settings(settings: Mapping[str, object], config: Mapping[str, object], folder: Path, processor: str) -> None:
-    """Raise ValueError if the image processor cuts other patches, or returns images of another size, than the vision
-    tower reads.
-    """
-    fields: dict[str, tuple[str, int]] = {}
-    if processor == _CUTS:
-        fields = _PATCHES
-    elif processor in _SIDES:
-        switch, name = _SIDES[processor]
-        fields = {} if settings.get(switch) is False else {name: ("image_size", _USUAL_SIDE)}
-    tower = section_of(config, "vision_config")
-    for name, (tower_name, default) in fields.items():
-        value = default if settings.get(name) is None else settings[name]
-        sizes = [value.get("height"), value.get("width")] if isinstance(value, dict) else value
-        sizes = cast("list[object]", sizes) if isinstance(sizes, list) else [sizes]
-        expected = tower.get(tower_name)
-        if expected is not None and any(size not in (None, expected) for size in sizes):
-            raise ValueError(
-                f"the image processor of {str(folder)!r} has {name}={checks.shown(value)}, and the vision tower in its "
-                f"config.json {tower_name}={checks.shown(expected)}; copy {_FILES[0]} of the original model"
-            )
 
 
 def _settings(folder: Path) -> Mapping[str, object]:
@@ -211,9 +166,3 @@ def _settings(folder: Path) -> Mapping[str, object]:
         f"{str(folder)!r} has neither {' nor '.join(_FILES)}, which say how its images are prepared; "
         "copy the one of the original model"
     )
-
-
-def section_of(config: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """Return an object in config.json; an empty one if it is missing."""
-    section = config.get(name)
-    return cast("Mapping[str, object]", section) if isinstance(section, dict) else {}

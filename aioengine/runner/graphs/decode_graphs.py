@@ -6,7 +6,10 @@ share one memory pool, so the largest is captured first.
 
 Steps in which many rows start with the same pages use separate graphs with cascade attention, which reads these pages
 once. Their rows are reordered, and a row of several known tokens is expanded to several rows of a graph
-(``runner.graphs.rearranged_rows``).
+(``runner.graphs.rearranged_rows``). These may share a page table, so that attention reads it once.
+
+If the host does not know how many drafts of the previous step were rejected, the positions of a step are upper bounds.
+The graph subtracts the rejected drafts first (``kernels.triton.drafts``).
 
 A graph samples each row with its temperature only. If rows need more (top-k, penalties...), the step uses the hidden
 states of the graph and samples outside of it.
@@ -24,6 +27,7 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import CapturableAttention, CascadeAttention, DecodeBuffers, FixedCascade, FixedDecode
+from aioengine.kernels.triton.drafts import accept, move_rows
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
 from aioengine.runner.graphs.ladder import cascade_ladder, ladder
@@ -42,15 +46,20 @@ if TYPE_CHECKING:
 
     from aioengine.kernels.adapter_types import AdapterTiles
     from aioengine.models._base import Model
+    from aioengine.models._features import Features
     from aioengine.runner.request_row import SampledRows
+    from aioengine.scheduler.plan import Row
 
     Ints = npt.NDArray[np.int32]
     Ints64 = npt.NDArray[np.int64]
 
-_COLUMNS = 5 + NUM_FIELDS
+_COLUMNS = 7 + NUM_FIELDS
 """Columns of B numbers in the memory of a step: row indices, positions, slot_mapping, last_lengths, indices at which
-the table stores the sampled tokens (-1: the graph does not sample the row), fields of ``Draws``.
+the table stores the sampled tokens (-1: the graph does not sample the row), fields of ``Draws``, numbers of page
+tables, indices in ``RowTable.rejected``.
 """
+_SAMPLED = 7
+"""The column with the positions of the sampled tokens."""
 
 
 @dataclass(slots=True)
@@ -164,9 +173,11 @@ class DecodeGraphs:
         vocab_size: int,
         max_rows: int,
         may_cascade: bool = True,
+        features: Features | None = None,
     ) -> None:
         """inputs: builds the inputs of steps without graphs; its table, page size and states are used here too.
         may_cascade: rows that share pages may use cascade attention.
+        features: of a draft head.
         """
         table = inputs.table
         device = table.last_tokens.device
@@ -192,6 +203,9 @@ class DecodeGraphs:
         self._cascade_graphs: list[_Graph] = []  # ascending
         tiles = table.adapters.tiles
         self._tiles = None if tiles is None else FixedTiles(max_rows, tiles, device)
+        self._features = features
+        if features is not None:  # the hidden states of the head after its newest draft, by row index
+            self._states = torch.zeros(len(table.sampling) + 1, model.hidden_size, dtype=model.dtype, device=device)
         self._prefixes: SharedPrefixes | None = None
         if may_cascade and isinstance(attention, CascadeAttention):
             self._prefixes = SharedPrefixes(table, attention.cascade_limits, page_size=self._inputs.page_size)
@@ -205,6 +219,9 @@ class DecodeGraphs:
             cascade_sizes = cascade_ladder(self.max_rows, min_rows=attention.cascade_limits.min_rows)
             cascades = {size: attention.fixed_cascade(size, self._buffers(size)) for size in reversed(cascade_sizes)}
         with compile_only():  # compile the kernels of all steps in parallel
+            if self._table.max_drafts:
+                ids = torch.zeros(5, 1, dtype=torch.int64, device=self._device)
+                accept(ids, ids[0], self._memory[0], self._table.last_tokens, self._table.rejected)
             for size, fixed in [*rows.items(), *cascades.items()]:
                 self._step(size, fixed)()
                 if tiles is not None and size in (1, 2, self.max_rows):  # these use all adapter kernels
@@ -243,6 +260,16 @@ class DecodeGraphs:
             return is_small and may_expand and can_expand(rows)
         return num_tokens == num_rows and bool(rows.samples.all())
 
+    def may_overlap(self, rows: list[Row]) -> bool:
+        """Return whether graphs can compute and sample these rows before the host knows their positions."""
+        table = self._table
+        if not table.has_bounds or table.num_with_logprobs or table.num_with_hidden_states:
+            return False
+        if any(row.token_ids or row.count > 1 + row.num_drafts for row in rows):
+            return False
+        row_indices = [table.requests[row.uid].row_index for row in rows]
+        return sum(row.count for row in rows) <= self.max_rows and is_simple(table.sampling[row_indices])
+
     def replay(
         self,
         rows: StepRows,
@@ -252,6 +279,7 @@ class DecodeGraphs:
         samples_each: bool = False,
         num_drafts: Ints64 | None = None,
         draft_number: int | None = None,
+        expanded: ExpandedRows | None = None,
     ) -> DecodeStep:
         """Queue the step, which must fit.
 
@@ -261,20 +289,22 @@ class DecodeGraphs:
             num_drafts: as in ``expand_rows``.
             draft_number: store drafts with this number instead of last tokens. If tokens are not known, read the drafts
                 with the number before.
+            expanded: the tokens of the step, if the host knows none of them.
         """
         num_rows, table = int(rows.token_ends[-1]), self._table
-        expanded, cascade = None, None
+        cascade = None
         with part("prepare"):
             slots = table.adapters.slots(rows.row_indices)
             if rows.known_ids.size:
                 expanded = expand_rows(rows, table, num_drafts)
+            if expanded is not None:
                 slots = None if slots is None else slots[expanded.row_of_token]
-            elif slots is None and self._prefixes is not None:
+            elif slots is None and self._prefixes is not None and (table.unread == len(table.unread)).all():
                 cascade = self._prefixes.find(rows)
             chosen = self._choose(num_rows, cascade, slots)
             size = chosen.num_rows
             self._copied.synchronize()
-            is_drawn = is_simple(sampled)
+            is_drawn = is_simple(sampled.records)
             sources = targets = rows.row_indices if cascade is None else rows.row_indices[cascade.order]
             if draft_number is not None:
                 sources = table.draft_indices(draft_number - 1, rows.row_indices)
@@ -285,16 +315,27 @@ class DecodeGraphs:
                 targets = np.full(num_rows, len(table.last_tokens) - 1 if samples_each and is_drawn else -1)
                 if not samples_each:
                     targets[rows.token_ends - 1] = targets_of_rows
-            places = sources, targets if is_drawn or expanded is not None else -1
+            places = sources, targets if is_drawn or expanded is not None or draft_number is not None else -1
             arrays = self._host_arrays
-            num_used = self._fill(arrays, size, rows, sampled, places, cascade=cascade, expanded=expanded)
+            tables: Ints | None = None
+            if expanded is not None and (most := chosen.attention.most_tokens) > 1:
+                is_first = (expanded.positions - rows.starts[expanded.row_of_token]) % most == 0
+                tables = np.append(np.flatnonzero(is_first), np.arange(num_rows, size + 1)).astype(np.int32)
+            options = {"cascade": cascade, "expanded": expanded, "tables": tables}
+            num_used = self._fill(arrays, size, rows, sampled, places, **options)
+            if samples_each and expanded is not None:
+                arrays[0][_SAMPLED * size :][:num_rows] = expanded.positions + 1
             host, ends = self._host[0], _COLUMNS * size
-            chosen.attention.plan(host[ends : ends + size + 1], host[3 * size : 4 * size])
+            chosen.attention.plan(host[ends : ends + size + 1], host[3 * size : 4 * size], tables)
         if when_ready is not None:
             when_ready()
         for memory, host, end in zip(self._memory, self._host, num_used, strict=True):
-            memory[:end].copy_(host[:end], non_blocking=True)
-        self._copied.record()
+            if draft_number is None:
+                memory[:end].copy_(host[:end], non_blocking=True)
+            else:  # the host must not wait for this copy before it prepares the next draft
+                memory[:end].copy_(table.upload(host[:end].numpy()))
+        if draft_number is None:
+            self._copied.record()
         chosen.graph.replay()
         token_ids = chosen.token_ids[:num_rows] if is_drawn else None
         if cascade is not None:
@@ -304,7 +345,7 @@ class DecodeGraphs:
         if samples_each:
             return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None)
         has_readers = table.num_with_logprobs or table.num_with_hidden_states
-        needs_masks = not (is_drawn or has_readers) and is_simple(sampled, aside_from=table.mask_bit)
+        needs_masks = not (is_drawn or has_readers) and is_simple(sampled.records, aside_from=table.mask_bit)
         if expanded is None:
             return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None, needs_masks)
         order = table.upload(rows.token_ends - 1)
@@ -321,6 +362,11 @@ class DecodeGraphs:
         row_indices = columns[4] if step.last_indices else columns[0]
         self._kernels.sample(logits[:num_rows], Draws(columns[5:]), token_ids, (row_indices, self._table.last_tokens))
         return token_ids if step.order is None else token_ids[step.order]
+
+    def accept(self, step: DecodeStep, token_ids: Tensor, spans: Tensor) -> None:
+        """Accept drafts by the tokens [T] sampled after each token of the last replayed step. spans: see ``accept``."""
+        sources = self._columns(step.graph.num_rows)[0]
+        accept(spans, token_ids, sources, self._table.last_tokens, self._table.rejected)
 
     def logits(self, step: DecodeStep) -> Tensor:
         """Return the logits [>= R, V] of the last replayed step, by rows of its graph (``DecodeStep.order``)."""
@@ -352,40 +398,47 @@ class DecodeGraphs:
         *,
         cascade: Cascade | None = None,
         expanded: ExpandedRows | None = None,
+        tables: Ints | None = None,
     ) -> list[int]:
         """Write the inputs of the graph of ``size`` rows to ``hosts``, an array [X] for each page group. Return the
         number of integers written to each of them.
 
         places: [rows of the graph] indices of the last tokens in the table, and indices at which it stores the sampled
-        tokens (-1: the row is not sampled).
+        tokens (-1: the row is not sampled). tables: see ``FixedDecode.plan``.
         """
         page_size, ends = self._inputs.page_size, _COLUMNS * size
         order = cascade.order if cascade else expanded.row_of_token if expanded else slice(None)
         row_indices = rows.row_indices[order]
         positions = expanded.positions if expanded else rows.starts[order]
         num_rows = len(positions)
-        last_pages = positions // page_size
-        last_lengths = positions - last_pages * page_size + 1
-        tables_GRP = self._table.page_tables.of_step(row_indices, positions, int(last_pages.max()) + 1)
-        slots_GR = tables_GRP[:, np.arange(num_rows), last_pages] * page_size + last_lengths - 1
+        table_of_row, lasts = np.arange(num_rows), slice(None)  # lasts: the last row of each page table
+        if tables is not None:
+            firsts = tables[tables < num_rows]
+            lasts = np.append(firsts[1:], num_rows) - 1
+            table_of_row = np.searchsorted(firsts, table_of_row, side="right") - 1
+        last_positions = positions[lasts]
+        last_pages = last_positions // page_size
+        tables_GRP = self._table.page_tables.of_step(row_indices[lasts], last_positions, int(last_pages.max()) + 1)
+        pages = positions // page_size
+        slots_GR = (tables_GRP[:, table_of_row, pages] - pages) * page_size + positions
         columns = hosts[0][:ends].reshape(_COLUMNS, size)
         columns[0, :num_rows], columns[4, :num_rows] = places
         columns[1, :num_rows] = rows.shifted(positions, self._model.input_spec.short_length, order)
         if (images := self._table.images) is not None:
             columns[1, :num_rows] += images.deltas[row_indices]
         columns[2, :num_rows] = slots_GR[0]
-        columns[3, :num_rows] = last_lengths
+        columns[3, :num_rows] = positions + 1 - last_pages[table_of_row] * page_size
         columns[4, num_rows:] = -1
         fields = columns[5:]
         fill_fields(sampled, fields[:, : len(rows.requests)])
         if not isinstance(order, slice):
             fields[:, :num_rows] = fields[:, order]
-        if expanded:
-            fields[2, :num_rows] = positions + 1  # of the sampled tokens
         if num_rows < size:
             columns[:3, num_rows:] = 0
             columns[3, num_rows:] = 1
             fields[:, num_rows:] = 0
+            columns[-1, num_rows:] = len(self._table.unread)
+        columns[-2:, :num_rows] = table_of_row, self._table.unread[row_indices]
         num_shared = cascade.num_shared if cascade else None
         num_written, is_used_RP = _fill_pages(hosts[0][ends:], size, tables_GRP[0], last_pages, num_shared=num_shared)
         num_used = [ends + num_written]
@@ -412,6 +465,8 @@ class DecodeGraphs:
             last_lengths=columns[3],
             page_ids=memory[first:],
             max_pages=self._table.page_tables.tables.shape[2],
+            are_bounds=self._table.has_bounds,
+            most_tokens=1 + self._table.max_drafts,
         )
         if not groups:
             return buffers
@@ -422,9 +477,10 @@ class DecodeGraphs:
         self, size: int, attention: FixedDecode, tiles: AdapterTiles | None = None
     ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
         """Return a function that computes a step of ``size`` rows [B]. tiles: for a step with adapters."""
-        columns = self._columns(size)
+        columns, buffers, table = self._columns(size), self._buffers(size), self._table
         for memory in self._memory:
             memory.zero_()
+        columns[-1] = len(table.unread)
         attention.plan_capture(np.ones(size, dtype=np.int32))
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         rows = torch.arange(size, device=self._device) if self._model.input_spec.rows else None
@@ -432,17 +488,35 @@ class DecodeGraphs:
 
         def compute() -> tuple[Tensor, Tensor, Tensor]:
             """Return hidden states [B, D], logits [B, V] and token ids [B], which always have the same memory."""
-            last_tokens = self._table.last_tokens.index_select(0, columns[0])
-            inputs = model_inputs(self._model, last_tokens, columns[1], rows=rows, adapters=adapters, slots=columns[2])
+            if table.has_bounds:
+                pages = buffers.starts, buffers.page_ids
+                move_rows(columns, pages, table.rejected, sampled=_SAMPLED, page_size=self._inputs.page_size)
+            last_tokens = table.last_tokens.index_select(0, columns[0])
+            features = None if self._features is None else self._read_features(self._features, columns)
+            options = {"rows": rows, "adapters": adapters, "slots": columns[2], "features": features}
+            inputs = model_inputs(self._model, last_tokens, columns[1], **options)
             if self._inputs.states is not None:  # padding rows write to the padding page
                 states = self._inputs.states.of_graph(columns[0], columns[1], columns[2] < self._inputs.page_size)
                 inputs = replace(inputs, states=states)
             hidden = self._model.forward(inputs, attention)
+            if features is not None:
+                row_indices = torch.where(columns[4] < 0, len(table.sampling), self._row_indices(columns[4]))
+                self._states.index_copy_(0, row_indices.long(), hidden)
             logits = self._model.compute_logits(hidden)
-            self._kernels.sample(logits, Draws(columns[5:]), token_ids, (columns[4], self._table.last_tokens))
+            self._kernels.sample(logits, Draws(columns[5:]), token_ids, (columns[4], table.last_tokens))
             return hidden, logits, token_ids
 
         return compute
+
+    def _read_features(self, features: Features, columns: Tensor) -> Tensor:
+        """Return the hidden states [B, D] that a draft head reads: its own ones after a draft, else the model's."""
+        own = self._states.index_select(0, self._row_indices(columns[0]))
+        is_draft = columns[0] >= self._table.first_draft
+        return torch.where(is_draft.unsqueeze(1), own, features.read(columns[2]))
+
+    def _row_indices(self, indices: Tensor) -> Tensor:
+        """Return the row indices [B] of drafts at these indices [B] in ``RowTable.last_tokens``."""
+        return (indices - self._table.first_draft) % len(self._table.sampling)
 
     def _captured(
         self, size: int, attention: FixedDecode, pool: torch.cuda._POOL_HANDLE, tiles: AdapterTiles | None = None

@@ -169,5 +169,7 @@ def expand_rows(rows: StepRows, table: RowTable, num_drafts: Ints | None = None)
         numbers = np.arange(len(row_of_draft)) - (num_drafts.cumsum() - num_drafts)[row_of_draft]
         drafts = (rows.token_ends - num_drafts)[row_of_draft] + numbers
         sources[drafts] = table.draft_indices(numbers, rows.row_indices[row_of_draft])
+        is_unread = table.unread[rows.row_indices] < len(table.unread)  # the host does not know the token before them
+        sources[(rows.token_ends - rows.counts)[is_unread]] = rows.row_indices[is_unread]
     positions = np.arange(num_tokens) + (rows.starts + rows.counts - rows.token_ends)[row_of_token]
     return ExpandedRows(row_of_token, positions, sources)

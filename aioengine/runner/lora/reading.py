@@ -129,8 +129,8 @@ class PartOffsets:
 class Layout:
     """The layout of all slots, for the layers of a model.
 
-    A slot starts with a table of all parts of all layers (``kernels.adapter_types``), followed by the matrices of the
-    parts that the adapter changes, at the offsets in the table. So an adapter uses only the memory for its ranks.
+    A slot starts with a table of all parts of all layers (``kernels.adapter_types``). The matrices of the parts that
+    the adapter changes follow, at the offsets in the table. So an adapter uses only the memory for its ranks.
 
     Attributes:
         layers: the layers that adapters may change. shapes: (outputs, inputs) of each part, by name in the checkpoint.

@@ -45,9 +45,10 @@ def fill_fields(rows: SampledRows, out: npt.NDArray[np.int32]) -> None:
     out[4] = is_greedy
 
 
-def is_simple(rows: SampledRows, *, aside_from: int = 0) -> bool:
-    """Return whether all rows need only a temperature. aside_from: bits of processors to ignore."""
-    records = rows.records
+def is_simple(records: npt.NDArray[np.void], *, aside_from: int = 0) -> bool:
+    """Return whether rows need only a temperature. records: [R] of SAMPLING_RECORD. aside_from: bits of processors to
+    ignore.
+    """
     processors = records["processors"] & ~aside_from
     return not (processors.any() or (records["is_truncated"] & ~records["is_greedy"]).any())
 

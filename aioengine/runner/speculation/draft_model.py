@@ -16,6 +16,10 @@ it can compute one position less than there are known tokens: it lags by one. Th
 states of the model, so the positions of accepted drafts are computed again. The last position of a prefix hit was
 computed with the next token of an earlier request. It is not computed again, because other requests share it.
 
+If drafts follow tokens that the host does not know yet (``PlannedDrafts.num_unknown``), the first draft computes the
+last two tokens: the last accepted draft may have no keys and values. Heads do not do this, because the number of tokens
+that they compute again depends on the accepted drafts.
+
 N requests, R rows of a forward pass, T packed tokens, D model size, V vocabulary, X drafts.
 """
 
@@ -28,29 +32,27 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from aioengine.attention._base import CapturableAttention, ForwardBatch
+from aioengine.attention._base import AttentionBackend, CapturableAttention, ForwardBatch
 from aioengine.protocol.messages import RequestKind
+from aioengine.runner.graphs.rearranged_rows import ExpandedRows
 from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
-from aioengine.runner.kv_pool import FIRST_PAGE
+from aioengine.runner.kv_pool import FIRST_PAGE, KVPool
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.token_processors import AllowedTokenIds, Bias, MinNewTokens, Penalties
-from aioengine.runner.sampling.sampler import FAILED
+from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend
     from aioengine.models._base import Model
     from aioengine.models._features import Features
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
-    from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.request_row import RequestRow, SampledRows
     from aioengine.runner.rows import RowTable
     from aioengine.runner.sampling.device_sampler import DeviceSampler
-    from aioengine.runner.sampling.sampler import RankSampler, Sampler
     from aioengine.runner.transfer import Ints
     from aioengine.scheduler.plan import NewRow, Row
 
@@ -92,11 +94,20 @@ class DraftedRequest:
 
 
 class PlannedDrafts(NamedTuple):
-    """A request, and the number of drafts that it may get. Its pages have memory for them."""
+    """A request, and the number of drafts that it may get. Its pages have memory for them.
+
+    num_unknown: newest tokens that the host does not know yet, at most. 0 for all requests of a step, or for none.
+    """
 
     drafted: DraftedRequest
     row: RequestRow
     count: int
+    num_unknown: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of tokens before the drafts; an upper bound if some are unknown."""
+        return len(self.drafted.token_ids) + self.num_unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +154,27 @@ class DraftModel:
         self._graphs: DecodeGraphs | None = None
 
     def capture_graphs(self, vocab_size: int, max_rows: int, report: Callable[[int, int], None]) -> None:
-        """Capture decode steps of up to ``max_rows`` rows as CUDA graphs, if the attention backend supports them. Draft
-        heads have no graphs.
+        """Capture decode steps of up to ``max_rows`` rows as CUDA graphs, if the attention backend supports them.
 
         vocab_size: they sample tokens below this.
         """
         from aioengine.runner.graphs.decode_graphs import DecodeGraphs  # imports Triton
 
         model, attention = self._parts.model, self._parts.attention
-        if isinstance(attention, CapturableAttention) and not self._lag:
+        if isinstance(attention, CapturableAttention):
             inputs = InputBuilder(
                 self._table.for_draft_model(), page_size=self._page_size, num_embeddings=model.vocab_size
             )
             vocab_size = min(vocab_size, model.vocab_size)
-            graphs = DecodeGraphs(model, attention, inputs, vocab_size=vocab_size, max_rows=max_rows, may_cascade=False)
+            graphs = DecodeGraphs(
+                model,
+                attention,
+                inputs,
+                vocab_size=vocab_size,
+                max_rows=max_rows,
+                may_cascade=False,
+                features=self._parts.features,
+            )
             graphs.capture(report)
             self._graphs = graphs
 
@@ -194,6 +212,13 @@ class DraftModel:
         if missing:
             self._extend(missing)
 
+    def can_follow(self, drafted: DraftedRequest, *, has_drafts: bool) -> bool:
+        """Return whether only the last two tokens may lack keys and values after the step in flight.
+
+        has_drafts: in this step the request has drafts, before which all known tokens were computed.
+        """
+        return self._graphs is not None and (has_drafts or drafted.num_computed >= _length(drafted) - 1)
+
     def can_propose(self, row: Row) -> bool:
         """Return whether there can be drafts for a row. A draft head needs the hidden state of the model before the
         newest token, so there are none for a row that first computes forced tokens.
@@ -202,18 +227,18 @@ class DraftModel:
 
     def propose(self, planned: list[PlannedDrafts]) -> ProposedDrafts | None:
         """Return the drafts of the requests; None: there are none."""
-        planned = [one for one in planned if _length(one.drafted) + one.count <= one.drafted.max_length]
+        planned = [one for one in planned if one.length + one.count <= one.drafted.max_length]
         return self._propose(planned) if planned else None
 
     def _propose(self, planned: list[PlannedDrafts]) -> ProposedDrafts:
         upload, table = self._table.upload, self._table
-        ends = [_length(drafted) - self._lag for drafted, _, _ in planned]
-        for (drafted, _, _), end in zip(planned, ends, strict=True):
-            drafted.num_computed = min(drafted.num_computed, end - 1)
-        row_indices = np.array([row.row_index for _, row, _ in planned], dtype=np.int64)
-        lengths = np.array([_length(drafted) for drafted, _, _ in planned], dtype=np.int64)
-        counts = np.array([count for _, _, count in planned], dtype=np.int64)
-        requests = [_with_own_constraint(row) for _, row, _ in planned]
+        ends = [one.length - self._lag for one in planned]
+        for one, end in zip(planned, ends, strict=True):
+            one.drafted.num_computed = min(one.drafted.num_computed, end - 1)
+        row_indices = np.array([one.row.row_index for one in planned], dtype=np.int64)
+        lengths = np.array([one.length for one in planned], dtype=np.int64)
+        counts = np.array([one.count for one in planned], dtype=np.int64)
+        requests = [_with_own_constraint(one.row) for one in planned]
         rows = table.sampled(requests, row_indices, lengths)
         rows.records["processors"] &= self._kept_processors
         active = np.arange(len(planned))
@@ -225,8 +250,9 @@ class DraftModel:
             token_ids = None if graphs is None else self._replay(graphs, planned, sampled, number)
             if token_ids is None:
                 if hidden is None:
-                    spans = [(drafted, row, end) for (drafted, row, _), end in zip(planned, ends, strict=True)]
+                    spans = [(one.drafted, one.row, end) for one, end in zip(planned, ends, strict=True)]
                     hidden = self._extend(spans)
+                    graphs = None if self._lag else graphs  # graphs of a head read the hidden states of graphs
                 token_ids = self._sampler.sample(self._padded(self._parts.model.compute_logits(hidden)), sampled)
                 if graphs is not None:
                     table.store_drafts(number, sampled.row_indices, token_ids)
@@ -243,8 +269,6 @@ class DraftModel:
             if active.size and graphs is None:
                 ones, starts = np.ones(len(active), dtype=np.int64), lengths[active] + (number - self._lag)
                 hidden = self._forward(row_indices[active], starts, ones, token_ids.clamp(min=0), hidden)
-        for drafted, _, count in planned:
-            drafted.num_computed += 0 if self._lag else count - 1
         token_ids = torch.cat([token_ids for _, token_ids in steps])
         return ProposedDrafts(planned, token_ids, is_stored=graphs is not None)
 
@@ -259,10 +283,13 @@ class DraftModel:
             for own, one in zip(found, drafts.planned, strict=True):
                 if number < one.count:
                     own.append(next(values))
-        for own, (drafted, row, _) in zip(found, drafts.planned, strict=True):
+        for own, one in zip(found, drafts.planned, strict=True):
             if FAILED in own:
-                self._fail(drafted, row)
-                del own[own.index(FAILED) :]
+                self._fail(one.drafted, one.row)
+                if drafts.is_stored:  # as 0
+                    own[:] = [max(token_id, 0) for token_id in own]
+                else:
+                    del own[own.index(FAILED) :]
         return {one.row.uid: own for own, one in zip(found, drafts.planned, strict=True) if own}
 
     def _replay(
@@ -272,11 +299,18 @@ class DraftModel:
         the table. Return the drafts [R]; None: too many tokens must be computed before the first draft.
         """
         table, num_rows = self._table, len(sampled.requests)
-        starts, known = sampled.positions - 1, self._joined_ids([])
-        if not number:
-            starts = np.array([drafted.num_computed for drafted, _, _ in planned], dtype=np.int64)
-            known = self._joined_ids([drafted.token_ids[drafted.num_computed :] for drafted, _, _ in planned])
-        counts = sampled.positions - starts
+        starts, known, lag = sampled.positions - 1 - self._lag, self._joined_ids([]), self._lag
+        expanded: ExpandedRows | None = None
+        if not number and planned[0].num_unknown:
+            # an accepted last draft has no keys and values yet; otherwise the token before the last one has the same
+            starts -= 1
+            sources = np.stack([table.draft_indices(-1, sampled.row_indices), sampled.row_indices], axis=1)
+            positions = starts[:, None] + np.arange(2)
+            expanded = ExpandedRows(np.repeat(np.arange(num_rows), 2), positions.ravel(), sources.ravel())
+        elif not number:
+            starts = np.array([one.drafted.num_computed for one in planned], dtype=np.int64)
+            known = self._joined_ids([one.drafted.token_ids[one.drafted.num_computed + lag :] for one in planned])
+        counts = sampled.positions - lag - starts
         rows = StepRows(
             sampled.requests,
             sampled.row_indices,
@@ -284,15 +318,15 @@ class DraftModel:
             counts,
             token_ends=counts.cumsum(),
             samples=counts > 0,
-            num_known=np.zeros_like(counts) if number else counts,
+            num_known=counts if known.size else np.zeros_like(counts),
             known_ids=known,
         )
-        if not graphs.fits(rows, has_drafts=True):
+        if counts.sum() > graphs.max_rows or self._parts.model.input_spec.rows:
             return None
-        replayed = graphs.replay(rows, sampled, draft_number=number)
-        if not number:
-            for drafted, row, _ in planned:
-                self._advance(drafted, row, _length(drafted))
+        replayed = graphs.replay(rows, sampled, draft_number=number, expanded=expanded)
+        if known.size:
+            for one in planned:
+                self._advance(one.drafted, one.row, one.length - lag)
         if replayed.token_ids is not None:
             return replayed.token_ids.clone()  # the next replay overwrites them
         logits = graphs.logits(replayed)
@@ -301,11 +335,11 @@ class DraftModel:
         table.store_drafts(number, sampled.row_indices, token_ids)
         return token_ids
 
-    def accept(self, drafted: DraftedRequest, row: RequestRow, num_accepted: int) -> None:
+    def accept(self, drafted: DraftedRequest, row: RequestRow, num_proposed: int, num_accepted: int) -> None:
         """Record how many drafts were accepted, before the tokens of the step are added."""
-        length = _length(drafted)
-        end = min(drafted.num_computed, length - self._lag + num_accepted)
-        drafted.num_computed = min(length, end)  # from here on, accepted drafts may make pages full
+        end = _length(drafted) - self._lag
+        if not self._lag:  # the last draft was not computed
+            end += min(num_accepted, num_proposed - 1)
         self._advance(drafted, row, end)
 
     def release(self) -> None:

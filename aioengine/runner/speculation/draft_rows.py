@@ -4,11 +4,13 @@ The scheduler plans how many drafts a row may have, and assumes that all are acc
 number. It computes the row with the proposed tokens like a part of a prompt, and samples a token at each position: the
 first drafts that equal these tokens are accepted. Without proposals, the row is a plain row.
 
-Proposals need all earlier tokens on the host. So before a step with proposals, and before the step after it, the host
-waits for the steps in flight. It does not wait if the known tokens show that no n-gram will be found.
+If a draft model or head has CUDA graphs, its drafts stay on the device, and the host reads them together with the
+tokens of the step. Otherwise, and if the step itself cannot verify them in a CUDA graph, the host reads them before the
+step.
 
-If a draft model has CUDA graphs, its drafts stay on the device, and the host reads them together with the tokens of the
-step. Otherwise, and if the step itself cannot verify them in a CUDA graph, the host reads them before the step.
+The drafts of a draft model may follow drafts of the step in flight: the device accepts them, and its graphs correct the
+positions. Other proposals need all earlier tokens on the host. So before a step with proposals, and before the step
+after it, the host waits for the steps in flight, except if the known tokens show that no n-gram will be found.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.sampling.sampler import FAILED
-from aioengine.runner.speculation.draft_model import DraftedRequest, PlannedDrafts
+from aioengine.runner.speculation.draft_model import DraftedRequest, DraftModel, PlannedDrafts
 from aioengine.runner.speculation.ngram import NgramProposer
 from aioengine.runner.ticket import OpenDrafts, StepDrafts, Ticket
 from aioengine.scheduler.plan import NewRow, Row
@@ -27,20 +29,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioengine.runner.request_row import RequestRow
-    from aioengine.runner.speculation.draft_model import DraftModel
+    from aioengine.runner.rows import RowTable
 
 
 class DraftRows:
     """The open requests, as far as drafts are concerned."""
 
-    def __init__(
-        self, requests: dict[int, RequestRow], model: DraftModel | None = None, *, with_grammars: bool
-    ) -> None:
+    def __init__(self, table: RowTable, model: DraftModel | None = None, *, with_grammars: bool) -> None:
         """model: None: drafts are n-grams.
         with_grammars: propose drafts for requests with a grammar. Not with several steps in flight, because a row in
         flight may then sample a forced token again.
         """
-        self._requests = requests
+        self._table = table
+        self._requests = table.requests
         self._model = model
         self._with_grammars = with_grammars
         self._open: dict[int, OpenDrafts] = {}
@@ -70,21 +71,46 @@ class DraftRows:
         if self._model is not None:
             self._model.capture_graphs(vocab_size, max_rows, report)
 
-    def propose(self, rows: list[Row]) -> StepDrafts:
-        """Return the drafts of these rows, whose requests have not failed. May wait for steps in flight."""
+    def propose(self, rows: list[Row], *, may_overlap: bool) -> StepDrafts:
+        """Return the drafts of these rows, whose requests have not failed. May wait for steps in flight.
+
+        may_overlap: the rows can be computed before the host knows their positions.
+        """
         drafts = StepDrafts()
         if self._model is not None:
             self._model.note_pages(rows)
-        if any(ticket.drafts is not None and ticket.drafts.proposed for ticket in self._launched):
-            self._record_launched()
         drafted = [row for row in rows if row.num_drafts]
-        if self._launched and any(map(self._may_get_drafts, drafted)):
-            self._record_launched()
+        unread = self._table.unread
+        unread[:] = len(unread)
+        overlaps = may_overlap and self._can_follow(drafted)
+        if overlaps:
+            followed = [self._requests[uid].row_index for uid in self._launched[0].sampled if uid in self._requests]
+            unread[followed] = followed
+        else:
+            has_drafts = any(ticket.drafts is not None and ticket.drafts.proposed for ticket in self._launched)
+            if has_drafts or (self._launched and any(map(self._may_get_drafts, drafted))):
+                self._record_launched()
         drafts.planned = {row.uid: row.num_drafts for row in drafted if row.uid in self._open}
         if drafted:
             left = self._max_tokens - sum(row.count - row.num_drafts for row in rows)
             self._propose(drafted, drafts, sys.maxsize if left < 0 else left)
         return drafts
+
+    def _can_follow(self, rows: list[Row]) -> bool:
+        """Return whether the drafts of these rows can follow tokens that the device accepts in the step in flight."""
+        if self._model is None or len(self._launched) != 1:
+            return False
+        (ticket,) = self._launched
+        if ticket.drafts is None or not ticket.drafts.is_counted:
+            return False
+        launched = dict(zip(ticket.sampled, ticket.drafts.open, strict=True))
+        for row in rows:
+            entry = launched.get(row.uid)
+            if entry is None or self._open.get(row.uid) is not entry or not isinstance(entry.text, DraftedRequest):
+                return False
+            if not self._model.can_follow(entry.text, has_drafts=row.uid in ticket.drafts.proposed):
+                return False
+        return True
 
     def _record_launched(self) -> None:
         """Wait for all steps in flight."""
@@ -118,7 +144,10 @@ class DraftRows:
         for row in rows:
             entry = self._open.get(row.uid)
             text = None if entry is None else entry.text
-            if entry is None or text is None or len(text.token_ids) != _num_known(row, entry):
+            if entry is None or text is None:
+                continue
+            num_unknown = _num_known(row, entry) - len(text.token_ids)
+            if num_unknown and self._table.unread[self._requests[row.uid].row_index] == len(self._table.unread):
                 continue
             if row.num_drafts > most:
                 break
@@ -127,7 +156,7 @@ class DraftRows:
                     drafts.proposed[row.uid] = proposed
                     most -= len(proposed)
             elif self._model is not None and self._model.can_propose(row):
-                planned.append(PlannedDrafts(text, self._requests[row.uid], row.num_drafts))
+                planned.append(PlannedDrafts(text, self._requests[row.uid], row.num_drafts, num_unknown))
                 most -= row.num_drafts
         if self._model is not None and (on_device := self._model.propose(planned)) is not None:
             drafts.on_device = on_device
@@ -141,7 +170,8 @@ class DraftRows:
             return row
         start, count, token_ids = row.start - entry.num_rejected, row.count - row.num_drafts, row.token_ids
         if entry.text is not None and (proposed := drafts.proposed.get(row.uid)):
-            token_ids = [*token_ids, *entry.text.token_ids[start + len(token_ids) :], *proposed]
+            known = [*token_ids, *entry.text.token_ids[start + len(token_ids) :]]
+            token_ids = [*known, *[0] * (count - len(known)), *proposed]  # the device has the unknown token
             count += len(proposed)
         return Row(row.uid, start, count, row.outputs, token_ids)
 
@@ -177,7 +207,7 @@ class DraftRows:
             accepted = drafts.accepted.get(uid, ())
             if uid in drafts.proposed and isinstance(entry.text, DraftedRequest) and self._open.get(uid) is entry:
                 assert self._model is not None
-                self._model.accept(entry.text, self._requests[uid], len(accepted))
+                self._model.accept(entry.text, self._requests[uid], len(drafts.proposed[uid]), len(accepted))
             if value != FAILED and uid not in ticket.repeated:
                 entry.text.token_ids += (*accepted, value, *ticket.forced.get(uid, ()))
 

@@ -1,8 +1,8 @@
 """Proposes drafts by prompt lookup: if the last tokens of a request occurred before, the tokens after them may follow.
 
-No second model is needed. The index maps the hash of each n-gram to the end of its latest occurrence, so a token costs
-the same time in a short and in a long request. It is brought up to date only before a proposal: a request for which
-nothing is proposed has no index.
+No second model is needed. The index maps the hash of each n-gram to the end of its latest occurrence. So a token
+costs the same time in a short and in a long request. The index is brought up to date only before a proposal: a request
+without proposals has no index.
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.runner.sampling.sampler import FAILED
-from aioengine.runner.speculation.verification import Verification, num_accepted, row_groups
+from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.transfer import Ints, Readback
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
     from torch import Tensor
@@ -28,12 +27,93 @@ if TYPE_CHECKING:
     from aioengine.runner.request_row import RequestRow, SampledRows
     from aioengine.runner.rows import RowTable
     from aioengine.runner.sampling.device_sampler import DeviceSampler
-    from aioengine.runner.sampling.sampler import RankSampler, Sampler
     from aioengine.runner.ticket import StepDrafts
 
 
+class Verification:
+    """Compares the tokens that S rows sample with their drafts.
+
+    Some rows sample one position after the other, because a token depends on the tokens before (penalties, grammars),
+    or because something is returned for it (logprobs). Other rows sample all positions at once.
+
+    Attributes:
+        counts: number of accepted drafts of each row so far.
+        final: the last token of each row so far; FAILED: it cannot be sampled.
+        active: the rows that are not done.
+    """
+
+    def __init__(self, drafts: Sequence[Sequence[int]], one_by_one: list[bool]) -> None:
+        """drafts: of each row; may be empty."""
+        self.drafts = drafts
+        self.counts = [0] * len(drafts)
+        self.final = [FAILED] * len(drafts)
+        self.active = list(range(len(drafts)))
+        self._one_by_one = one_by_one
+
+    def entries(self) -> list[tuple[int, int]]:
+        """Return the positions to sample next, as pairs of a row and the number of drafts before the position. Call
+        ``take`` with their tokens.
+        """
+        active, self.active = self.active, []
+        entries: list[tuple[int, int]] = []
+        for row in active:
+            first = self.counts[row]
+            last = first if self._one_by_one[row] else len(self.drafts[row])
+            entries += [(row, count) for count in range(first, last + 1)]
+        return entries
+
+    def take(self, entries: list[tuple[int, int]], token_ids: list[int]) -> dict[int, int]:
+        """Accept drafts by the tokens of these entries. Return row -> index of its last entry whose token counts.
+
+        A token that cannot be sampled after an accepted draft does not count: the next step samples it again.
+        """
+        kept: dict[int, int] = {}
+        is_open = dict.fromkeys((row for row, _ in entries), True)
+        for index, ((row, count), token_id) in enumerate(zip(entries, token_ids, strict=True)):
+            if not is_open[row]:
+                continue
+            if token_id == FAILED and count:
+                self.counts[row] = count - 1
+                is_open[row] = False
+                continue
+            kept[row] = index
+            self.counts[row], self.final[row] = count, token_id
+            drafts = self.drafts[row]
+            is_open[row] = count < len(drafts) and token_id == drafts[count]
+            if is_open[row] and self._one_by_one[row]:
+                self.counts[row] = count + 1
+                self.active.append(row)
+        return kept
+
+    def stop(self, row: int) -> None:
+        """End an active row with the token of its last entry."""
+        self.active.remove(row)
+        self.counts[row] -= 1
+
+
+def num_accepted(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
+    """Return the number of accepted drafts of a row. token_ids: sampled at their positions, and after the last one."""
+    count = 0
+    while count < len(drafts) and token_ids[count] == drafts[count]:
+        count += 1
+    return count - (token_ids[count] == FAILED and count > 0)  # as in ``Verification.take``
+
+
+def row_groups(counts: Sequence[int], most: int) -> Iterator[range]:
+    """Divide rows into groups with up to ``most`` positions. counts: positions of each row."""
+    start = num_positions = 0
+    for row, count in enumerate(counts):
+        if num_positions and num_positions + count > most:
+            yield range(start, row)
+            start, num_positions = row, 0
+        num_positions += count
+    if start < len(counts):
+        yield range(start, len(counts))
+
+
 class SampledDrafts(Readback):
-    """The tokens [T] sampled at all positions of a step. Drafts are accepted when the host knows these tokens.
+    """The tokens [T] sampled at all positions of a step. The device has accepted drafts; the host repeats it when it
+    knows these tokens.
 
     Attributes:
         lasts: [S] index of the last sampled token of each row. It fails if a draft is not finite.
@@ -97,6 +177,12 @@ class Verifier:
             row_of_token = np.repeat(np.arange(len(firsts)), rows.counts)
             later = np.arange(len(row_of_token)) - firsts[row_of_token]
             token_ids = self._sampler.sample(graphs.logits(step)[: len(later)], sampled.part(row_of_token, later))
+        requests, row_indices = sampled.requests, sampled.row_indices
+        num_planned = np.array([drafts.planned.get(request.uid, 0) for request in requests], dtype=np.int64)
+        previous = self._table.draft_indices(-1, row_indices)
+        spans = np.stack([row_indices, firsts, drafts.counts(requests), num_planned, previous])
+        graphs.accept(step, token_ids, self._table.upload(spans))
+        drafts.is_counted = True
         if drafts.on_device is not None:
             token_ids = torch.cat([token_ids, drafts.on_device.token_ids])
         accept = partial(self._accept, sampled.requests, drafts, firsts.tolist())
@@ -114,19 +200,13 @@ class Verifier:
             self._read(drafts, token_ids[-len(drafts.on_device.token_ids) :])
         proposed = [drafts.proposed.get(request.uid, []) for request in requests]
         last_tokens: list[int] = []
-        open_rows: list[tuple[int, int]] = []
         for request, ids, first in zip(requests, proposed, firsts, strict=True):
             sampled = token_ids[first : first + len(ids) + 1]
             count = num_accepted(ids, sampled)
             drafts.accepted[request.uid] = ids[:count]
             last_tokens.append(sampled[count])
-            if self._table.requests.get(request.uid) is request:
-                open_rows.append((request.row_index, max(sampled[count], 0)))
-                if FAILED in sampled[1:]:  # a draft is not finite, as in ``verify``
-                    self._kv_pool.clean(self._table.pages(request.uid))
-        with torch.inference_mode():
-            row_indices, values = self._table.upload(np.array(open_rows, dtype=np.int64).reshape(-1, 2).T)
-            self._table.last_tokens.index_copy_(0, row_indices, values)
+            if FAILED in sampled[1:] and self._table.requests.get(request.uid) is request:
+                self._kv_pool.clean(self._table.pages(request.uid))  # a draft is not finite, as in ``verify``
         return last_tokens
 
     def verify(self, hidden: Tensor, before_drafts: Tensor, rows: SampledRows, drafts: StepDrafts) -> list[int]:

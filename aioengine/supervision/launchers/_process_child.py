@@ -20,7 +20,6 @@ from aioengine.transport.addresses import BOARD_SUFFIX
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from aioengine.file_descriptors import SpareDescriptors
     from aioengine.protocol.messages import Role
 
 KILL_WAIT_S = 1.0
@@ -43,13 +42,12 @@ class ProcessChild:
 
     final_reason = ""
 
-    def __init__(self, role: Role, popen: subprocess.Popen[bytes], log_path: Path, spare: SpareDescriptors) -> None:
-        """log_path: file of its output, beside its crash board. spare: freed while these files are read."""
+    def __init__(self, role: Role, popen: subprocess.Popen[bytes], log_path: Path) -> None:
+        """log_path: file of its output, beside its crash board."""
         self.role = role
         self.pid = popen.pid
         self._popen = popen
         self._log_path = log_path
-        self._spare = spare
         self.exited = asyncio.Event()
         self._on_exit: Callable[[], None] | None = None
         self._unwatch: Callable[[], None] | None = None
@@ -109,7 +107,7 @@ class ProcessChild:
     def log_lines(self) -> tuple[str, ...]:
         """Return the last lines of its output."""
         try:
-            with self._spare.lent(), self._log_path.open("rb") as file:
+            with self._log_path.open("rb") as file:
                 file.seek(max(0, self._log_path.stat().st_size - _MAX_LOG_BYTES))
                 text = file.read().decode(errors="replace")
         except OSError:
@@ -119,8 +117,7 @@ class ProcessChild:
     def uids_in_flight(self) -> dict[int, int]:
         """Return the rows of its current steps, or of its last steps before its exit: uid -> end of the row."""
         try:
-            with self._spare.lent():
-                return read_board(self._log_path.with_suffix(BOARD_SUFFIX).read_bytes())
+            return read_board(self._log_path.with_suffix(BOARD_SUFFIX).read_bytes())
         except (OSError, ValueError):  # the directory was removed, or the file was truncated
             return {}
 
@@ -186,7 +183,7 @@ closed, so the start would wait until the fork exits."""
 os.register_at_fork(before=_no_forks.acquire, after_in_parent=_no_forks.release, after_in_child=_no_forks.release)
 
 
-def start_child(role: str, log_path: Path, orders: bytes, pass_fds: Collection[int]) -> subprocess.Popen[bytes]:
+def start_child(role: str, log_path: Path, orders: bytes, pass_fds: Collection[int] = ()) -> subprocess.Popen[bytes]:
     """Start the child with this role. It runs ``processes.<role>_process``, and its standard input stays open.
 
     log_path: file for its output; the child's working directory is the folder of this file.
@@ -197,10 +194,7 @@ def start_child(role: str, log_path: Path, orders: bytes, pass_fds: Collection[i
     """
     interpreter = cast("str | None", sys.executable)
     if not interpreter:  # the program embeds Python
-        raise EngineStartupError(
-            f"the {role} process needs a Python interpreter, and sys.executable is {interpreter!r}; "
-            "set it to the path of an interpreter that has the packages of this program"
-        )
+        raise EngineStartupError(f"the {role} process needs an interpreter, and sys.executable is {interpreter!r}")
     command = [interpreter, "-P", str(_BOOTSTRAP), f"aioengine::{role}"]
     try:
         with log_path.open("wb") as log, _no_forks:

@@ -11,7 +11,6 @@ import ray.actor
 from msgspec import Struct
 from msgspec.structs import replace
 
-from aioengine.file_descriptors import SpareDescriptors
 from aioengine.model_files.checkpoint import file_states
 from aioengine.model_files.model_folder import find_facts
 from aioengine.protocol.messages import SCHEDULER, Role
@@ -60,7 +59,6 @@ class ReplicaHost:
 
     def __init__(self) -> None:
         self._keys = new_keys()
-        self._spare = SpareDescriptors()
         self._children: list[ProcessChild] = []
         self._has_exited = asyncio.Event()  # a child, since the last report
         self._closing = contextlib.ExitStack()
@@ -88,11 +86,10 @@ class ReplicaHost:
             EngineStartupError, OSError: a child could not be started.
         """
         self._frontend = frontend
-        self._folder = ChildFolder(on_this_machine(settings, self._facts), roles, self._spare)
+        self._folder = ChildFolder(on_this_machine(settings, self._facts), roles)
         self._closing.callback(self._folder.close)
         for role in roles:
             self._start(role, epoch)
-        self._folder.close_inboxes()
         return self._states()
 
     async def restart(self, role: Role, epoch: int) -> list[ChildState]:

@@ -18,7 +18,7 @@ from aioengine.protocol.messages import DETOKENIZER, NewEpoch, Submit
 from aioengine.protocol.orders import SecureEndpoint
 from aioengine.supervision.launchers._ray_host import REPORT_S, ChildState, FrontendAddresses
 from aioengine.supervision.tasks import EngineTask
-from aioengine.transport.async_zmq import AsyncZmqReceiver, AsyncZmqSender
+from aioengine.transport.async_zmq import AsyncZmqReceiver, ListeningSender
 from aioengine.transport.curve import KeyCheck, new_keys
 from aioengine.transport.zmq import Context, ZmqError, end_context
 
@@ -109,7 +109,7 @@ class RayLauncher:
     def __init__(self, places: RayPlaces, number: int, settings: Settings, roles: Sequence[Role]) -> None:
         """number: of the replica and its place."""
         self.children: list[RayChild] = []
-        self.sender: AsyncZmqSender
+        self.sender: ListeningSender
         self.receiver: AsyncZmqReceiver
         self._places = places
         self._number = number
@@ -214,7 +214,7 @@ class RayLauncher:
             self._host.close.remote()
 
 
-class _ImageSender(AsyncZmqSender):
+class _ImageSender(ListeningSender):
     """Sends images by value, because their files are on this machine."""
 
     def send(self, messages: list[Message]) -> None:
@@ -234,8 +234,5 @@ def with_images(message: Message) -> Message:
     except FileNotFoundError:  # the request has ended
         return message
     if (num_bytes := sum(len(image.data) for image in media)) > _MAX_IMAGE_BYTES:
-        raise UnencodableError(
-            f"its prepared images take {num_bytes:,} bytes, and {_MAX_IMAGE_BYTES:,} can be sent to another machine; "
-            "use fewer or smaller images"
-        )
+        raise UnencodableError(f"its prepared images take {num_bytes:,} bytes, and {_MAX_IMAGE_BYTES:,} can be sent")
     return replace(message, media=media)

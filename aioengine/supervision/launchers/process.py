@@ -11,14 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aioengine.errors import EngineStartupError
-from aioengine.file_descriptors import SpareDescriptors
+from aioengine.file_descriptors import require_descriptors
 from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
 from aioengine.supervision.launchers._child_folder import ChildFolder
 from aioengine.supervision.launchers._process_child import KILL_WAIT_S
 from aioengine.supervision.tasks import WorkerThread, require_threads
-from aioengine.transport.addresses import is_reachable
-from aioengine.transport.async_zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender
-from aioengine.transport.zmq import Context, ZmqError, end_context
+from aioengine.transport.async_zmq import AsyncZmqReceiver
+from aioengine.transport.zmq import Context, ZmqError, ZmqSender, end_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,13 +29,8 @@ _FRONTEND = "frontend"
 _EPOCH_BITS = 62
 _MAX_SPAWN_S = 5.0
 _SHUT_DOWN = "the engine was shut down while it started"
-# Numbers of file descriptors. A launcher keeps some open, needs others only during the start (``_ALONE``), and holds
-# some as a reserve. The used ones and the reserve are enough for the next launcher.
-_FOR_DIRECTORY = 1
-_FOR_INBOX = 1
-_FOR_PROCESS, _FOR_PROCESS_ALONE = 2, 6
-_FOR_CHANNELS, _FOR_CHANNEL = 8, 1
-_HELD_BACK = 16
+_FOR_LAUNCH, _FOR_CHILD = 19, 4
+"""Numbers of file descriptors: for the channels and the start of a process, and for each child."""
 _ZMQ_THREADS = 2
 
 
@@ -51,14 +45,14 @@ class ProcessLauncher:
     def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
         """roles: one child is started for each role. SCHEDULER and DETOKENIZER are required."""
         self.children: list[ProcessChild] = []
-        self.sender: AsyncZmqSender
+        self.sender: ZmqSender
         self.receiver: AsyncZmqReceiver
         self._settings = settings
         self._roles = roles
         self._epoch = secrets.randbits(_EPOCH_BITS)
         self._folder: ChildFolder
         self._closing = contextlib.ExitStack()
-        self._uplinks: dict[Role, str] = {}  # role -> endpoint at which the frontend listens to the child
+        self._uplinks: dict[Role, str] = {}  # role -> endpoint at which the child listens, to send to the frontend
         self._num_started = 0
         self._owner_pid = os.getpid()
         self._is_closed = False
@@ -66,14 +60,6 @@ class ProcessLauncher:
         # The kernel ends a child when the thread that started it ends, so threads of the program must not start
         # children. Also, duplicating a large process takes long, and would block the event loop.
         self._thread = WorkerThread[None]("aioengine-spawn")
-        self._spare = SpareDescriptors()
-        # The previous launcher has just freed its descriptors. ``launch`` checks whether there are enough.
-        self._spare.hold(self._num_needed + _HELD_BACK)
-
-    @property
-    def _num_needed(self) -> int:
-        for_each = _FOR_INBOX + _FOR_PROCESS + _FOR_CHANNEL
-        return _FOR_DIRECTORY + len(self._roles) * for_each + _FOR_CHANNELS + _FOR_PROCESS_ALONE + FREE_TO_ACCEPT
 
     async def launch(self) -> None:
         """Start all children without waiting until they are ready.
@@ -81,24 +67,20 @@ class ProcessLauncher:
         Raises:
             EngineStartupError: a child could not be started.
         """
-        self._spare.require(self._num_needed)
+        require_descriptors(_FOR_LAUNCH + _FOR_CHILD * len(self._roles))
         await self._in_thread(self._spawn_all)
-        num_used = _FOR_CHANNELS + len(self._roles) * _FOR_CHANNEL
-        self._spare.require(num_used + FREE_TO_ACCEPT)
         require_threads(_ZMQ_THREADS)  # libzmq aborts the program if it cannot start its threads
         try:
-            with self._spare.lent(num_used, used=num_used):
-                context = Context()
-                self._closing.callback(end_context, context)  # also closes a socket that was not opened completely
-                self.sender = AsyncZmqSender(context, self._folder.inboxes[SCHEDULER], self._epoch, receiver="it")
-                self._closing.callback(self.sender.close)
-                self.receiver = AsyncZmqReceiver(context, self._epoch, spare=self._spare)
-                self._closing.callback(self.receiver.close)
-                for endpoint in self._uplinks.values():
-                    self.receiver.expect(self._folder.take(endpoint))
+            context = Context()
+            self._closing.callback(end_context, context)  # also closes a socket that was not opened completely
+            self.sender = ZmqSender(context, self._folder.inboxes[SCHEDULER], self._epoch, receiver="it")
+            self._closing.callback(self.sender.close)
+            self.receiver = AsyncZmqReceiver(context, self._epoch)
+            self._closing.callback(self.receiver.close)
+            for endpoint in self._uplinks.values():
+                self.receiver.attach(endpoint)
         except ZmqError as error:
             raise EngineStartupError(f"the engine's sockets could not be opened: {error}") from error
-        self._spare.free(keep=_HELD_BACK)
 
     async def begin_epoch(self) -> None:
         """Tell the scheduler to drop its requests and to continue in a new epoch. It answers with ``Ready``.
@@ -118,11 +100,10 @@ class ProcessLauncher:
             EngineStartupError: it could not be started.
         """
         before = next(child for child in self.children if child.role == DETOKENIZER)
-        self.receiver.forget(self._uplinks[DETOKENIZER])
+        self.receiver.disconnect(self._uplinks[DETOKENIZER])
         await self._in_thread(partial(self._spawn, DETOKENIZER))
-        self.receiver.expect(self._folder.take(self._uplinks[DETOKENIZER]))
+        self.receiver.attach(self._uplinks[DETOKENIZER])
         before.close()
-        self._spare.hold(_HELD_BACK)
         self.children.remove(before)
 
     async def check_links(self) -> None:
@@ -131,8 +112,7 @@ class ProcessLauncher:
         Raises:
             EngineStartupError: they cannot, so messages between them would wait forever.
         """
-        # If these names still exist, the children have connected to each other.
-        if not all(is_reachable(endpoint) for endpoint in self._folder.inboxes.values()):
+        if not all((self._folder.path / str(role)).exists() for role in self._roles):
             raise EngineStartupError("the sockets of the engine's processes were removed from their folder")
 
     async def _in_thread(self, spawn: Callable[[], None]) -> None:
@@ -164,32 +144,24 @@ class ProcessLauncher:
             child.reap(KILL_WAIT_S)
             child.close()
         self._closing.close()
-        self._spare.free()
 
     def _spawn_all(self) -> None:
         """Create the folder with the endpoints of all children, and start them. Runs in the thread."""
-        num_used = _FOR_DIRECTORY + len(self._roles) * _FOR_INBOX
         try:
-            with self._spare.lent(num_used + 1, used=num_used):
-                self._folder = ChildFolder(self._settings, self._roles, self._spare)
-                self._closing.callback(self._folder.close)
+            self._folder = ChildFolder(self._settings, self._roles)
+            self._closing.callback(self._folder.close)
         except OSError as error:
             raise EngineStartupError(f"the engine has no place for its sockets: {error}") from error
         for role in self._roles:
             if self._is_closed:
                 raise EngineStartupError(_SHUT_DOWN)
             self._spawn(role)
-        self._folder.close_inboxes()
 
     def _spawn(self, role: Role) -> None:
-        """Start a child with its own endpoint of the frontend. Runs in the thread."""
-        with self._spare.lent(_FOR_PROCESS + _FOR_PROCESS_ALONE, used=_FOR_PROCESS):
-            self._num_started += 1
-            try:
-                self._uplinks[role] = self._folder.listen(f"{_FRONTEND}-{self._num_started}")
-            except OSError as error:
-                raise EngineStartupError(f"the {role} process could not be started: {error}") from error
-            self.children.append(self._folder.start(role, self._epoch, self._uplinks[role]))
+        """Start a child with its own endpoint for the frontend. Runs in the thread."""
+        self._num_started += 1
+        self._uplinks[role] = self._folder.endpoint(f"{_FRONTEND}-{self._num_started}")
+        self.children.append(self._folder.start(role, self._epoch, self._uplinks[role]))
 
 
 PLUGIN = ProcessLauncher

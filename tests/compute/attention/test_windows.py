@@ -78,7 +78,7 @@ def test_answers_match_transformers_and_do_not_depend_on_pages(windowed: Windowe
     assert run(other) == (answers, bits)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_preemption_does_not_change_answers(windowed: Windowed, depth: int) -> None:
     """The pool has pages for one request of the context length."""
     num_pages = CONTEXT_LENGTH // 4

@@ -16,6 +16,7 @@ from aioengine.kernels.triton.scores import ScoreRules
 ints = torch.zeros(48, dtype=torch.int32)
 rows = attention.PagedRows(ints, ints, ints, ints)
 step = decode.DecodeRows(ints, ints, torch.zeros(5, 16, dtype=torch.int32), ints)
+of_drafts = decode.DecodeRows(ints, ints, torch.zeros(7, 16, dtype=torch.int32), ints, ints, 4)
 weights = torch.zeros(2, 8)
 for rules in (ScoreRules(), ScoreRules(300), ScoreRules(None, 50.0), ScoreRules(128, 30.0, torch.zeros(8))):
     for head_size, dtype in ((64, torch.bfloat16), (256, torch.float16), (80, torch.float32)):
@@ -26,6 +27,7 @@ for rules in (ScoreRules(), ScoreRules(300), ScoreRules(None, 50.0), ScoreRules(
         if head_size != 80:  # FlashInfer does not support it
             for other in (None, (out, weights)):
                 decode.decode(q, pool, step, scale=0.1, out=out, other=other, rules=rules)
+            decode.decode(q, pool, of_drafts, scale=0.1, out=out, rules=rules)
         if rules.sinks is not None:
             scores.add_sinks(out, weights, rules.sinks)
         scores.merge(out, weights, out, weights)

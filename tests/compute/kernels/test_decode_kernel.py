@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import AttentionShape, CascadeLimits, kv_pool_shape
-from aioengine.attention._gpu_rows import attention_layers
+from aioengine.attention import _gpu_rows
+from aioengine.attention._gpu_rows import FixedDecodeRows, attention_layers
 from aioengine.attention._gpu_splits import max_splits, plan_splits
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels.triton import decode
@@ -40,8 +41,9 @@ table = RowTable(
     page_tables=PageTables(max_rows=64, max_row_pages=60),
     num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=64
 )
+model = SimpleNamespace(input_spec=InputSpec(), features=None)
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
-graphs = DecodeGraphs(SimpleNamespace(input_spec=InputSpec()), None, inputs, vocab_size=9, max_rows=SIZE)
+graphs = DecodeGraphs(model, None, inputs, vocab_size=9, max_rows=SIZE)
 order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()
 long, short = [order.pop() for _ in range(17)], [order.pop() for _ in range(3)]
 beginnings = [short, long, [], long, short, long, [], long]
@@ -52,7 +54,7 @@ for uid, (begin, length) in enumerate(zip(beginnings, lengths)):
 rows = inputs.columns_of([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
 num_rows = len(lengths)
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
-_, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=num_rows)
+_, batch = inputs.build(model, rows, None, num_outputs=num_rows)
 heads = torch.randn(num_rows, HEADS + 2 * KV_HEADS, HEAD_SIZE)
 q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
 reference = TorchAttention(shape, pool)
@@ -128,7 +130,7 @@ rows = inputs.columns_of([Row(uid, start, len(known) or 1, TOKENS, known) for ui
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
 assert can_expand(rows)
 found = expand_rows(rows, table)
-step_inputs, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=len(steps))
+step_inputs, batch = inputs.build(model, rows, None, num_outputs=len(steps))
 host = np.full(4000, 77, dtype=np.int32)
 targets = np.full(7, -1)
 targets[rows.token_ends - 1] = rows.row_indices
@@ -142,7 +144,8 @@ assert columns[2].tolist() == [*batch.slot_mapping.tolist(), *[0] * (SIZE - num_
 none = -1
 first, second, third, last = rows.row_indices.tolist()
 assert columns[4].tolist() == [none, none, first, second, none, third, last, *[none] * (SIZE - num_tokens)]
-assert columns[7, :num_tokens].tolist() == (step_inputs.positions + 1).tolist(), "the position of a sampled token"
+ends = rows.token_ends - 1
+assert columns[7, ends].tolist() == (step_inputs.positions[ends] + 1).tolist(), "the position of a sampled token"
 own_lengths = (np.diff(buffers.starts.numpy()) - 1) * PAGE_SIZE + buffers.last_lengths.numpy()
 assert own_lengths[:num_tokens].tolist() == (step_inputs.positions + 1).tolist()
 assert own_lengths[num_tokens:].tolist() == [1] * (SIZE - num_tokens)
@@ -157,6 +160,37 @@ queries[:num_tokens] = q
 decode.decode(queries, (pool[0, 0], pool[0, 1]), step, scale=shape.scale, out=out, other=None)
 torch.testing.assert_close(out[:num_tokens].view(num_tokens, -1), expected, rtol=1e-4, atol=1e-5)
 
+# tokens of a row share its page table; some end on an earlier page, and some do not see the last split
+steps = [(0, 46, 3), (6, 639, 4), (1, 255, 2), (7, 300, 1), (3, 290, 2)]
+rows = inputs.columns_of([Row(uid, start, count, TOKENS, [1] * count) for uid, start, count in steps])
+sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
+found = expand_rows(rows, table)
+_, batch = inputs.build(model, rows, None, num_outputs=len(steps))
+reference.prepare(batch)
+heads = torch.randn(SIZE, HEADS + 2 * KV_HEADS, HEAD_SIZE)
+q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+expected = write_and_attend(reference, q, k, v, 0)
+_gpu_rows.pinned = torch.from_numpy
+for most in (2, 3, 4):
+    is_first = (found.positions - rows.starts[found.row_of_token]) % most == 0
+    tables = np.append(np.flatnonzero(is_first), [SIZE])
+    host = np.full(4000, 77, dtype=np.int32)
+    graphs._fill([host], SIZE, rows, sampled, (found.sources, np.full(SIZE, -1)), expanded=found, tables=tables)
+    graphs._memory = [torch.from_numpy(host)]
+    columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
+    assert columns[2].tolist() == batch.slot_mapping.tolist()
+    fixed = object.__new__(FixedDecodeRows)
+    fixed._layers, fixed.most_tokens = attention_layers(shape, pool), most
+    splits = torch.zeros(7, max_splits(SIZE, KV_HEADS), dtype=torch.int32)
+    fixed._splits, num_done = splits.clone(), torch.zeros(SIZE * KV_HEADS, dtype=torch.int32)
+    fixed._rows = decode.DecodeRows(buffers.starts, buffers.page_ids, splits, num_done, buffers.last_lengths, most)
+    fixed.plan(buffers.starts, buffers.last_lengths, tables)
+    out = torch.zeros(SIZE, HEADS, HEAD_SIZE)
+    decode.decode(q, (pool[0, 0], pool[0, 1]), fixed._rows, scale=shape.scale, out=out)
+    assert not num_done.any()
+    torch.testing.assert_close(out.flatten(1), expected, rtol=1e-4, atol=1e-5)
+
+rows = inputs.columns_of([Row(0, 46, 3, TOKENS, [3, 4, 5])])
 rows.requests[0].num_prompt = 47
 assert not can_expand(rows), "a prompt"
 """

@@ -19,10 +19,10 @@ from aioengine.families._tensors import adaptable_layers, checkpoint_tensors, ex
 from aioengine.families.llama import LlamaFamily
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.layer import Placement, Shard, Units, rank_ranges
-from aioengine.layers.linear import Linear
+from aioengine.layers.linear import Axis, Linear
 from aioengine.model_files.checkpoint import check_entries, read_headers
 from aioengine.models._base import Model, ModelOptions
-from aioengine.quantization._base import Axis, LinearFormat, LinearSpec, Prepared, Tensors
+from aioengine.quantization._base import LinearFormat, LinearSpec, Prepared, Tensors
 from aioengine.quantization.plain import PLAIN, plain
 from aioengine.runner import weights
 from aioengine.runner.weight_reading import read_all
@@ -48,9 +48,6 @@ class Int8Format:
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
         return tensor.split(layer.sizes)
 
-    def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:
-        return PLAIN.dim_of(name, axis)
-
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
         def matmul(x: Tensor) -> Tensor:
             weight = tensors["weight"].to(x.dtype) * tensors["weight_scale"].to(x.dtype).unsqueeze(1)
@@ -68,10 +65,6 @@ class TransposedFormat:
 
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
         return tensor.split(layer.sizes, dim=-1)
-
-    def dim_of(self, name: str, axis: Axis) -> tuple[int, int] | None:
-        place = PLAIN.dim_of(name, axis)
-        return (1 - place[0], 1) if name == "weight" and place is not None else place
 
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
         doubled, bias = tensors["weight"] * 2, tensors.get("bias")
@@ -212,7 +205,7 @@ def test_description_of_int8_experts_matches_their_layer() -> None:
 
 def test_weights_bytes_of_a_quantized_model_come_from_its_format() -> None:
     config = LlamaFamily.read(config_of("llama").to_dict())
-    plain_bytes, int8_bytes = weights_bytes(config, 2, {}), weights_bytes(config, 2, {}, int8_tensors)
+    plain_bytes, int8_bytes = weights_bytes(config, 2), weights_bytes(config, 2, int8_tensors)
     linears = adaptable_layers(config).values()
     assert plain_bytes - int8_bytes == sum(outputs * inputs - 2 * outputs for outputs, inputs in linears)
 
@@ -260,17 +253,16 @@ def test_reopened_layer_keeps_matmul_and_tensors() -> None:
     assert layer._matmul is matmul
 
 
-@pytest.mark.parametrize("linear_format", [PLAIN, TransposedFormat()])
 @pytest.mark.parametrize("axis", ["inputs", "outputs"])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_ranks_of_a_divided_layer_cover_the_layer(linear_format: LinearFormat, axis: Axis, has_bias: bool) -> None:
+def test_ranks_of_a_divided_layer_cover_the_layer(axis: Axis, has_bias: bool) -> None:
     torch.manual_seed(0)
     parts = {"q": 12, "k": 6}
     tensors: dict[str, Tensor] = {}
     x = torch.randn(5, 8)
     results: list[Tensor] = []
     for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
-        placement = Placement(dtype=torch.float32, device=CPU, format_of=lambda name: linear_format, shard=shard)
+        placement = Placement(dtype=torch.float32, device=CPU, format_of=plain, shard=shard)
         layer = Linear(8, parts, placement, bias=has_bias, divided=axis)
         for name, target in layer.weights("").items():
             tensor = tensors.setdefault(name, torch.randn(target.shape))

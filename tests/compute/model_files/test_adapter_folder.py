@@ -92,11 +92,6 @@ def test_layers_to_transform_limits_the_layers(base: PreTrainedModel, tmp_path: 
     folder = save_adapter(base, tmp_path, target_modules=["q_proj", "up_proj"], layers_to_transform=[1])
     parts = read_folder(folder).parts(layers())
     assert {part.layer for part in parts} == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
-    set_fields(folder, layers_to_transform=[0, 1], layers_pattern="layers")
-    with pytest.raises(ValueError, match=f"lacks tensors of .*{re.escape(Q0)}"):
-        read_folder(folder).parts(layers())
-    set_fields(folder, exclude_modules=["0.self_attn.q_proj", "0.mlp.up_proj"])
-    assert len(read_folder(folder).parts(layers())) == 2
 
 
 def test_full_names_are_targets_in_any_layer(base: PreTrainedModel, tmp_path: Path) -> None:
@@ -116,7 +111,6 @@ def test_fused_projections_are_split(base: PreTrainedModel, tmp_path: Path) -> N
     save_file(
         {f"{name}.lora_A.weight": torch.ones(4, 64), f"{name}.lora_B.weight": torch.ones(128, 4)}, folder / TENSORS
     )
-    set_fields(folder, target_modules=["qkv_proj"])
     parts = by_layer(read_folder(folder).parts(layers()))
     assert [(part.module, part.first_row) for part in parts.values()] == [("q_proj", 0), ("k_proj", 64), ("v_proj", 96)]
     change_tensors(folder, {"lora_B.weight": torch.ones(192, 4)})
@@ -178,24 +172,13 @@ def test_other_adapters_and_files_are_refused(base: PreTrainedModel, tmp_path: P
 
 
 CHANGED: dict[str, tuple[dict[str, Tensor | None], str]] = {
-    "missing layer": (
-        {f"{Q0}.lora_A.weight": None, f"{Q0}.lora_B.weight": None},
-        f"lacks tensors of {Q0}, which target_modules",
-    ),
     "missing half": ({f"{Q0}.lora_B.weight": None}, f"lacks {STEM}{Q0}.lora_B.weight"),
-    "extra": (
-        {
-            f"{STEM}model.layers.0.mlp.up_proj.lora_{half}.weight": torch.ones(size)
-            for half, size in (("A", (4, 64)), ("B", (96, 4)))
-        },
-        "has tensors of model.layers.0.mlp.up_proj, which target_modules",
-    ),
     "other inputs": ({f"{Q0}.lora_A.weight": torch.ones(4, 65)}, r"q_proj.lora_A.weight has shape [4, 65]"),
     "other outputs": ({f"{Q0}.lora_B.weight": torch.ones(63, 4)}, r"q_proj.lora_B.weight has shape [63, 4]"),
-    "other rank": ({f"{Q0}.lora_A.weight": torch.ones(3, 64)}, "has shape [3, 64], and the rank of the layer is 4"),
+    "other rank": ({f"{Q0}.lora_A.weight": torch.ones(3, 64)}, "has shape [3, 64], but the layer has rank 4"),
     "vector": ({f"{Q0}.lora_A.weight": torch.ones(4)}, "has shape [4], but must be a matrix"),
     "integers": ({f"{Q0}.lora_A.weight": torch.ones(4, 64, dtype=torch.int64)}, "of type I64"),
-    "whole layer": ({f"{STEM}lm_head.weight": torch.ones(300, 64)}, "modules_to_save"),
+    "whole layer": ({f"{STEM}lm_head.weight": torch.ones(300, 64)}, "of the head"),
     "a layer twice": (
         {
             f"{STEM}{Q0.removeprefix('model.')}.lora_{half}.weight": torch.ones(size)
@@ -226,10 +209,10 @@ def test_mismatched_tensors_are_refused(base: PreTrainedModel, tmp_path: Path, c
 
 def test_adapters_of_the_head_are_refused(base: PreTrainedModel, tmp_path: Path) -> None:
     folder = save_adapter(base, tmp_path, target_modules=["q_proj", "lm_head"])
-    with pytest.raises(ValueError, match="of the head: the head of the base model cannot change"):
+    with pytest.raises(ValueError, match="of the head: it cannot change"):
         read_folder(folder)
     change_tensors(folder, {f"{STEM}lm_head.base_layer.weight": None})
-    with pytest.raises(ValueError, match="changes lm_head: the head of the base model cannot change"):
+    with pytest.raises(ValueError, match="changes lm_head: it cannot change"):
         read_folder(folder).parts(layers())
 
 
@@ -271,6 +254,6 @@ def test_patterns_have_a_common_time_limit(
 
 def test_slow_pattern_is_refused(base: PreTrainedModel, tmp_path: Path) -> None:
     folder = save_adapter(base, tmp_path, target_modules=["q_proj"])
-    set_fields(folder, target_modules=r"(([a-z._0-9]+)+)+!")
-    with pytest.raises(ValueError, match=r"too long to match|lacks|does not name"):
-        read_folder(folder).parts(layers())
+    set_fields(folder, rank_pattern={r"([a-z._0-9]|[a-z._0-9]{2})+[!?]": 2})
+    with pytest.raises(ValueError, match="too long to match"):
+        read_folder(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -34,12 +33,10 @@ from aioengine.families._config import Task, as_embedder
 from aioengine.families._fallback_config import read_fallback_config
 from aioengine.kernels.heads import write_heads
 from aioengine.kernels.kv_target import KVTarget
-from aioengine.layers.linear import Linear
 from aioengine.models._fallback import TransformersFolder
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights
 from aioengine.runner.device_memory import NoAttention
-from aioengine.runner.inputs import model_inputs
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import Stepper, options
 
@@ -140,64 +137,6 @@ def test_logits_and_greedy_tokens_match_transformers(kind: str, tmp_path: Path) 
     assert short_of_pages.answers(prompts, max_new_tokens=num) == answers
     gives_back = "page_windows" in short_of_pages.runner.facts  # then there is room for both
     assert short_of_pages.num_preemptions > 0 or gives_back
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-@torch.inference_mode()
-def test_only_output_tokens_are_computed_after_the_last_attention(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(CONFIGS[kind], tmp_path)
-    model, numbers = load(tmp_path), list[int]()
-    attention, positions = Attention(model.attention_shape), torch.arange(9)
-    inputs = model_inputs(model, torch.randint(3, 96, (9,)), positions)
-    whole = model.forward(inputs, attention)
-    call = Linear.__call__
-
-    def counted(self: Linear, x: torch.Tensor, *others: Any) -> torch.Tensor:
-        """x [N, D] -> [N, O]."""
-        numbers.append(len(x))
-        return call(self, x, *others)
-
-    monkeypatch.setattr(Linear, "__call__", counted)
-    for outputs in ([8], [3, 8, 0, 0], list(range(9))):
-        numbers.clear()
-        found = model.forward(dataclasses.replace(inputs, outputs=torch.tensor(outputs)), attention)
-        torch.testing.assert_close(found, whole[outputs], rtol=1e-4, atol=1e-5)
-        assert numbers[0] == 9
-        assert numbers[-1] == len(outputs)
-        assert {*numbers} == {9, len(outputs)}
-    assert torch.equal(model.forward(inputs, attention), whole)
-
-
-@pytest.mark.parametrize("kind", ["experts", "experts of DeepSeek-V3", "sinks"])
-@torch.inference_mode()
-def test_experts_compute_only_output_tokens_after_the_last_attention(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reference, numbers = save(CONFIGS[kind], tmp_path), list[int]()
-    (experts,) = {
-        type(part) for part in reference.modules() if any(each.ndim == 3 for each in part.parameters(recurse=False))
-    }
-    compute = experts.forward
-
-    def counted(self: torch.nn.Module, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
-        """x [N, D], routing [N, ...] -> [N, D]."""
-        assert {len(each) for each in routing} == {len(x)}
-        numbers.append(len(x))
-        return compute(self, x, *routing)
-
-    monkeypatch.setattr(experts, "forward", counted)
-    model = load(tmp_path)
-    inputs = model_inputs(model, torch.randint(3, 96, (9,)), torch.arange(9))
-    attention = Attention(model.attention_shape)
-    whole = model.forward(inputs, attention)
-    for outputs in ([8], [3, 8, 0, 0], list(range(9))):
-        numbers.clear()
-        found = model.forward(dataclasses.replace(inputs, outputs=torch.tensor(outputs)), attention)
-        torch.testing.assert_close(found, whole[outputs], rtol=1e-4, atol=1e-5)
-        assert len(numbers) > 1
-        assert numbers == [9] * (len(numbers) - 1) + [len(outputs)]
 
 
 class Attention(NoAttention):

@@ -91,7 +91,10 @@ def test_adapter_of_nonlinear_layers_is_refused(tmp_path: Path) -> None:
     other = save(CONFIGS["gated MLPs"], tmp_path / "other")
     path = save_adapter(other, tmp_path / "adapter", target_modules=["gate_proj"])
     runner = build(with_adapters(by_transformers(make_settings(tmp_path / "model"))), lambda _: None)
-    with pytest.raises(ValueError, match=r"gate_proj; what works in this base model: down_proj, k_proj"):
+    with pytest.raises(
+        ValueError,
+        match=r"gate_proj, but the base model has no such layer for adapters; it has layers down_proj, k_proj",
+    ):
         runner.adapters.read(adapter(path))
     assert base.config.model_type == "nemotron"
 

@@ -339,7 +339,7 @@ def test_plan_and_runner_agree_on_states_and_snapshots(device_memory: int, folde
     assert found.max_total_tokens == 4 * pool.num_pages
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_tokens_do_not_depend_on_concurrent_requests(folder: Path, depth: int) -> None:
     drawn = random.Random(depth)
     prompts = [drawn.choices(range(1, 96), k=drawn.choice((1, 2, 7, 20, 41))) for _ in range(9)]

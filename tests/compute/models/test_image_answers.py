@@ -215,6 +215,7 @@ def test_generating_engine_also_returns_embeddings(served: Served) -> None:
     np.testing.assert_allclose(found["embedding"], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_embeddings_with_images_match_transformers(tmp_path: Path) -> None:
     theirs, one, two = made(tmp_path, "gemma3"), drawing(1), drawing(2, (50, 70))
     with Engine(tmp_path, device="cpu", context_length=100, is_embedding=True) as llm:

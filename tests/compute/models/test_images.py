@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from aioengine import models
 from aioengine.constraints.grammars import Grammars
-from aioengine.model_files.checkpoint import new_name
+from aioengine.families._config import new_name
 from aioengine.models._base import ModelOptions
 from aioengine.models._image_decoder import ImageDecoder, looked_up
 from aioengine.models._qwen_tower import cut

@@ -24,6 +24,7 @@ from aioengine.runner.request_row import LogitsRow, RequestRow
 from tests.compute.interpreted import run_interpreted
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.kit.grammar_walks import FOLDER, grammar_of, text_of
+from tests.kit.grids import grid
 from tests.kit.tiny_sizes import VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -107,10 +108,12 @@ def test_answers_beside_chunks_of_prompts_equal_the_answers_of_single_requests(
     assert [world.outputs[uid] for uid in uids] == alone
 
 
-@pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (2, 0), (0, 4), (1, 4), (2, 3)])
 @pytest.mark.parametrize(
-    ("min_forced", "max_tokens", "has_logprobs"),
-    [(2, 1_000, False), (1, 1_000, True), (4, 24, True), (NOT_FORCED, 1_000, False)],
+    ("depth", "preempts_every", "min_forced", "max_tokens", "has_logprobs"),
+    grid(
+        [(0, 0), (1, 0), (2, 0), (0, 4), (1, 4), (2, 3)],
+        [(2, 1_000, False), (1, 1_000, True), (4, 24, True), (NOT_FORCED, 1_000, False)],
+    ),
 )
 def test_answers_equal_the_answers_of_single_requests(
     folder: Path,

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from aioengine.attention._base import AttentionShape
 from aioengine.models._base import InputSpec
 from aioengine.runner import device_memory
-from aioengine.runner.device_memory import DeviceMemory, captured_bytes, parse_processes
+from aioengine.runner.device_memory import DeviceMemory, captured_bytes
 from tests.compute.runner_world import make_settings
 
 if TYPE_CHECKING:
@@ -32,10 +32,8 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         "synchronize": lambda _: None,
         "mem_get_info": lambda _: (2 * GIB, 80 * GIB),
         "get_device_name": lambda _: "NVIDIA H100",
-        "get_device_properties": lambda _: SimpleNamespace(uuid="x"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, found)
-    monkeypatch.setattr(device_memory, "other_processes", lambda _: ["process 12 (python) 70.0 GiB"])
     return held
 
 
@@ -47,8 +45,8 @@ def test_error_has_needed_and_available_memory_and_advice(reserved: list[int]) -
     with pytest.raises(ValueError, match="not enough GPU memory") as caught, recording:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has ...")
     assert str(caught.value) == (
-        "not enough GPU memory for a pool (1.0 GiB): CUDA out of memory. NVIDIA H100 has 80.0 GiB, 2.0 GiB free; used "
-        "by this engine: the weights 5.0 GiB; used by other processes: process 12 (python) 70.0 GiB. Less."
+        "not enough GPU memory for a pool (1.0 GiB): CUDA out of memory. NVIDIA H100 has 80.0 GiB, 2.0 GiB free; used: "
+        "the weights 5.0 GiB, other processes and CUDA 73.0 GiB. Less."
     )
     assert caught.value.__cause__ is None
 
@@ -58,8 +56,8 @@ def test_out_of_memory_of_cuda_itself_is_reported(reserved: list[int], monkeypat
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
-    words = "CUDA itself is out of memory; used by other processes: process 12"
-    with pytest.raises(ValueError, match=words), DeviceMemory(GPU).record("the weights", advice="End them"):
+    recording = DeviceMemory(GPU).record("the weights", advice="")
+    with pytest.raises(ValueError, match="CUDA itself is out of memory"), recording:
         fail(0)
 
 
@@ -74,17 +72,6 @@ def test_memory_of_a_cpu_is_not_recorded() -> None:
         pass
     assert memory.recorded == {}
     assert memory.facts()["device_name"] == "cpu"
-
-
-def test_processes_of_nvidia_smi_are_parsed() -> None:
-    output = "12, /usr/bin/python3, 3174\n13, python, [N/A]\n99, self, 10\nNo running processes found\n"
-    assert parse_processes(output, 99) == ["process 12 (python3) 3.1 GiB", "process 13 (python)"]
-
-
-def test_without_nvidia_smi_other_processes_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="x"))
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert device_memory.other_processes(GPU) == []
 
 
 def test_advice_names_arguments_of_the_engine() -> None:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.settings.config import Settings
 from tests.compute.runner_world import World, make_settings, save_model
+from tests.kit.grids import grid
 
 PROMPTS = [[*range(1, 90)], [7] * 40, [5, 9, 200, 31], [*range(1, 60), 250, 251]]
 
@@ -31,8 +32,10 @@ def run(world: World) -> list[tuple[list[int], list[bytes]]]:
     return [(world.outputs[uid], [extra.data for extra in world.extras[uid]]) for uid in uids]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    grid([("qwen3",), ("gemma3_text",), ("gpt_oss",), ("deepseek_v3",)], [("bfloat16",), ("float32",)]),
+)
 def test_bits_do_not_depend_on_chunks_batch_prefix_cache_and_preemption(
     family: str, dtype: str, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from aioengine.runner.model_runner import _failure_reason
 from aioengine.runner.request_row import RequestRow
 from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Row, StepPlan
 from tests.compute.runner_world import FAMILIES, World, make_settings, save_model
+from tests.kit.grids import grid
 from tests.kit.tiny_sizes import CONTEXT_LENGTH, VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -60,8 +61,9 @@ def qwen(folders: dict[str, Path], references: dict[str, list[list[int]]]) -> Pa
     return folders["qwen3"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("page_size", "chunk_tokens"), [(1, 9), (4, 512), (16, 32)])
+@pytest.mark.parametrize(
+    ("family", "page_size", "chunk_tokens"), grid([(family,) for family in FAMILIES], [(1, 9), (4, 512), (16, 32)])
+)
 def test_greedy_tokens_equal_transformers(
     family: str, page_size: int, chunk_tokens: int, folders: dict[str, Path], references: dict[str, list[list[int]]]
 ) -> None:

@@ -91,7 +91,13 @@ def alone(saved: Saved) -> list[Given]:
 
 
 @pytest.mark.parametrize(
-    ("num_pages", "chunk_tokens", "depth"), [(512, 512, 0), (512, 24, 1), (70, 24, 0), (70, 16, 1)]
+    ("num_pages", "chunk_tokens", "depth"),
+    [
+        (512, 24, 1),
+        (70, 16, 1),
+        pytest.param(512, 512, 0, marks=pytest.mark.slow),
+        pytest.param(70, 24, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_mixed_requests_equal_the_same_requests_alone(
     saved: Saved, alone: list[Given], num_pages: int, chunk_tokens: int, depth: int

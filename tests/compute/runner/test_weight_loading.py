@@ -131,6 +131,13 @@ def test_files_that_change_after_their_check_end_the_process(tmp_path: Path) -> 
     assert torch.equal(logits_of(world), old)
 
 
+def test_memory_is_not_released_unless_the_engine_is_made_for_it(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    reply = World(make_settings(tmp_path)).runner.controls[RELEASE_MEMORY](Control(1, RELEASE_MEMORY, {"tags": []}))
+    assert not reply.success
+    assert "give its constructor enable_memory_saver=True" in reply.message
+
+
 @pytest.mark.parametrize("order", [["weights", "kv_cache"], ["kv_cache", "weights"]])
 def test_graphs_are_captured_again_when_all_memory_is_resumed(
     order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

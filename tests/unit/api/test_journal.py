@@ -104,7 +104,7 @@ def test_another_item_is_refused_even_if_it_has_no_row_yet(path: Path) -> None:
     write(path, 1, num_items=3)
     journal = Journal(path, PARAMETERS)
     for index in (0, 1, 2):
-        with pytest.raises(ValueError, match=f"item {index} of the input is another one"):
+        with pytest.raises(ValueError, match=f"item {index} is not the item"):
             journal.record_item(index, b"another item")
         journal.record_item(index, b"item %d" % index)
     journal.record_item(3, b"any")
@@ -115,7 +115,7 @@ def test_an_input_that_ends_too_early_is_refused(path: Path) -> None:
     write(path, 0, 4)
     journal = Journal(path, PARAMETERS)
     journal.check_end(5)
-    with pytest.raises(ValueError, match="ends after 4 items, and .* has the row 4"):
+    with pytest.raises(ValueError, match="has 4 items, and .* has the row 4"):
         journal.check_end(4)
     journal.close()
 
@@ -147,7 +147,7 @@ def test_the_rest_of_a_row_is_removed(path: Path) -> None:
 
 def test_a_file_of_another_origin_is_refused(path: Path) -> None:
     path.write_text('{"index": 0}\n')
-    with pytest.raises(ValueError, match=r"exists, but not the journal .*rows\.jsonl\.journal"):
+    with pytest.raises(ValueError, match=r"exists, but not its journal .*rows\.jsonl\.journal"):
         Journal(path, PARAMETERS)
     assert not Path(f"{path}{SUFFIX}").exists()
 

@@ -21,7 +21,6 @@ import torch
 
 from aioengine.api.params import ALIASES, PARAMETERS, SamplingParams, output_limit, sampling, stop_ids, text_rules
 from aioengine.errors import RequestTooLargeError, UnknownParameterError
-from aioengine.frontend.intake.requests import generate_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -229,7 +228,7 @@ def test_the_default_length_is_clipped_and_an_explicit_one_refused() -> None:
     assert output_limit(pickle.loads(pickle.dumps(SamplingParams())), 10, **room) == 90
     assert output_limit(SamplingParams(max_new_tokens=None), 10, **room) == 90
     assert output_limit(SamplingParams(max_new_tokens=90), 10, **room) == 90
-    with pytest.raises(RequestTooLargeError, match=r"max_new_tokens=128 .* 10 tokens .* context of 100 .* 90 fit"):
+    with pytest.raises(RequestTooLargeError, match=r"max_new_tokens=128 .* 10 tokens .* context of 100 "):
         output_limit(SamplingParams(max_new_tokens=128), 10, **room)
     with pytest.raises(RequestTooLargeError, match="KV pool of 50 tokens"):
         output_limit(SamplingParams(max_new_tokens=50), 10, context_length=100, max_total_tokens=50)
@@ -419,7 +418,7 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
 def test_min_new_tokens_needs_a_token_that_does_not_stop() -> None:
     params = SamplingParams(stop_token_ids=list(range(9)), min_new_tokens=2)
     assert len(sampling(params, vocab_size=10, eos_token_ids=(8,)).suppressed_token_ids) == 9
-    with pytest.raises(ValueError, match="min_new_tokens=2 cannot be kept: all 10 tokens of the vocabulary are stop"):
+    with pytest.raises(ValueError, match="min_new_tokens=2 cannot be kept: all 10 tokens stop"):
         sampling(params, vocab_size=10, eos_token_ids=(9,))
     free = SamplingParams(stop_token_ids=list(range(10)))
     assert sampling(free, vocab_size=10, eos_token_ids=(9,)).suppressed_token_ids == ()
@@ -538,16 +537,3 @@ def test_logit_bias_with_too_many_entries_is_refused_early() -> None:
     with pytest.raises(ValueError, match="logit_bias must have at most 4096 entries, got 100000"):
         SamplingParams(logit_bias=dict.fromkeys(range(100_000), "no number"))  # type: ignore[arg-type]
     assert SamplingParams(logit_bias=dict.fromkeys(range(4096), 1.0)).logit_bias is not None
-
-
-@pytest.mark.parametrize(
-    "params", [{"custom_params": {"a": "x" * 4000}}, {"logit_bias": {str(place): 1.0 for place in range(900)}}]
-)
-def test_costly_parameters_of_a_batch_are_checked_in_pieces(params: dict[str, object]) -> None:
-    options = {"custom_logit_processor": "module:Class"}
-    rows = [{"custom_params": {}, **params} for _ in range(70)]
-    request = generate_request(["a"] * 70, rows, None, stream=False, options=options)
-    assert 1 < len(request.prompts) < 20
-    while not request.is_checked:
-        request.check_more()
-    assert len(request.params) == 70

@@ -93,7 +93,7 @@ def test_keywords_that_are_not_enforced_are_refused_with_their_pointer(
     [
         (
             {"pattern": "a" * 9000},
-            "'pattern' at # is too long: all patterns together may have 8,192 characters, and each counts 8 more",
+            "'pattern' at # is too long: all patterns together may have 8,192 characters, each counts 8 more",
         ),
         ({"allOf": [{"anyOf": [{}] * 250}] * 10}, "is too much: at most 2,048 subschemas are enforced"),
         ({"items": [{}]}, "'items' at # is a list, as in older JSON schemas; write 'prefixItems'"),

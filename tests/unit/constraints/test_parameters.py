@@ -48,8 +48,8 @@ class Bird(pydantic.BaseModel):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"json_schema": {}, "regex": "a"}, "json_schema and regex are given together, .* keep one"),
-        ({"json_object": True, "choice": ["a"]}, "json_object and choice are given together, .* keep one"),
+        ({"json_schema": {}, "regex": "a"}, "json_schema and regex are given together; .* keep one"),
+        ({"json_object": True, "choice": ["a"]}, "json_object and choice are given together; .* keep one"),
         (
             {"whitespace": "flexible"},
             "whitespace='flexible' is given without .* json_schema, json_object, structural_tag$",
@@ -82,8 +82,8 @@ class House:
 
 
 @pytest.mark.parametrize("of", [Owner, House])
-def test_error_names_the_field_without_a_schema(of: type) -> None:
-    with pytest.raises(TypeError, match=r" of type type: Owner\.anything: type <class 'object'> is not supported$"):
+def test_error_names_the_type_without_a_schema(of: type) -> None:
+    with pytest.raises(TypeError, match=r" of type type: type <class 'object'> is not supported$"):
         SamplingParams(json_schema=of)
 
 
@@ -142,22 +142,6 @@ def check_all(request: CallRequest) -> None:
         request.check_more()
 
 
-@pytest.mark.parametrize(
-    "constraint",
-    [
-        {"json_schema": {"enum": ["x" * 60_000]}},
-        {"json_schema": json.dumps({"enum": ["x" * 60_000], "description": "y" * 100_000})},
-        {"choice": [chr(0x4E00 + number) * 13 for number in range(10_000)]},
-    ],
-)
-def test_a_large_constraint_is_checked_in_the_call_and_the_others_later(constraint: Mapping[str, Any]) -> None:
-    request = generate_request(["a"] * 9, [dict(constraint) for _ in range(9)], None, stream=False, options={})
-    assert len(request.prompts) == 1
-    check_all(request)
-    assert len({params.json_schema or str(params.choice) for params in request.params}) == 1
-    assert generate_request(["a"] * 9, [constraint] * 9, None, stream=False, options={}).is_checked
-
-
 def test_equal_constraints_of_a_large_batch_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
     monkeypatch.setattr(parameters, "compile_schema", lambda text: checked.append(text) or compile_schema(text))
@@ -193,7 +177,6 @@ def test_a_constraint_that_is_too_large_fails_only_its_row(make: Callable[[], di
     ):
         generate_request(["a"] * 5, params, None, stream=False, options={})
     request = generate_request(["a"] * 5, params, None, stream=False, options={"return_exceptions": True})
-    assert len(request.prompts) == 1
     check_all(request)
     assert all(isinstance(prompt, ValueError) for prompt in request.prompts)
 

@@ -118,7 +118,7 @@ def test_features_that_are_not_supported_are_refused(listed: list[str], reason: 
 
 def test_refused_patterns_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    monkeypatch.setattr(patterns, "_compile", compiled.append)
+    monkeypatch.setattr(patterns.regex, "compile", compiled.append)
     for pattern in REPETITIONS + FLAGS + CALLS + FUZZY + STARTS:
         message_of(pattern)
     assert compiled == []
@@ -142,7 +142,7 @@ def test_an_error_inside_the_regex_package_is_a_value_error(monkeypatch: pytest.
     def fail(*arguments: object, **options: object) -> None:
         raise IndexError("list index out of range")
 
-    monkeypatch.setattr(patterns, "_compile", fail)
+    monkeypatch.setattr(patterns.regex, "compile", fail)
     assert "is not a valid pattern: list index out of range" in message_of("never seen before")
 
 
@@ -193,7 +193,7 @@ def test_patterns_of_a_request_are_bounded_together(monkeypatch: pytest.MonkeyPa
     size = sum(map(expanded_size, many))
     assert size > MAX_SIZE
     check_patterns(many[:7])
-    monkeypatch.setattr(patterns, "_compile", pytest.fail)  # they are not compiled
+    monkeypatch.setattr(patterns.regex, "compile", pytest.fail)  # they are not compiled
     with pytest.raises(ValueError, match=rf"the 26 patterns of one request have a size of {size} together"):
         SamplingParams(stop_regex=many)
 

@@ -442,7 +442,7 @@ def test_invalid_structural_tag_is_refused_with_its_pointer(given: Format, match
 
 
 def test_format_at_the_top_is_refused_with_its_place() -> None:
-    with pytest.raises(ValueError, match=r"it has no \"format\": put the format under it, .*; it has 'tags', 'type'$"):
+    with pytest.raises(ValueError, match=r"it has no \"format\": put it there, .*; it has 'tags', 'type'$"):
         SamplingParams(structural_tag={"type": "triggered_tags", "tags": [TEXT_TAG]})
 
 

@@ -131,48 +131,6 @@ def test_unknown_processor_is_refused_by_name(tmp_path: Path) -> None:
     assert image_model(folder).processor.endswith(":CLIPImageProcessorPil")
 
 
-@pytest.mark.parametrize(
-    ("field", "tower_field"),
-    [("patch_size", "patch_size"), ("merge_size", "spatial_merge_size"), ("temporal_patch_size",) * 2],
-)
-def test_processor_with_other_patches_than_the_tower_is_refused(field: str, tower_field: str, tmp_path: Path) -> None:
-    family = FAMILIES["qwen2_5_vl"]
-    vision = {**family.config["vision_config"], "temporal_patch_size": 2}
-    config = {**family.config, "vision_config": vision}
-    good = write_image_folder(tmp_path / "good", family._replace(config=config))
-    assert image_model(good).settings["patch_size"] == 4
-    odd = family._replace(config=config, processor={**family.processor, field: 7})
-    wanted = vision[tower_field]
-    with pytest.raises(ValueError, match=rf"has {field}=7, .*tower in its config.json {tower_field}={wanted}; copy"):
-        image_model(write_image_folder(tmp_path / "odd", odd))
-
-
-@pytest.mark.parametrize(
-    ("model_type", "given"),
-    [
-        ("llava", {"crop_size": {"height": 35, "width": 28}}),
-        ("llava", {"crop_size": 35}),
-        ("llava", {"crop_size": None}),
-        ("gemma3", {"size": {"height": 35, "width": 35}}),
-    ],
-)
-def test_processor_with_other_image_size_than_the_tower_is_refused(
-    model_type: str, given: dict[str, object], tmp_path: Path
-) -> None:
-    family = FAMILIES[model_type]
-    family = family._replace(config={**family.config, "vision_config": {"image_size": 28, "patch_size": 7}})
-    if model_type == "llava":
-        family.config["vision_config"]["model_type"] = "clip_vision_model"
-    assert image_model(write_image_folder(tmp_path / "good", family)).settings["size"]
-    [field] = given
-    odd = family._replace(processor={**family.processor, **given})
-    with pytest.raises(ValueError, match=rf"has {field}=.*, and the vision tower in its config.json image_size=28;"):
-        image_model(write_image_folder(tmp_path / "odd", odd))
-    switch = "do_resize" if field == "size" else "do_center_crop"
-    unused = odd._replace(processor={**odd.processor, switch: False})
-    assert image_model(write_image_folder(tmp_path / "unused", unused)).settings[switch] is False
-
-
 def test_mismatched_number_of_images_is_reported() -> None:
     tokens = [
         image_ids(

@@ -91,7 +91,7 @@ def test_rules_of_gptq_change_and_skip_layers() -> None:
 
 def test_slow_expression_is_refused() -> None:
     quantization = read_quantization(COMPRESSED | {"ignore": [r"re:(?:.|..)+\s"]})
-    with pytest.raises(ValueError, match="quantization_config: the pattern .* takes too long to match"):
+    with pytest.raises(ValueError, match="quantization_config: .* takes too long to match"):
         quantization.scheme_of("model.layers.20.self_attn.q_proj")
 
 

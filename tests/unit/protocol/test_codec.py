@@ -209,44 +209,32 @@ def test_the_number_of_senders_is_limited() -> None:
     ],
 )
 def test_messages_with_invalid_extras_are_refused(message: list[object]) -> None:
-    frame = b"\x01" + msgspec.msgpack.encode([EPOCH, 1, 0, [message]])
+    frame = msgspec.msgpack.encode([EPOCH, 1, 0, [message]])
     with pytest.raises(BadFrameError, match="Extra|Expected `(int|array)`"):
         FrameDecoder(EPOCH, time.monotonic).decode(frame)
-
-
-def test_the_buffer_of_a_large_frame_is_freed() -> None:
-    encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH, time.monotonic)
-    large = Submit(1, [70_000] * 500_000, Sampling(seed=1), Limits(7), TextRules())
-    assert decoder.decode(encoder.encode([large])) == [large]
-    small = encoder.encode([])
-    assert len(small) < 64
-    assert decoder.decode(small) == []
-    assert decoder.decode(encoder.encode(MESSAGES)) == MESSAGES
 
 
 def test_sizes_are_limited_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = bytes(FrameEncoder(EPOCH).encode(MESSAGES))
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 100)
-    message = rf"{len(MESSAGES)} messages takes {len(frame)} bytes, the limit is 100"
+    message = rf"{len(MESSAGES)} messages take {len(frame)} bytes, the limit is 100"
     with pytest.raises(FrameTooLargeError, match=message):
         FrameEncoder(EPOCH).encode(MESSAGES)
-    with pytest.raises(BadFrameError, match="its size is not within 2 and 100"):
+    with pytest.raises(BadFrameError, match="larger than 100 bytes"):
         FrameDecoder(EPOCH, time.monotonic).decode(frame)
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "its size"),
-        (b"\x01", "its size"),
-        (b"\x07\x92\x05\x90", "its version is 7, not 1"),
-        (b"\x01\x94\x05", "truncated"),
-        (b"\x01" + b"\x91" * 100_000, "array"),
-        (b"\x01\x94\xa15\x01\x00\x90", "Expected `int`"),
-        (b"\x01" + msgspec.msgpack.encode([EPOCH, 1, 0, [["unheard_of", 1]]]), "unheard_of"),
-        (b"\x01" + msgspec.msgpack.encode([EPOCH, 1, 0, [["abort", [1], 99]]]), "Invalid enum value 99"),
-        (b"\x01" + msgspec.msgpack.encode([EPOCH, 1, 0, [["abort", ["1"]]]]), "Expected `int`"),
-        (b"GET / HTTP/1.1\r\n", r"its version is 71.*47 45 54 20"),
+        (b"", "truncated"),
+        (b"\x94\x05", "truncated"),
+        (b"\x91" * 100_000, "array"),
+        (b"\x94\xa15\x01\x00\x90", "Expected `int`"),
+        (msgspec.msgpack.encode([EPOCH, 1, 0, [["unheard_of", 1]]]), "unheard_of"),
+        (msgspec.msgpack.encode([EPOCH, 1, 0, [["abort", [1], 99]]]), "Invalid enum value 99"),
+        (msgspec.msgpack.encode([EPOCH, 1, 0, [["abort", ["1"]]]]), "Expected `int`"),
+        (b"GET / HTTP/1.1\r\n", r"Expected `array`, got `int`.*47 45 54 20"),
     ],
 )
 def test_bytes_that_are_no_frame_raise_bad_frame_error(data: bytes, reason: str) -> None:
@@ -269,8 +257,7 @@ def assert_decoded_or_refused(decoder: FrameDecoder, frame: bytes) -> bool:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
     decoder = FrameDecoder(EPOCH, time.monotonic)
-    for start in (b"", bytes([codec.PROTOCOL_VERSION])):
-        assert_decoded_or_refused(decoder, start + data)
+    assert_decoded_or_refused(decoder, data)
 
 
 @given(st.data())
@@ -281,7 +268,7 @@ def test_a_damaged_frame_is_decoded_or_refused(data: st.DataObject) -> None:
     assert_decoded_or_refused(FrameDecoder(EPOCH, time.monotonic), bytes(frame))
 
 
-def test_the_fingerprint_changes_with_each_field_of_each_struct(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_contains_each_field_of_each_struct() -> None:
     lines: dict[str, str] = {}
     codec._describe(codec.Frame, lines)
     names = {type(message).__name__ for message in MESSAGES} | {"Frame", "Sampling", "Limits", "TextRules"}
@@ -291,9 +278,4 @@ def test_the_fingerprint_changes_with_each_field_of_each_struct(monkeypatch: pyt
     }  # fmt: skip
     assert "deadlines:dict[str, float]:False" in lines["Limits"]
     assert "('DEADLINE', 3)" in lines["FinishCode"]
-    first = fingerprint()
-    assert len(first) == 32
-    fingerprint.cache_clear()
-    monkeypatch.setattr(codec, "PROTOCOL_VERSION", 2)
-    assert fingerprint() != first
-    fingerprint.cache_clear()
+    assert len(fingerprint()) == 32

@@ -195,11 +195,8 @@ TABLE_SAMPLES = [
     metaspace("first"),
     metaspace("always"),
     metaspace("never"),
-    wordpiece(cleanup=True),
-    wordpiece(cleanup=False),
-    word_level(),
 ]
-ALL_SAMPLES = [*TABLE_SAMPLES, word_end_bpe()]
+ALL_SAMPLES = [*TABLE_SAMPLES, wordpiece(cleanup=True), wordpiece(cleanup=False), word_level(), word_end_bpe()]
 
 
 # ---------------------------------------------------------------- the byte-wise reference

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from aioengine.constraints.patterns import PatternCache
 from aioengine.errors import RequestError
-from aioengine.text.stop import StopMatcher
-from aioengine.text.stop_regex import PUSH_BUDGET_S, REGEX_WINDOW
+from aioengine.text.stop import PUSH_BUDGET_S, REGEX_WINDOW, StopMatcher
 
 few_letters = st.text(alphabet="abA🙂", max_size=12)
 stop_strings = st.lists(st.text(alphabet="abA🙂", max_size=4), max_size=4)
@@ -199,7 +198,7 @@ def test_a_pattern_holds_back_at_most_its_window() -> None:
 
 def test_a_pattern_that_takes_too_long_for_one_piece_fails_by_name() -> None:
     matcher = StopMatcher([], ["(a|aa)+[bc]"], clock=time.thread_time)
-    with pytest.raises(RequestError, match=r"longer than 0\.05 s for one token, with '\(a\|aa\)\+\[bc\]' on 40 char"):
+    with pytest.raises(RequestError, match=r"longer than 0\.02 s for one token, with '\(a\|aa\)\+\[bc\]' on 40 char"):
         matcher.push("a" * 39 + "d")
 
 
@@ -215,11 +214,9 @@ def test_all_patterns_of_a_request_share_the_time_of_a_piece() -> None:
 def test_slow_pieces_that_are_each_within_the_time_end_the_request_together() -> None:
     now = itertools.count()
     matcher = StopMatcher([], ["[a-z]+!"], clock=lambda: next(now) * PUSH_BUDGET_S / 4)  # read twice for a piece
-    message = r"longer than 1\.0\d\d s for \d+ tokens, with '\[a-z\]\+!'"
+    message = r"longer than 0\.1\d\d s for \d+ tokens, with '\[a-z\]\+!'"
     with pytest.raises(RequestError, match=message):
         deque((matcher.push("a") for _ in range(1000)), maxlen=0)
-    assert matcher.search is not None
-    assert matcher.search.used_s > 1
 
 
 def test_each_pattern_is_searched_from_its_own_position() -> None:

@@ -81,6 +81,8 @@ UNCOVERED: list[Any] = [
     },
     {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 0, "stop": 1}]},
     {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Metaspace", "replacement": "▁"}]},
+    {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    {"type": "Strip", "content": "_", "start": 1, "stop": 2},
     {"type": "SomethingNew"},
 ]
 
@@ -98,10 +100,3 @@ def test_old_spelling_of_metaspace() -> None:
     assert always is not None
     assert (never.text_of("▁a", is_first=True), never.has_first_rule) == (" a", False)
     assert (always.text_of("▁a", is_first=True), always.has_first_rule) == ("a", True)
-
-
-def test_a_strip_decoder_strips_single_tokens() -> None:
-    rule = read_decoder({"type": "Strip", "content": "_", "start": 1, "stop": 2})
-    assert rule is not None
-    for token, text in [("__a___", "_a_"), ("_", ""), ("___", ""), ("a", "a"), ("", "")]:
-        assert rule.text_of(token, is_first=False) == text

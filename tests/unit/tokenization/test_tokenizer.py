@@ -193,7 +193,7 @@ def test_text_parts_are_joined_unless_the_template_knows_them(llama: Sample, tmp
         assert text == tokenizer.apply_chat_template(PARTS, chat_template=template)
     text = tokenizer.apply_chat_template(PARTS[:1], continue_final_message=True)
     assert text == "<s>[user] Hi <b>"
-    with pytest.raises(ValueError, match=r"accepts only text, and messages\[0\] has other parts"):
+    with pytest.raises(ValueError, match=r"accepts only text; messages\[0\] has other parts"):
         tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}])
 
 

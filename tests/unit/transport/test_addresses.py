@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aioengine.transport import addresses
-from aioengine.transport.addresses import PrivateDirectory, listen
+from aioengine.transport.addresses import PrivateDirectory
 
 
 @pytest.fixture
@@ -100,37 +99,13 @@ def test_directories_that_cannot_hold_a_socket_are_not_used(
     monkeypatch.setenv(variable, value)
     monkeypatch.setattr(addresses.tempfile, "tempdir", None)
     directory = PrivateDirectory()
-    listener = listen(directory.path, "scheduler")
-    assert listener.endpoint.startswith(f"ipc://{directory.path}/")
     assert len(directory.path) < 40
-    os.close(listener.fd)
     directory.remove()
-
-
-def test_long_paths_use_abstract_names_or_a_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tmp_path / ("x" * 120)
-    long.mkdir()
-    listener = listen(str(long), "scheduler")
-    assert listener.endpoint.startswith("ipc://@aioengine-")
-    os.close(listener.fd)
-
-    def refuse(family: int, *rest: object) -> addresses.Listener:
-        if family == socket.AF_UNIX:
-            raise OSError("Operation not permitted")
-        return plain(socket.AF_INET, *rest)  # type: ignore[arg-type]
-
-    plain = addresses._listen
-    monkeypatch.setattr(addresses, "_listen", refuse)
-    one, two = listen(str(tmp_path), "scheduler"), listen(str(tmp_path), "scheduler")
-    assert one.endpoint.startswith("tcp://127.0.0.1:")
-    assert one.endpoint != two.endpoint
-    os.close(one.fd)
-    os.close(two.fd)
 
 
 def test_error_without_a_writable_directory_names_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses.os, "access", lambda *_: False)
-    with pytest.raises(OSError, match=r"none of .*'/tmp'.* can be written to; set TMPDIR"):
+    with pytest.raises(OSError, match="can be written to; set TMPDIR"):
         PrivateDirectory()
 
 

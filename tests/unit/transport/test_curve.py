@@ -13,8 +13,7 @@ import zmq
 
 from aioengine.protocol.messages import Abort, Message
 from aioengine.protocol.orders import SecureEndpoint
-from aioengine.transport.addresses import listen
-from aioengine.transport.async_zmq import AsyncZmqReceiver, AsyncZmqSender
+from aioengine.transport.async_zmq import AsyncZmqReceiver, ListeningSender
 from aioengine.transport.curve import KeyCheck, Keys, new_keys
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender, attach, end_context
 
@@ -38,7 +37,7 @@ class Frontend:
         self.receiver = AsyncZmqReceiver(context, EPOCH)
         self.closing.callback(self.receiver.close)
         self.uplink = self.receiver.attach(end)
-        self.sender = AsyncZmqSender(context, end, EPOCH)
+        self.sender = ListeningSender(context, end, EPOCH, receiver="it")
         self.closing.callback(self.sender.close)
 
     async def receive(self) -> list[Message]:
@@ -53,7 +52,7 @@ class Child:
         self.closing = ExitStack()
         self._context = Context()
         self.closing.callback(end_context, self._context)
-        self.listener = listen(str(directory), "inbox")
+        self.endpoint = f"ipc://{directory}/inbox"
 
     def sender(self, endpoint: str | SecureEndpoint) -> ZmqSender:
         sender = ZmqSender(self._context, endpoint, EPOCH)
@@ -61,7 +60,7 @@ class Child:
         return sender
 
     def receiver(self, endpoint: SecureEndpoint) -> ZmqReceiver:
-        receiver = ZmqReceiver(self._context, self.listener, EPOCH)
+        receiver = ZmqReceiver(self._context, self.endpoint, EPOCH)
         self.closing.callback(receiver.close)
         receiver.attach(endpoint)
         return receiver
@@ -102,7 +101,7 @@ def test_frames_arrive_in_both_directions_and_from_this_machine(runner: asyncio.
         with frontend.closing:
             receiver = child.receiver(SecureEndpoint(frontend.sender.address, *child.keys, frontend.keys.public))
             frontend.sender.send([Abort([1])])
-            child.sender(child.listener.endpoint).send([Abort([2])])
+            child.sender(child.endpoint).send([Abort([2])])
             assert await received(receiver, 2) == [1, 2]
             child.sender(SecureEndpoint(frontend.uplink, *child.keys, frontend.keys.public)).send([Abort([3])])
             assert await frontend.receive() == [Abort([3])]

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
+from aioengine.protocol.messages import Sampling
+from aioengine.runner.speculation.draft_rows import DraftRows
 from tests.compute.runner.speculation import test_storms as storms
-from tests.compute.runner_world import World
+from tests.compute.runner_world import World, make_settings, save_model, with_draft
+from tests.kit.draft_heads import save_repeating
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from aioengine.scheduler.plan import Row
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestCollectionWarning")
@@ -43,6 +50,8 @@ CASES = [
     ("llama", 128, 2, 0, {"logprobs_mode": "processed"}),
     ("drafted", 512, 4, 1, {"draft": "equal"}),
     ("drafted", 128, 3, 1, {"draft": "qwen3"}),
+    ("llama", 128, 4, 1, {"draft": "EAGLE3"}),
+    ("MTP", 128, 3, 0, {"draft": "MTP"}),
 ]
 
 
@@ -60,3 +69,53 @@ def test_answers_equal_the_answers_without_drafts(
     (world,) = graph_worlds
     graphs: Any = world.runner._graphs
     assert min(graphs.num_replayed) > 10
+
+
+@pytest.mark.parametrize(("family", "draft", "num_pages"), [("drafted", "equal", 512), ("drafted", "qwen3", 96)])
+def test_steps_begin_before_the_drafts_of_the_step_before_are_accepted(
+    folders: dict[str, Path],
+    graph_worlds: list[World],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    draft: str,
+    num_pages: int,
+) -> None:
+    rng = random.Random(1)
+    submits = [
+        replace(
+            storms.random_submit(rng, uid),
+            sampling=Sampling(uid, temperature=rng.choice([0.0, 0.3, 1.0])),
+            logprobs=None,
+        )
+        for uid in range(40)
+    ]
+    followed: list[bool] = []
+    can_follow = DraftRows._can_follow
+
+    def recorded(drafts: DraftRows, rows: list[Row]) -> bool:
+        followed.append(can_follow(drafts, rows))
+        return followed[-1]
+
+    monkeypatch.setattr(DraftRows, "_can_follow", recorded)
+    settings = [storms.settings_of(folders[family], depth=1, num_pages=num_pages, max_drafts=most) for most in (0, 3)]
+    settings[1] = with_draft(settings[1], folders[draft], max_drafts=3)
+    storms.compare(*(storms.run(each, submits, seed=2) for each in settings))
+    stats = graph_worlds[0].core.scheduler.stats(0.0)
+    assert sum(followed) > 10
+    assert draft == "qwen3" or stats.num_accepted_drafts > 0.95 * stats.num_proposed_drafts
+
+
+@pytest.mark.parametrize(("algorithm", "depth"), [("EAGLE", 1), ("EAGLE3", 0)])
+def test_all_drafts_that_read_the_right_hidden_state_are_accepted(algorithm: str, depth: int, tmp_path: Path) -> None:
+    model = save_model("llama", tmp_path / "model", num_hidden_layers=5)
+    save_repeating(model, tmp_path / "model", tmp_path / "head", algorithm)
+    layers = (2, 2, 2) if algorithm == "EAGLE3" else (5,)
+    settings = make_settings(tmp_path / "model", depth=depth)
+    world = storms.World(with_draft(settings, tmp_path / "head", head=algorithm, read_layers=layers))
+    prompts = [list(range(2, length + 2)) for length in (1, 4, 31, 70)]
+    for _ in range(2):  # then with prefix hits
+        assert world.answers(prompts, max_new_tokens=40) == [prompt[-1:] * 40 for prompt in prompts]
+    stats = world.core.scheduler.stats(0.0)
+    assert 100 < stats.num_proposed_drafts == stats.num_accepted_drafts
+    drafts: Any = world.runner._drafts
+    assert drafts._model._graphs.num_replayed[0] > 20

@@ -12,6 +12,7 @@ from aioengine.runner.speculation.draft_model import DraftModel, PlannedDrafts, 
 from tests.compute.runner.speculation.test_draft_model import accepted, prompt_of
 from tests.compute.runner_world import World, make_settings, save_model, with_draft
 from tests.kit.draft_heads import PlainHead, head_config, random_tensors, save_head, save_repeating, save_with_mtp
+from tests.kit.grids import grid
 from tests.kit.tiny_sizes import VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Proposals:
     def record(model: DraftModel, planned: list[PlannedDrafts]) -> ProposedDrafts | None:
         found = propose(model, planned)
         drafts = {} if found is None else model.by_request(found, found.token_ids.tolist())
-        seen.extend((drafted.token_ids.copy(), drafts[row.uid]) for drafted, row, _ in planned if row.uid in drafts)
+        seen.extend((one.drafted.token_ids.copy(), drafts[one.row.uid]) for one in planned if one.row.uid in drafts)
         return found
 
     monkeypatch.setattr(DraftModel, "propose", record)
@@ -91,9 +92,9 @@ def check(proposals: Proposals, plain: PlainHead) -> None:
 def test_proposals_are_those_of_plain_torch(case: Case, chunk_tokens: int, recorded: Proposals) -> None:
     settings = replace(case.settings, scheduler=replace(case.settings.scheduler, chunk_tokens=chunk_tokens))
     prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 2, 31))]
-    answers = World(settings).answers(prompts, max_new_tokens=20)
+    answers = World(settings).answers(prompts, max_new_tokens=12)
     plain: dict[str, Any] = {"chunk_tokens": chunk_tokens}
-    assert answers == World(make_settings(case.model_folder, **plain)).answers(prompts, max_new_tokens=20)
+    assert answers == World(make_settings(case.model_folder, **plain)).answers(prompts, max_new_tokens=12)
     check(recorded, case.plain)
 
 
@@ -110,8 +111,10 @@ def test_proposals_after_prefix_hits_are_those_of_plain_torch(case: Case, record
     check(recorded, case.plain)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
-@pytest.mark.parametrize(("chunk_tokens", "depth", "num_pages"), [(5, 0, 256), (512, 1, 256), (64, 1, 40)])
+@pytest.mark.parametrize(
+    ("algorithm", "chunk_tokens", "depth", "num_pages"),
+    grid([("EAGLE",), ("EAGLE3",)], [(5, 0, 256), (512, 1, 256), (64, 1, 40)]),
+)
 def test_all_drafts_that_read_the_right_hidden_state_are_accepted(
     algorithm: str, chunk_tokens: int, depth: int, num_pages: int, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from aioengine.protocol.messages import Sampling
 from tests.compute.runner_world import World, make_settings, save_model, with_draft
 from tests.kit.drafts import save_with_draft
 from tests.kit.grammar_walks import FOLDER, grammar_of
+from tests.kit.grids import grid
 from tests.kit.tiny_sizes import CONTEXT_LENGTH, VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -46,9 +47,9 @@ def prompt_of(seed: int, length: int = 24) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1, temperature=0.0), Sampling(2), Sampling(3, temperature=2.0, top_p=0.9)]
+    ("sampling", "chunk_tokens"),
+    grid([(Sampling(1, temperature=0.0),), (Sampling(2),), (Sampling(3, temperature=2.0, top_p=0.9),)], [(5,), (512,)]),
 )
-@pytest.mark.parametrize("chunk_tokens", [5, 512])
 def test_all_drafts_of_an_equal_model_are_accepted(folders: Folders, sampling: Sampling, chunk_tokens: int) -> None:
     settings = make_settings(folders.model, chunk_tokens=chunk_tokens)
     prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 4, 31))]
@@ -116,8 +117,9 @@ def test_requests_beyond_the_length_of_the_draft_model_have_no_drafts(folders: F
     assert world.core.scheduler.stats(0.0).num_accepted_drafts <= max_length - 25
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize(("family", "num_layers"), [("gemma3_text", 6), ("mistral", 2)])
+@pytest.mark.parametrize(
+    ("family", "num_layers", "kv_dtype"), grid([("gemma3_text", 6), ("mistral", 2)], [(None,), ("int8",)])
+)
 def test_windows_of_both_models(family: str, num_layers: int, kv_dtype: str | None, tmp_path: Path) -> None:
     folder, draft_folder = tmp_path / "model", tmp_path / "draft"
     model = save_model(family, folder, num_hidden_layers=num_layers, sliding_window=20)

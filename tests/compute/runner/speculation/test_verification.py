@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from aioengine.runner.sampling.philox import UniformTable, uniforms
 from aioengine.runner.sampling.sampler import FAILED
-from aioengine.runner.speculation.verification import Verification, num_accepted, row_groups
-from aioengine.runner.speculation.verifier import Verifier
+from aioengine.runner.speculation.verifier import Verification, Verifier, num_accepted, row_groups
 from aioengine.runner.ticket import StepDrafts
 
 ROWS = st.lists(
@@ -91,9 +90,12 @@ def test_random_numbers_of_several_positions_of_a_row(starts: list[int], counts:
 def test_row_fails_with_its_last_draft() -> None:
     """The pages of a closed request are cleaned if the token at this index could not be sampled."""
     unused: Any = None
-    verifier = Verifier(unused, unused, unused, logits=unused, keep=unused, errors={}, read=unused)
+    table: Any = SimpleNamespace(draft_indices=lambda number, rows: rows, upload=torch.from_numpy)
+    graphs: Any = SimpleNamespace(accept=lambda step, token_ids, spans: None)
+    verifier = Verifier(table, unused, unused, logits=unused, keep=unused, errors={}, read=unused)
     rows: Any = SimpleNamespace(token_ends=np.array([3, 4]))
-    sampled: Any = SimpleNamespace(requests=[SimpleNamespace(uid=1), SimpleNamespace(uid=2)])
+    requests = [SimpleNamespace(uid=1), SimpleNamespace(uid=2)]
+    sampled: Any = SimpleNamespace(requests=requests, row_indices=np.arange(2))
     step: Any = SimpleNamespace(token_ids=torch.tensor([7, 8, FAILED, 9]))
     drafts = StepDrafts(proposed={1: [7, 8]})
-    assert verifier.accept_later(unused, step, rows, sampled, drafts).lasts == [2, 3]
+    assert verifier.accept_later(graphs, step, rows, sampled, drafts).lasts == [2, 3]

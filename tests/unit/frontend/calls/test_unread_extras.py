@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from aioengine.errors import RequestError
 from aioengine.frontend.calls.call import CallRow
 from aioengine.frontend.calls.delivery import EXTRA_BYTES, MAX_EXTRA_BYTES, Delivery
 from aioengine.protocol.columns import HIDDEN_STATES, Extra, TokenColumns, block_extras
-from aioengine.protocol.messages import LAST_STATES, End, FinishCode, TextChunks
+from aioengine.protocol.messages import LAST_STATES, End, FinishCode, StepOutput, TextChunks
 from aioengine.protocol.packed_logprobs import (
     OUTPUT_LOGPROBS,
     PROMPT_LOGPROBS,
@@ -38,6 +37,13 @@ class CountingDecoder(LogprobDecoder):
         super().decode(extra)
 
 
+def parts_of(frame: TextChunks) -> list[TextChunks]:
+    """Divide a frame as the scheduler does."""
+    texts = dict(zip(frame.tokens.uids, frame.texts, strict=True))
+    parts = StepOutput(frame.tokens, ended=frame.ended).parts()
+    return [TextChunks(part.tokens, [texts[uid] for uid in part.tokens.uids], part.ended) for part in parts]
+
+
 class World:
     """One call of rows with logprobs, by uid, and a delivery of their frames."""
 
@@ -53,8 +59,8 @@ class World:
     def deliver(self, *frames: TextChunks) -> int:
         """Deliver them in one iteration of the loop; returns how many bytes were read."""
         CountingDecoder.num_bytes = 0
-        for frame in frames:
-            self.delivery.deliver(frame)
+        for part in (part for frame in frames for part in parts_of(frame)):
+            self.delivery.deliver(part)
         self.delivery.wake()
         return CountingDecoder.num_bytes
 
@@ -112,30 +118,6 @@ async def test_many_rows_that_end_together_are_read_in_several_iterations() -> N
     assert [entries_of(answer) for answer in answers] == [[0, 1, 2]] * 100
 
 
-async def test_a_row_that_waits_holds_up_no_other_one() -> None:
-    world = World(3, 4 * LARGE_PROMPT)
-    world.deliver(frame([0], 0, num_prompt=4 * LARGE_PROMPT), frame([1], 0))
-    world.deliver(frame([0], 1, ends=True), frame([1], 1, ends=True))
-    assert [row.position for row in world.ended] == [1]
-    world.deliver(frame([2], 0, num_prompt=4 * LARGE_PROMPT))
-    world.deliver(frame([2], 1, ends=True))
-    while len(world.ended) < 3:
-        await world.iterate()
-    assert [row.position for row in world.ended] == [1, 0, 2]
-    answers = world.reader.result()
-    assert answers is not None
-    assert [entries_of(answer) for answer in answers] == [[0, 1]] * 3
-
-
-async def test_extras_beside_a_row_that_waits_keep_their_order() -> None:
-    world = World(2, 4 * LARGE_PROMPT)
-    old, new = (Extra(1, 0, HIDDEN_STATES, pack("<f", value)) for value in (1, 2))
-    chunks = frame([0], 0, num_prompt=4 * LARGE_PROMPT)
-    chunks.tokens.extras += [old, new]
-    world.deliver(chunks)
-    assert world.delivery.rows[1].extras == {(0, HIDDEN_STATES): new}, "the second one replaces the first"
-
-
 async def test_a_stream_gets_each_chunk_with_its_entries() -> None:
     world = World(1, 2 * LARGE_PROMPT, is_stream=True)
     world.deliver(frame([0], 0, num_prompt=2 * LARGE_PROMPT))
@@ -157,30 +139,6 @@ async def test_a_stream_gets_each_chunk_with_its_entries() -> None:
         True,
         *[False] * (len(chunks) - 1),
     ]
-
-
-async def test_a_row_whose_logprobs_cannot_be_read_fails_alone() -> None:
-    world = World(2, 4 * LARGE_PROMPT)
-    world.call.returns_exceptions = True
-    broken = frame([0], 0, num_prompt=4 * LARGE_PROMPT)
-    broken.tokens.extras[-2] = Extra(0, broken.tokens.extras[-2].index, PROMPT_LOGPROBS, b"123")
-    world.deliver(broken, frame([1], 0, num_prompt=4 * LARGE_PROMPT, ends=True))
-    while len(world.ended) < 2:
-        await world.iterate()
-    answers: Any = world.reader.result()
-    assert isinstance(answers[0], RequestError)
-    assert entries_of(answers[1]) == [0]
-
-
-async def test_waiting_extras_of_an_ended_row_are_dropped() -> None:
-    world = World(2, 4 * LARGE_PROMPT)
-    world.deliver(frame([0, 1], 0, num_prompt=4 * LARGE_PROMPT, ends=True))
-    del world.delivery.rows[0]
-    while not world.ended:
-        await world.iterate()
-    assert [row.position for row in world.ended] == [1]
-    await world.iterate()
-    assert await world.iterate() == 0
 
 
 @pytest.mark.parametrize("is_batch", [True, False])

@@ -13,9 +13,7 @@ import torch
 
 from aioengine.api.params import SamplingParams
 from aioengine.frontend.intake.prompts import (
-    MAX_IDS_AT_CALL,
     ChatPrompt,
-    CheckBudget,
     IdsPrompt,
     TextPrompt,
     ids_prompt,
@@ -33,7 +31,7 @@ class Letter(IntEnum):
     ids=["list", "tuple", "numpy", "enum", "mixture"],
 )
 def test_ids_of_all_integer_types_become_int(given: list[int] | tuple[int, ...]) -> None:
-    prompt = ids_prompt("input_ids", given, CheckBudget())
+    prompt = ids_prompt("input_ids", given)
     assert isinstance(prompt, IdsPrompt)
     assert prompt.token_ids == [97, 98]
     assert {type(token_id) for token_id in prompt.token_ids} == {int}
@@ -42,12 +40,12 @@ def test_ids_of_all_integer_types_become_int(given: list[int] | tuple[int, ...])
 @pytest.mark.parametrize("wrong", [True, 1.0, "1", None, [1]])
 def test_ids_that_are_no_integers_are_refused(wrong: object) -> None:
     with pytest.raises(TypeError, match="input_ids entries must be an integer"):
-        ids_prompt("input_ids", [1, wrong], CheckBudget())
+        ids_prompt("input_ids", [1, wrong])
 
 
 def test_the_callers_list_may_change_afterwards() -> None:
     given = [1, 2, 3]
-    prompt = ids_prompt("input_ids", given, CheckBudget())
+    prompt = ids_prompt("input_ids", given)
     given[0] = 9
     assert isinstance(prompt, IdsPrompt)
     assert prompt.token_ids == [1, 2, 3]
@@ -86,9 +84,7 @@ def test_subclasses_of_list_and_tuple_are_accepted(other: Callable[[Any], Any]) 
     for given in (other([1, 2]), other([other([1, 2])]), [other([1, 2])]):
         ids = generate_request(None, None, given, stream=False, options={})
         assert ids.num_rows == 1
-        assert [(prompt.num_ids, prompt.ids) for prompt in ids.prompts if isinstance(prompt, IdsPrompt)] == [
-            (2, [1, 2])
-        ]
+        assert ids.prompts == [IdsPrompt([1, 2])]
     for given in (other([MESSAGE]), [other([MESSAGE])], [MESSAGE | {"content": other(MESSAGE["content"])}]):
         [chat] = chat_request(given, None, stream=False, options={}).prompts
         assert isinstance(chat, ChatPrompt)
@@ -119,16 +115,8 @@ def test_the_rows_of_an_array_are_read_one_by_one() -> None:
     assert (request.num_rows, len(request.prompts)) == (len(rows), PROMPTS_IN_PIECE)
     while not request.is_checked:
         request.check_more()
-    prompts = [prompt.checked() for prompt in request.prompts if isinstance(prompt, IdsPrompt)]
+    prompts = [prompt for prompt in request.prompts if isinstance(prompt, IdsPrompt)]
     assert [prompt.token_ids for prompt in prompts] == rows.tolist()
-
-
-def test_a_long_array_is_left_to_the_tokenizer_s_thread() -> None:
-    array = np.arange(MAX_IDS_AT_CALL + 1)
-    [prompt] = generate_request(None, None, array, stream=False, options={}).prompts
-    assert isinstance(prompt, IdsPrompt)
-    assert prompt.ids is array
-    assert prompt.checked().token_ids == array.tolist()
 
 
 @pytest.mark.parametrize("make", [torch.tensor, memoryview, np.asfortranarray, lambda rows: rows.astype(object)])
@@ -213,50 +201,12 @@ def test_a_value_whose_repr_fails_is_refused_by_the_name_of_its_argument(options
 IDS = list(range(1000))
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        [{"stop_token_ids": [*IDS]} for _ in range(66)],
-        [{"allowed_token_ids": np.array(IDS)} for _ in range(66)],
-        [SamplingParams(allowed_token_ids=IDS) for _ in range(66)],
-        [{"bad_words": ["x"] * 200} for _ in range(21)],
-        [SamplingParams(bad_words=["x"] * 200) for _ in range(21)],
-        [{"logit_bias": dict.fromkeys(IDS, 1.0)} for _ in range(66)],
-        [{"stop_regex": f"q{place}(a|b){{100}}"} for place in range(600)],
-        [{"stop_regex": [f"{place}a", f"{place}b"]} for place in range(200)],
-    ],
-)
-def test_parameters_that_take_long_together_are_checked_in_pieces(params: list[object]) -> None:
-    request = generate_request(["a"] * len(params), params, None, stream=False, options={})
-    assert 1 <= len(request.prompts) < 40
-    while not request.is_checked:
-        num_before = len(request.prompts)
-        request.check_more()
-        assert 1 <= len(request.prompts) - num_before < 40
-    assert len(request.params) == len(params)
-
-
 def test_wrong_parameters_are_an_error_of_their_row() -> None:
     params: list[object] = [{"bad_words": ["x"] * 200, "top_k": row % 10 + 1} for row in range(40)]
     params[33] = {"top_p": 7}
     request = generate_request(["a"] * 40, params, None, stream=False, options={"return_exceptions": True})
-    assert not request.is_checked
-    while not request.is_checked:
-        request.check_more()
     errors = {place: str(prompt) for place, prompt in enumerate(request.prompts) if isinstance(prompt, ValueError)}
     assert [(place, error[:5]) for place, error in errors.items()] == [(33, "top_p")]
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        [{"stop_token_ids": IDS, "stop_regex": ["a", "b"]}] * 500,
-        [SamplingParams(stop_regex=f"{place}x") for place in range(500)],
-        [{"stop_token_ids": [place]} for place in range(500)],
-    ],
-)
-def test_parameters_that_are_shared_already_checked_or_short_are_checked_in_the_call(params: list[object]) -> None:
-    assert generate_request(["a"] * len(params), params, None, stream=False, options={}).is_checked
 
 
 def test_rows_that_share_parameters_share_the_parsed_ones() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import pytest
 
-from aioengine.frontend.intake.score import MAX_LABELS, ScoreRequest, _add_prompts, _checked_labels, _Turns
+from aioengine.frontend.intake.score import MAX_LABELS, ScoreRequest, _add_prompts, _checked_labels
 
 GENEROUS_S = 10.0
 """Of the time of a thread; where each label is compared with each other one it takes a minute."""
@@ -20,34 +19,14 @@ def test_the_probabilities_of_many_labels_take_no_longer_than_the_labels_are_man
     assert sum(scores) == pytest.approx(1.0)
 
 
-async def test_duplicate_label_is_refused_quickly() -> None:
+def test_duplicate_label_is_refused_quickly() -> None:
     begun_at = time.thread_time()
     with pytest.raises(ValueError, match="label_token_ids has 7 twice"):
-        await _checked_labels("label_token_ids", [*range(MAX_LABELS - 1), 7], MAX_LABELS, _Turns())
+        _checked_labels("label_token_ids", [*range(MAX_LABELS - 1), 7], MAX_LABELS)
     assert time.thread_time() - begun_at < GENEROUS_S
 
 
-async def test_prompts_are_made_whatever_their_size_together() -> None:
+def test_prompts_are_made_whatever_their_size_together() -> None:
     request = ScoreRequest()
-    await _add_prompts(request, "q" * 1_000_000, ["i"] * 100, is_item_first=False, may_be_empty=False)
+    _add_prompts(request, "q" * 1_000_000, ["i"] * 100, is_item_first=False, may_be_empty=False)
     assert [len(prompt) for prompt in request.prompts] == [1_000_001] * 100
-
-
-async def test_many_items_are_read_in_several_turns_of_the_loop() -> None:
-    num_turns = 0
-
-    async def count_turns() -> None:
-        nonlocal num_turns
-        while True:
-            await asyncio.sleep(0)
-            num_turns += 1
-
-    counting = asyncio.create_task(count_turns())
-    request = ScoreRequest()
-    await _add_prompts(request, "a", ["b"] * 40_960, is_item_first=False, may_be_empty=False)
-    assert request.prompts == ["ab"] * 40_960
-    assert num_turns >= 9
-    num_turns = 0
-    assert await _checked_labels("label_token_ids", list(range(40_960)), 40_960, _Turns()) == list(range(40_960))
-    assert num_turns >= 9
-    counting.cancel()
