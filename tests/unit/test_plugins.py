@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aioengine import plugins
-from aioengine.scheduler.policies.fcfs import FirstComePolicy
+from aioengine.scheduler.policies._base import Policy
 
 
 def test_names_are_the_files_of_the_folder() -> None:
@@ -18,7 +18,7 @@ def test_names_are_the_files_of_the_folder() -> None:
 
 
 def test_load_returns_the_plugin() -> None:
-    assert plugins.load("scheduler/policies", "fcfs") is FirstComePolicy
+    assert plugins.load("scheduler/policies", "fcfs") is Policy
 
 
 def test_unknown_name_is_refused_with_known_names() -> None:

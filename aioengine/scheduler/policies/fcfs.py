@@ -4,9 +4,4 @@ from __future__ import annotations
 
 from aioengine.scheduler.policies._base import Policy
 
-
-class FirstComePolicy(Policy):
-    """The order of ``Policy``, unchanged."""
-
-
-PLUGIN = FirstComePolicy
+PLUGIN = Policy

@@ -12,19 +12,19 @@ from aioengine.protocol.messages import End, FinishCode
 from tests.kit.calls import add_row, make_call
 
 
-def answer_of(text: str, token_ids: list[int], end: End, delivered_at: float, position: int = 0) -> Answer:
+def answer_of(text: str, token_ids: list[int], end: End, delivered_at: float, index: int = 0) -> Answer:
     """The answer of a row of a call at 10 s."""
-    row = a_row(position, has_unread=True)
+    row = a_row(index, has_unread=True)
     row.put(text, token_ids)
     row.call.end_row(row, end, delivered_at)
-    answer = row.call.results[position]
+    answer = row.call.results[index]
     assert isinstance(answer, dict)
     return answer
 
 
-def a_row(position: int = 0, *, is_stream: bool = False, **fields: object) -> CallRow:
-    call = make_call(3, called_at=10.0, is_stream=is_stream)
-    return add_row(call, position, seed=5, tokenize_s=1.0, prompt_token_ids=[1, 2, 3], **fields)
+def a_row(index: int = 0, *, num_rows: int = 3, is_stream: bool = False, **fields: object) -> CallRow:
+    call = make_call(num_rows, called_at=10.0, is_stream=is_stream)
+    return add_row(call, index, seed=5, tokenize_s=1.0, prompt_token_ids=[1, 2, 3], **fields)
 
 
 def finished(code: FinishCode, **fields: object) -> End:
@@ -103,7 +103,7 @@ class TestFinishReason:
 
 class TestDicts:
     def test_the_keys_of_a_chunk_before_the_last(self) -> None:
-        row = a_row(is_stream=True, index=None)
+        row = a_row(is_stream=True, num_rows=1)
         row.put("four", [4, 5, 6])
         row.take()
         row.put("new", [7, 8])
