@@ -7,6 +7,7 @@ within ``DRAIN_S``, and the server stops.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -78,6 +79,8 @@ def run_server(arguments: Arguments) -> int:
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S)
     )
+    # A second Ctrl-C cancels all tasks, and uvicorn would log a traceback for each.
+    logging.getLogger("uvicorn.error").addFilter(lambda _: not server.force_exit)
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     with socket.create_server((arguments.host, arguments.port), family=family) as listening:
         # In an iteration of its loop, uvloop accepts one connection per socket. Under load, an iteration takes some

@@ -91,9 +91,14 @@ def _to_its_end(
     """
 
     async def run(self: LiveWeights, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        def ended(task: asyncio.Task[Result]) -> None:
+            self.lock.release()
+            if not task.cancelled():
+                task.exception()  # otherwise asyncio logs it, if the caller was cancelled
+
         await self.lock.acquire()
         task = self.task = asyncio.create_task(method(self, *args, **kwargs))
-        task.add_done_callback(lambda _: self.lock.release())
+        task.add_done_callback(ended)
         return await asyncio.shield(task)
 
     return run

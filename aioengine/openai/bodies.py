@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from msgspec import DecodeError, Struct, ValidationError, convert
 from msgspec.json import Decoder
 
-from aioengine.openai.replies import CallError
+from aioengine.openai.replies import CallError, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,6 +38,9 @@ REFUSED: Final = {
     "resume_ttl": "only the streams of /v1/chat/completions and /v1/completions can be continued",
 }
 """Fields of other servers that are refused -> the way that works."""
+
+_MARGIN: Final = 32
+"""An answer that repeats a part of a body may have so many more levels, in so many more frames."""
 
 _decode = Decoder(dict[str, Any]).decode
 
@@ -85,7 +88,11 @@ async def read_body(request: Request, max_bytes: int) -> dict[str, Any]:
         if len(content) > max_bytes:
             raise CallError(f"the body has more than {max_bytes} bytes (max_body_bytes)", 413)
     try:
-        return _decode(content)
+        body = nested = _decode(content)
+        for _ in range(_MARGIN):
+            nested = [nested]
+        encode(nested)
+        return body
     except (DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CallError(f"the body must be a JSON object: {error}") from None
 

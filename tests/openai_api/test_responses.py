@@ -122,7 +122,7 @@ def test_unsupported_parts_are_refused_by_name(server: Served, fields: dict[str,
 def test_oldest_responses_are_forgotten() -> None:
     stored = StoredResponses(max_bytes=1000)
     for number in range(5):
-        stored.add({"id": str(number)}, [{"text": "x" * 300}])
+        stored.add({"id": str(number), "tools": ["x" * 200]}, [{"text": "x" * 200}])
     assert [stored.find(str(number))[0]["id"] for number in (3, 4)] == ["3", "4"]
     stored.remove("4")
     for gone in ("0", "4"):

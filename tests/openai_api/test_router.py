@@ -391,6 +391,16 @@ def test_tool_arguments_that_are_nested_too_deeply_stay_text(server: Served) -> 
     assert response.status_code == 200
 
 
+def test_nested_body_is_answered_or_refused_at_every_depth(server: Served) -> None:
+    """A response repeats its tools, a few levels deeper than the body has them."""
+    statuses: set[int] = set()
+    for depth in range(900, 1000):
+        tool = f'{{"type": "function", "name": "f", "parameters": {"[" * depth}{"]" * depth}}}'
+        body = f'{{"input": "x", "max_output_tokens": 1, "tool_choice": "none", "tools": [{tool}]}}'
+        statuses.add(server.client.post("/v1/responses", content=body).status_code)
+    assert statuses <= {200, 400}
+
+
 def test_bytes_of_logprobs_are_those_of_parts_of_a_character() -> None:
     with served(fake_async_engine(answers={"": "añ€"})) as server:
         body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "max_tokens": 9}

@@ -87,6 +87,22 @@ def test_server_starts_streams_and_drains() -> None:
         assert output.splitlines() == [f"serving at {str(client.base_url).rstrip('/')}/v1"]
 
 
+def test_second_interrupt_ends_the_server_at_once_without_a_traceback() -> None:
+    with running() as (process, client):
+        assert wait_until(lambda: state(client, "/ready") == (200, "running"), 60, every_s=0.1)
+        with client.stream("POST", "/v1/completions", json=LONG | {"max_tokens": 2000}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            assert wait_until(lambda: state(client, "/ready") == (0, "not reached"), every_s=0.01)
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(httpx.TransportError):
+                list(lines)
+        output = process.communicate(timeout=60)[0]
+        assert process.returncode == 130
+        assert output.splitlines() == [f"serving at {str(client.base_url).rstrip('/')}/v1"]
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "reason"),
     [
