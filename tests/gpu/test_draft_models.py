@@ -34,13 +34,14 @@ async def answers(folder: Path, **options: Any) -> tuple[list[list[int]], dict[s
     ]
     for each in params:
         each.pop("stop", None)  # there is no tokenizer
+    options = {"enable_deterministic_inference": True} | options
     token_ids: list[list[int]] = []
     async with AsyncEngine(
         str(folder),
         device=DEVICE,
         skip_tokenizer_init=True,
         max_total_tokens=32 * CONTEXT_LENGTH,
-        **{"enable_deterministic_inference": True} | options,
+        **options,
     ) as engine:
         counts = [each["max_new_tokens"] for each in params]
         simple, drawn = (

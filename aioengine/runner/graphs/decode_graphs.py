@@ -500,7 +500,7 @@ class DecodeGraphs:
                 inputs = replace(inputs, states=states)
             hidden = self._model.forward(inputs, attention)
             if features is not None:
-                row_indices = torch.where(columns[4] < 0, len(table.sampling), self._row_indices(columns[4]))
+                row_indices = self._row_indices(columns[4]).masked_fill(columns[4] < 0, len(table.sampling))
                 self._states.index_copy_(0, row_indices.long(), hidden)
             logits = self._model.compute_logits(hidden)
             self._kernels.sample(logits, Draws(columns[5:]), token_ids, (columns[4], table.last_tokens))
