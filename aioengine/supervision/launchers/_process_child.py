@@ -194,7 +194,7 @@ def start_child(role: str, log_path: Path, orders: bytes, pass_fds: Collection[i
     """
     interpreter = cast("str | None", sys.executable)
     if not interpreter:  # the program embeds Python
-        raise EngineStartupError(f"the {role} process needs an interpreter, and sys.executable is {interpreter!r}")
+        raise EngineStartupError(f"sys.executable is {interpreter!r}; set it to the path of a Python interpreter")
     command = [interpreter, "-P", str(_BOOTSTRAP), f"aioengine::{role}"]
     try:
         with log_path.open("wb") as log, _no_forks:
