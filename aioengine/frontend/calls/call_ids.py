@@ -82,7 +82,7 @@ class CallIds:
         if other is call:
             raise _repeated_id(rid)
         if not other.is_over or other.is_attachable:
-            raise ValueError(f"rid {rid!r} is in use by a request that runs or can be attached to")
+            raise ValueError(f"rid {rid!r} is in use by a request that runs or can be attached to; choose another")
         self._free(rid, other)
 
     def free(self, call: Call) -> bool:
