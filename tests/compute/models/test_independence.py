@@ -121,7 +121,7 @@ def test_attention_of_a_token_does_not_depend_on_chunks_rows_or_pages(
     num_pages = -(-length // page_size)
     pool = torch.zeros(kv_pool_shape(shape, num_pages=2 * num_pages, page_size=page_size), dtype=dtype)
     if backend_class is FusedAttention and not fused.serves(shape, dtype, pool.device):
-        with pytest.raises(ValueError, match=f"heads of {head_size}"):
+        with pytest.raises(ValueError, match=f"head size {head_size}"):
             backend_class(shape, pool)
         return
     backend = backend_class(shape, pool)
