@@ -77,8 +77,8 @@ def _check_ray(config: EngineConfig) -> None:
     spec = find_spec("ray")
     if spec is None or spec.origin is None:  # a folder of this name, such as Ray's own /tmp/ray, is no package
         raise ValueError("executor='ray' needs the package ray: pip install 'aioengine[ray]'")
-    if config.device.base_gpu_id:
-        raise ValueError("base_gpu_id has no effect with executor='ray', because Ray chooses the GPUs")
+    if base_gpu_id := config.device.base_gpu_id:
+        raise ValueError(f"base_gpu_id={base_gpu_id} has no effect with executor='ray', because Ray chooses the GPUs")
     if config.supervision.keeps_tensors:
         raise ValueError("enable_weights_cpu_backup=True does not work with executor='ray'")
 
