@@ -42,6 +42,9 @@ REFUSED: Final = {
 _MARGIN: Final = 32
 """An answer that repeats a part of a body may have so many more levels, in so many more frames."""
 
+_FEW_LEVELS: Final = 500
+"""A body with fewer lists and objects is not nested too deeply."""
+
 _decode = Decoder(dict[str, Any]).decode
 
 Fields = TypeVar("Fields", bound=Struct)
@@ -89,9 +92,10 @@ async def read_body(request: Request, max_bytes: int) -> dict[str, Any]:
             raise CallError(f"the body has more than {max_bytes} bytes (max_body_bytes)", 413)
     try:
         body = nested = _decode(content)
-        for _ in range(_MARGIN):
-            nested = [nested]
-        encode(nested)
+        if content.count(b"[") + content.count(b"{") > _FEW_LEVELS:
+            for _ in range(_MARGIN):
+                nested = [nested]
+            encode(nested)  # raises RecursionError
         return body
     except (DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CallError(f"the body must be a JSON object: {error}") from None
