@@ -39,8 +39,7 @@ def download(
     from huggingface_hub import errors
 
     # The files are downloaded in this thread: the threads of ``snapshot_download`` keep the program from exiting after
-    # Ctrl-C until all files are complete. It only lists the missing files, and returns the folder. The hub's client
-    # uses several connections for a large file.
+    # Ctrl-C until all files are complete. It only lists the missing files, and returns the folder.
     snapshot: Callable[..., Any] = partial(
         huggingface_hub.snapshot_download,  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
         name,

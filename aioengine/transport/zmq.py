@@ -1,9 +1,9 @@
 """Frames over ZMQ PUSH and PULL sockets: one receiver, any number of senders. For blocking loops; for event loops, see
 ``async_zmq``.
 
-A child process listens, also for the frontend that receives its frames, and other sockets connect to it, also before it
-listens. (libzmq aborts a process that listens and has no free file descriptor. It tries connections again.) After its
-first frame, a send never waits: the socket keeps a bounded number of frames.
+On one machine, only child processes listen, and other sockets connect to them, at any time. So a child also listens to
+send frames to the frontend: libzmq aborts a process that listens and has no free file descriptor, and the user's
+process may run out of them. A send does not wait, except for the receiver of a child that listens.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MAX_UNSENT = 100_000
 _MAX_UNREAD = 1000
 """Number of frames that the socket of a receiver keeps."""
 _RECONNECT_MS = 10
-_MAX_CONNECT_MS = 30_000
-"""How long a sender that listens waits for its receiver to connect."""
+_MAX_WAIT_MS = 30_000
+"""How long a sender that listens waits for its receiver to connect, or to read if too many frames are unsent."""
 _MAX_HANDSHAKE_BYTES = 4096
 """A sender receives only handshakes. libzmq would store any number of bytes from a stranger who has no key."""
 _MAX_FRAMES_AT_ONCE = 256
@@ -58,14 +58,14 @@ def end_context(context: Context) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def attach(socket: zmq.Socket[bytes], endpoint: str | SecureEndpoint) -> str:
-    """Connect a socket to an endpoint, or listen at it. Return its address.
+def attach(socket: zmq.Socket[bytes], endpoint: str | SecureEndpoint, *, listens: bool = False) -> str:
+    """Connect a socket to an endpoint, or listen at it. Return its address. listens: at an endpoint of this machine.
 
     Raises:
         ZmqError: the address cannot be used.
     """
     if isinstance(endpoint, str):
-        socket.connect(endpoint)
+        (socket.bind if listens else socket.connect)(endpoint)
         return endpoint
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, endpoint.public_key)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, endpoint.secret_key)
@@ -100,12 +100,8 @@ class ZmqSender:
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         if not isinstance(endpoint, str):
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_HANDSHAKE_BYTES)
-        self._socket.setsockopt(zmq.SNDTIMEO, _MAX_CONNECT_MS if listens else 0)
-        if listens:
-            assert isinstance(endpoint, str)
-            self._socket.bind(endpoint)
-        else:
-            self.address = attach(self._socket, endpoint)
+        self._socket.setsockopt(zmq.SNDTIMEO, _MAX_WAIT_MS if listens else 0)
+        self.address = attach(self._socket, endpoint, listens=listens)
 
     def send(self, messages: list[Message]) -> None:
         """Send ``messages`` as one frame, or as several if one frame would be larger than the maximum.

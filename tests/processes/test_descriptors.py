@@ -96,6 +96,44 @@ print(json.dumps(asyncio.run(main())))
 """
 
 
+CONNECTION = """
+import subprocess, zmq
+from aioengine.transport.async_zmq import AsyncZmqReceiver
+
+SENDER = '''
+import sys, time, zmq
+from aioengine.protocol.messages import Abort
+from aioengine.transport.zmq import ZmqSender
+sys.stdin.readline()
+ZmqSender(zmq.Context(), sys.argv[1], 7, listens=True).send([Abort([1])])
+sys.stdin.readline()
+'''
+
+async def main():
+    endpoint = f"ipc://{sys.argv[1]}/sender"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    receiver = AsyncZmqReceiver(zmq.Context(), 7)
+    receiver.attach(endpoint)
+    child = subprocess.Popen([sys.executable, "-c", SENDER, endpoint], stdin=subprocess.PIPE)
+    use_up()
+    child.stdin.write(b"listen\\n")
+    child.stdin.flush()
+    waiting = asyncio.create_task(receiver.receive())
+    while not os.path.exists(endpoint.removeprefix("ipc://")):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    was_done = waiting.done()
+    give_back(10)
+    messages = await asyncio.wait_for(waiting, 30)
+    receiver.close()
+    child.kill()
+    child.wait()
+    return was_done, [message.uids for message in messages]
+
+print(json.dumps(asyncio.run(main())))
+"""
+
+
 def run(program: str, *argv: object) -> object:
     command = [sys.executable, "-W", "error", "-c", HEAD + program, *map(str, argv)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
@@ -131,6 +169,10 @@ def test_start_without_the_null_device_names_it(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(os, "devnull", str(tmp_path / "null"))
     with pytest.raises(EngineStartupError, match=rf"needs {tmp_path}/null, which cannot be opened: .*No such file"):
         fake_engine()
+
+
+def test_connection_waits_until_a_descriptor_is_free(tmp_path: Path) -> None:
+    assert run(CONNECTION, tmp_path) == [False, [[1]]]
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])

@@ -68,10 +68,11 @@ class Delivery:
 
     def _deliver_waiting(self) -> None:
         """Put one waiting message into its rows, and the next one in the next iteration of the loop."""
-        self._put(self._waiting.popleft())
-        self.wake()
+        chunks = self._waiting.popleft()
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._deliver_waiting)
+        self._put(chunks)
+        self.wake()
 
     def _put(self, chunks: TextChunks) -> None:
         ended: list[CallRow] = []

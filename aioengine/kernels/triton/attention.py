@@ -7,8 +7,8 @@ steps and in prefill chunks. So neither the batch nor chunks, prefix hits or pre
 
 In 16 bits, tiles of decode steps have fewer query rows than tiles of prefill chunks. This does not change a bit: tensor
 cores add in the same order for every number of rows. They also add the weights of a block, because the order in which
-threads add depends on the tile. In fp32 and with fp8 keys all tiles have the same number of rows: small tiles would
-take converted numbers in another order.
+threads add depends on the tile. In fp32 and with fp8 keys, small tiles give other bits, so all tiles have the same
+number of rows.
 
 With a window, splits and blocks that no token of a tile sees are skipped. This does not change a bit either, because
 the weights of positions before the window become exactly zero at the first visible position.

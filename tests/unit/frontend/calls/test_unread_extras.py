@@ -1,4 +1,4 @@
-"""Frames with more logprobs than one iteration of the loop reads: their rows wait, in order, and others do not."""
+"""Messages with more logprobs than one iteration of the loop reads: they and all later ones wait, in order."""
 
 from __future__ import annotations
 
@@ -173,3 +173,22 @@ def test_a_reader_of_a_log_keeps_the_last_state_whatever_the_size_of_chunks() ->
             row.put("a", index)
         assert (end - 1, HIDDEN_STATES) in row.extras
         assert row.take()["output_ids"][-1] == end - 1
+
+
+async def test_a_message_that_cannot_be_read_does_not_keep_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, errors = World(3, LARGE_PROMPT), list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["exception"]))
+    decode = CountingDecoder.decode
+
+    def fail_in_row_1(decoder: CountingDecoder, extra: Extra) -> None:
+        if extra.uid == 1:
+            raise ValueError("damaged")
+        decode(decoder, extra)
+
+    monkeypatch.setattr(CountingDecoder, "decode", fail_in_row_1)
+    for uid in range(3):
+        world.delivery.deliver(frame([uid], 0, num_prompt=LARGE_PROMPT, ends=True))
+    for _ in range(4):
+        await world.iterate()
+    assert list(map(str, errors)) == ["damaged"]
+    assert [row.index for row in world.ended] == [0, 2]
