@@ -160,18 +160,8 @@ def attend(queries: Queries, keys: Tensor, rows: PagedRows, parts: Parts, *, sca
     sums = torch.empty(num_merged, parts.most, num_heads, value_size, dtype=torch.float32, device=latent.device)
     stats = torch.empty(num_merged, parts.most, num_heads, 2, dtype=torch.float32, device=latent.device)
     tensors = latent, rotated, keys, rows.page_starts, rows.last_lengths, rows.page_ids, sums, stats, out
-    sizes = (
-        *latent.stride()[:2],
-        *rotated.stride()[:2],
-        num_heads,
-        page_size,
-        key_size,
-        value_size,
-        columns,
-        more,
-        tile.rows,
-        tile.block,
-    )
+    strides = *latent.stride()[:2], *rotated.stride()[:2]
+    sizes = (*strides, num_heads, page_size, key_size, value_size, columns, more, tile.rows, tile.block)
     key = latent.dtype, sizes, tile, *alignments(latent, rotated, keys, sums, stats, out)
     grid = -(-num_heads // tile.rows), num_rows, parts.most
     _parts(grid, key, (*tensors, scale / math.log(2), *parts, *sizes), tile.options)
