@@ -49,19 +49,10 @@ _SUPPORTED_INITS: Final = True, False, None, "true", "false", "gaussian", "eva",
 """Values of ``init_lora_weights`` that do not change the base model."""
 
 _REFUSED: Final = (
-    "use_dora",
-    "lora_bias",
-    "modules_to_save",
-    "trainable_token_indices",
-    "target_parameters",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
+    "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters",
+    "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config",
     "monteclora_config",
-)
+)  # fmt: skip
 """Fields that must not be set."""
 _MERGE: Final = "merge the adapter into the base model (peft: merge_and_unload), or train it again without"
 

@@ -34,15 +34,8 @@ MAX_TEXT: Final = 512
 MAX_PATTERNS: Final = 1000
 """Limits the time of matching. ModelOpt writes up to a few for each layer."""
 UNUSED: Final = (
-    ".weight_shape",
-    ".input_scale",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
-    ".output_scale",
-    ".quant_map",
-    *TEXTS,
-)
+    ".weight_shape", ".input_scale", ".q_scale", ".k_scale", ".v_scale", ".output_scale", ".quant_map", *TEXTS,
+)  # fmt: skip
 """Endings of the names of tensors that are not loaded, except if a layer reads them. Inputs are quantized with a scale
 per token, which is at least as exact as a stored scale.
 """

@@ -37,22 +37,10 @@ _STEP: Final = "aioengine_step"
 _LAYER: Final = "aioengine_layer"
 """Attributes of transformers' modules with the step and the layer."""
 
-_IRRELEVANT: Final = frozenset(
-    (
-        "dropout",
-        "position_ids",
-        "cache_position",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "past_key_values",
-        "logits_to_keep",
-        "output_router_logits",
-        "is_causal",
-        "deterministic",
-    )
-)
+_IRRELEVANT: Final = frozenset((
+    "dropout", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
+    "return_dict", "past_key_values", "logits_to_keep", "output_router_logits", "is_causal", "deterministic",
+))  # fmt: skip
 """Arguments of attention functions that do not change results here."""
 
 
