@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 from aioengine.api.checks import counted, nearest
 from aioengine.constraints.schema_values import (
@@ -31,9 +32,6 @@ from aioengine.constraints.schema_values import (
     compile_pattern,
     compile_string,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 def endless_rule(alternatives: Mapping[str, Sequence[Sequence[str]]], start: str) -> str | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Mapping
+from typing import Final, Literal
 
 import msgspec
 
 from aioengine.families._fields import decode, not_implemented
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _POSITIVE: Final = (
     "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",

@@ -6,7 +6,8 @@ import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import combinations, groupby
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, NoReturn, cast
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, NoReturn, cast
 
 from msgspec import Struct
 
@@ -17,10 +18,6 @@ from aioengine.model_files import folder_files
 from aioengine.model_files.config_patterns import ConfigPatterns
 from aioengine.model_files.online_quantization import Method, Numbers, code_tensors
 from aioengine.model_files.quantized_formats import FORMATS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 FP8_BLOCK: Final = 128
 BLOCK_SCALES: Final = 256

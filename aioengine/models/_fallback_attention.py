@@ -9,8 +9,9 @@ head size, F value head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from aioengine.attention._base import AttentionShape, StepAttention
 from aioengine.kernels.heads import write_heads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aioengine.kernels.kv_target import WriteKV
-    from aioengine.layers.adapters import AdapterRows, Grouping
+from aioengine.kernels.kv_target import WriteKV
+from aioengine.layers.adapters import AdapterRows, Grouping
 
 TRYING: Final = "aioengine_trying"
 PAGED: Final = "aioengine"

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from aioengine.kernels import code_linear
 from aioengine.kernels.activation import activate_and_mul
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from aioengine.kernels.codes import Codes
-    from aioengine.kernels.linear import Matmul
+from aioengine.kernels.codes import Codes
+from aioengine.kernels.linear import Matmul
 
 Tensors = dict[str, "Tensor"]
 """The tensors of a linear layer, by the last part of their names in the checkpoint, such as "weight" and "bias"."""

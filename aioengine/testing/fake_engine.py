@@ -13,7 +13,7 @@ has a byte tokenizer (one token for each byte of UTF-8) and the answers of the t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -35,15 +35,12 @@ from aioengine.settings.config import (
     SupervisionConfig,
     TextSettings,
 )
-from aioengine.supervision.supervisor import Supervisor
+from aioengine.supervision.supervisor import Events, Supervisor
 from aioengine.testing.byte_tokenizer import BYTE_MODEL, EOS_TOKEN_ID, VOCAB_SIZE
 from aioengine.testing.fake_runner import HIDDEN_SIZE, PRINTABLE
 from aioengine.testing.faults import Faults
 from aioengine.testing.scripted_runner import ANSWERS_OPTION
 from aioengine.tokenization.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from aioengine.supervision.supervisor import Events
 
 FAKE_RUNNER = "aioengine.testing.fake_runner:build"
 SCRIPTED_RUNNER = "aioengine.testing.scripted_runner:build"

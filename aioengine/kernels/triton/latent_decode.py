@@ -11,7 +11,7 @@ of a row.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,8 +22,7 @@ from aioengine.kernels.triton.attention import AttentionTile, PagedRows, load_pa
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
 from aioengine.kernels.triton.scores import MASKED, nothing_attended, softmax_step, store_attended, store_split
 
-if TYPE_CHECKING:
-    Queries = tuple[Tensor, Tensor]
+Queries = tuple[Tensor, Tensor]
 
 NARROW = AttentionTile(16, 32, 4, 3)
 """On an H200, 16 heads over 1024 positions take 8 us with one row, 21 us with 32 and 94 us with 256."""

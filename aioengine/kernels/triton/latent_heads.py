@@ -5,22 +5,17 @@ T tokens, H query heads, V latent size, N plain and P rotated elements of a quer
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.heads import load_halves, rotated, store_halves
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.norms import rms_normed
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.kv_target import KVTarget
-
-    Norm = tuple[Tensor, Tensor]
+Norm = tuple[Tensor, Tensor]
 
 HEADS = tl.constexpr(16)  # query heads per program
 

@@ -8,34 +8,33 @@ compiles them in parallel (``compiled_in_threads``).
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from aioengine.settings.machine import num_threads
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping
+Grid = tuple[int, int, int]
 
-    from torch import Tensor
 
-    Grid = tuple[int, int, int]
+class Compiled(Protocol):
+    """A compiled specialization."""
 
-    class Compiled(Protocol):
-        """A compiled specialization."""
+    def __getitem__(self, grid: Grid, /) -> Callable[..., None]: ...
 
-        def __getitem__(self, grid: Grid, /) -> Callable[..., None]: ...
 
-    class Kernel(Protocol):
-        """A function that Triton can compile."""
+class Kernel(Protocol):
+    """A function that Triton can compile."""
 
-        def __getitem__(self, grid: Grid, /) -> Callable[..., Compiled]: ...
-        def warmup(self, *arguments: object, grid: Grid, **options: object) -> object: ...
+    def __getitem__(self, grid: Grid, /) -> Callable[..., Compiled]: ...
+    def warmup(self, *arguments: object, grid: Grid, **options: object) -> object: ...
 
 
 MAX_COMPILERS = 16

@@ -6,20 +6,17 @@ to ``rows`` pairs of one expert.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from aioengine.families._experts import RouterConfig
 from aioengine.kernels.expert_types import ChosenExperts
 from aioengine.kernels.triton.dependent import wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2, options
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.families._experts import RouterConfig
 
 FEW_PAIRS = 2048
 """Up to this number of pairs, each program of ``_align_kernel`` counts all pairs. More pairs are counted in blocks by

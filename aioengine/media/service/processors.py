@@ -9,19 +9,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from types import ModuleType
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from aioengine.media.service.resizing import DeviceResize, check_patches, find_order
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import ModuleType
-
-    from aioengine.protocol.media import MediaOrders
+from aioengine.protocol.media import MediaOrders
 
 Bytes = npt.NDArray[np.uint8]
 
