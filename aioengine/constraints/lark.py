@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from aioengine.api import checks
-from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema, endless_rule
+from aioengine.constraints.endless_rules import endless_rule
+from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema
 from aioengine.errors import UnsupportedSchemaError
 
 MAX_RULES: Final = 1000
