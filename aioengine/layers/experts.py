@@ -17,7 +17,7 @@ from aioengine.families._experts import CHOICE_BIAS, ExpertsConfig, SharedConfig
 from aioengine.kernels import experts
 from aioengine.kernels.codes import Codes
 from aioengine.kernels.expert_types import ChosenExperts, ExpertWeights, SharedOutputs
-from aioengine.kernels.experts import Experts
+from aioengine.kernels.experts import DeviceExperts, GroupedExperts
 from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
 from aioengine.layers.adapters import Grouping
@@ -86,7 +86,7 @@ class SparseMLP(Layer):
         self._name = ""
         self._tensors: ExpertTensors | None = None
         self._coded: tuple[CodedExperts | JoinedExperts, ...] = ()  # gate_up and down, if they are quantized
-        self._experts: Experts | None = None
+        self._experts: DeviceExperts | GroupedExperts | None = None
         self.parts = ("", self._router), ("", self._shared)
 
     def weights(self, prefix: str = "") -> dict[str, Target]:

@@ -266,7 +266,7 @@ def tiles_for(
 def compute(
     x: Tensor, chosen: ChosenExperts, weights: DeviceWeights, shared: SharedOutputs | None, *, batch_invariant: bool
 ) -> Tensor:
-    """Compute ``kernels.experts.Experts`` for contiguous x [T, D] -> [T, D]."""
+    """Compute ``kernels.experts.DeviceExperts`` for contiguous x [T, D] -> [T, D]."""
     if x.shape[0] <= MAX_VECTOR_TOKENS and not batch_invariant:
         return multiply_vectors_down(multiply_vectors(x, chosen, weights), chosen, weights, shared)
     num_experts, num_pairs = weights.num_experts, chosen.experts.numel()
