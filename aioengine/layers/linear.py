@@ -41,9 +41,11 @@ class Linear(Layer):
 
     Attributes:
         in_features: D.
+        first_input: the index in the checkpoint of the first input, if ranks divide the inputs.
         sizes: the output size of each part.
+        whole_shapes: the sizes (outputs, inputs) of each part on all ranks.
         is_gated: see above.
-        stored_order: ``order``.
+        stored_outputs: [O] int64, the checkpoint index of each output, with the parts joined; None: all, in order.
         joined: layers that compute the parts, if these have different formats.
     """
 
@@ -64,9 +66,9 @@ class Linear(Layer):
         self._shard = placement.shard
         self._divided: Axis | None = divided if placement.shard.size > 1 else None
         self._group = placement.shard.group if self._divided == "inputs" else None
-        self.stored_order = self._order = order
-        sizes, first_input = dict(parts), 0
-        self._whole_shapes = {part: (size, in_features) for part, size in parts.items()}
+        self.stored_outputs = self._order = order
+        sizes, self.first_input = dict(parts), 0
+        self.whole_shapes = {part: (size, in_features) for part, size in parts.items()}
         self._units = units or [Units(size) for size in parts.values()]
         if self._divided == "outputs":
             self._ranges = self._output_ranges(parts, self._units)
@@ -74,7 +76,7 @@ class Linear(Layer):
         elif self._divided == "inputs":
             [inputs] = rank_ranges(units or [Units(in_features)], placement.shard)
             self._ranges = dict.fromkeys(parts, (inputs,))
-            first_input, in_features = inputs[0], inputs[1] - inputs[0]
+            self.first_input, in_features = inputs[0], inputs[1] - inputs[0]
         if self._order is not None:
             self._order = self._order.to(placement.device)
         self.in_features = in_features
@@ -91,7 +93,7 @@ class Linear(Layer):
             is_gated=is_gated,
             batch_invariant=placement.batch_invariant,
             order=self._order,
-            first_input=first_input,
+            first_input=self.first_input,
         )
         self._format: LinearFormat  # ``weights`` chooses it, and allocates the tensors
         self._names: list[str] = []
@@ -128,7 +130,7 @@ class Linear(Layer):
 
     def _join(self, formats: Sequence[LinearFormat]) -> None:
         """Compute this layer as several layers, each with consecutive parts of the same format."""
-        parts = zip(formats, self._whole_shapes.items(), self._units, strict=True)
+        parts = zip(formats, self.whole_shapes.items(), self._units, strict=True)
         for _, group in groupby(parts, key=lambda part: id(part[0])):
             _, shapes, units = zip(*group, strict=True)
             layer = Linear(
@@ -167,6 +169,7 @@ class Linear(Layer):
         """Return the ranges of each part in the checkpoint that this rank loads, and set the order of its outputs."""
         kept = torch.cat([torch.arange(*pair) for pair in rank_ranges(units, self._shard)])
         in_checkpoint = kept if self._order is None else self._order[kept]
+        self.stored_outputs = in_checkpoint
         loaded, order = in_checkpoint.sort()
         self._order = None if self._order is None else order.argsort()
         bounds = pairwise(accumulate(parts.values(), initial=0))
@@ -182,7 +185,7 @@ class Linear(Layer):
         """
         if self._divided is None:
             return None
-        axis, ranges, shape = self._divided, self._ranges[part], self._whole_shapes[part]
+        axis, ranges, shape = self._divided, self._ranges[part], self.whole_shapes[part]
         if self._is_transposed(name, tensor):
             return Slice(int(axis == "outputs"), ranges, shape[axis == "inputs"])
         try:
