@@ -74,7 +74,7 @@ class SharedExpert(Layer):
 
 
 class SparseMLP(Layer):
-    """The weighted sum of the selected experts, plus the shared expert: [T, D] -> [T, D]."""
+    """The weighted sum of the selected experts, plus the shared expert: [T, D] -> [T, D], the part of a rank."""
 
     is_adaptable = False
 
@@ -82,12 +82,11 @@ class SparseMLP(Layer):
         self._shard = placement.shard
         [inner_range] = rank_ranges([Units(config.inner_size)], placement.shard)
         self._inner_range, self._inner_size = inner_range, config.inner_size
-        # This rank has a part of each expert. The sum over the ranks includes the shared expert.
+        # This rank has a part of each expert.
         config = msgspec.structs.replace(config, inner_size=inner_range[1] - inner_range[0])
         self._hidden_size, self._config, self._placement = hidden_size, config, placement
         self._router = ExpertRouter(hidden_size, config, placement)
-        unsummed = replace(placement, shard=placement.shard._replace(group=None))
-        self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, unsummed)
+        self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, placement)
         # While it is open for loading, ``_tensors`` or ``_coded`` has the weights, then ``_experts`` for the kernels.
         self._is_open = True
         self._name = ""
@@ -206,5 +205,4 @@ class SparseMLP(Layer):
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
         """[T, D] -> [T, D]. ``rows`` is unused, since adapters do not change experts."""
         assert self._experts is not None, "finish_loading was not called"
-        outputs = self._experts(x, self._router(x), None if self._shared is None else self._shared(x))
-        return outputs if self._shard.group is None else self._shard.group.all_reduce(outputs)
+        return self._experts(x, self._router(x), None if self._shared is None else self._shared(x))

@@ -31,8 +31,8 @@ class Linear(Layer):
         parts: the fused layers of the checkpoint, in order: name -> output size. O is the sum of the sizes.
         is_gated: the first half of the outputs are gates. The result is silu(first half) * second half: [T, O / 2].
         divided: tensor parallelism: the axis along which each part is sharded; None if each rank has the whole layer.
-            With "outputs", each rank computes its shard of the outputs. With "inputs", each rank computes a partial
-            result of all outputs, and the results are summed over the ranks (``Shard.group``).
+            With "outputs", each rank computes its shard of the outputs. With "inputs", each rank computes a part of the
+            sum of all outputs; the caller adds the parts.
         units: the groups of units on the divided axis, such as query heads, key heads and value heads, in the order of
             the matmul. Each rank has its share of each group. By default, each part is a group of single entries.
         order: [O] int64, the checkpoint index of each output, with the parts joined; None if the orders are equal. On
@@ -65,7 +65,6 @@ class Linear(Layer):
         """Allocate nothing yet, see ``weights``. ``order``: [O]."""
         self._shard = placement.shard
         self._divided: Axis | None = divided if placement.shard.size > 1 else None
-        self._group = placement.shard.group if self._divided == "inputs" else None
         self.stored_outputs = self._order = order
         sizes, self.first_input = dict(parts), 0
         self.whole_shapes = {part: (size, in_features) for part, size in parts.items()}
@@ -256,11 +255,9 @@ class Linear(Layer):
         """[T, D] -> [T, O], or [T, O / 2] if the layer is gated. ``rows``: by adapter; None without adapters."""
         if rows is not None and self._adapters is not None:
             assert self._prepared is not None, "finish_loading was not called"
-            outputs = self._adapters.add(self._prepared.matmul, x, rows)
-        else:
-            assert self._matmul is not None, "finish_loading was not called"
-            outputs = self._matmul(x)
-        return outputs if self._group is None else self._group.all_reduce(outputs)
+            return self._adapters.add(self._prepared.matmul, x, rows)
+        assert self._matmul is not None, "finish_loading was not called"
+        return self._matmul(x)
 
 
 def unplaced_targets(

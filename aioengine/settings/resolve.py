@@ -116,7 +116,7 @@ def resolve(
     if is_on_gpu:
         _check_gpus(config.device, config.supervision.num_replicas, device.num_gpus)
     graph_rows = 0
-    if is_on_gpu and config.device.cuda_graphs and config.device.tp_size == 1:  # no graphs with collectives yet
+    if is_on_gpu and config.device.cuda_graphs:
         wanted = config.device.cuda_graph_max_rows
         most = scheduler.max_running * (1 + scheduler.max_drafts)  # each token of a row with drafts is a row of a graph
         graph_rows = min(most, GPU_GRAPH_ROWS if wanted is None else wanted)

@@ -460,6 +460,6 @@ def test_ranks_that_do_not_work_are_refused(
         settings(replace(DIVISIBLE, **changes), GPUS, **arguments)  # pyright: ignore[reportArgumentType]
 
 
-def test_two_ranks_use_two_gpus_without_graphs() -> None:
+def test_two_ranks_use_two_gpus() -> None:
     runner = settings(DIVISIBLE, GPUS, tp_size=2).runner
-    assert (runner.device, runner.ranks, runner.cuda_graph_max_rows) == ("cuda", RankSettings(size=2), 0)
+    assert (runner.device, runner.ranks, runner.cuda_graph_max_rows) == ("cuda", RankSettings(size=2), 1024)
