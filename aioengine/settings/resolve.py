@@ -183,10 +183,6 @@ def _rank_settings(config: EngineConfig, model: ModelFacts) -> RankSettings | No
     if num_ranks not in model.rank_counts:
         counts = ", ".join(map(str, model.rank_counts))
         raise ValueError(f"tp_size={num_ranks} does not work for this model: {model.rank_sizes}; what works: {counts}")
-    if model.is_quantized or config.model.quantization is not None:
-        raise ValueError(f"tp_size={num_ranks} does not work with quantized weights yet; tp_size=1 works")
-    if config.lora.enabled or config.lora.adapters:
-        raise ValueError(f"tp_size={num_ranks} does not work with LoRA adapters yet; tp_size=1 works")
     if config.speculation.algorithm:
         raise ValueError(f"tp_size={num_ranks} does not work with speculative_algorithm yet; tp_size=1 works")
     return RankSettings(size=num_ranks)
