@@ -187,7 +187,8 @@ class RequestError(EngineError):
 
     ``cause`` is the error, and ``stage`` the part of the engine where it happened: ``tokenize``; ``image``: an image
     could not be prepared; ``submit``; ``schedule``, also for an aborted ``encode``, ``score`` or ``beam_search``;
-    ``forward``; ``sample``; ``detokenize``; ``stop_regex``: a pattern of the caller was too slow (``status_code`` is
+    ``forward``; ``sample``; ``no_token``: the grammar and the token lists of the request allow no token
+    (``status_code`` is 400); ``detokenize``; ``stop_regex``: a pattern of the caller was too slow (``status_code`` is
     400); ``deliver``; ``engine``; ``adapter``: the LoRA adapter could not be read; ``control``: a control call failed
     in the runner; ``crash``: the request killed a process of the engine repeatedly, or a process was lost during a
     control call (control calls are not repeated).
@@ -198,7 +199,7 @@ class RequestError(EngineError):
     def __init__(self, stage: str, cause: str) -> None:
         self.stage = stage
         self.cause = cause
-        if stage == "stop_regex":
+        if stage in ("stop_regex", "no_token"):
             self.status_code = 400
         super().__init__(f"the request failed in stage {stage!r}: {cause}")
 

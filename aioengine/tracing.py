@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -44,7 +43,7 @@ def instrument(engine: BaseEngine, tracer_provider: TracerProvider | None = None
 
 def _record(tracer: Tracer, request: FinishedRequest) -> None:
     info, operation = request.meta_info, _OPERATIONS[request.operation]
-    model = request.lora_path or os.path.basename(request.model_path.rstrip("/"))
+    model = request.lora_path or request.model_path.rstrip("/").rpartition("/")[2]
     parent = propagate.extract(request.trace_headers) if request.trace_headers else None
     start_ns = int(request.called_at * 1e9)
     span = tracer.start_span(

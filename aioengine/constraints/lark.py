@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from aioengine.api import checks
-from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema, endless_rule
+from aioengine.constraints.endless_rules import endless_rule
+from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema
 from aioengine.errors import UnsupportedSchemaError
 
 if TYPE_CHECKING:

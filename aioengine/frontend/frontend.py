@@ -23,7 +23,7 @@ from aioengine.frontend.callers import closed, forked, this_caller
 from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import Delivery, SlowReaders
-from aioengine.frontend.calls.observers import Observer, report_rows
+from aioengine.frontend.calls.observers import Observer, Observers
 from aioengine.frontend.calls.overload import CallerQueue, QueueLimits
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.controls import Controls
@@ -58,14 +58,13 @@ class Frontend:
         weights: updates of the weights.
         failure: the error of all calls once the engine is dead or closed. Copies are raised, because a raised error
             keeps its frames alive, and all objects in them.
-        observers: get each finished request. An added observer gets the requests of later calls.
     """
 
     def __init__(self, parts: EngineParts, observers: list[Observer]) -> None:
         settings = parts.settings
         self.parts = parts
-        self.observers = observers
         self.loop = asyncio.get_running_loop()
+        self._observers = Observers(observers, self.loop, settings.model.path)
         self.failure: EngineError | None = None
         self.last_stats: Stats | None = None
         self._throughput = Throughput(settings.log_level)
@@ -117,8 +116,7 @@ class Frontend:
             request = make_request()
             self._checks.check(request)
             call.begin(request)
-            if self.observers:
-                call.on_row_end = report_rows(call, self.observers, self.loop, self.parts.settings.model.path)
+            self._observers.watch(call)
             reader = Reader(call, call.ready, lock=self._lock, actions=self)
             with self._lock:
                 if request.adapters is not None:

@@ -257,11 +257,8 @@ def _stored_parts(entries: list[Entry], config: AdapterConfig, folder: Path) -> 
             next((value for pattern, value in values if patterns.matches(pattern, name)), default)
             for values, default in ((ranks, config.r), (alphas, config.lora_alpha))
         )
-        if not 1 <= rank <= MAX_RANK or not math.isfinite(alpha):
-            raise ValueError(
-                f"{folder / CONFIG}: {name} has rank {rank} and alpha {alpha}; what works: 1 to {MAX_RANK}, and a "
-                "finite number"
-            )
+        if not 1 <= rank <= MAX_RANK:
+            raise ValueError(f"{folder / CONFIG}: {name} has rank {rank}; what works: 1 to {MAX_RANK}")
         if pair["A"].shape[0] != rank:
             shape = list(pair["A"].shape)
             raise ValueError(f"{folder / TENSORS}: {pair['A'].name} has shape {shape}, but the layer has rank {rank}")

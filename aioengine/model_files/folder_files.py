@@ -6,6 +6,7 @@ A GGUF file acts as a folder with the JSON files that its header describes.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeAlias, TypeVar, cast
@@ -35,6 +36,9 @@ MAX_TOKENIZER_BYTES: Final = 512 * 1024 * 1024
 GGUF: Final = ".gguf"
 MAX_PATH: Final = 4096
 """Maximum length of a path in an error message. Linux has no longer paths."""
+
+_NO_NUMBER: Final = re.compile(rb'"\w+"\s*:\s*-?(?:NaN|Infinity|[\d.]+[eE]\+?\d{3,})')
+"""A field that is no JSON or too large for a float. Python's ``json`` writes and reads such values."""
 
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 
@@ -174,7 +178,10 @@ def decode_json(path: Path, content: bytes, form: type[File]) -> File:
     except RecursionError as error:
         raise _unreadable(path, "it is nested too deeply") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _unreadable(path, checks.cut(str(error))) from error
+        reason, found = str(error), _NO_NUMBER.search(content)
+        if found is not None:
+            reason = f"{found[0].decode()} is no finite number ({reason})"
+        raise _unreadable(path, checks.cut(reason)) from error
 
 
 def _unreadable(path: Path, reason: Exception | str) -> ValueError:

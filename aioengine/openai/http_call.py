@@ -79,7 +79,11 @@ class Place(NamedTuple):
 
     @classmethod
     def read(cls, text: str, prefix: str) -> Place:
-        """Read the id of an event. Raises CallError."""
+        """Read the id of an event. Raises CallError.
+
+        The number of tokens is not checked, because tokens without text cannot be told from it. If a client makes up a
+        larger one, it gets all further text, but no logprobs of these tokens.
+        """
         start, *numbers = text[:200].rsplit(":", 2)
         found, _, rid = start.partition("-")
         is_id = len(numbers) == 2 and all(number.isascii() and number.isdigit() for number in numbers)

@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 
 from aioengine.runner.sampling.sampler import FAILED
@@ -25,7 +26,6 @@ from aioengine.runner.timing import part
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    import numpy as np
     import numpy.typing as npt
     from torch import Tensor
 
@@ -189,6 +189,20 @@ class ConstrainedRows:
                     ticket.failed[request.uid] = constraint.error
                 elif constraint.is_complete:
                     ticket.complete.append(request.uid)
+
+    def allow_no_token(self, request: RequestRow) -> bool:
+        """Return whether the grammar of a request and its token lists certainly allow no next token."""
+        constraint, sampling = request.constraint, request.sampling
+        if constraint is None or constraint.is_over:
+            return False
+        allowed = {constraint.next_token}
+        if constraint.next_token < 0:
+            self._masks.begin((), is_on_gpu=False)  # waits for masks that are being computed
+            masks = np.empty((1, constraint.source.num_words), dtype=np.int32)
+            constraint.source.fill([constraint], masks)
+            allowed = {*np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist()}
+        allowed.intersection_update(sampling.allowed_token_ids or allowed)
+        return allowed <= {ids[0] for ids in sampling.bad_token_ids if len(ids) == 1}
 
 
 def _may_force(opened: NewRow) -> bool:

@@ -124,6 +124,7 @@ class ModelRunner:
         self._sampler: Sampler | DeviceSampler | RankSampler = _sampler_class(parts.device)(
             vocab_size=vocab_size, num_embeddings=num_embeddings, table=self._table, processors=processors
         )
+        self._ranks = parts.ranks
         if parts.ranks is not None:
             self._sampler = RankSampler(self._sampler, parts.ranks)
         self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
@@ -168,9 +169,9 @@ class ModelRunner:
         from aioengine.runner.graphs.decode_graphs import DecodeGraphs  # imports Triton
 
         assert isinstance(self._attention, CapturableAttention)
-        graphs = DecodeGraphs(
-            self._model, self._attention, self._inputs, vocab_size=self._vocab_size, max_rows=max_rows
-        )
+        parts = self._model, self._attention, self._inputs
+        has_ranks = self._ranks is not None
+        graphs = DecodeGraphs(*parts, vocab_size=self._vocab_size, max_rows=max_rows, has_ranks=has_ranks)
         graphs.capture(report)
         self._graphs = graphs
         self._constrained.max_tokens = graphs.max_rows
@@ -274,7 +275,11 @@ class ModelRunner:
         )
         bad = [uid for uid, value in value_of.items() if value == FAILED]
         requests = self._table.requests
-        errors = {uid: self._custom.errors.pop(uid, "") or _failure_reason(requests.get(uid)) for uid in bad}
+        empty_uids = [uid for uid in bad if uid in requests and self._constrained.allow_no_token(requests[uid])]
+        errors = {
+            uid: self._custom.errors.pop(uid, "") or _failure_reason(requests.get(uid), is_empty=uid in empty_uids)
+            for uid in bad
+        }
         for uid in requests.keys() & bad:  # the other requests were closed while the step was in flight
             self._failed.add(uid, errors[uid], is_poisoned=True)
         failed = {**ticket.failed, **errors}
@@ -285,7 +290,7 @@ class ModelRunner:
             new = (*drafts.accepted.get(uid, ()), value_of.get(uid, FAILED), *ticket.forced.get(uid, ()))
             tokens.add(uid, () if uid in empty else new)
         num_proposed = {uid: len(ids) for uid, ids in drafts.proposed.items()}
-        return StepResult(tokens, failed, ticket.complete, drafts.rejected, num_proposed)
+        return StepResult(tokens, failed, ticket.complete, drafts.rejected, num_proposed, empty_uids)
 
     def release_pools(self) -> None:
         """Free the memory of keys, values and states, until ``resume_pools``."""
@@ -526,6 +531,10 @@ class ModelRunner:
             if step.needs_masks:
                 return self._constrained.sample_masked(graphs, step, sampled)
             return self._sample_or_defer(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
+        if self._ranks is not None:  # only rank 0 knows how to sample
+            self._ranks.broadcast(step.token_ids)
+            if self._ranks.rank:
+                self._table.write_tokens(sampled, step.token_ids)
         if self._table.num_with_logprobs:
             self._logprobs.add_sampled(graphs.logits(step), sampled, step.token_ids, step.order)
         if self._table.num_with_hidden_states:
@@ -575,8 +584,11 @@ def _sampler_class(device: torch.device) -> type[Sampler | DeviceSampler]:
     return DeviceSampler
 
 
-def _failure_reason(request: RequestRow | None) -> str:
-    """Return why no token could be sampled for a request. None: it was closed."""
+def _failure_reason(request: RequestRow | None, *, is_empty: bool) -> str:
+    """Return why no token could be sampled for a request. None: it was closed.
+
+    is_empty: its grammar and its token lists allow no token.
+    """
     if request is None:
         return _NOT_FINITE
     sampling = request.sampling
@@ -588,4 +600,5 @@ def _failure_reason(request: RequestRow | None) -> str:
         return _NOT_FINITE
     if sampling.grammar is not None:
         names.append(sampling.grammar.parameter)
-    return f"no token is allowed by {' and '.join(names)}{' together' * (len(names) > 1)}; or {_NOT_FINITE}"
+    reason = f"no token is allowed by {' and '.join(names)}{' together' * (len(names) > 1)}"
+    return f"{reason}; allow one more" if is_empty else f"{reason}; or {_NOT_FINITE}"

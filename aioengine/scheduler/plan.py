@@ -110,6 +110,7 @@ class StepResult(Struct, array_like=True, gc=False):
     num_rejected: uid -> number of rejected drafts, including planned drafts that were not proposed. Rows without
         rejected drafts have no entry.
     num_proposed: uid -> number of proposed drafts. Rows without proposed drafts have no entry.
+    empty: uids of failed rows whose grammar and token lists allow no token.
     """
 
     tokens: TokenColumns
@@ -117,3 +118,4 @@ class StepResult(Struct, array_like=True, gc=False):
     complete: list[int] = []
     num_rejected: dict[int, int] = {}
     num_proposed: dict[int, int] = {}
+    empty: list[int] = []

@@ -176,7 +176,8 @@ class Scheduler:
         if error is None and row.outputs and is_missing:
             error = f"the runner gave no {_OUTPUT_NAMES[row.outputs]}"
         if error is not None:
-            failed = End(row.uid, FinishCode.FAILED, stage="sample", message=error)
+            stage = "no_token" if row.uid in result.empty else "sample"
+            failed = End(row.uid, FinishCode.FAILED, stage=stage, message=error)
             self.requests.end(request, failed, is_invalid=True)
             return 0
         is_complete = row.uid in result.complete  # its grammar allows no token after these

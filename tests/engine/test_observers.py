@@ -10,7 +10,7 @@ import pytest
 from aioengine import FinishedRequest
 from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, RequestTooLargeError
-from aioengine.frontend import frontend
+from aioengine.frontend.calls.observers import Observers
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.kit.fake_adapters import write_adapter
 from tests.kit.waiting import until, wait_until
@@ -127,6 +127,14 @@ async def test_an_observer_that_raises_harms_no_request() -> None:
     assert len(requests) == 2
 
 
+async def test_an_observer_may_change_its_meta_info() -> None:
+    engine = fake_async_engine()
+    engine.add_observer(lambda request: request.meta_info.clear())
+    async with engine:
+        chunks = [chunk async for chunk in engine.async_generate("a", FOUR, stream=True)]
+    assert chunks[-1]["meta_info"]["finish_reason"] == "length"
+
+
 async def test_an_added_observer_gets_later_calls_and_the_next_run() -> None:
     engine = fake_async_engine()
     async with engine:
@@ -141,7 +149,7 @@ async def test_an_added_observer_gets_later_calls_and_the_next_run() -> None:
 
 
 async def test_nothing_is_recorded_without_an_observer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(frontend, "report_rows")
+    monkeypatch.delattr(Observers, "_add")
     async with fake_async_engine() as engine:
         assert (await engine.async_generate("a", FOUR))["meta_info"]["completion_tokens"] == 4
 

@@ -322,6 +322,20 @@ def test_event_id_beyond_the_end_of_the_stream_is_refused(server: Served) -> Non
     server.wait_until_idle()
 
 
+def test_event_id_with_too_many_tokens_loses_only_logprobs(server: Served) -> None:
+    body = {"prompt": "Hi", "max_tokens": 9, "ignore_eos": True, "stream": True, "logprobs": 0, "resume_ttl": 20}
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        found = [(event_id, *chunk["choices"]) for event_id, chunk in events(response)]
+    start, num_characters, _ = found[0][0].rsplit(":", 2)
+    headers = {"Last-Event-ID": f"{start}:{num_characters}:{10**9}"}
+    with server.client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        rest = [choice for _, chunk in events(response) for choice in chunk["choices"]]
+    assert "".join(map(text_of, rest)) == "".join(text_of(choice) for _, choice in found[1:])
+    assert rest[-1]["finish_reason"] == "length"
+    assert [token for choice in rest for token in tokens_of(choice)] == []
+    server.wait_until_idle()
+
+
 def test_stream_that_another_request_continues_ends_with_an_error(server: Served) -> None:
     body = {"prompt": "Hi", "max_tokens": 300, "ignore_eos": True, "stream": True, "resume_ttl": 20}
     stream = partial(server.client.stream, "POST", "/v1/completions", json=body)

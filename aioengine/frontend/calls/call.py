@@ -79,7 +79,7 @@ class CallRow(Struct, eq=False):
             twice, the second one replaces the first.
         text_offset, token_offset: number of characters and ids that were read.
         token_ids: the ids of the last chunk that was taken.
-        end: its end; None: it has none yet. delivered_at: when its end arrived. error: why it has no answer.
+        final_info: ``meta_info`` of the ended row, from ``end``; None: it has no end yet. error: why it has no answer.
         has_unread: it has output that was not taken, so it is in ``Call.ready``. Always true if the call is no stream.
         num_logprob_bytes: memory reserved for its logprobs (``QueueLimits.reserve_logprobs``).
     """
@@ -108,8 +108,7 @@ class CallRow(Struct, eq=False):
     text_offset: int = 0
     token_offset: int = 0
     token_ids: list[int] = []
-    end: End | None = None
-    delivered_at: float = 0.0
+    final_info: ChunkInfo | None = None
     error: RowError | None = None
     num_logprob_bytes: int = 0
 
@@ -224,9 +223,12 @@ class CallRow(Struct, eq=False):
             self.text += "".join(self.more_texts)
             self.more_texts = []
         text, text_offset, token_offset = self.text, self.text_offset, self.token_offset
-        info = self.info.copy()
+        info = (self.final_info or self.info).copy()
         num_tokens = info["completion_tokens"] = token_offset + len(token_ids)
-        if self.versions is not None:
+        if self.final_info is not None:
+            if self.newest_hidden_state is not None:
+                info["hidden_states"] = [answers.array(self.newest_hidden_state.data)]
+        elif self.versions is not None:
             info["weight_version"] = answers.version_spans(info["weight_version"], self.versions, num_tokens)[-1][0]
         chunk: Chunk = {  # type: ignore[typeddict-item]
             "text": text,
@@ -239,14 +241,12 @@ class CallRow(Struct, eq=False):
             chunk["index"] = self.index
         if self.shows_prompt:
             chunk["prompt_token_ids"] = self.prompt_token_ids
-        if self.end is not None:
-            self._add_end(info, self.end)
         if self.extras or self.decoders:
             self._add_extras(chunk)
         self.text_offset = text_offset + len(text)
         self.token_offset = num_tokens
         self.has_unread = False
-        if self.end is not None and self.call.is_stream:
+        if self.final_info is not None and self.call.is_stream:
             self.call.num_held -= 1
             self.free_logprobs()
         return chunk
@@ -257,13 +257,6 @@ class CallRow(Struct, eq=False):
         for key in ("text_offset", "token_offset", "index"):
             answer.pop(key, None)
         return cast("Answer", answer)
-
-    def final_info(self, end: End) -> ChunkInfo:
-        """Return the ``meta_info`` of the row with this end."""
-        info = self.info.copy()
-        info["completion_tokens"] = self.num_output
-        self._add_end(info, end)
-        return info
 
     def _add_extras(self, output: Chunk) -> None:
         """Add logprobs, hidden states and other extras of the tokens of ``output``."""
@@ -283,31 +276,32 @@ class CallRow(Struct, eq=False):
         if extras:
             output["extras"] = extras
 
-    def _add_end(self, info: ChunkInfo, end: End) -> None:
-        """Add the ``meta_info`` of a row that has ended.
+    def info_at(self, end: End, delivered_at: float) -> ChunkInfo:
+        """Return the ``meta_info`` of the row with this end.
 
         If the frontend or the supervisor ended the row, ``end`` has no values of its first token. They are then
         taken from ``first_token``, or were counted in ``info``.
         """
-        if self.newest_hidden_state is not None:
-            info["hidden_states"] = [answers.array(self.newest_hidden_state.data)]
-        info["finish_reason"] = answers.finish_reason(end, info["completion_tokens"], self.error)
-        spans = answers.version_spans(self.info["weight_version"], self.versions or {}, info["completion_tokens"])
+        info, num_output = self.info.copy(), self.num_output
+        info["completion_tokens"] = num_output
+        info["finish_reason"] = answers.finish_reason(end, num_output, self.error)
+        spans = answers.version_spans(info["weight_version"], self.versions or {}, num_output)
         info["weight_versions"], info["weight_version"] = spans, spans[-1][0]
         num_cached = info["cached_tokens"] = max(end.num_cached, info["cached_tokens"])
         info["cached_tokens_details"] = {"device": num_cached, "host": 0}
         info["num_preemptions"] = info["num_retractions"] = max(end.num_preemptions, info["num_preemptions"])
         if self.drafts is not None:
-            cast("dict[str, object]", info).update(answers.draft_info(self.drafts, info["completion_tokens"]))
-        info["e2e_latency"] = self.delivered_at - self.call.called_at
-        info["timings"] = self._timings(end)
+            cast("dict[str, object]", info).update(answers.draft_info(self.drafts, num_output))
+        info["e2e_latency"] = delivered_at - self.call.called_at
+        info["timings"] = self._timings(end, delivered_at)
+        return info
 
-    def _timings(self, end: End) -> Timings:
+    def _timings(self, end: End, delivered_at: float) -> Timings:
         """Return the seconds of each stage. A stage begins at the end of the one before.
 
         A stage that was not reached takes 0 s, and the stage before it ends with the row.
         """
-        called_at, delivered_at = self.call.called_at, self.delivered_at
+        called_at = self.call.called_at
         begun_at = called_at + self.tokenize_s
         ended_at = min(max(end.ended_at, begun_at), delivered_at)
         admitted_at, first_token_at = end.admitted_at, end.first_token_at
@@ -389,7 +383,7 @@ class Call:
         wakers: callbacks of all other waiting readers.
         notify_on: when the reader calls ``on_read``.
         kept_row: the row of an attachable call.
-        on_row_end: called with each started row that ends, its end and its error; None: nothing observes the call.
+        on_row_end: called with each started row that ends, its ``meta_info`` and its error; None: nothing observes it.
         weight_version: version of the weights when the call began, for rows without a token.
     """
 
@@ -428,7 +422,7 @@ class Call:
     wakers: list[Callable[[], object]] = field(default_factory=list)
     notify_on: NotifyOn = NotifyOn.NOTHING
     kept_row: CallRow | None = None
-    on_row_end: Callable[[CallRow, End, BaseException | None], None] | None = None
+    on_row_end: Callable[[CallRow, ChunkInfo, BaseException | None], None] | None = None
 
     def begin(self, request: CallRequest) -> None:
         """Set the checked request of the call."""
@@ -513,13 +507,12 @@ class Call:
         """
         if self.live.pop(row.index, None) is None:
             return  # the row has an end already
-        row.end = end
-        row.delivered_at = delivered_at
         row.error = row.failure(end) if error is None else error
+        row.final_info = row.info_at(end, delivered_at)
         self.num_open -= 1
         self.is_over = self.is_over or self.num_open == 0
         if self.on_row_end is not None:
-            self.on_row_end(row, end, row.error)
+            self.on_row_end(row, row.final_info, row.error)
         if row.error is not None and not self.returns_exceptions:
             prompt = row.prompt
             self.fail(answers.named(row.error, prompt, self.request.num_prompts))
@@ -540,8 +533,8 @@ class Call:
             code = FinishCode.ABORT if self.error is None else FinishCode.FAILED
             message = "its reader left" if self.error is None else str(self.error)
             for row in self.live.values():
-                row.delivered_at = now
-                self.on_row_end(row, End(row.uid, code, message=message, ended_at=now), self.error)
+                end = End(row.uid, code, message=message, ended_at=now)
+                self.on_row_end(row, row.info_at(end, now), self.error)
         self.live.clear()
 
     def fail(self, error: BaseException) -> None:

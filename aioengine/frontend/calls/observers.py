@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from aioengine.api.params import SamplingParams
@@ -13,9 +14,8 @@ from aioengine.supervision.tasks import post
 if TYPE_CHECKING:
     import asyncio
 
-    from aioengine.api.answers import MetaInfo
+    from aioengine.api.answers import ChunkInfo, MetaInfo
     from aioengine.frontend.calls.call import Call, CallRow
-    from aioengine.protocol.messages import End
 
 Operation: TypeAlias = Literal["generate", "chat", "encode", "rerank"]
 
@@ -47,34 +47,56 @@ class FinishedRequest(NamedTuple):
 Observer = Callable[[FinishedRequest], object]
 
 
-def report_rows(
-    call: Call, observers: list[Observer], loop: asyncio.AbstractEventLoop, model_path: str
-) -> Callable[[CallRow, End, BaseException | None], None]:
-    """Return ``Call.on_row_end``, which calls the observers in the next iteration of the loop.
+class Observers:
+    """Calls the observers with each finished request, in the next iteration of the loop.
 
-    They run in a copy of the context in which this function is called.
+    One callback of the loop reports all requests that have ended until then.
     """
-    context = contextvars.copy_context()
-    called_at = time.time() - time.monotonic() + call.called_at
 
-    def report(row: CallRow, end: End, error: BaseException | None) -> None:
-        request, prompt = call.request, row.prompt
+    def __init__(self, observers: list[Observer], loop: asyncio.AbstractEventLoop, model_path: str) -> None:
+        self._observers = observers
+        self._loop = loop
+        self._model_path = model_path
+        self._finished: list[tuple[contextvars.Context, FinishedRequest]] = []
+
+    def watch(self, call: Call) -> None:
+        """Report the rows of a call. Observers run in a copy of the current context."""
+        if self._observers:
+            call.on_row_end = partial(self._add, contextvars.copy_context(), time.time() - time.monotonic())
+
+    def _add(
+        self,
+        context: contextvars.Context,
+        clock_offset: float,
+        row: CallRow,
+        info: ChunkInfo,
+        error: BaseException | None,
+    ) -> None:
+        request, prompt = row.call.request, row.prompt
         is_checked = prompt < len(request.prompts)
         operation: Operation = "chat" if request.name == "messages" else "generate"
         if request.pooled is not None:
             operation = "rerank" if request.pooled.gives_scores else "encode"
         finished = FinishedRequest(
             operation=operation,
-            called_at=called_at,
-            meta_info=cast("MetaInfo", row.final_info(end)),
+            called_at=clock_offset + row.call.called_at,
+            meta_info=cast("MetaInfo", info.copy()),
             error=error,
-            model_path=model_path,
+            model_path=self._model_path,
             lora_path=request.adapters.of_prompts.of(prompt) if request.adapters is not None and is_checked else None,
             sampling_params=request.params_of(prompt) if is_checked else SamplingParams(),
             is_stream=request.is_stream,
             trace_headers=request.trace_headers,
         )
-        for observer in observers:
-            post(loop, context.run, observer, finished)
+        self._finished.append((context, finished))
+        if len(self._finished) == 1:
+            post(self._loop, self._report)
 
-    return report
+    def _report(self) -> None:
+        finished, self._finished = self._finished, []
+        for context, request in finished:
+            for observer in self._observers:
+                try:
+                    context.run(observer, request)
+                except Exception as error:
+                    self._loop.call_exception_handler({"message": f"observer {observer!r} failed", "exception": error})

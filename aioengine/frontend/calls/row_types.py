@@ -163,7 +163,7 @@ class LoggedRow(CallRow):
         self.extras.clear()
         for extra in self.log.extras.values():
             super().put_extra(extra)
-        is_ended = self.end is not None and self.error is None
+        is_ended = self.final_info is not None and self.error is None
         self.has_unread = is_ended or offset < self.log.num_characters or self.token_offset < self.num_output
         if self.has_unread:
             self.call.ready.append(self)

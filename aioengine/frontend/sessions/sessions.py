@@ -34,7 +34,7 @@ from aioengine.frontend.intake.prompts import MediaIds
 from aioengine.frontend.intake.requests import MAX_TIMEOUT_S
 from aioengine.frontend.sessions.session_params import MAX_ID_BYTES, SessionParams
 from aioengine.logs import log
-from aioengine.protocol.messages import Abort, FinishCode, Media
+from aioengine.protocol.messages import Abort, Media
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
@@ -57,8 +57,6 @@ TOKENS_PER_TURN: Final = 128
 
 CHECK_S: Final = 1.0
 """Seconds between checks for idle sessions."""
-
-ANSWERED: Final = (FinishCode.STOP, FinishCode.LENGTH)
 
 
 class Turn(Struct, eq=False):
@@ -93,7 +91,7 @@ class Turn(Struct, eq=False):
     def is_over(self) -> bool:
         """Whether it gets no more output. (Its call may still have other rows; see ``is_call_over``.)"""
         row = self.row
-        return row is None or row.end is not None or row.call.is_left
+        return row is None or row.final_info is not None or row.call.is_left
 
     @property
     def has_failed(self) -> bool:
@@ -101,9 +99,9 @@ class Turn(Struct, eq=False):
         row = self.row
         if row is None:  # it was aborted before its start, or its call is over (failed turns are then dropped)
             return not self.is_call_over
-        if row.end is None or row.error is not None:
+        if row.final_info is None or row.error is not None:
             return True
-        return self.session.is_streaming and row.end.code not in ANSWERED
+        return self.session.is_streaming and row.final_info["finish_reason"] not in ("stop", "length")
 
     def history(self, num_ids: int) -> list[int]:
         """Return the first ``num_ids`` ids of its prompt and answer, from this turn and its ancestors."""

@@ -174,11 +174,14 @@ class DecodeGraphs:
         max_rows: int,
         may_cascade: bool = True,
         features: Features | None = None,
+        has_ranks: bool = False,
     ) -> None:
         """inputs: builds the inputs of steps without graphs; its table, page size and states are used here too.
         may_cascade: rows that share pages may use cascade attention.
         features: of a draft head.
+        has_ranks: all ranks replay the same graphs, but only rank 0 knows the grammars.
         """
+        self._has_ranks = has_ranks
         table = inputs.table
         device = table.last_tokens.device
         self.max_rows = max_rows
@@ -256,7 +259,7 @@ class DecodeGraphs:
         if rows.known_ids.size:
             spec = self._model.input_spec
             is_small = num_tokens <= self.max_rows and not spec.rows and not spec.states
-            may_expand = has_drafts or bool(self._table.num_with_grammar)
+            may_expand = has_drafts or (bool(self._table.num_with_grammar) and not self._has_ranks)
             return is_small and may_expand and can_expand(rows)
         return num_tokens == num_rows and bool(rows.samples.all())
 
@@ -347,7 +350,7 @@ class DecodeGraphs:
             return DecodeStep(token_ids, chosen.hidden[inverse], chosen, inverse)
         if samples_each:
             return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None)
-        has_readers = table.num_with_logprobs or table.num_with_hidden_states
+        has_readers = table.num_with_logprobs or table.num_with_hidden_states or self._has_ranks
         needs_masks = not (is_drawn or has_readers) and is_simple(sampled.records, aside_from=table.mask_bit)
         if expanded is None:
             return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None, needs_masks)

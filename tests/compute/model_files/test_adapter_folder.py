@@ -233,6 +233,14 @@ def test_fingerprint_depends_on_both_files(base: PreTrainedModel, tmp_path: Path
     assert len({first, second, third, read_folder(folder).fingerprint}) == 4
 
 
+@pytest.mark.parametrize("alpha", [math.inf, -math.inf, math.nan])
+def test_alpha_that_is_not_finite_is_refused(base: PreTrainedModel, tmp_path: Path, alpha: float) -> None:
+    folder = save_adapter(base, tmp_path, target_modules=["q_proj"])
+    set_fields(folder, lora_alpha=alpha)
+    with pytest.raises(ValueError, match=f'{folder / CONFIG}.*"lora_alpha": {json.dumps(alpha)} is no finite number'):
+        read_folder(folder)
+
+
 def test_damaged_file_is_refused(base: PreTrainedModel, tmp_path: Path) -> None:
     folder = save_adapter(base, tmp_path, target_modules=["q_proj"])
     content = (folder / TENSORS).read_bytes()

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jsonschema
 import numpy as np
@@ -14,7 +14,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from aioengine.api import answers
 from aioengine.constraints.grammars import Grammars
+from aioengine.errors import RequestError
 from aioengine.protocol.messages import LAST_STATES, FinishCode, Grammar, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.runner import constrained_rows
@@ -23,7 +25,7 @@ from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.request_row import LogitsRow, RequestRow
 from tests.compute.interpreted import run_interpreted
 from tests.compute.runner_world import World, make_settings, save_model
-from tests.kit.grammar_walks import FOLDER, grammar_of, text_of
+from tests.kit.grammar_walks import FOLDER, grammar_of, text_of, token_bytes
 from tests.kit.grids import grid
 from tests.kit.tiny_sizes import VOCAB_SIZE
 
@@ -50,6 +52,7 @@ SAMPLINGS = [
 ]
 PROMPTS = [[index + 1] * (index + 3) for index in range(10)]
 NOT_FORCED = 1_000_000
+A_AND_X = tuple(index for index, data in enumerate(token_bytes()) if data in (b"a", b"x"))
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +189,28 @@ class MaskedGraphs:
         )
         self._runner._table.write_tokens(rows, token_ids)
         return token_ids
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("regex", "lists"),
+    [
+        ("a[bc]!", {"allowed_token_ids": A_AND_X}),
+        ("[ab]{9}", {"allowed_token_ids": A_AND_X, "bad_token_ids": (A_AND_X[:1],)}),
+    ],
+)
+def test_grammar_that_token_lists_empty_is_an_error_of_the_request(
+    folder: Path, alone: list[list[int]], depth: int, regex: str, lists: dict[str, Any]
+) -> None:
+    world = make_world(folder, depth=depth)
+    stuck = world.submit(PROMPTS[0], Sampling(0, grammar=grammar_of(regex=regex), **lists), max_new_tokens=40)
+    assert world.answers(PROMPTS[:1], SAMPLINGS[:1], max_new_tokens=40) == alone[:1]
+    names = "allowed_token_ids and bad_words" if "bad_token_ids" in lists else "allowed_token_ids"
+    end = world.ended[stuck]
+    assert end.message == f"no token is allowed by {names} and regex={regex!r} together; allow one more"
+    error = answers.error(end)
+    assert isinstance(error, RequestError)
+    assert (error.stage, error.status_code) == ("no_token", 400)
 
 
 @pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (1, 4), (2, 3)])

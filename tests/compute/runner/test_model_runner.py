@@ -119,7 +119,8 @@ def test_only_allowed_tokens_are_sampled(qwen: Path) -> None:
 def test_error_of_a_request_without_allowed_tokens_names_its_parameters() -> None:
     grammar = Grammar("regex", "a", parameter="regex='a'")
     request = RequestRow(0, 0, Sampling(0, allowed_token_ids=(9,), grammar=grammar), 1, None, [])
-    assert _failure_reason(request).startswith("no token is allowed by allowed_token_ids and regex='a' together; or ")
+    reason = _failure_reason(request, is_empty=False)
+    assert reason.startswith("no token is allowed by allowed_token_ids and regex='a' together; or ")
 
 
 def test_preemption_and_resumption_change_nothing(qwen: Path) -> None:
