@@ -147,9 +147,8 @@ class ModelRunner:
                 draft_model = DraftModel(parts.draft, self._table, self._sampler, processors, num_embeddings)
             with_grammars = settings.scheduler.depth == 0
             self._drafts = DraftRows(self._table, draft_model, with_grammars=with_grammars)
-            if parts.draft is not None and parts.draft.features is None:
-                windows = parts.model.attention_shape.windows + parts.draft.model.attention_shape.windows
-                self._table.has_bounds = not any(windows)
+            models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
+            self._table.has_bounds = not any(any(model.attention_shape.windows) for model in models)
             self._verifier = Verifier(
                 self._table,
                 self._sampler,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from benchmarks.gpu.compare import POOL_TOKENS
 from benchmarks.gpu.engines import AioEngine, Output, version
 from benchmarks.gpu.models import write_folder
 from benchmarks.gpu.workloads import WORKLOADS, Bench, run, streams, summary, torch_device_name
@@ -54,7 +55,7 @@ async def replicas(models: Path) -> dict[str, object]:
     folder = write_folder(models, "a")
     benches = {"one": Bench(AioEngine(), runs_once=True), "two": Bench(AioEngine(), runs_once=True)}
     for (name, bench), arguments in zip(benches.items(), ({"base_gpu_id": 0}, {"dp_size": 2}), strict=True):
-        await bench.engine.start(folder, {"mem_fraction_static": 0.4, **arguments})
+        await bench.engine.start(folder, {"max_total_tokens": POOL_TOKENS["a"], **arguments})
         print(f"{name}: started", flush=True)
     try:
         for number in range(ROUNDS):

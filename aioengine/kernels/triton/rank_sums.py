@@ -119,6 +119,8 @@ def _sum_kernel(
     tl.store(out.to(WORDS, bitcast=True) + words, _packed(low_sum, high_sum), mask=mask)
 
 
+MANY_ROWS = 1024
+"""From this number of rows on, programs of few threads are faster. Measured on two H200s."""
 _sum = KernelLauncher(_sum_kernel)
 Handle = tuple[object, ...]
 
@@ -184,7 +186,8 @@ class Inboxes:
         arguments = (parts, residual, weight, out, num_columns, epsilon, *memory, *constants)
         aligned = alignments(parts, parts if residual is None else residual)
         key = (parts.dtype, None if weight is None else weight.dtype, num_columns, *constants, *aligned)
-        _sum((num_rows, 1, 1), key, arguments, options(min(max(block // 128, 1), 16)))
+        num_warps = 4 if num_rows >= MANY_ROWS else min(max(block // 128, 1), 16)
+        _sum((num_rows, 1, 1), (*key, num_warps), arguments, options(num_warps))
         return out
 
 
