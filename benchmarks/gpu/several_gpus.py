@@ -27,7 +27,7 @@ from benchmarks.gpu.workloads import WORKLOADS, Bench, run, streams, summary, to
 if TYPE_CHECKING:
     from benchmarks.gpu.engines import Ids
 
-ROUNDS = 4
+ROUNDS = 3
 """The first one does not count."""
 
 
