@@ -23,17 +23,12 @@ if TYPE_CHECKING:
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 _NUM_HEAD_BYTES = 24
+"""Bytes of a bad frame that its error shows."""
 _SENDER_BITS = 62
 
 
 class BadFrameError(ValueError):
-    """The bytes are not a frame of this protocol. ``head``: the first bytes in hexadecimal."""
-
-    def __init__(self, reason: str, data: bytes | memoryview) -> None:
-        self.head = bytes(data[:_NUM_HEAD_BYTES]).hex(" ")
-        super().__init__(
-            f"not a frame of this protocol ({reason}); {len(data)} bytes, beginning with {self.head or '-'}"
-        )
+    """The bytes are not a frame of this protocol."""
 
 
 class LostFrameError(RuntimeError):
@@ -113,11 +108,12 @@ class FrameDecoder:
             BadFrameError: wrong content.
             LostFrameError: an earlier frame of its sender is missing or damaged.
         """
-        view = memoryview(data)
         try:
-            frame = self._decoder.decode(view)
+            frame = self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-            raise BadFrameError(str(error), view) from error
+            head = bytes(data[:_NUM_HEAD_BYTES]).hex(" ") or "-"
+            text = f"not a frame of this protocol ({error}); {len(data)} bytes, beginning with {head}"
+            raise BadFrameError(text) from error
         if frame.epoch != self._epoch:
             return []
         expected = self._next_numbers.get(frame.sender, 0)
