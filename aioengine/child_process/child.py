@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from aioengine.protocol.messages import Control
-    from aioengine.protocol.rank_step import RankStep
+    from aioengine.protocol.rank_step import RankAdapter, RankStep
     from aioengine.protocol.service import Service
 
 GC_THRESHOLDS = (1_000_000, 20, 20)
@@ -60,12 +60,12 @@ class Child:
         self._senders.append(sender)
         return sender
 
-    def connect_ranks(self) -> Callable[[RankStep | Control], None]:
+    def connect_ranks(self) -> Callable[[RankStep | RankAdapter | Control], None]:
         """Return a function that sends a message to the other ranks."""
         roles = [role for role in roles_of(self.settings) if role.rank]
         self._to_ranks = [self._connect(self.orders.endpoints[str(role)], f"the {role} process") for role in roles]
 
-        def send(message: RankStep | Control) -> None:
+        def send(message: RankStep | RankAdapter | Control) -> None:
             for sender in self._to_ranks:
                 sender.send([message])
 

@@ -60,6 +60,20 @@ def checkpoint_tensors(config: TransformerConfig, linear_tensors: LinearTensors 
     return specs
 
 
+def linear_layers(config: TransformerConfig) -> list[LinearShape]:
+    """Return all linear layers that may be quantized, with one expert of each block."""
+    if isinstance(config, DecoderConfig) and config.experts is not None:
+        config = replace(config, experts=replace(config.experts, num_experts=1))
+    linears: list[LinearShape] = []
+
+    def describe(linear: LinearShape) -> TensorSpecs:
+        linears.append(linear)
+        return plain_tensors(linear)
+
+    checkpoint_tensors(config, describe)
+    return linears
+
+
 def block_tensors(config: DecoderConfig, layer: int, linear_tensors: LinearTensors = plain_tensors) -> TensorSpecs:
     """Return the tensors of a block."""
     specs = _linears(block_linears(config, layer), linear_tensors, is_transposed=config.is_transposed)

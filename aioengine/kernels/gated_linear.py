@@ -30,12 +30,15 @@ def prepare(matmul: Matmul, weight: Tensor, bias: Tensor | None, *, batch_invari
         return separate
     from aioengine.kernels.triton.gated_linear import compile_specializations, shape_of_programs
     from aioengine.kernels.triton.gated_linear import matmul as gated_matmul
+    from aioengine.kernels.triton.skinny_linear import gated_vector_matmul
 
     num_outputs, size = weight.shape[0] // 2, weight.shape[1]
     compile_specializations(weight)
 
     def fused(x: Tensor) -> Tensor:
         """[T, I] -> [T, O], in one kernel if that is faster."""
+        if x.shape[0] == 1:
+            return gated_vector_matmul(x, weight)
         programs = shape_of_programs(num_outputs, size, x.shape[0])
         if programs is None or not x.is_contiguous() or x.data_ptr() % 16:
             return separate(x)

@@ -5,13 +5,14 @@ Shape letters: T tokens, D hidden size, V vocabulary size, W rows of the table o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from aioengine.kernels import code_linear, linear
 from aioengine.kernels.codes import Codes, copy_in_place
-from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_ranges
+from aioengine.layers.layer import WHOLE, Layer, Placement, Slice, Target, Units, rank_ranges
 from aioengine.layers.linear import unplaced_targets
 from aioengine.quantization._base import CodesFormat, LinearSpec, Tensors
 
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from aioengine.kernels.linear import Matmul, Product
 
 
-def token_embeddings(vocab_size: int, size: int, placement: Placement, *, is_head: bool) -> EmbeddingTable | CodeTable:
+def token_embeddings(
+    vocab_size: int, size: int, placement: Placement, *, is_head: bool
+) -> EmbeddingTable | CodeTable | TableShard:
     """Return the table [V, D] of token embeddings. is_head: it is also the output head."""
     if placement.shard.size > 1:
-        return TableShard(vocab_size, size, placement)  # not quantized: such models are refused with several ranks
+        return TableShard(vocab_size, size, placement, is_head=is_head)
     table_format = placement.table_format(is_head)
     if table_format is None:
         return EmbeddingTable(placement.empty(vocab_size, size), placement)
@@ -67,29 +70,6 @@ class EmbeddingTable(Layer):
         if self._head is None or linear.packs(self.weight.dtype, self.weight.device):
             self._head = linear.prepare(self.weight, None, batch_invariant=self._batch_invariant)
         return self._head
-
-
-class TableShard(EmbeddingTable):
-    """The rows [W, D] of a table [V, D] that this rank has.
-
-    As a head, it returns the logits of these tokens. ``DecoderModel.compute_logits`` gathers the logits of all ranks.
-    """
-
-    def __init__(self, vocab_size: int, size: int, placement: Placement) -> None:
-        self._group = placement.shard.group
-        [(self._first, stop)] = rank_ranges([Units(vocab_size, may_be_uneven=True)], placement.shard)
-        self._source = Slice(0, ((self._first, stop),), vocab_size)
-        super().__init__(placement.empty(stop - self._first, size), placement)
-
-    def own_weights(self) -> dict[str, Target]:
-        return {"weight": Target(self.weight, self._source)}
-
-    def __call__(self, input_ids: Tensor) -> Tensor:
-        """[T] int64 ids -> [T, D]. Each rank looks up the ids that it has."""
-        rows = input_ids - self._first
-        is_missing = (rows < 0) | (rows >= len(self.weight))
-        embeddings = super().__call__(rows.masked_fill_(is_missing, 0)).masked_fill_(is_missing.unsqueeze(1), 0)
-        return embeddings if self._group is None else self._group.all_reduce(embeddings)
 
 
 class CodeTable(Layer):
@@ -149,3 +129,32 @@ class CodeTable(Layer):
                 self._codes, None, spec.dtype, batch_invariant=spec.batch_invariant, is_shared=True
             )
         return self._head.matmul
+
+
+class TableShard(Layer):
+    """The rows [W, D] of a table [V, D] that this rank has.
+
+    As a head, it returns the logits of these tokens. ``DecoderModel.compute_logits`` gathers the logits of all ranks.
+    """
+
+    def __init__(self, vocab_size: int, size: int, placement: Placement, *, is_head: bool) -> None:
+        self._group = placement.shard.group
+        [(self._first, stop)] = rank_ranges([Units(vocab_size, may_be_uneven=True)], placement.shard)
+        self._num_rows = stop - self._first
+        self._source = Slice(0, ((self._first, stop),), vocab_size)
+        self._rows = token_embeddings(self._num_rows, size, replace(placement, shard=WHOLE), is_head=is_head)
+        self.parts = (("", self._rows),)
+
+    def weights(self, prefix: str = "") -> dict[str, Target]:
+        return {name: target._replace(source=self._source) for name, target in super().weights(prefix).items()}
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """[T] int64 ids -> [T, D]. Each rank looks up the ids that it has."""
+        rows = input_ids - self._first
+        is_missing = (rows < 0) | (rows >= self._num_rows)
+        embeddings = self._rows(rows.masked_fill_(is_missing, 0)).masked_fill_(is_missing.unsqueeze(1), 0)
+        return embeddings if self._group is None else self._group.all_reduce(embeddings)
+
+    def as_head(self) -> Matmul:
+        """Return the matmul [T, D] -> [T, W]; see ``EmbeddingTable.as_head``."""
+        return self._rows.as_head()

@@ -61,13 +61,11 @@ def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> Expe
 
 
 def source(config: ExpertsConfig, name: str, inner_range: tuple[int, int], inner_size: int) -> Slice | None:
-    """Return the part of a tensor in the checkpoint that a rank loads; None for all of it.
+    """Return the part of a tensor of all experts that a rank loads; None for all of it.
 
     inner_range: the part of I that the rank has. inner_size: I of all ranks.
     """
     start, stop = inner_range
-    if config.stored == "separate":
-        return Slice(int(name.endswith(f"{config.names[2]}.weight")), (inner_range,), inner_size)
     gate_up, down = config.names
     if config.stored == "packed":
         if name == gate_up:
@@ -192,6 +190,7 @@ class CodedExperts:
     Args:
         names: of the fused parts of an expert, such as gate and up.
         inner_size: the outputs of a part.
+        first_input: see ``LinearSpec``.
     """
 
     def __init__(
@@ -202,12 +201,12 @@ class CodedExperts:
         inner_size: int,
         num_experts: int,
         placement: Placement,
+        first_input: int = 0,
     ) -> None:
         self._format = linear_format
         self._names = names
-        self._layer = LinearSpec(
-            in_features, (inner_size,) * len(names), False, placement.dtype, placement.device
-        )  # of one expert
+        sizes = (inner_size,) * len(names)  # of one expert
+        self._layer = LinearSpec(in_features, sizes, False, placement.dtype, placement.device, first_input=first_input)
         self._kept: list[Tensors] = [{} for _ in range(num_experts)]
         self._loaded = [linear_format.empty(self._layer) for _ in range(num_experts)]
 
@@ -257,11 +256,12 @@ class JoinedExperts:
         out_features: int,
         num_experts: int,
         placement: Placement,
+        first_input: int = 0,
     ) -> None:
         self._format, [self._name] = linear_format, names
         self._shape = num_experts, out_features, in_features
         sizes = (num_experts * out_features,)
-        self._layer = LinearSpec(in_features, sizes, False, placement.dtype, placement.device)
+        self._layer = LinearSpec(in_features, sizes, False, placement.dtype, placement.device, first_input=first_input)
         self._loaded = linear_format.empty(self._layer)
 
     def targets(self) -> dict[str, Target]:

@@ -19,11 +19,11 @@ from aioengine.kernels.expert_types import ChosenExperts, ExpertWeights, SharedO
 from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
 from aioengine.layers.expert_tensors import CodedExperts, ExpertTensors, JoinedExperts
-from aioengine.layers.layer import Layer, Placement, Target, Units, rank_ranges
+from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_ranges
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import MLP
-from aioengine.quantization._base import CodesFormat
-from aioengine.quantization.plain import plain
+from aioengine.quantization._base import CodesFormat, LinearFormat
+from aioengine.quantization.plain import PLAIN, plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from aioengine.kernels.experts import Experts
     from aioengine.layers.adapters import Grouping
+    from aioengine.model_files.quantization import Axis
 
 
 class ExpertRouter(Layer):
@@ -73,7 +74,7 @@ class SharedExpert(Layer):
 
 
 class SparseMLP(Layer):
-    """The weighted sum of the selected experts, plus the shared expert: [T, D] -> [T, D]."""
+    """The weighted sum of the selected experts, plus the shared expert: [T, D] -> [T, D], the part of a rank."""
 
     is_adaptable = False
 
@@ -81,15 +82,15 @@ class SparseMLP(Layer):
         self._shard = placement.shard
         [inner_range] = rank_ranges([Units(config.inner_size)], placement.shard)
         self._inner_range, self._inner_size = inner_range, config.inner_size
-        # This rank has a part of each expert. The sum over the ranks includes the shared expert.
+        # This rank has a part of each expert.
         config = msgspec.structs.replace(config, inner_size=inner_range[1] - inner_range[0])
         self._hidden_size, self._config, self._placement = hidden_size, config, placement
         self._router = ExpertRouter(hidden_size, config, placement)
-        unsummed = replace(placement, shard=placement.shard._replace(group=None))
-        self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, unsummed)
+        self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, placement)
         # While it is open for loading, ``_tensors`` or ``_coded`` has the weights, then ``_experts`` for the kernels.
         self._is_open = True
         self._name = ""
+        self._format: LinearFormat = PLAIN
         self._tensors: ExpertTensors | None = None
         self._coded: tuple[CodedExperts | JoinedExperts, ...] = ()  # gate_up and down, if they are quantized
         self._experts: Experts | None = None
@@ -114,13 +115,14 @@ class SparseMLP(Layer):
         else:
             names = [name.removesuffix(".weight") for name in config.names]
         linear_format, *others = [placement.format_of(f"{prefix}{name}") for name in names]
+        self._format = linear_format
         if any(other is not linear_format for other in others):
             raise ValueError(f"the experts {self._name} have several formats; what works: one format for all of them")
         if isinstance(linear_format, CodesFormat) and config.stored in {"separate", "packed"}:
             kind, outputs = (CodedExperts, inner) if config.stored == "separate" else (JoinedExperts, 2 * inner)
             self._coded = (
                 kind(linear_format, config.names[:-1], size, outputs, num_experts, placement),
-                kind(linear_format, config.names[-1:], inner, size, num_experts, placement),
+                kind(linear_format, config.names[-1:], inner, size, num_experts, placement, self._inner_range[0]),
             )
         else:
             self._tensors = expert_tensors.empty(config, size, placement)
@@ -129,16 +131,29 @@ class SparseMLP(Layer):
         if not self._is_open:
             return {}
         if self._coded:
-            return self._coded[0].targets() | self._coded[1].targets()
-        assert self._tensors is not None, "weights was not called"
-        return {name: self._target(name, tensor) for name, tensor in self._tensors.tensors.items()}
+            targets = self._coded[0].targets() | self._coded[1].targets()
+        else:
+            assert self._tensors is not None, "weights was not called"
+            tensors = self._tensors.tensors
+            targets = {name: Target(tensors[name], is_preset=name.endswith("_scales")) for name in tensors}
+        if self._shard.size == 1:
+            return targets
+        return {name: target._replace(source=self._source(name)) for name, target in targets.items()}
 
-    def _target(self, name: str, tensor: Tensor) -> Target:
-        """Return the target of a tensor [E, ...] of the experts."""
-        source = None
-        if self._shard.size > 1:
-            source = expert_tensors.source(self._config, name, self._inner_range, self._inner_size)
-        return Target(tensor, source, is_preset=name.endswith("_scales"))
+    def _source(self, name: str) -> Slice | None:
+        """Return the part of a tensor in the checkpoint that this rank loads; None for all of it."""
+        if self._config.stored != "separate":
+            return expert_tensors.source(self._config, name, self._inner_range, self._inner_size)
+        _, _, part, tensor = name.split(".", 3)
+        axis: Axis = "outputs"
+        shape = self._inner_size, self._hidden_size
+        if part == self._config.names[-1]:
+            axis, shape = "inputs", (self._hidden_size, self._inner_size)
+        try:
+            own = self._format.part(tensor, axis, (self._inner_range,), shape)
+        except ValueError as error:
+            raise ValueError(f"{self._name}: {error}") from error
+        return None if own is None else Slice(*own)
 
     def finish_loading(self) -> None:
         super().finish_loading()
@@ -190,5 +205,4 @@ class SparseMLP(Layer):
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
         """[T, D] -> [T, D]. ``rows`` is unused, since adapters do not change experts."""
         assert self._experts is not None, "finish_loading was not called"
-        outputs = self._experts(x, self._router(x), None if self._shared is None else self._shared(x))
-        return outputs if self._shard.group is None else self._shard.group.all_reduce(outputs)
+        return self._experts(x, self._router(x), None if self._shared is None else self._shared(x))

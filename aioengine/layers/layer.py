@@ -71,7 +71,7 @@ class Layer:
 class Shard(NamedTuple):
     """Tensor parallelism: this rank, and the number of ranks that share the linear layers.
 
-    ``group``: sums partial results over the ranks. None: there is one rank, or the caller sums (in tests).
+    ``group``: None: there is one rank, or the caller adds the results (in tests).
     """
 
     rank: int = 0

@@ -6,7 +6,7 @@ Shape letters: T tokens, D input size, O output size.
 from __future__ import annotations
 
 from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from aioengine.families._block_config import LinearShape
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import Grouping, LayerAdapters
-
-
-Axis = Literal["inputs", "outputs"]
-"""The axis along which a layer is divided among ranks."""
+    from aioengine.model_files.quantization import Axis, Ranges
 
 
 class Linear(Layer):
@@ -34,8 +31,8 @@ class Linear(Layer):
         parts: the fused layers of the checkpoint, in order: name -> output size. O is the sum of the sizes.
         is_gated: the first half of the outputs are gates. The result is silu(first half) * second half: [T, O / 2].
         divided: tensor parallelism: the axis along which each part is sharded; None if each rank has the whole layer.
-            With "outputs", each rank computes its shard of the outputs. With "inputs", each rank computes a partial
-            result of all outputs, and the results are summed over the ranks (``Shard.group``).
+            With "outputs", each rank computes its shard of the outputs. With "inputs", each rank computes a part of the
+            sum of all outputs; the caller adds the parts.
         units: the groups of units on the divided axis, such as query heads, key heads and value heads, in the order of
             the matmul. Each rank has its share of each group. By default, each part is a group of single entries.
         order: [O] int64, the checkpoint index of each output, with the parts joined; None if the orders are equal. On
@@ -44,9 +41,11 @@ class Linear(Layer):
 
     Attributes:
         in_features: D.
+        first_input: the index in the checkpoint of the first input, if ranks divide the inputs.
         sizes: the output size of each part.
+        whole_shapes: the sizes (outputs, inputs) of each part on all ranks.
         is_gated: see above.
-        stored_order: ``order``.
+        stored_outputs: [O] int64, the checkpoint index of each output, with the parts joined; None: all, in order.
         joined: layers that compute the parts, if these have different formats.
     """
 
@@ -66,17 +65,17 @@ class Linear(Layer):
         """Allocate nothing yet, see ``weights``. ``order``: [O]."""
         self._shard = placement.shard
         self._divided: Axis | None = divided if placement.shard.size > 1 else None
-        self._group = placement.shard.group if self._divided == "inputs" else None
-        self.stored_order = self._order = order
-        sizes = dict(parts)
+        self.stored_outputs = self._order = order
+        sizes, self.first_input = dict(parts), 0
+        self.whole_shapes = {part: (size, in_features) for part, size in parts.items()}
+        self._units = units or [Units(size) for size in parts.values()]
         if self._divided == "outputs":
-            self._ranges = self._output_ranges(parts, units or [Units(size) for size in parts.values()])
+            self._ranges = self._output_ranges(parts, self._units)
             sizes = {part: sum(stop - start for start, stop in ranges) for part, ranges in self._ranges.items()}
-            self._totals = dict(parts)
         elif self._divided == "inputs":
-            ranges = rank_ranges(units or [Units(in_features)], placement.shard)
-            self._ranges, self._totals = dict.fromkeys(parts, ranges), dict.fromkeys(parts, in_features)
-            in_features = sum(stop - start for start, stop in ranges)
+            [inputs] = rank_ranges(units or [Units(in_features)], placement.shard)
+            self._ranges = dict.fromkeys(parts, (inputs,))
+            self.first_input, in_features = inputs[0], inputs[1] - inputs[0]
         if self._order is not None:
             self._order = self._order.to(placement.device)
         self.in_features = in_features
@@ -93,6 +92,7 @@ class Linear(Layer):
             is_gated=is_gated,
             batch_invariant=placement.batch_invariant,
             order=self._order,
+            first_input=self.first_input,
         )
         self._format: LinearFormat  # ``weights`` chooses it, and allocates the tensors
         self._names: list[str] = []
@@ -121,7 +121,7 @@ class Linear(Layer):
             if all(other is formats[0] for other in formats):
                 self._format = formats[0]
                 self._tensors = self._format.empty(self._spec)
-            elif self._placement.mixes_formats and self._order is None and self._divided is None:
+            elif self._placement.mixes_formats and self._order is None:
                 self._join(formats)
             else:
                 raise ValueError(f"{', '.join(names)} are one layer here, but their checkpoint has several formats")
@@ -129,10 +129,18 @@ class Linear(Layer):
 
     def _join(self, formats: Sequence[LinearFormat]) -> None:
         """Compute this layer as several layers, each with consecutive parts of the same format."""
-        for _, group in groupby(zip(formats, self.sizes.items(), strict=True), key=lambda part: id(part[0])):
-            sizes = dict(size for _, size in group)
-            bias, is_transposed = self._spec.has_bias, self._stores_transposed
-            layer = Linear(self.in_features, sizes, self._placement, bias=bias, is_transposed=is_transposed)
+        parts = zip(formats, self.whole_shapes.items(), self._units, strict=True)
+        for _, group in groupby(parts, key=lambda part: id(part[0])):
+            _, shapes, units = zip(*group, strict=True)
+            layer = Linear(
+                self.in_features,
+                {part: outputs for part, (outputs, _) in shapes},
+                self._placement,
+                bias=self._spec.has_bias,
+                divided=self._divided,
+                units=units,
+                is_transposed=self._stores_transposed,
+            )
             self.joined.append(layer)
         self.parts = [("", layer) for layer in self.joined]
 
@@ -156,10 +164,11 @@ class Linear(Layer):
         """Return whether the checkpoint stores a tensor [...] as [D, outputs]. Quantized weights have other dtypes."""
         return self._stores_transposed and name == "weight" and tensor.dtype == self._spec.dtype
 
-    def _output_ranges(self, parts: Mapping[str, int], units: Sequence[Units]) -> dict[str, list[tuple[int, int]]]:
+    def _output_ranges(self, parts: Mapping[str, int], units: Sequence[Units]) -> dict[str, Ranges]:
         """Return the ranges of each part in the checkpoint that this rank loads, and set the order of its outputs."""
         kept = torch.cat([torch.arange(*pair) for pair in rank_ranges(units, self._shard)])
         in_checkpoint = kept if self._order is None else self._order[kept]
+        self.stored_outputs = in_checkpoint
         loaded, order = in_checkpoint.sort()
         self._order = None if self._order is None else order.argsort()
         bounds = pairwise(accumulate(parts.values(), initial=0))
@@ -169,11 +178,20 @@ class Linear(Layer):
         }
 
     def _source(self, part: str, name: str, tensor: Tensor) -> Slice | None:
-        """Return the part of a checkpoint tensor that this rank loads into ``tensor`` [...]; None for all of it."""
-        if self._divided is None or (self._divided == "inputs" and name != "weight"):
+        """Return the part of a checkpoint tensor that this rank loads into ``tensor`` [...]; None for all of it.
+
+        Raises ValueError if the stored codes cannot be divided.
+        """
+        if self._divided is None:
             return None
-        dim = int((self._divided == "inputs") != self._is_transposed(name, tensor))
-        return Slice(dim, tuple(self._ranges[part]), self._totals[part])
+        axis, ranges, shape = self._divided, self._ranges[part], self.whole_shapes[part]
+        if self._is_transposed(name, tensor):
+            return Slice(int(axis == "outputs"), ranges, shape[axis == "inputs"])
+        try:
+            own = self._format.part(name, axis, ranges, shape)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+        return None if own is None else Slice(*own)
 
     def finish_loading(self) -> None:
         """Prepare the matmul, and free the tensors that it does not read."""
@@ -237,11 +255,9 @@ class Linear(Layer):
         """[T, D] -> [T, O], or [T, O / 2] if the layer is gated. ``rows``: by adapter; None without adapters."""
         if rows is not None and self._adapters is not None:
             assert self._prepared is not None, "finish_loading was not called"
-            outputs = self._adapters.add(self._prepared.matmul, x, rows)
-        else:
-            assert self._matmul is not None, "finish_loading was not called"
-            outputs = self._matmul(x)
-        return outputs if self._group is None else self._group.all_reduce(outputs)
+            return self._adapters.add(self._prepared.matmul, x, rows)
+        assert self._matmul is not None, "finish_loading was not called"
+        return self._matmul(x)
 
 
 def unplaced_targets(
@@ -257,10 +273,10 @@ def unplaced_targets(
             yield name, [Target(piece, is_preset=is_preset) for piece in pieces]
 
 
-def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+def _runs(indices: Sequence[int]) -> Ranges:
     """Return ascending indices as ranges (start, stop)."""
     starts = [i for i, index in enumerate(indices) if not i or index != indices[i - 1] + 1]
-    return [(indices[start], indices[stop - 1] + 1) for start, stop in pairwise([*starts, len(indices)])]
+    return tuple((indices[start], indices[stop - 1] + 1) for start, stop in pairwise([*starts, len(indices)]))
 
 
 def adaptable_linears(layer: Layer, prefix: str = "") -> list[tuple[str, Linear]]:

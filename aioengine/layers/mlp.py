@@ -44,7 +44,7 @@ class MLP(Layer):
         self.parts = ("", self._first), ("", self._second)
 
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
-        """[T, D] -> [T, D]. ``rows``: see ``Linear``."""
+        """[T, D] -> [T, D], the part of a rank. ``rows``: see ``Linear``."""
         inner = self._first(x, rows)
         if self._has_fused_gate:
             return self._second(inner, rows)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._block_config import NormConfig
+    from aioengine.layers.ranks import RankGroup
 
 
 class RMSNorm(Layer):
@@ -96,13 +97,24 @@ def make_norm(config: NormConfig, size: int, epsilon: float, placement: Placemen
     return RMSNorm(size, epsilon, placement, scales_in_fp32=config.scales_in_fp32, offset=config.offset)
 
 
-def add_to_stream(delta: Tensor, residual: Tensor, output_norm: Norm | None, input_norm: Norm | None) -> Tensor:
+def add_to_stream(
+    delta: Tensor,
+    residual: Tensor,
+    output_norm: Norm | None,
+    input_norm: Norm | None,
+    ranks: RankGroup | None = None,
+) -> Tensor:
     """Add ``delta`` [T, D] to ``residual`` [T, D] in place, and return the input of the next layer: [T, D].
 
     Args:
         output_norm: the norm of ``delta``; None to add it unchanged.
         input_norm: the norm of the sum, for the next layer; None if that reads the sum itself.
+        ranks: ``delta`` is the part of a rank, and is summed over these ranks first; None if it is complete.
     """
+    if ranks is not None:
+        if output_norm is None and isinstance(input_norm, RMSNorm):
+            return ranks.add_rms_norm(delta, residual, input_norm.weight, input_norm.epsilon)
+        delta = ranks.all_reduce(delta)
     if output_norm is None:
         return residual.add_(delta) if input_norm is None else input_norm.after(delta, residual)
     if isinstance(output_norm, RMSNorm) and input_norm is None:

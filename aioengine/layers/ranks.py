@@ -3,27 +3,37 @@
 All ranks call the same operations in the same order. An operation ends only when all ranks have called it. The results
 have the same bits on all ranks.
 
-Shape letters: S tokens, W outputs of a rank.
+Shape letters: T tokens, S tokens that are sampled, D hidden size, W outputs of a rank.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import torch
 from torch._C import _distributed_c10d as c10d  # the objects behind torch.distributed, without its global state
+
+from aioengine.kernels.norms import add_rms_norm
+from aioengine.kernels.triton.launcher import is_installed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioengine.kernels.triton.rank_sums import Handle, Inboxes
+
 _LOOPBACK: Final = "127.0.0.1"
 _NO_TIMEOUT: Final = timedelta(days=7)
 """The supervisor detects ranks that end or stall, and replaces all of them."""
+_FEW_ROWS: Final = 32
+"""Maximum rows of hidden states of which two ranks send numbers with each word. Measured on two H200s with NVLink."""
 
 
 class RankGroup:
-    """This process in the group of all ranks: gloo on a CPU, NCCL on GPUs.
+    """This process in the group of all ranks: gloo on a CPU; NCCL on GPUs, and own kernels for sums of hidden states.
 
     Attributes:
         rank: the index of this process. size: the number of ranks.
@@ -41,8 +51,9 @@ class RankGroup:
         """
         self.rank, self.size = rank, size
         self._device = device
-        self._sums_in_rank_order = size > 2 and batch_invariant
-        store = c10d.FileStore(store_file, size)
+        self._batch_invariant = batch_invariant
+        self._inboxes: list[Inboxes] = []  # by their number of rows, ascending
+        self._store = store = c10d.FileStore(store_file, size)
         if device.type == "cpu":
             gloo = c10d.ProcessGroupGloo
             options = gloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
@@ -55,11 +66,56 @@ class RankGroup:
             self._backend = c10d.ProcessGroupNCCL(store, rank, size, nccl_options)
         self.all_reduce_min(0)  # the first operation connects the ranks
 
+    def open_inboxes(self, max_rows: int, num_columns: int, dtype: torch.dtype) -> None:
+        """Use own kernels for sums [T, num_columns] of up to ``max_rows`` rows, where GPUs reach each other's memory.
+
+        With more than two ranks, only for few rows: for more, NCCL moves fewer bytes.
+        """
+        if self._device.type == "cpu" or dtype.itemsize != 2 or num_columns % 2 or not is_installed():
+            return
+        from aioengine.kernels.triton.rank_sums import Inboxes
+
+        kinds = [(_FEW_ROWS // (self.size - 1), False)]
+        if self.size == 2:
+            kinds.append((max_rows, True))
+        inboxes: list[Inboxes] = []
+        with suppress(RuntimeError):  # from CUDA: the GPUs cannot reach each other's memory
+            for num_rows, has_flags in kinds:
+                exchange = partial(self._exchange, f"inbox of {num_rows} rows")
+                size = num_rows, num_columns
+                inboxes.append(
+                    Inboxes(self.rank, self.size, *size, has_flags=has_flags, device=self._device, exchange=exchange)
+                )
+        self._inboxes = inboxes[: self.all_reduce_min(len(inboxes))]
+
+    def _exchange(self, name: str, handle: Handle) -> list[Handle]:
+        """Give ``handle`` to all ranks, and return the handles of all, in order."""
+        self._store.set(f"{name} {self.rank}", msgspec.msgpack.encode(handle))  # pyright: ignore[reportArgumentType]
+        handles = [self._store.get(f"{name} {rank}") for rank in range(self.size)]
+        return [msgspec.msgpack.decode(other, type=tuple) for other in handles]
+
+    def _inboxes_for(self, parts: Tensor) -> Inboxes | None:
+        """Return the inboxes that can add ``parts`` [...]; None: NCCL or gloo adds them."""
+        return next((inboxes for inboxes in self._inboxes if inboxes.serves(parts)), None)
+
+    def add_rms_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
+        """Add the sum of ``parts`` over the ranks to the residual in place, [T, D] each, and return the norm of the
+        result [T, D]. weight [D], epsilon [] fp32.
+        """
+        inboxes = None if self._batch_invariant else self._inboxes_for(parts)
+        if inboxes is not None:
+            return inboxes.add_rms_norm(parts, residual, weight, epsilon)
+        return add_rms_norm(self.all_reduce(parts), residual, weight, epsilon)
+
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of x [...] over the ranks, in place if x is contiguous."""
+        """Return the sum of x [...] over the ranks, in place or in new memory."""
         x = x.contiguous()
-        if not self._sums_in_rank_order:
-            self._backend.allreduce(x).wait()
+        if (inboxes := self._inboxes_for(x)) is not None:
+            return inboxes.all_reduce(x)
+        if self.size == 2 or not self._batch_invariant:
+            options = c10d.AllreduceOptions()
+            options.asyncOp = False
+            _wait(self._backend.allreduce([x], options))
             return x
         # The all-reduce of the backend divides a tensor, and adds up each part in another order of the ranks.
         first, *others = self._parts(x)
@@ -70,20 +126,30 @@ class RankGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the outputs of all ranks, in order: x [S, W] of each rank -> [S, size * W]."""
-        return self._parts(x).transpose(0, 1).flatten(1)
+        return torch.cat([*self._parts(x)], dim=1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Return x [...] of rank 0, in place."""
-        self._backend.broadcast(x, 0).wait()
+        options = c10d.BroadcastOptions()
+        options.asyncOp = False
+        _wait(self._backend.broadcast([x], options))
         return x
 
     def _parts(self, x: Tensor) -> Tensor:
         """Return x [S, ...] of all ranks: [size, S, ...]."""
         parts = x.new_empty(self.size, *x.shape)
-        self._backend._allgather_base(parts.flatten(0, 1), x.contiguous()).wait()
+        options = c10d.AllgatherOptions()
+        options.asyncOp = False
+        _wait(self._backend._allgather_base(parts.flatten(0, 1), x.contiguous(), options))
         return parts
 
     def all_reduce_min(self, number: int) -> int:
         """Return the smallest number of all ranks."""
         numbers = self.all_gather(torch.tensor([[number]], dtype=torch.int64, device=self._device))
         return int(numbers.min())
+
+
+def _wait(work: Any) -> None:
+    """Wait for an operation. None: it is queued on the current stream."""
+    if work is not None:
+        work.wait()

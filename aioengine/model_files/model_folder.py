@@ -24,14 +24,21 @@ from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fallback_config import linear_layers as fallback_layers
 from aioengine.families._fallback_config import read_fallback_config
 from aioengine.families._fields import MAX_SIZES, not_implemented
-from aioengine.families._ranks import describe_sizes, rank_counts, why_whole
-from aioengine.families._tensors import adaptable_layers
+from aioengine.families._ranks import describe_sizes, part_of, rank_counts, why_whole
+from aioengine.families._tensors import adaptable_layers, linear_layers
 from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
 from aioengine.model_files.hub import download, weight_shapes
 from aioengine.model_files.online_quantization import METHODS
-from aioengine.model_files.quantization import Quantization, quantization_method, read_config, split_config
+from aioengine.model_files.quantization import (
+    CODES_UNIT,
+    Axis,
+    Quantization,
+    quantization_method,
+    read_config,
+    split_config,
+)
 from aioengine.settings.config import OWN, TRANSFORMERS, ModelConfig, PoolingSettings
 
 if TYPE_CHECKING:
@@ -298,6 +305,7 @@ def find_facts(
     left_out = ""
     if wanted.sampling_defaults == "model" and model.task is Task.GENERATE:
         defaults, left_out = _sampling_defaults(folder_files.read_object(generation_file))
+    counts, sizes = _ranks(model, quantization) if implementation == OWN else ((1,), _FALLBACK_IS_WHOLE)
     attention = model.attention if isinstance(model, DecoderConfig) else AttentionConfig()
     ends = generation.eos_token_id, config.eos_token_id, config.text_config.eos_token_id
     eos = dict.fromkeys(token_id for ids in ends for token_id in (ids if isinstance(ids, list) else [ids]))
@@ -326,12 +334,40 @@ def find_facts(
         pooling=pooling,
         linear_layers=layers,
         implementation=implementation,
-        rank_counts=tuple(rank_counts(model)) if implementation == OWN else (1,),
-        rank_sizes=(why_whole(model) or describe_sizes(model)) if implementation == OWN else _FALLBACK_IS_WHOLE,
+        rank_counts=counts,
+        rank_sizes=sizes,
         read_layers=model.read_layers if isinstance(model, DraftHeadConfig) else (),
         sampling_defaults=defaults,
         warning=left_out and f"values in generation_config.json of {str(folder)!r} have no effect: {left_out}",
     )
+
+
+def _ranks(model: TransformerConfig, quantization: Quantization | None) -> tuple[tuple[int, ...], str]:
+    """Return ``ModelFacts.rank_counts`` and ``rank_sizes``."""
+    counts, sizes = rank_counts(model), why_whole(model) or describe_sizes(model)
+    if quantization is None or len(counts) == 1:
+        return tuple(counts), sizes
+    reasons = {count: _why_whole(quantization, model, count) for count in counts}
+    first = next(filter(None, reasons.values()), "")
+    return tuple(count for count in counts if not reasons[count]), f"{sizes}; {first}" if first else sizes
+
+
+def _why_whole(quantization: Quantization, model: TransformerConfig, num_ranks: int) -> str:
+    """Return why the quantized layers of a model cannot be divided among ranks; "" if they can."""
+    for linear, own in zip(linear_layers(model), linear_layers(part_of(model, num_ranks)), strict=True):
+        scheme = None if linear == own else quantization.scheme_of(linear.name)
+        if scheme is None:
+            continue
+        axis: Axis = "outputs" if linear.inputs == own.inputs else "inputs"
+        size = own.outputs if axis == "outputs" else own.inputs
+        try:
+            for name in scheme.tensors(linear.inputs):
+                scheme.part(name, axis, ((0, size),), (linear.outputs, linear.inputs))
+        except ValueError as error:
+            return f"{linear.name}: {error}"
+        if scheme.bits == 4 and own.inputs % CODES_UNIT:
+            return f"{linear.name}: {own.inputs} inputs on a rank; multiples of {CODES_UNIT} work with 4 bits"
+    return ""
 
 
 def _sampling_defaults(generation: Mapping[str, object]) -> tuple[dict[str, float], str]:

@@ -27,6 +27,8 @@ BLOCK_SCALES: Final = 256
 """Scales of bitsandbytes that share a scale."""
 WORD: Final = 32
 """Bits of the integers that hold packed codes."""
+CODES_UNIT: Final = 32
+"""4-bit codes are implemented for multiples of this number of inputs."""
 
 TEXTS: Final = (".bitsandbytes__nf4", ".bitsandbytes__fp4")
 """Endings of the names of tensors that have the bytes of a JSON text. A file may have fewer than ``MAX_TEXT``."""
@@ -48,6 +50,10 @@ per token, which is at least as exact as a stored scale.
 """
 
 Layout = Literal["fp8", "int8", "packed", "awq", "gptq", "bitsandbytes"]
+Axis = Literal["inputs", "outputs"]
+"""The axis along which a layer is divided among ranks."""
+Ranges = tuple[tuple[int, int], ...]
+"""Ranges (start, stop) of an axis, ascending."""
 
 
 class PackedTensor(NamedTuple):
@@ -81,6 +87,22 @@ class PackedTensor(NamedTuple):
     def output_dim(self) -> int:
         """The dimension of the outputs, of a tensor that has it."""
         return int(self.inputs > 0 and self.is_inputs_first)
+
+    def part(self, axis: Axis, ranges: Ranges, total: int) -> tuple[int, Ranges, int] | None:
+        """Return the entries for ``ranges`` of an axis of size ``total``: dimension, ranges and size of ``Slice``.
+
+        None: the tensor has no entries for parts of the axis.
+
+        Raises:
+            ValueError: a range begins or ends within an entry.
+        """
+        unit = self.inputs if axis == "inputs" else self.outputs
+        if not unit or 1 < unit >= total:
+            return None
+        if any(edge % unit and edge != total for pair in ranges for edge in pair):
+            raise ValueError(f"ranks would divide {unit} {axis} that are stored together")
+        dim = self.output_dim if axis == "outputs" else int(self.outputs > 0 and not self.is_inputs_first)
+        return dim, tuple((start // unit, -(-stop // unit)) for start, stop in ranges), -(-total // unit)
 
 
 class Scheme(Struct, frozen=True, kw_only=True):
@@ -150,6 +172,19 @@ class Scheme(Struct, frozen=True, kw_only=True):
                     "weight.nested_quant_map": PackedTensor("", size=256),
                     f"weight.quant_state.bitsandbytes__{self.table}": PackedTensor("U8", size=MAX_TEXT),
                 }
+
+    def part(self, name: str, axis: Axis, ranges: Ranges, shape: tuple[int, int]) -> tuple[int, Ranges, int] | None:
+        """Return the part of the tensor ``name`` of a layer [O, D] that a rank loads; see ``PackedTensor.part``.
+
+        Raises:
+            ValueError: the layer cannot be divided.
+        """
+        if axis == "inputs" and self.has_order and self.group:
+            raise ValueError("ranks cannot divide inputs that are reordered (desc_act)")
+        if self.has_scale_codes:
+            raise ValueError("ranks cannot divide quantized scales (bnb_4bit_use_double_quant)")
+        stored = self.tensors(shape[1]).get(name, PackedTensor("", 1))
+        return stored.part(axis, ranges, shape[axis == "inputs"])
 
     @property
     def has_plain_scales(self) -> bool:

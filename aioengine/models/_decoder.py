@@ -145,7 +145,10 @@ class DecoderModel(Model):
             x, delta = block(x, delta, step, outputs=outputs if layer == num_layers - 1 else None)
             if inputs.deepstack is not None and layer < inputs.deepstack[1].shape[1]:
                 x.index_add_(0, inputs.deepstack[0], inputs.deepstack[1][:, layer])
-        hidden = self._norm(x) if delta is None else add_to_stream(delta, x, self._last_norm, self._norm)
+        if delta is None:
+            hidden = self._norm(x)
+        else:
+            hidden = add_to_stream(delta, x, self._last_norm, self._norm, self._shard.group)
         if self.features is not None:
             self.features.store(kept | {num_layers: hidden}, inputs.slots)
             if outputs is not inputs.outputs and inputs.outputs is not None:
@@ -156,7 +159,7 @@ class DecoderModel(Model):
         """Return a copy of the input of a layer [T, D]: the residual stream with the update of the previous layer."""
         if delta is None:
             return x.clone()
-        return add_to_stream(delta.clone(), x.clone(), self._blocks[layer - 1].output_norm, None)
+        return add_to_stream(delta.clone(), x.clone(), self._blocks[layer - 1].output_norm, None, self._shard.group)
 
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
@@ -341,6 +344,9 @@ class Block(Layer):
         self._mlp = make_mlp(config, layer, placement)
         self.output_norm = norms.get(block.mlp_output_norm)
         self._previous_norm = previous_norm
+        # Each rank has a part of the MLP, and of attention with plain keys and values; other attention is whole.
+        self._ranks = placement.shard.group
+        self._attention_ranks = self._ranks if isinstance(self._attention, SelfAttention) else None
         self.parts = (
             (config.mixer_prefix(layer), self._attention),
             (block.mlp, self._mlp),
@@ -361,10 +367,11 @@ class Block(Layer):
                 input.
 
         Returns:
-            The residual stream and the pending update: [T, D] or [S, D] each.
+            The residual stream and the pending update: [T, D] or [S, D] each. If there are several ranks, the pending
+            update is the part of this rank.
         """
         if delta is not None:
-            normed = add_to_stream(delta, x, self._previous_norm, self._attention_norm)
+            normed = add_to_stream(delta, x, self._previous_norm, self._attention_norm, self._ranks)
         else:
             normed = x if self._attention_norm is None else self._attention_norm(x)
         if beside is not None:
@@ -375,7 +382,8 @@ class Block(Layer):
             x = x.index_select(0, outputs)
         if self._config.is_parallel:
             return x, self._parallel(x, normed, attended, rows, outputs=outputs)
-        return x, self._mlp(add_to_stream(attended, x, self._attention_output_norm, self._mlp_norm), rows)
+        norms = self._attention_output_norm, self._mlp_norm
+        return x, self._mlp(add_to_stream(attended, x, *norms, self._attention_ranks), rows)
 
     def _parallel(
         self, x: Tensor, normed: Tensor, attended: Tensor, rows: Grouping | None, *, outputs: Tensor | None

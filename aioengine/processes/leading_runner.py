@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, Generic
 
 import msgspec
@@ -10,13 +13,18 @@ from msgspec.structs import replace
 
 from aioengine.errors import describe
 from aioengine.protocol.messages import Control, Reply, RequestKind, Sampling
-from aioengine.protocol.rank_step import RankStep
+from aioengine.protocol.rank_step import RankAdapter, RankStep
 from aioengine.protocol.weight_messages import CHECK_WEIGHTS
 from aioengine.scheduler.plan import NewRow, StepPlan, StepResult
-from aioengine.scheduler.runner import DeviceAdapters, Runner, Ticket
+from aioengine.scheduler.runner import AdapterCopy, DeviceAdapters, Runner, Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
+    from concurrent.futures import Future
+
+    from aioengine.protocol.messages import Adapter
+
+    Send = Callable[[RankStep | RankAdapter | Control], None]
 
 
 class RanksBrokenError(BaseException):
@@ -33,7 +41,7 @@ class LeadingRunner(Generic[Ticket]):
     collected since the last plan.
     """
 
-    def __init__(self, runner: Runner[Ticket], send: Callable[[RankStep | Control], None]) -> None:
+    def __init__(self, runner: Runner[Ticket], send: Send) -> None:
         """runner: of rank 0. send: sends a message to all other ranks.
 
         Raises ValueError if the runner cannot send its plans to other ranks.
@@ -45,7 +53,7 @@ class LeadingRunner(Generic[Ticket]):
         self._num_collected = 0
         self._encoder = msgspec.msgpack.Encoder()
         self.facts: Mapping[str, str | int | float | bool] = runner.facts
-        self.adapters: DeviceAdapters | None = runner.adapters
+        self.adapters = None if runner.adapters is None else LeadingAdapters(runner.adapters, send)
         self.use_grammars: Callable[[Any], None] | None = runner.use_grammars
         self.controls: Mapping[str, Callable[[Control], Reply]] = {
             name: call if name == CHECK_WEIGHTS else partial(self._call_ranks, call)
@@ -89,6 +97,47 @@ class LeadingRunner(Generic[Ticket]):
         message = RankStep(self._num_collected, self._encoder.encode(plan_for_ranks(plan, failed)))
         self._num_collected = 0
         self._send(message)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class RankCopy:
+    """An adapter in the host memory of rank 0, and of the other ranks after it was in a slot. own: of rank 0."""
+
+    number: int
+    adapter: Adapter
+    own: AdapterCopy
+
+    @property
+    def num_bytes(self) -> int:
+        return self.own.num_bytes
+
+
+class LeadingAdapters:
+    """Implements ``scheduler.runner.DeviceAdapters`` for all ranks.
+
+    The other ranks read an adapter when it gets its first slot, and keep it as long as rank 0 does.
+    """
+
+    def __init__(self, adapters: DeviceAdapters, send: Send) -> None:
+        self.num_slots = adapters.num_slots
+        self._adapters = adapters
+        self._send = send
+        self._numbers = count()
+        self._sent: dict[int, weakref.ref[RankCopy]] = {}
+
+    def read(self, adapter: Adapter) -> RankCopy:
+        """See ``DeviceAdapters``."""
+        return RankCopy(next(self._numbers), adapter, self._adapters.read(adapter))
+
+    def place(self, slot: int, adapter: RankCopy) -> Future[None]:
+        """See ``DeviceAdapters``. The other ranks have the adapter before they launch a later step."""
+        placed = self._adapters.place(slot, adapter.own)
+        dropped = [number for number, sent in self._sent.items() if sent() is None]
+        for number in dropped:
+            del self._sent[number]
+        self._sent[adapter.number] = weakref.ref(adapter)
+        self._send(RankAdapter(slot, adapter.number, dropped, msgspec.msgpack.encode(adapter.adapter)))
+        return placed
 
 
 def plan_for_ranks(plan: StepPlan, failed: Collection[int]) -> StepPlan:

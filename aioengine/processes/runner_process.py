@@ -13,19 +13,22 @@ import msgspec
 
 from aioengine.child_process.child import Child, run_child
 from aioengine.processes.scheduler_process import prepare_process
-from aioengine.protocol.messages import SCHEDULER, Control, Message
-from aioengine.protocol.rank_step import RankStep
+from aioengine.protocol.messages import SCHEDULER, Adapter, Control, Message
+from aioengine.protocol.rank_step import RankAdapter, RankStep
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
+from aioengine.scheduler.adapter_loading import read_unchanged
 from aioengine.scheduler.plan import StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aioengine.scheduler.runner import Runner, RunnerFactory
+    from aioengine.scheduler.runner import AdapterCopy, Runner, RunnerFactory
 
 
 class RankService:
-    """Launches and collects steps in the order of rank 0, and makes its control calls. The results are dropped.
+    """Launches and collects steps, places adapters and makes control calls in the order of rank 0.
+
+    The results are dropped.
 
     Attributes:
         facts: empty, because rank 0 reports the facts.
@@ -36,16 +39,30 @@ class RankService:
         self._runner = runner
         self._decoder = msgspec.msgpack.Decoder(StepPlan)
         self._in_flight: deque[Any] = deque()
+        self._adapters: dict[int, AdapterCopy] = {}  # by the number of the copy
 
     def handle(self, messages: list[Message], now: float) -> None:
-        """Compute the steps. Raises the exception of a control call."""
+        """Compute the steps. Raises the exception of a control call, or of an adapter that rank 0 could read."""
         for message in messages:
             if isinstance(message, RankStep):
                 for _ in range(message.num_collected):
                     self._runner.collect(self._in_flight.popleft())
                 self._in_flight.append(self._runner.launch(self._decoder.decode(message.plan)))
+            elif isinstance(message, RankAdapter):
+                self._place(message)
             elif isinstance(message, Control):
                 self._runner.controls[message.name](message)
+
+    def _place(self, message: RankAdapter) -> None:
+        """Copy an adapter into a slot, and wait for the copy."""
+        adapters = self._runner.adapters
+        assert adapters is not None, "rank 0 has adapters"
+        for number in message.dropped:
+            del self._adapters[number]
+        if message.number not in self._adapters:
+            adapter = msgspec.msgpack.decode(message.adapter, type=Adapter)
+            self._adapters[message.number] = read_unchanged(adapters, adapter)
+        adapters.place(message.slot, self._adapters[message.number]).result()
 
     def step(self, now: float) -> Outbox:
         """Return nothing to send."""

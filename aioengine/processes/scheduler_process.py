@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from aioengine.constraints.grammars import Grammars
     from aioengine.protocol.board import CrashBoard
     from aioengine.protocol.messages import Grammar
-    from aioengine.protocol.rank_step import RankStep
+    from aioengine.protocol.rank_step import RankAdapter, RankStep
     from aioengine.scheduler.runner import Runner, RunnerFactory
     from aioengine.settings.config import Settings
 
@@ -404,7 +404,7 @@ def build_service(
     settings: Settings,
     report: Callable[[Progress], None],
     board: CrashBoard | None = None,
-    send_to_ranks: Callable[[RankStep | Control], None] | None = None,
+    send_to_ranks: Callable[[RankStep | RankAdapter | Control], None] | None = None,
 ) -> SchedulerService:
     """Build the runner with the factory in the settings, and a scheduler with the runner's number of pages.
 

@@ -1,7 +1,7 @@
 """The messages between processes.
 
     frontend --> scheduler      Submit, Abort, Suspend, Resume, Control, NewEpoch
-    scheduler --> other ranks   RankStep              one per step; Control, NewEpoch
+    scheduler --> other ranks   RankStep              one per step; RankAdapter, Control, NewEpoch
     scheduler --> detokenizer   StepOutput            one per step, for all requests
     detokenizer --> scheduler   Abort (at a stop string, or after an error)
     detokenizer --> frontend    TextChunks            one per StepOutput with news; more for queued stop patterns
@@ -21,7 +21,7 @@ from msgspec import Struct, field
 
 from aioengine.protocol.columns import POOLED_VECTOR, Extra, TokenColumns
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, LogprobRules
-from aioengine.protocol.rank_step import RankStep
+from aioengine.protocol.rank_step import RankAdapter, RankStep
 
 
 class Role(Struct, frozen=True, array_like=True, gc=False):
@@ -574,7 +574,7 @@ class LogRecord(Struct, tag="log", array_like=True, gc=False):
 ToScheduler = Submit | Abort | Suspend | Resume | Control
 ToDetokenizer = StepOutput
 ToFrontend = TextChunks | Stats | Reply | Ready | Failed | Progress | LogRecord
-Message = ToScheduler | NewEpoch | RankStep | ToDetokenizer | ToFrontend
+Message = ToScheduler | NewEpoch | RankStep | RankAdapter | ToDetokenizer | ToFrontend
 
 
 class Frame(Struct, array_like=True, gc=False):

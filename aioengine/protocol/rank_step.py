@@ -1,4 +1,4 @@
-"""The message from rank 0, in the scheduler process, to the other ranks."""
+"""The messages from rank 0, in the scheduler process, to the other ranks."""
 
 from __future__ import annotations
 
@@ -13,3 +13,16 @@ class RankStep(Struct, tag="rank_step", array_like=True, gc=False):
 
     num_collected: int
     plan: bytes
+
+
+class RankAdapter(Struct, tag="rank_adapter", array_like=True, gc=False):
+    """A LoRA adapter that all ranks copy into a slot.
+
+    slot: counted from 1. number: of its copy in host memory. dropped: numbers of copies that are not used any more.
+    adapter: the ``Adapter`` in msgpack.
+    """
+
+    slot: int
+    number: int
+    dropped: list[int]
+    adapter: bytes

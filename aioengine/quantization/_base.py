@@ -9,6 +9,7 @@ import torch
 
 from aioengine.kernels import code_linear
 from aioengine.kernels.activation import activate_and_mul
+from aioengine.model_files.quantization import PackedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from aioengine.kernels.codes import Codes
     from aioengine.kernels.linear import Matmul
+    from aioengine.model_files.quantization import Axis, Ranges
 
 Tensors = dict[str, "Tensor"]
 """The tensors of a linear layer, by the last part of their names in the checkpoint, such as "weight" and "bias"."""
@@ -50,6 +52,7 @@ class LinearSpec(NamedTuple):
         is_gated: the layer needs ``Prepared.gated``.
         batch_invariant: on a GPU, the result for a row must not depend on the number of rows.
         order: [O] int64, the index in the loaded tensors of each output; None: the outputs are in order.
+        first_input: the index in the checkpoint of the first input, if ranks divide the inputs.
     """
 
     in_features: int
@@ -60,6 +63,7 @@ class LinearSpec(NamedTuple):
     is_gated: bool = False
     batch_invariant: bool = False
     order: Tensor | None = None
+    first_input: int = 0
 
     def empty_bias(self) -> Tensors:
         """Return the uninitialized bias [O] as the entry of its name; {} without a bias."""
@@ -86,6 +90,14 @@ class LinearFormat(Protocol):
     def empty(self, layer: LinearSpec) -> Tensors:
         """Allocate the tensors to load into, uninitialized."""
         ...
+
+    def part(self, name: str, axis: Axis, ranges: Ranges, shape: tuple[int, int]) -> tuple[int, Ranges, int] | None:
+        """Return the part of the tensor ``name`` of a layer [O, D] that a rank loads; see ``PackedTensor.part``.
+
+        Raises:
+            ValueError: the layer cannot be divided.
+        """
+        return PackedTensor("", 1, int(name == "weight")).part(axis, ranges, shape[axis == "inputs"])
 
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Split ``tensor`` [...], called ``name``, into a view for each fused layer of the checkpoint."""

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels import gated_linear, linear
-from aioengine.quantization._base import LinearSpec, Prepared, Tensors
+from aioengine.quantization._base import LinearFormat, LinearSpec, Prepared, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class PlainFormat:
-    """Implements ``LinearFormat``. On a CPU the weight is packed for oneDNN, and the unpacked one is dropped."""
+class PlainFormat(LinearFormat):
+    """On a CPU the weight is packed for oneDNN, and the unpacked one is dropped."""
 
     reorders = False
 

@@ -18,6 +18,8 @@ from aioengine.quantization.plain import PLAIN
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from aioengine.model_files.quantization import Axis, Ranges
+
 _DTYPES: Final = {
     "": torch.float32,
     "F8_E4M3": FP8,
@@ -71,18 +73,22 @@ class StoredFormat(CodesFormat):
                 shape[dim] = sum(part[dim] for part in shapes)
             tensors[name] = torch.empty(shape, dtype=_DTYPES[stored.dtype], device=layer.device)
             if self.is_preset(name):
-                self._preset(name, tensors[name], layer.in_features)
+                self._preset(name, tensors[name], layer)
         return tensors | layer.empty_bias()
 
     def is_preset(self, name: str) -> bool:
         return name not in (*_WEIGHTS, "bias")
 
-    def _preset(self, name: str, tensor: Tensor, in_features: int) -> None:
+    def part(self, name: str, axis: Axis, ranges: Ranges, shape: tuple[int, int]) -> tuple[int, Ranges, int] | None:
+        return self.scheme.part(name, axis, ranges, shape)
+
+    def _preset(self, name: str, tensor: Tensor, layer: LinearSpec) -> None:
         """Set a tensor [...] so that random codes are the weights of a layer whose outputs have the size of inputs."""
-        scheme = self.scheme
+        scheme, in_features = self.scheme, layer.in_features
         scale = in_features**-0.5 / _SPREADS["fp8" if scheme.layout == "fp8" else scheme.table or scheme.bits]
         if name.endswith("g_idx"):
-            tensor.copy_(torch.arange(in_features) // (scheme.group or in_features))
+            first = layer.first_input
+            tensor.copy_(torch.arange(first, first + in_features) // (scheme.group or in_features))
         elif name.endswith(TEXTS):
             state = _QuantState(blocksize=scheme.group, nested_blocksize=BLOCK_SCALES, nested_offset=scale)
             text = msgspec.json.encode(state).ljust(MAX_TEXT, b"\0")
@@ -227,7 +233,10 @@ class StoredFormat(CodesFormat):
             whole = whole.with_outputs(layer.order)
         groups, size = tensors.get("g_idx", tensors.get("weight_g_idx")), inputs // num_groups
         expected = torch.arange(inputs, device=codes.device) // size
-        if groups is None or not groups.any() or (groups == expected).all():  # some files without an order have zeros
+        if groups is None or not groups.any():  # some files without an order have zeros
+            return [_packed(whole, bits, None)]
+        groups = groups - layer.first_input // size
+        if (groups == expected).all():
             return [_packed(whole, bits, None)]
         orders = groups.argsort(dim=1, stable=True)
         if not (groups.gather(1, orders) == expected).all():

@@ -104,6 +104,8 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     config, options, widened = _with_formats(settings, options)
     with memory.record("the weights", advice=advice, need=_weights_bytes(settings, config, options)), torch.no_grad():
         model = _model(settings, config, options)
+        if shard.group is not None:
+            shard.group.open_inboxes(settings.scheduler.max_step_tokens, model.hidden_size, dtype)
         if device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
             _compile_sampling(model, vocab_size, settings.runner.logprobs_mode)
         times.end("device")

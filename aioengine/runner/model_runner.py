@@ -124,6 +124,7 @@ class ModelRunner:
         self._sampler: Sampler | DeviceSampler | RankSampler = _sampler_class(parts.device)(
             vocab_size=vocab_size, num_embeddings=num_embeddings, table=self._table, processors=processors
         )
+        self._ranks = parts.ranks
         if parts.ranks is not None:
             self._sampler = RankSampler(self._sampler, parts.ranks)
         self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
@@ -146,9 +147,8 @@ class ModelRunner:
                 draft_model = DraftModel(parts.draft, self._table, self._sampler, processors, num_embeddings)
             with_grammars = settings.scheduler.depth == 0
             self._drafts = DraftRows(self._table, draft_model, with_grammars=with_grammars)
-            if parts.draft is not None and parts.draft.features is None:
-                windows = parts.model.attention_shape.windows + parts.draft.model.attention_shape.windows
-                self._table.has_bounds = not any(windows)
+            models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
+            self._table.has_bounds = not any(any(model.attention_shape.windows) for model in models)
             self._verifier = Verifier(
                 self._table,
                 self._sampler,
@@ -169,9 +169,9 @@ class ModelRunner:
         from aioengine.runner.graphs.decode_graphs import DecodeGraphs  # imports Triton
 
         assert isinstance(self._attention, CapturableAttention)
-        graphs = DecodeGraphs(
-            self._model, self._attention, self._inputs, vocab_size=self._vocab_size, max_rows=max_rows
-        )
+        parts = self._model, self._attention, self._inputs
+        has_ranks = self._ranks is not None
+        graphs = DecodeGraphs(*parts, vocab_size=self._vocab_size, max_rows=max_rows, has_ranks=has_ranks)
         graphs.capture(report)
         self._graphs = graphs
         self._constrained.max_tokens = graphs.max_rows
@@ -531,6 +531,10 @@ class ModelRunner:
             if step.needs_masks:
                 return self._constrained.sample_masked(graphs, step, sampled)
             return self._sample_or_defer(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
+        if self._ranks is not None:  # only rank 0 knows how to sample
+            self._ranks.broadcast(step.token_ids)
+            if self._ranks.rank:
+                self._table.write_tokens(sampled, step.token_ids)
         if self._table.num_with_logprobs:
             self._logprobs.add_sampled(graphs.logits(step), sampled, step.token_ids, step.order)
         if self._table.num_with_hidden_states:

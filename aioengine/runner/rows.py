@@ -73,7 +73,8 @@ class RowTable:
         requests: uid -> open request.
         page_tables: their pages.
         last_tokens: [X] int64 on the device, by row index. After the first ``max_rows`` there is memory for the known
-            tokens of expanded rows, then for drafts (``draft_indices``). The last one is never read.
+            tokens of expanded rows, for the tokens of a step with drafts, and for drafts (``draft_indices``). The last
+            one is never read.
         first_draft: the first index of drafts in ``last_tokens``.
         rejected: [max_rows + 1] int32 on the device: the drafts that the last step with drafts has rejected, by row
             index. The last one is 0.
@@ -105,8 +106,8 @@ class RowTable:
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
         self.page_tables = page_tables
-        self.last_tokens = torch.zeros((3 + 2 * max_drafts) * max_rows + 1, dtype=torch.int64, device=device)
-        self.first_draft = (3 + max_drafts) * max_rows
+        self.last_tokens = torch.zeros((3 + 3 * max_drafts) * max_rows + 1, dtype=torch.int64, device=device)
+        self.first_draft = (3 + 2 * max_drafts) * max_rows
         self.rejected = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self.unread = np.full(max_rows, max_rows)
         self.max_drafts = max_drafts
@@ -130,7 +131,7 @@ class RowTable:
     def draft_indices(self, number: Ints | int, row_indices: Ints) -> Ints:
         """Return the indices in ``last_tokens`` of the drafts with this number, from 0 on, of these rows [R].
 
-        Number -1 is the token before the last one, if the device has accepted drafts of the row.
+        Numbers -1, -2... are the tokens that the last step with drafts has sampled after the row's 0, 1... drafts.
         """
         return self.first_draft + number * len(self.sampling) + row_indices
 

@@ -23,6 +23,7 @@ from aioengine.kernels.codes import FP8
 from aioengine.kernels.gguf_blocks import dequantized
 from aioengine.layers.layer import Slice, Target
 from aioengine.model_files import checkpoint, folder_files
+from aioengine.model_files.gguf_header import BLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -234,8 +235,10 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
     is_float = entry.dtype in DTYPES
     columns: tuple[tuple[int, int], ...] = ()
     unit_rows = math.prod(entry.shape[1:-1])  # of each index of the first dimension
-    if source is not None and is_float and writer is None and not head_size and not is_vector:
+    written_rows = 1  # of the writer, for each row of a piece
+    if source is not None and not head_size and not is_vector and _is_in_blocks(entry, target, source):
         rows, unit_rows, num_rows = tensor, 1, entry.shape[0]
+        written_rows = math.prod(rows.shape[1:-1])
         if source.dim:
             columns = _columns(entry, source)
     else:
@@ -271,7 +274,7 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
             head_size=head_size,
             same_bytes=part.view(-1).view(torch.uint8) if is_same else None,
             writer=writer,
-            first_row=row,
+            first_row=row * written_rows,
         )
         row += len(part)
 
@@ -280,8 +283,26 @@ def _columns(entry: Entry, source: Slice) -> tuple[tuple[int, int], ...]:
     """Return (offset, size) in bytes of the parts of each row that a rank reads."""
     num_runs = math.prod(entry.shape[1 : source.dim])
     run_bytes = entry.num_bytes // entry.shape[0] // num_runs
-    size = run_bytes // source.total
-    return tuple((run * run_bytes + a * size, (b - a) * size) for run in range(num_runs) for a, b in source.ranges)
+    ranges = [(a * run_bytes // source.total, b * run_bytes // source.total) for a, b in source.ranges]
+    return tuple((run * run_bytes + a, b - a) for run in range(num_runs) for a, b in ranges)
+
+
+def _is_in_blocks(entry: Entry, target: Target, source: Slice) -> bool:
+    """Return whether a rank can read its part of a tensor without the rest of the rows.
+
+    Raises ValueError if the part is not whole blocks of a GGUF file, and the target keeps their numbers.
+    """
+    writer = target.writer
+    if writer is not None and writer.is_whole:
+        return False
+    block = 1 if entry.dtype in DTYPES or source.dim < len(entry.shape) - 1 else BLOCKS[entry.dtype][0]
+    if not any(edge % block for pair in source.ranges for edge in pair):
+        return True
+    if writer is None or not writer.stored:
+        return False
+    raise ValueError(
+        f"{entry.path}: ranks would divide blocks of {block} inputs of tensor {entry.stored_name} ({entry.dtype})"
+    )
 
 
 def _as_rows(tensor: Tensor, row_size: int) -> Tensor | None:

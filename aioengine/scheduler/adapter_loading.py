@@ -206,15 +206,8 @@ class Adapters:
                 break
             adapter = self._adapter_of(key)
             if adapter is not None:
-                self._reads[key] = self._threads.submit(self._read, adapter)
+                self._reads[key] = self._threads.submit(read_unchanged, self._device, adapter)
         self._copies.make_space(0, needed)
-
-    def _read(self, adapter: Adapter) -> AdapterCopy:
-        """Read an adapter, in a thread. Raises ValueError if its files have changed since the load."""
-        _check_unchanged(adapter)
-        copy = self._device.read(adapter)
-        _check_unchanged(adapter)
-        return copy
 
     def _is_known(self, adapter: Adapter) -> bool:
         key = key_of(adapter)
@@ -253,6 +246,14 @@ class Adapters:
             if is_there:
                 del self._loads[call_id]
                 answer(Reply(call_id, True))
+
+
+def read_unchanged(device: DeviceAdapters, adapter: Adapter) -> AdapterCopy:
+    """Read an adapter. Raises ValueError if its files have changed since the load."""
+    _check_unchanged(adapter)
+    copy = device.read(adapter)
+    _check_unchanged(adapter)
+    return copy
 
 
 def _check_unchanged(adapter: Adapter) -> None:

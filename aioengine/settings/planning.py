@@ -21,7 +21,7 @@ from aioengine.api import checks
 from aioengine.api.args import engine_config
 from aioengine.families._config import DecoderConfig, TransformerConfig
 from aioengine.families._ranks import part_of
-from aioengine.families._tensors import LinearTensors, TableTensors, plain_tensors
+from aioengine.families._tensors import LinearTensors, TableTensors, adaptable_layers, plain_tensors
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import find_draft, read_adapters
 from aioengine.model_files import checkpoint, model_folder
@@ -212,7 +212,10 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         count = num_parameters(whole)
     # all ranks have the logits of the whole vocabulary
     activations = _activations(replace(family, vocab_size=whole.vocab_size), settings, itemsize)
-    activations += _adapter_elements(settings, facts.linear_layers) * itemsize
+    layers = facts.linear_layers
+    if num_ranks > 1 and isinstance(family, DecoderConfig):
+        layers = adaptable_layers(family)
+    activations += _adapter_elements(settings, layers) * itemsize
     draft = None
     if settings.runner.draft is not None and draft_facts is not None and config.draft_model is not None:
         own = settings.runner.draft.model

@@ -116,7 +116,7 @@ def resolve(
     if is_on_gpu:
         _check_gpus(config.device, config.supervision.num_replicas, device.num_gpus)
     graph_rows = 0
-    if is_on_gpu and config.device.cuda_graphs and config.device.tp_size == 1:  # no graphs with collectives yet
+    if is_on_gpu and config.device.cuda_graphs:
         wanted = config.device.cuda_graph_max_rows
         most = scheduler.max_running * (1 + scheduler.max_drafts)  # each token of a row with drafts is a row of a graph
         graph_rows = min(most, GPU_GRAPH_ROWS if wanted is None else wanted)
@@ -184,10 +184,6 @@ def _rank_settings(config: EngineConfig, model: ModelFacts) -> RankSettings | No
     if num_ranks not in model.rank_counts:
         counts = ", ".join(map(str, model.rank_counts))
         raise ValueError(f"tp_size={num_ranks} does not work for this model: {model.rank_sizes}; what works: {counts}")
-    if model.is_quantized or config.model.quantization is not None:
-        raise ValueError(f"tp_size={num_ranks} does not work with quantized weights yet; tp_size=1 works")
-    if config.lora.enabled or config.lora.adapters:
-        raise ValueError(f"tp_size={num_ranks} does not work with LoRA adapters yet; tp_size=1 works")
     if config.speculation.algorithm:
         raise ValueError(f"tp_size={num_ranks} does not work with speculative_algorithm yet; tp_size=1 works")
     return RankSettings(size=num_ranks)

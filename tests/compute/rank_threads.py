@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
-    from aioengine.protocol.rank_step import RankStep
+    from aioengine.protocol.messages import Control
+    from aioengine.protocol.rank_step import RankAdapter, RankStep
     from aioengine.settings.config import Settings
 
 T = TypeVar("T")
@@ -89,7 +90,7 @@ def ranked_world(settings: Settings, num_ranks: int, kind: type[AnyWorld] = Worl
         services: list[RankService] = []
         handled: list[Future[Any]] = []
 
-        def send(message: RankStep) -> None:
+        def send(message: RankStep | RankAdapter | Control) -> None:
             for future in [future for future in handled if future.done()]:
                 handled.remove(future)
                 future.result()

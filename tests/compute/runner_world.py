@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from aioengine.protocol.messages import Control
     from aioengine.protocol.packed_logprobs import LogprobRules
-    from aioengine.protocol.rank_step import RankStep
+    from aioengine.protocol.rank_step import RankAdapter, RankStep
+    from aioengine.scheduler.runner import Runner
     from aioengine.settings.config import Settings
 
 FAMILIES: dict[str, type[PretrainedConfig]] = {
@@ -148,7 +150,7 @@ class World:
     """
 
     settings: Settings
-    send_to_ranks: Callable[[RankStep], None] | None = None
+    send_to_ranks: Callable[[RankStep | RankAdapter | Control], None] | None = None
     outputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     extras: dict[int, list[Extra]] = field(default_factory=dict[int, list[Extra]])
     ended: dict[int, End] = field(default_factory=dict[int, End])
@@ -166,8 +168,10 @@ class World:
             num_snapshots=int(self.runner.facts.get("num_snapshots", 0)),
             windows=page_windows(self.runner.facts),
         )
-        runner = self.runner if self.send_to_ranks is None else LeadingRunner(self.runner, self.send_to_ranks)
-        self.core: SchedulerCore[Ticket] = SchedulerCore(scheduler, runner, self.settings.scheduler.depth)
+        self.leading: Runner[Ticket] = self.runner  # of all ranks
+        if self.send_to_ranks is not None:
+            self.leading = LeadingRunner(self.runner, self.send_to_ranks)
+        self.core: SchedulerCore[Ticket] = SchedulerCore(scheduler, self.leading, self.settings.scheduler.depth)
         self._next_uid = 0
 
     def submit(

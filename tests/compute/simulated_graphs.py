@@ -102,18 +102,28 @@ class Kernels:
 
 def accept(spans: Tensor, token_ids: Tensor, sources: Tensor, last_tokens: Tensor, rejected: Tensor) -> None:
     """Replaces ``kernels.triton.drafts.accept``."""
-    for row, first, num_drafts, num_planned, previous in spans.T.tolist():
-        inputs = last_tokens[sources[first : first + num_drafts + 1].long()].tolist()
+    stride = len(rejected) - 1
+    for row, first, num_drafts, num_planned, stored in spans.T.tolist():
+        drafts = last_tokens[sources[first + 1 : first + num_drafts + 1].long()].tolist()
         sampled = token_ids[first : first + num_drafts + 1].tolist()
-        count = num_accepted(inputs[1:], sampled)
-        last_tokens[row], last_tokens[previous] = max(sampled[count], 0), inputs[count]
+        count = num_accepted(drafts, sampled)
+        last_tokens[row] = max(sampled[count], 0)
+        for number, token_id in enumerate(sampled):
+            last_tokens[stored - number * stride] = max(token_id, 0)
         rejected[row] = num_planned - count
 
 
-def move_rows(columns: Tensor, pages: tuple[Tensor, Tensor], rejected: Tensor, *, sampled: int, page_size: int) -> None:
+def move_rows(
+    columns: Tensor, pages: tuple[Tensor, Tensor], rejected: Tensor, *, sampled: int, page_size: int, lag: int
+) -> None:
     """Replaces ``kernels.triton.drafts.move_rows``."""
-    (starts, page_ids), later = pages, rejected[columns[-1].long()]
-    for index in (1, 3, sampled):
+    starts, page_ids = pages
+    is_exact = columns[-1] < 0
+    later = rejected[torch.where(is_exact, -1 - columns[-1], columns[-1]).long()]
+    columns[sampled] -= later
+    columns[4] = torch.where(is_exact & (columns[1] + 1 + lag != columns[sampled]), -1, columns[4])
+    later = torch.where(is_exact, 0, later)
+    for index in (1, 3):
         columns[index] -= later
     tables = columns[-2].long()
     indices = (starts[tables + 1] - starts[tables] - 1) * page_size + columns[3] - 1

@@ -67,11 +67,18 @@ def our_logits(model: Model) -> Tensor:
 
 
 def write(
-    path: Path, family: str, kind: str, *, tied: bool = False, others: Mapping[str, str] | None = None, seed: int = 3
+    path: Path,
+    family: str,
+    kind: str,
+    *,
+    tied: bool = False,
+    others: Mapping[str, str] | None = None,
+    seed: int = 3,
+    **sizes: int,
 ) -> torch.nn.Module:
     """Write a file. Return the model of transformers with its dequantized weights."""
     bias = {"attention_bias": True} if family == "llama" else {}
-    model = transformers_model(family, seed=seed, tie_word_embeddings=tied, **bias, **SIZES)
+    model = transformers_model(family, seed=seed, tie_word_embeddings=tied, **bias, **{**SIZES, **sizes})
     for name, vector in model.named_parameters():
         if name.endswith("bias"):
             vector.data.uniform_(-0.5, 0.5)

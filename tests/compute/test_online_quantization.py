@@ -16,9 +16,10 @@ from transformers import GraniteMoeConfig, PreTrainedConfig, Qwen2MoeConfig, You
 
 from aioengine import models, plugins
 from aioengine.layers.layer import WHOLE, Placement, Shard
-from aioengine.layers.linear import Axis, Linear
+from aioengine.layers.linear import Linear
 from aioengine.model_files.checkpoint import read_headers
 from aioengine.model_files.online_quantization import Method, OnlineQuantization
+from aioengine.model_files.quantization import Axis
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization.online import online_formats
 from aioengine.runner import weight_reading, weights

@@ -18,10 +18,10 @@ from aioengine.families._block_config import LinearShape
 from aioengine.families._config import Task
 from aioengine.kernels import code_linear
 from aioengine.kernels.codes import Codes
-from aioengine.layers.layer import Placement
+from aioengine.layers.layer import Placement, Shard, Units
 from aioengine.layers.linear import Linear
-from aioengine.model_files.checkpoint import check_folder
-from aioengine.model_files.quantization import TEXTS, read_quantization, split_config
+from aioengine.model_files.checkpoint import check_folder, read_headers
+from aioengine.model_files.quantization import TEXTS, Axis, read_quantization, split_config
 from aioengine.models._base import Model, ModelOptions
 from aioengine.models._fallback import TransformersFolder
 from aioengine.quantization._base import LinearSpec
@@ -109,6 +109,63 @@ def test_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> No
     alone = torch.cat([layer(row) for row in x.split(1)])
     for num_rows in (2, 7, 33, 70):
         assert torch.equal(layer(x[:num_rows]), alone[:num_rows]), num_rows
+
+
+def _divides(name: str, axis: Axis) -> bool:
+    """Whether ranks can divide the layers of a method."""
+    has_order = name.endswith("-order") or name == "gptq-8"
+    return not name.endswith("-double") and not (axis == "inputs" and has_order)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("axis", ["inputs", "outputs"])
+def test_ranks_have_parts_of_codes_and_scales(name: str, axis: Axis, tmp_path: Path) -> None:
+    """Two KV heads of 128 entries, of which each rank has one, and four query heads in another order."""
+    method, sizes = METHODS[name], {"q_proj": 512, "k_proj": 256} if axis == "outputs" else {"o_proj": 48}
+    _, quantization = split_config({"quantization_config": method.config})
+    assert quantization is not None
+    torch.manual_seed(0)
+    tensors = {f"{part}.bias": torch.randn(size) for part, size in sizes.items()}
+    for part, size in sizes.items():
+        stored = method.quantize(torch.randn(size, 256)).tensors
+        tensors |= {f"{part}.{last}": tensor.contiguous() for last, tensor in stored.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    order, units = None, [Units(4, 64)]
+    if axis == "outputs":
+        order, units = torch.arange(768).view(-1, 2, 64).transpose(1, 2).flatten(), [Units(4, 128), Units(2, 128)]
+
+    def layer_of(shard: Shard) -> Linear:
+        placement = Placement(dtype=torch.float32, device=CPU, format_of=formats(quantization), shard=shard)
+        layer = Linear(256, sizes, placement, bias=True, divided=axis, units=units, order=order)
+        targets = layer.weights()
+        entries = [entry for entry in read_headers(tmp_path, "") if entry.name in targets]
+        weights.read(entries, targets, lambda done, total: None)
+        layer.finish_loading()
+        return layer
+
+    if not _divides(name, axis):
+        with pytest.raises(ValueError, match=r"ranks cannot divide (inputs that are reordered|quantized scales)"):
+            layer_of(Shard(0, 2))
+        return
+    x = torch.randn(5, 256)
+    whole, parts = layer_of(Shard())(x), [layer_of(Shard(rank, 2)) for rank in range(2)]
+    for layer in parts:
+        layer.open_for_loading()
+        layer.finish_loading()
+    if axis == "outputs":
+        results = [layer(x).split([256, 128], 1) for layer in parts]
+        torch.testing.assert_close(torch.cat([part for pair in zip(*results, strict=True) for part in pair], 1), whole)
+    else:
+        total = parts[0](x[:, :128]) + parts[1](x[:, 128:])
+        assert_close(total, whole, 4 if name == "w8a8" else bits_of(name))
+
+
+def test_ranks_do_not_divide_codes_that_are_stored_together(tmp_path: Path) -> None:
+    quantization = read_quantization(METHODS["fp8-blocks"].config)
+    placement = Placement(dtype=torch.float32, device=CPU, format_of=formats(quantization), shard=Shard(0, 2))
+    layer = Linear(128, {"up_proj": 384}, placement, divided="outputs")
+    with pytest.raises(ValueError, match="up_proj: ranks would divide 128 outputs that are stored together"):
+        layer.weights()
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "w8a8"])

@@ -20,7 +20,7 @@ from aioengine.families._experts import ExpertsConfig
 from aioengine.kernels.codes import Codes
 from aioengine.layers.expert_tensors import CodedExperts
 from aioengine.layers.experts import SparseMLP
-from aioengine.layers.layer import Placement
+from aioengine.layers.layer import WHOLE, Placement, Shard
 from aioengine.model_files.checkpoint import check_folder
 from aioengine.model_files.model_folder import find_facts
 from aioengine.model_files.quantization import TEXTS, split_config
@@ -28,7 +28,7 @@ from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization.plain import PLAIN
 from aioengine.quantization.stored import formats
 from aioengine.runner import weights
-from tests.compute.quantized import METHODS, bits_of, quantize_checkpoint
+from tests.compute.quantized import METHODS, assert_close, bits_of, quantize_checkpoint
 from tests.compute.stepping import Stepper
 from tests.kit.grids import grid
 
@@ -130,15 +130,16 @@ def test_only_some_experts_have_offsets(first_has_offsets: bool) -> None:
     assert torch.equal(joined.dequantized(torch.float32), expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_reopened_experts_have_the_loaded_tensors(name: str) -> None:
+def loaded_layer(name: str, shard: Shard = WHOLE, num_inner: int = 128) -> tuple[SparseMLP, dict[str, Tensor]]:
+    """Return a layer, or the part of a rank, and the tensors of the checkpoint."""
     method = METHODS[name]
     _, quantization = split_config({"quantization_config": method.config})
     assert quantization is not None
-    config = ExpertsConfig(num_experts=3, top_k=2, inner_size=128)
-    layer = SparseMLP(64, config, Placement(dtype=torch.float32, device=CPU, format_of=formats(quantization)))
+    config = ExpertsConfig(num_experts=3, top_k=2, inner_size=num_inner)
+    placement = Placement(dtype=torch.float32, device=CPU, format_of=formats(quantization), shard=shard)
+    layer = SparseMLP(64, config, placement)
     torch.manual_seed(0)
-    shapes = {"gate_proj": (128, 64), "up_proj": (128, 64), "down_proj": (64, 128)}
+    shapes = {"gate_proj": (num_inner, 64), "up_proj": (num_inner, 64), "down_proj": (64, num_inner)}
     tensors = {
         f"experts.{expert}.{part}.{last}": tensor
         for expert in range(3)
@@ -151,8 +152,14 @@ def test_reopened_experts_have_the_loaded_tensors(name: str) -> None:
             tensors[target_name] = functional.pad(
                 tensors[target_name], (0, target.shape[-1] - len(tensors[target_name]))
             )
-        target.tensor.copy_(tensors[target_name].view(target.shape))
+        target.tensor.copy_(tensors[target_name].view(target.shape)[target.index])
     layer.finish_loading()
+    return layer, tensors
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reopened_experts_have_the_loaded_tensors(name: str) -> None:
+    layer, tensors = loaded_layer(name)
     x = torch.randn(9, 64)
     before = layer(x)
     layer.open_for_loading()
@@ -160,6 +167,17 @@ def test_reopened_experts_have_the_loaded_tensors(name: str) -> None:
         assert torch.equal(target.tensor, tensors[target_name].view(target.shape).to(target.tensor.dtype)), target_name
     layer.finish_loading()
     assert torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_have_a_part_of_each_expert(name: str) -> None:
+    if name.endswith("-double"):
+        with pytest.raises(ValueError, match="experts: ranks cannot divide quantized scales"):
+            loaded_layer(name, Shard(0, 2), 256)
+        return
+    whole, *parts = [loaded_layer(name, shard, 256)[0] for shard in (WHOLE, Shard(0, 2), Shard(1, 2))]
+    x = torch.randn(9, 64)
+    assert_close(parts[0](x) + parts[1](x), whole(x), 4 if name == "w8a8" else bits_of(name))
 
 
 def test_experts_with_act_order_are_refused(tmp_path: Path) -> None:

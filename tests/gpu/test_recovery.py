@@ -10,6 +10,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,26 +86,29 @@ class Crowd:
             os.kill(pid, signal.SIGKILL)
 
 
-async def test_deterministic_streams_equal_an_undisturbed_run(tmp_path: Path) -> None:
+async def check_recovery(folder: Path, roles: list[str], **options: Any) -> None:
+    """Streams of a random model are those of an undisturbed run, although processes of these roles are killed."""
     save_model(
-        "qwen3", tmp_path, dtype=torch.bfloat16, initializer_range=0.1, max_position_embeddings=CONTEXT_LENGTH, **HEADS
+        "qwen3", folder, dtype=torch.bfloat16, initializer_range=0.1, max_position_embeddings=CONTEXT_LENGTH, **HEADS
     )
-    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_level().file))
+    (folder / "tokenizer.json").write_text(json.dumps(byte_level().file))
     async with AsyncEngine(
-        str(tmp_path),
+        str(folder),
         device=DEVICE,
         enable_deterministic_inference=True,
         max_running_requests=24,
         chunked_prefill_size=256,
         max_total_tokens=32 * CONTEXT_LENGTH,
         max_restarts=10,
+        **options,
     ) as engine:
         expected = await Crowd(engine).ask_all()
         assert len({text for text, _, _ in expected}) == NUM_STREAMS
         assert {str(reason) for _, _, reason in expected} == {"length", "stop"}
         total = sum(len(ids) for _, ids, _ in expected)
         num_restarts = 0
-        for role, moments in (("scheduler", (30, total // 2)), ("detokenizer", (total // 3,))):
+        for role in roles:
+            moments = (total // 3,) if role == "detokenizer" else (30, total // 2)
             crowd = Crowd(engine, role, moments)
             found = await crowd.ask_all()
             num_restarts += len(moments)
@@ -113,3 +117,7 @@ async def test_deterministic_streams_equal_an_undisturbed_run(tmp_path: Path) ->
             assert crowd.caught[0][1] > 0, "some had not begun"
             for number, pair in enumerate(zip(found, expected, strict=True)):
                 assert pair[0] == pair[1], f"stream {number}, {role} killed"
+
+
+async def test_deterministic_streams_equal_an_undisturbed_run(tmp_path: Path) -> None:
+    await check_recovery(tmp_path, ["scheduler", "detokenizer"])

@@ -83,11 +83,10 @@ def engine_ids() -> list[list[int]]:
     return [tokenizer.encode(prompt) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def engine(case: Case) -> Iterator[Engine]:
-    with Engine(
-        lora_paths=case.folders, max_loras_per_batch=2, max_lora_rank=16, lora_target_modules="all", **ARGUMENTS
-    ) as engine:  # type: ignore[arg-type]
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def engine(case: Case, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    lora = {"max_loras_per_batch": 2, "max_lora_rank": 16, "lora_target_modules": "all"}
+    with Engine(lora_paths=case.folders, tp_size=request.param, **lora, **ARGUMENTS) as engine:  # type: ignore[arg-type]
         yield engine
 
 
@@ -140,11 +139,13 @@ def test_vectors_and_scores_use_the_adapter(engine: Engine, case: Case) -> None:
     assert scores[0] != scores[1]
 
 
-def test_one_slot_and_few_pages_give_the_same_tokens(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_slot_and_few_pages_give_the_same_tokens(case: Case, num_ranks: int, tmp_path: Path) -> None:
     folder = save_adapter(demo_model(), tmp_path / "short-lived")
     few = {**ARGUMENTS, "max_total_tokens": 160, "chunked_prefill_size": 16, "max_running_requests": 4}
     paths = [str(path) for path in (*case.folders.values(), folder)]
-    with Engine(lora_paths=paths, max_loras_per_batch=1, max_loaded_loras=1, **few) as engine:  # type: ignore[arg-type]
+    limits = {"max_loras_per_batch": 1, "max_loaded_loras": 1, "tp_size": num_ranks}
+    with Engine(lora_paths=paths, **limits, **few) as engine:  # type: ignore[arg-type]
         found = ids_of(engine, PROMPTS * 3, [name for name in KINDS for _ in PROMPTS])
         assert found == [ids for name in KINDS for ids in case.expected[name]]
         assert ids_of(engine, PROMPTS[:1], str(case.folders["all"])) == case.expected["all"][:1]

@@ -60,7 +60,30 @@ def vector_kernel(
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < num_outputs)
 
 
+@triton.jit
+def activated(gate: tl.tensor, up: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """Return silu(gate) * up of fp32 sums [...]. Rounds like a separate matmul and activation."""
+    wide = gate.to(DTYPE).to(tl.float32)
+    return (wide / (1.0 + tl.exp(-wide))).to(DTYPE) * up.to(DTYPE)
+
+
+@triton.jit
+def _gated_vector_kernel(
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Compute ``OUTPUTS`` outputs, each from its gate row and its up row of the weight [2 O, I]."""
+    rows = tl.arange(0, 2 * OUTPUTS)
+    outputs = tl.program_id(0) * OUTPUTS + rows // 2
+    lines = weight + ((rows % 2) * num_outputs + outputs)[:, None].to(tl.int64) * SIZE
+    result = products(lines, outputs[:, None] < num_outputs, x, SIZE, BLOCK)
+    gate, up = tl.split(tl.reshape(result, (OUTPUTS, 2)))
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    tl.store(out + outputs, activated(gate, up, out.dtype.element_ty), mask=outputs < num_outputs)
+
+
 vector = KernelLauncher(vector_kernel)
+_gated_vector = KernelLauncher(_gated_vector_kernel)
 
 
 @lru_cache(maxsize=256)
@@ -81,6 +104,18 @@ def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     arguments = (x, weight, None, bias, out, num_outputs, size, rows, block)
     key = (x.dtype, weight.shape, rows, block, num_warps, bias is None, *alignments(x, weight))
     vector((-(-num_outputs // rows), 1, 1), key, arguments, options(num_warps))
+    return out
+
+
+def gated_vector_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x [1, I], weight [2 O, I] -> silu(gate) * up [1, O]. The gate rows of the weight come first."""
+    num_rows, size = weight.shape
+    rows, block, num_warps = shape_of_vector_programs(num_rows, size)
+    num_outputs, outputs = num_rows // 2, rows // 2
+    out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
+    key = (x.dtype, weight.shape, *alignments(x, weight))
+    arguments = (x, weight, out, num_outputs, size, outputs, block)
+    _gated_vector((-(-num_outputs // outputs), 1, 1), key, arguments, options(num_warps))
     return out
 
 
@@ -165,7 +200,8 @@ def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | 
     if num_outputs <= 1024:
         return 64, 128, 4, 4, 4, 8 if size >= 2048 else 4  # no lines beyond the end of a split
     if num_outputs <= 4096:
-        return (64, 256, 2, 3, 4, 0) if is_few else (64, 128, 2, 4, 4, 0)
+        is_wide = is_few and num_outputs > 3072
+        return (64, 256, 2, 3, 4, 0) if is_wide else (64, 128, 2, 4, 4, 0)
     if num_outputs <= 16_384:
         return (64, 256, 1, 3, 4, 0) if is_few else None
     return 128, 128, 1, 3, 8, 0

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 _COLUMNS = 7 + NUM_FIELDS
 """Columns of B numbers in the memory of a step: row indices, positions, slot_mapping, last_lengths, indices at which
 the table stores the sampled tokens (-1: the graph does not sample the row), fields of ``Draws``, numbers of page
-tables, indices in ``RowTable.rejected``.
+tables, indices in ``RowTable.rejected`` (see ``move_rows``).
 """
 _SAMPLED = 7
 """The column with the positions of the sampled tokens."""
@@ -174,11 +174,14 @@ class DecodeGraphs:
         max_rows: int,
         may_cascade: bool = True,
         features: Features | None = None,
+        has_ranks: bool = False,
     ) -> None:
         """inputs: builds the inputs of steps without graphs; its table, page size and states are used here too.
         may_cascade: rows that share pages may use cascade attention.
         features: of a draft head.
+        has_ranks: all ranks replay the same graphs, but only rank 0 knows the grammars.
         """
+        self._has_ranks = has_ranks
         table = inputs.table
         device = table.last_tokens.device
         self.max_rows = max_rows
@@ -256,7 +259,7 @@ class DecodeGraphs:
         if rows.known_ids.size:
             spec = self._model.input_spec
             is_small = num_tokens <= self.max_rows and not spec.rows and not spec.states
-            may_expand = has_drafts or bool(self._table.num_with_grammar)
+            may_expand = has_drafts or (bool(self._table.num_with_grammar) and not self._has_ranks)
             return is_small and may_expand and can_expand(rows)
         return num_tokens == num_rows and bool(rows.samples.all())
 
@@ -278,26 +281,24 @@ class DecodeGraphs:
         when_ready: Callable[[], None] | None = None,
         samples_each: bool = False,
         num_drafts: Ints64 | None = None,
+        num_sampled: Ints64 | None = None,
         draft_number: int | None = None,
-        expanded: ExpandedRows | None = None,
     ) -> DecodeStep:
         """Queue the step, which must fit.
 
         Args:
             when_ready: called before its inputs overwrite those of the previous step.
             samples_each: sample after each token of the step, and return results for tokens instead of rows.
-            num_drafts: as in ``expand_rows``.
+            num_drafts, num_sampled: as in ``expand_rows``.
             draft_number: store drafts with this number instead of last tokens. If tokens are not known, read the drafts
                 with the number before.
-            expanded: the tokens of the step, if the host knows none of them.
         """
         num_rows, table = int(rows.token_ends[-1]), self._table
-        cascade = None
+        cascade = expanded = None
         with part("prepare"):
             slots = table.adapters.slots(rows.row_indices)
             if rows.known_ids.size:
-                expanded = expand_rows(rows, table, num_drafts)
-            if expanded is not None:
+                expanded = expand_rows(rows, table, num_drafts, num_sampled)
                 slots = None if slots is None else slots[expanded.row_of_token]
             elif slots is None and self._prefixes is not None and (table.unread == len(table.unread)).all():
                 cascade = self._prefixes.find(rows)
@@ -313,7 +314,9 @@ class DecodeGraphs:
                 sources, targets_of_rows = expanded.sources, targets
                 # before drafts are accepted, sampled tokens are stored where they are never read
                 targets = np.full(num_rows, len(table.last_tokens) - 1 if samples_each and is_drawn else -1)
-                if not samples_each:
+                if num_sampled is not None:
+                    targets = targets_of_rows[expanded.row_of_token]
+                elif not samples_each:
                     targets[rows.token_ends - 1] = targets_of_rows
             places = sources, targets if is_drawn or expanded is not None or draft_number is not None else -1
             arrays = self._host_arrays
@@ -323,6 +326,9 @@ class DecodeGraphs:
                 tables = np.append(np.flatnonzero(is_first), np.arange(num_rows, size + 1)).astype(np.int32)
             options = {"cascade": cascade, "expanded": expanded, "tables": tables}
             num_used = self._fill(arrays, size, rows, sampled, places, **options)
+            if num_sampled is not None:
+                indices = arrays[0][: _COLUMNS * size].reshape(_COLUMNS, size)[-1]
+                indices[:num_rows] = -1 - indices[:num_rows]
             if samples_each and expanded is not None:
                 arrays[0][_SAMPLED * size :][:num_rows] = expanded.positions + 1
             host, ends = self._host[0], _COLUMNS * size
@@ -344,11 +350,13 @@ class DecodeGraphs:
             return DecodeStep(token_ids, chosen.hidden[inverse], chosen, inverse)
         if samples_each:
             return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None)
-        has_readers = table.num_with_logprobs or table.num_with_hidden_states
+        has_readers = table.num_with_logprobs or table.num_with_hidden_states or self._has_ranks
         needs_masks = not (is_drawn or has_readers) and is_simple(sampled.records, aside_from=table.mask_bit)
         if expanded is None:
             return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None, needs_masks)
         order = table.upload(rows.token_ends - 1)
+        if num_sampled is not None:
+            order -= table.rejected[table.upload(rows.row_indices)]
         token_ids = None if token_ids is None else token_ids[order]
         return DecodeStep(token_ids, chosen.hidden[order], chosen, order, needs_masks, (rows.token_ends - 1).tolist())
 
@@ -490,7 +498,8 @@ class DecodeGraphs:
             """Return hidden states [B, D], logits [B, V] and token ids [B], which always have the same memory."""
             if table.has_bounds:
                 pages = buffers.starts, buffers.page_ids
-                move_rows(columns, pages, table.rejected, sampled=_SAMPLED, page_size=self._inputs.page_size)
+                sizes = {"page_size": self._inputs.page_size, "lag": int(self._features is not None)}
+                move_rows(columns, pages, table.rejected, sampled=_SAMPLED, **sizes)
             last_tokens = table.last_tokens.index_select(0, columns[0])
             features = None if self._features is None else self._read_features(self._features, columns)
             options = {"rows": rows, "adapters": adapters, "slots": columns[2], "features": features}

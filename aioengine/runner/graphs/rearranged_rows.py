@@ -152,10 +152,13 @@ def can_expand(rows: StepRows) -> bool:
     return bool(rows.samples.all()) and all(rows.starts[row] >= rows.requests[row].num_prompt for row in known)
 
 
-def expand_rows(rows: StepRows, table: RowTable, num_drafts: Ints | None = None) -> ExpandedRows:
+def expand_rows(
+    rows: StepRows, table: RowTable, num_drafts: Ints | None = None, num_sampled: Ints | None = None
+) -> ExpandedRows:
     """Give each token of the step its own row. Copies the known tokens to the last tokens of the table.
 
     num_drafts: [R] number of last tokens of each row that are drafts on the device; None: there are none.
+    num_sampled: [R] number of last tokens of each row that the step in flight may sample; None: as ``num_drafts``.
     """
     num_tokens, first = int(rows.token_ends[-1]), len(table.sampling)
     row_of_token = np.repeat(np.arange(len(rows.requests)), rows.counts)
@@ -164,12 +167,16 @@ def expand_rows(rows: StepRows, table: RowTable, num_drafts: Ints | None = None)
     sources[np.delete(np.arange(num_tokens), unknown)] = np.arange(first, first + len(rows.known_ids))
     sources[unknown] = rows.row_indices[unknown_rows]
     table.last_tokens[first : first + len(rows.known_ids)].copy_(table.upload(rows.known_ids))
-    if num_drafts is not None:
-        row_of_draft = np.repeat(np.arange(len(num_drafts)), num_drafts)
-        numbers = np.arange(len(row_of_draft)) - (num_drafts.cumsum() - num_drafts)[row_of_draft]
-        drafts = (rows.token_ends - num_drafts)[row_of_draft] + numbers
-        sources[drafts] = table.draft_indices(numbers, rows.row_indices[row_of_draft])
-        is_unread = table.unread[rows.row_indices] < len(table.unread)  # the host does not know the token before them
+    on_device = num_drafts if num_sampled is None else num_sampled
+    if on_device is not None:
+        row_of_last = np.repeat(np.arange(len(on_device)), on_device)
+        numbers = np.arange(len(row_of_last)) - (on_device.cumsum() - on_device)[row_of_last]
+        lasts = (rows.token_ends - on_device)[row_of_last] + numbers
+        if num_sampled is not None:
+            numbers = -1 - numbers
+        sources[lasts] = table.draft_indices(numbers, rows.row_indices[row_of_last])
+    if num_sampled is None:
+        is_unread = table.unread[rows.row_indices] < len(table.unread)  # only the device has the first token
         sources[(rows.token_ends - rows.counts)[is_unread]] = rows.row_indices[is_unread]
     positions = np.arange(num_tokens) + (rows.starts + rows.counts - rows.token_ends)[row_of_token]
     return ExpandedRows(row_of_token, positions, sources)

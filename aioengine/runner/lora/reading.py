@@ -7,6 +7,7 @@ D input size, O output size of a part.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,7 @@ def read_adapter(
             message names the file and the tensor.
     """
     folder = read_folder(Path(adapter.path), adapter.config)
-    parts = folder.parts(layout.shapes, max_rank=settings.max_rank, allowed=settings.modules or None)
+    parts = folder.parts(layout.whole_shapes, max_rank=settings.max_rank, allowed=settings.modules or None)
     offsets, size = layout.offsets({part.layer: part.rank for part in parts})
     elements = torch.zeros(size, dtype=dtype)
     table = layout.table(offsets)
@@ -69,10 +70,11 @@ def read_adapter(
             (num_outputs, num_inputs), own = layout.shapes[part.layer], offsets[part.layer]
             a = elements[own.first_a :][: own.rank * num_inputs].view(own.rank, num_inputs)
             b = elements[own.first_b :][: num_outputs * own.rank].view(num_outputs, own.rank)
-            _fill(a[: part.rank], read_tensor(file, part.a), part.a)
-            rows = read_tensor(file, part.b)[part.first_row : part.first_row + num_outputs]
-            if (order := layout.order(part.layer)) is not None:
-                rows = rows.index_select(0, order)
+            first_input = layout.first_inputs[part.layer]
+            _fill(a[: part.rank], read_tensor(file, part.a).narrow(1, first_input, num_inputs), part.a)
+            rows = read_tensor(file, part.b)[part.first_row : part.first_row + layout.whole_shapes[part.layer][0]]
+            if (stored := layout.stored_outputs.get(part.layer)) is not None:
+                rows = rows.index_select(0, stored)
             _fill(b[:, : part.rank], rows.to(torch.float32) * part.scale, part.b)
             matrices[part.layer] = a, b
     if for_gpu:
@@ -133,7 +135,9 @@ class Layout:
     the adapter changes follow, at the offsets in the table. So an adapter uses only the memory for its ranks.
 
     Attributes:
-        layers: the layers that adapters may change. shapes: (outputs, inputs) of each part, by name in the checkpoint.
+        layers: the layers that adapters may change. shapes, whole_shapes: (outputs, inputs) of each part on this rank,
+            and on all ranks, by name in the checkpoint.
+        first_inputs, stored_outputs: the inputs and outputs of each part that this rank has, see ``Linear``.
         max_rank: the maximum rank, a multiple of ``RANK_UNIT``.
     """
 
@@ -142,24 +146,27 @@ class Layout:
         self.max_rank = padded_rank(max_rank)
         self.layers: list[AdaptedLayer] = []
         self.shapes: dict[str, tuple[int, int]] = {}
-        self._orders: dict[str, Tensor] = {}
+        self.whole_shapes: dict[str, tuple[int, int]] = {}
+        self.first_inputs: dict[str, int] = {}
+        self.stored_outputs: dict[str, Tensor] = {}
         for prefix, linear in linears:
             names = tuple(f"{prefix}{part}" for part in linear.sizes)
             self.shapes |= {
                 name: (size, linear.in_features) for name, size in zip(names, linear.sizes.values(), strict=True)
             }
-            if linear.stored_order is not None:
-                self._orders |= zip(names, linear.stored_order.cpu().split([*linear.sizes.values()]), strict=True)
+            self.whole_shapes |= zip(names, linear.whole_shapes.values(), strict=True)
+            self.first_inputs |= dict.fromkeys(names, linear.first_input)
+            if linear.stored_outputs is not None:
+                outputs = linear.stored_outputs.cpu().split([*linear.sizes.values()])
+                starts = accumulate((size for size, _ in linear.whole_shapes.values()), initial=0)
+                self.stored_outputs |= {
+                    name: own - start for name, own, start in zip(names, outputs, starts, strict=False)
+                }
             if not modules or any(part in modules for part in linear.sizes):
                 first = self.layers[-1].first_part + len(self.layers[-1].names) if self.layers else 0
                 self.layers.append(AdaptedLayer(linear, names, first))
         self._names = [name for layer in self.layers for name in layer.names]
         self._modules = modules
-
-    def order(self, name: str) -> Tensor | None:
-        """Return the index in the checkpoint of each output [O] of this part; None: the order is the same."""
-        order = self._orders.get(name)
-        return None if order is None else order - order.min()
 
     def offsets(self, ranks: dict[str, int]) -> tuple[dict[str, PartOffsets], int]:
         """Return the offsets of the parts of an adapter with these ranks, and its size in elements."""

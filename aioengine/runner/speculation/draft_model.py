@@ -16,9 +16,8 @@ it can compute one position less than there are known tokens: it lags by one. Th
 states of the model, so the positions of accepted drafts are computed again. The last position of a prefix hit was
 computed with the next token of an earlier request. It is not computed again, because other requests share it.
 
-If drafts follow tokens that the host does not know yet (``PlannedDrafts.num_unknown``), the first draft computes the
-last two tokens: the last accepted draft may have no keys and values. Heads do not do this, because the number of tokens
-that they compute again depends on the accepted drafts.
+If drafts follow tokens that the host does not know yet (``PlannedDrafts.num_unknown``), all tokens that the step in
+flight may sample are computed before the first draft. The device samples the draft only after the last accepted one.
 
 N requests, R rows of a forward pass, T packed tokens, D model size, V vocabulary, X drafts.
 """
@@ -34,7 +33,6 @@ from torch.nn import functional
 
 from aioengine.attention._base import AttentionBackend, CapturableAttention, ForwardBatch
 from aioengine.protocol.messages import RequestKind
-from aioengine.runner.graphs.rearranged_rows import ExpandedRows
 from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
 from aioengine.runner.kv_pool import FIRST_PAGE, KVPool
 from aioengine.runner.logits.grammar import GrammarMask
@@ -161,7 +159,7 @@ class DraftModel:
         from aioengine.runner.graphs.decode_graphs import DecodeGraphs  # imports Triton
 
         model, attention = self._parts.model, self._parts.attention
-        if isinstance(attention, CapturableAttention):
+        if isinstance(attention, CapturableAttention) and not model.input_spec.rows:
             inputs = InputBuilder(
                 self._table.for_draft_model(), page_size=self._page_size, num_embeddings=model.vocab_size
             )
@@ -212,12 +210,14 @@ class DraftModel:
         if missing:
             self._extend(missing)
 
-    def can_follow(self, drafted: DraftedRequest, *, has_drafts: bool) -> bool:
-        """Return whether only the last two tokens may lack keys and values after the step in flight.
+    def can_follow(self, drafted: DraftedRequest, num_unknown: int) -> bool:
+        """Return whether there can be drafts after ``num_unknown`` more tokens, with few tokens to compute first."""
+        num_missing = _length(drafted) - self._lag - drafted.num_computed
+        return self._graphs is not None and num_missing + num_unknown <= 1 + self._table.max_drafts
 
-        has_drafts: in this step the request has drafts, before which all known tokens were computed.
-        """
-        return self._graphs is not None and (has_drafts or drafted.num_computed >= _length(drafted) - 1)
+    def catch_up(self, drafted: DraftedRequest, row: RequestRow) -> None:
+        """Record that the known tokens were computed before the drafts of the step in flight."""
+        self._advance(drafted, row, _length(drafted) - self._lag)
 
     def can_propose(self, row: Row) -> bool:
         """Return whether there can be drafts for a row. A draft head needs the hidden state of the model before the
@@ -300,16 +300,13 @@ class DraftModel:
         """
         table, num_rows = self._table, len(sampled.requests)
         starts, known, lag = sampled.positions - 1 - self._lag, self._joined_ids([]), self._lag
-        expanded: ExpandedRows | None = None
-        if not number and planned[0].num_unknown:
-            # an accepted last draft has no keys and values yet; otherwise the token before the last one has the same
-            starts -= 1
-            sources = np.stack([table.draft_indices(-1, sampled.row_indices), sampled.row_indices], axis=1)
-            positions = starts[:, None] + np.arange(2)
-            expanded = ExpandedRows(np.repeat(np.arange(num_rows), 2), positions.ravel(), sources.ravel())
-        elif not number:
+        num_sampled: Ints | None = None
+        if not number:
             starts = np.array([one.drafted.num_computed for one in planned], dtype=np.int64)
-            known = self._joined_ids([one.drafted.token_ids[one.drafted.num_computed + lag :] for one in planned])
+            ids = [one.drafted.token_ids[one.drafted.num_computed + lag :] + [0] * one.num_unknown for one in planned]
+            known = self._joined_ids(ids)
+            if planned[0].num_unknown:
+                num_sampled = np.array([one.num_unknown for one in planned], dtype=np.int64)
         counts = sampled.positions - lag - starts
         rows = StepRows(
             sampled.requests,
@@ -321,12 +318,12 @@ class DraftModel:
             num_known=counts if known.size else np.zeros_like(counts),
             known_ids=known,
         )
-        if counts.sum() > graphs.max_rows or self._parts.model.input_spec.rows:
+        if counts.sum() > graphs.max_rows:
             return None
-        replayed = graphs.replay(rows, sampled, draft_number=number, expanded=expanded)
+        replayed = graphs.replay(rows, sampled, draft_number=number, num_sampled=num_sampled)
         if known.size:
             for one in planned:
-                self._advance(one.drafted, one.row, one.length - lag)
+                self.catch_up(one.drafted, one.row)
         if replayed.token_ids is not None:
             return replayed.token_ids.clone()  # the next replay overwrites them
         logits = graphs.logits(replayed)

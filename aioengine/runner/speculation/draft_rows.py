@@ -8,9 +8,10 @@ If a draft model or head has CUDA graphs, its drafts stay on the device, and the
 tokens of the step. Otherwise, and if the step itself cannot verify them in a CUDA graph, the host reads them before the
 step.
 
-The drafts of a draft model may follow drafts of the step in flight: the device accepts them, and its graphs correct the
-positions. Other proposals need all earlier tokens on the host. So before a step with proposals, and before the step
-after it, the host waits for the steps in flight, except if the known tokens show that no n-gram will be found.
+Drafts may follow drafts of the step in flight: the device accepts them, and its graphs correct the positions. N-grams
+are looked up without the tokens in flight, see ``NgramProposer.propose``. If the graphs cannot do this, or if the step
+in flight has no drafts, the host waits for it before it proposes, except if the known tokens show that no n-gram will
+be found.
 """
 
 from __future__ import annotations
@@ -98,17 +99,24 @@ class DraftRows:
 
     def _can_follow(self, rows: list[Row]) -> bool:
         """Return whether the drafts of these rows can follow tokens that the device accepts in the step in flight."""
-        if self._model is None or len(self._launched) != 1:
+        if len(self._launched) != 1:
             return False
         (ticket,) = self._launched
         if ticket.drafts is None or not ticket.drafts.is_counted:
             return False
+        if len(rows) * (1 + self._table.max_drafts) > self._max_tokens:
+            return False
         launched = dict(zip(ticket.sampled, ticket.drafts.open, strict=True))
         for row in rows:
             entry = launched.get(row.uid)
-            if entry is None or self._open.get(row.uid) is not entry or not isinstance(entry.text, DraftedRequest):
+            if entry is None or self._open.get(row.uid) is not entry or entry.text is None:
                 return False
-            if not self._model.can_follow(entry.text, has_drafts=row.uid in ticket.drafts.proposed):
+            if isinstance(entry.text, NgramProposer):
+                continue
+            assert self._model is not None
+            if row.uid in ticket.drafts.proposed:
+                self._model.catch_up(entry.text, self._requests[row.uid])
+            if not self._model.can_follow(entry.text, _num_known(row, entry) - len(entry.text.token_ids)):
                 return False
         return True
 
@@ -152,7 +160,9 @@ class DraftRows:
             if row.num_drafts > most:
                 break
             if isinstance(text, NgramProposer):
-                if proposed := list(text.propose(row.num_drafts)):
+                in_flight = self._launched[0].drafts if num_unknown else None
+                followed = None if in_flight is None else in_flight.proposed.get(row.uid, ())
+                if proposed := list(text.propose(row.num_drafts, followed)):
                     drafts.proposed[row.uid] = proposed
                     most -= len(proposed)
             elif self._model is not None and self._model.can_propose(row):

@@ -7,7 +7,8 @@ without proposals has no index.
 
 from __future__ import annotations
 
-from itertools import cycle, islice
+import operator
+from itertools import cycle, islice, takewhile
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -18,6 +19,12 @@ SIZES: Final = (6, 3)
 PREFIX: Final = SIZES[-1] - 1
 """Length of the shortest n-gram without its last token."""
 _INDEXED: Final = (*SIZES, PREFIX)
+
+
+def num_equal(token_ids: Sequence[int], others: Sequence[int]) -> int:
+    """Return the number of first tokens that are the same in both."""
+    is_equal = map(operator.eq, token_ids, others)
+    return sum(1 for _ in takewhile(bool, is_equal))
 
 
 class NgramProposer:
@@ -45,11 +52,14 @@ class NgramProposer:
         self._update_index()
         return hash(tuple(self.token_ids[-PREFIX:])) in self._ends[-1]
 
-    def propose(self, count: int) -> Sequence[int]:
+    def propose(self, count: int, in_flight: Sequence[int] | None = None) -> Sequence[int]:
         """Return the ``count`` tokens that followed the latest earlier occurrence of the last tokens, else nothing.
 
         The longest of ``SIZES`` that occurred before decides. If fewer tokens followed, they are repeated: then the
         text has this period.
+
+        in_flight: the drafts of a step whose tokens are not known yet. They are expected to be those that followed the
+        earlier occurrence, so the tokens after these are returned.
         """
         token_ids, total = self.token_ids, len(self.token_ids)
         self._update_index()
@@ -57,7 +67,10 @@ class NgramProposer:
             last = token_ids[total - size :] if total - size >= self._first else []
             end = ends.get(hash(tuple(last))) if last else None
             if end is not None and token_ids[end - size : end] == last:  # another n-gram may have the same hash
-                return [*islice(cycle(token_ids[end : end + count]), count)]
+                most = count if in_flight is None else len(in_flight) + 1 + count
+                followed = [*islice(cycle(token_ids[end : end + most]), most)]
+                num_expected = 0 if in_flight is None else num_equal(in_flight, followed) + 1
+                return followed[num_expected : num_expected + count]
         return ()
 
     def _update_index(self) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
+from aioengine.runner.speculation.ngram import num_equal
 from aioengine.runner.transfer import Ints, Readback
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
@@ -93,9 +94,7 @@ class Verification:
 
 def num_accepted(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
     """Return the number of accepted drafts of a row. token_ids: sampled at their positions, and after the last one."""
-    count = 0
-    while count < len(drafts) and token_ids[count] == drafts[count]:
-        count += 1
+    count = num_equal(drafts, token_ids)
     return count - (token_ids[count] == FAILED and count > 0)  # as in ``Verification.take``
 
 
@@ -179,8 +178,8 @@ class Verifier:
             token_ids = self._sampler.sample(graphs.logits(step)[: len(later)], sampled.part(row_of_token, later))
         requests, row_indices = sampled.requests, sampled.row_indices
         num_planned = np.array([drafts.planned.get(request.uid, 0) for request in requests], dtype=np.int64)
-        previous = self._table.draft_indices(-1, row_indices)
-        spans = np.stack([row_indices, firsts, drafts.counts(requests), num_planned, previous])
+        stored = self._table.draft_indices(-1, row_indices)
+        spans = np.stack([row_indices, firsts, drafts.counts(requests), num_planned, stored])
         graphs.accept(step, token_ids, self._table.upload(spans))
         drafts.is_counted = True
         if drafts.on_device is not None:

@@ -19,6 +19,7 @@ import torch
 
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.triton.gated_linear import matmul
+from aioengine.kernels.triton.skinny_linear import gated_vector_matmul
 
 torch.manual_seed(0)
 for num_outputs, size, num_rows, programs in (
@@ -30,6 +31,7 @@ for num_outputs, size, num_rows, programs in (
     result = matmul(x, weight, programs)
     expected = activate_and_mul(torch.nn.functional.linear(x, weight), "silu")
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gated_vector_matmul(x[:1], weight), expected[:1], rtol=1e-4, atol=1e-4)
 """
 
 ACTIVATIONS = """

@@ -19,8 +19,9 @@ from aioengine.families._tensors import adaptable_layers, checkpoint_tensors, ex
 from aioengine.families.llama import LlamaFamily
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.layer import Placement, Shard, Units, rank_ranges
-from aioengine.layers.linear import Axis, Linear
+from aioengine.layers.linear import Linear
 from aioengine.model_files.checkpoint import check_entries, read_headers
+from aioengine.model_files.quantization import Axis
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization._base import LinearFormat, LinearSpec, Prepared, Tensors
 from aioengine.quantization.plain import PLAIN, plain

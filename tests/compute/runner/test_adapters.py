@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from aioengine.model_files.adapter_folder import fingerprint
 from aioengine.protocol.messages import Adapter, Sampling
 from aioengine.protocol.packed_logprobs import LogprobDecoder, LogprobRules
 from aioengine.runner.build import build
 from aioengine.scheduler.plan import TOKENS, NewRow, Row, StepPlan
 from aioengine.settings.config import LoraSettings
 from tests.compute.models.test_hybrids import make_config
+from tests.compute.rank_threads import ranked_world
 from tests.compute.runner_world import make_settings, save_model
 from tests.kit.adapters import change_tensors, merged, save_adapter
 from tests.kit.decoders import config_of, random_model
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aioengine.runner.model_runner import ModelRunner
+    from aioengine.runner.ticket import Ticket
+    from aioengine.scheduler.runner import Runner
     from aioengine.settings.config import Settings
 
 NUM_SLOTS, PAGE_SIZE = 3, 4
@@ -104,7 +108,7 @@ def opened(uid: int, slot: int, prompt: list[int], sampling: Sampling | None = N
     return NewRow(uid, sampling or Sampling(uid, temperature=0.0), len(prompt), prompt, pages, adapter_slot=slot)
 
 
-def generate(runner: ModelRunner, rows: list[NewRow], *, chunk: int = 100, num_tokens: int = 6) -> list[list[int]]:
+def generate(runner: Runner[Ticket], rows: list[NewRow], *, chunk: int = 100, num_tokens: int = 6) -> list[list[int]]:
     """Compute all rows together, with prompts in chunks of up to ``chunk`` tokens."""
     outputs: dict[int, list[int]] = {row.uid: [] for row in rows}
     done = dict.fromkeys(outputs, 0)
@@ -161,18 +165,21 @@ def test_logits_equal_merged_weights(case: Case) -> None:
         assert torch.equal(seen[-1][i], alone[slot][i]), "the bits depend on the batch"
 
 
-@pytest.mark.parametrize("case", ["gpt2", "gpt_neox", "glm4", "phi3", "qwen3_next"])
-def test_adapters_of_fused_and_reordered_layers_equal_merged_weights(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("case", ["gpt2", "gpt_neox", "glm4", "phi3", "qwen3_next", "falcon 40b", "llama one kv head"])
+def test_adapters_of_fused_and_reordered_layers_equal_merged_weights(case: str, num_ranks: int, tmp_path: Path) -> None:
     is_hybrid = case == "qwen3_next"
     base = random_model(make_config() if is_hybrid else config_of(case, max_position_embeddings=128))
     base.save_pretrained(tmp_path / "model")
     modules = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
     path = save_adapter(base, tmp_path / "adapter", target_modules=modules if is_hybrid else "all-linear")
     settings = small_settings(path=str(tmp_path / "model"), load_format="auto", context_length=128, page_size=4)
-    runner = build(with_adapters(settings), lambda _: None)
-    runner.adapters.place(1, runner.adapters.read(adapter(path))).result(timeout=60)
     prompts = [[(7 * i + 3 * j) % 90 + 1 for j in range(3 + 5 * i)] for i in range(4)]
-    found = generate(runner, [opened(i, i % 2, prompt) for i, prompt in enumerate(prompts)])
+    with ranked_world(with_adapters(settings), num_ranks) as world:
+        adapters = world.leading.adapters
+        assert adapters is not None
+        adapters.place(1, adapters.read(adapter(path, fingerprint=fingerprint(path)))).result(timeout=60)
+        found = generate(world.leading, [opened(i, i % 2, prompt) for i, prompt in enumerate(prompts)])
     before = [greedy(base, prompt) for prompt in prompts]
     adapted = merged(base, path)
     after = [greedy(adapted, prompt) for prompt in prompts]

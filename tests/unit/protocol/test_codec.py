@@ -47,12 +47,13 @@ from aioengine.protocol.messages import (
     TextOpened,
     TextRules,
 )
-from aioengine.protocol.rank_step import RankStep
+from aioengine.protocol.rank_step import RankAdapter, RankStep
 
 EPOCH = 2**62 + 11
 
 MESSAGES: list[Message] = [
     RankStep(1, b"plan"),
+    RankAdapter(2, 5, [3, 4], b"adapter"),
     Submit(1, [5, 6], Sampling(seed=2**63), Limits(7, stop_token_ids=(1,)), TextRules(stop=("\n",)), arrived_at=1.5),
     Submit(
         2, [5], Sampling(seed=1), Limits(7), TextRules(), continuation=Continuation(FirstToken(2, 0, 1.0, 2.0), [7])
@@ -86,7 +87,7 @@ def test_messages_are_decoded_equal_and_in_order() -> None:
     assert decoder.decode(encoder.encode([])) == []
     for message in MESSAGES:
         assert decoder.decode(encoder.encode([message])) == [message]
-    assert len({type(message) for message in MESSAGES}) == 15
+    assert len({type(message) for message in MESSAGES}) == 16
 
 
 def test_a_frame_of_another_epoch_is_dropped() -> None:

@@ -418,7 +418,6 @@ def test_adapters_are_refused_for_bidirectional_models() -> None:
 
 DIVISIBLE = replace(MODEL, rank_counts=(1, 2, 4), rank_sizes="it has 4 attention heads")
 GPUS = replace(MACHINE, num_gpus=2, has_triton=True)
-LORA = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": "all"}
 
 
 def test_ranks_share_the_cores_of_a_cpu() -> None:
@@ -447,9 +446,6 @@ def test_replicas_share_the_cores_of_a_cpu() -> None:
             "tp_size=2, dp_size=2 and base_gpu_id=0 need 4 GPUs, and this machine has 2",
         ),
         ({"base_gpu_id": 2}, {}, "tp_size=1, dp_size=1 and base_gpu_id=2 need 3 GPUs, and this machine has 2"),
-        ({"tp_size": 2}, {"is_quantized": True}, "tp_size=2 does not work with quantized weights yet"),
-        ({"tp_size": 2, "quantization": "int8"}, {}, "tp_size=2 does not work with quantized weights yet"),
-        ({"tp_size": 2, **LORA}, {}, "tp_size=2 does not work with LoRA adapters yet"),
         (
             {"tp_size": 2, "speculative_algorithm": "NGRAM"},
             {},
@@ -464,6 +460,6 @@ def test_ranks_that_do_not_work_are_refused(
         settings(replace(DIVISIBLE, **changes), GPUS, **arguments)  # pyright: ignore[reportArgumentType]
 
 
-def test_two_ranks_use_two_gpus_without_graphs() -> None:
+def test_two_ranks_use_two_gpus() -> None:
     runner = settings(DIVISIBLE, GPUS, tp_size=2).runner
-    assert (runner.device, runner.ranks, runner.cuda_graph_max_rows) == ("cuda", RankSettings(size=2), 0)
+    assert (runner.device, runner.ranks, runner.cuda_graph_max_rows) == ("cuda", RankSettings(size=2), 1024)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.runner.speculation.ngram import SIZES, NgramProposer
+from aioengine.runner.speculation.verifier import num_accepted
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 
@@ -67,3 +68,18 @@ def test_a_step_does_not_wait_for_a_token_that_cannot_complete_an_ngram(
 def test_texts_that_repeat_nothing_are_not_waited_for() -> None:
     assert not NgramProposer(list(range(100))).may_propose(1)
     assert not NgramProposer([5]).may_propose(1)
+
+
+@given(token_ids=TOKENS, in_flight=st.lists(st.integers(0, 2), max_size=4), count=st.integers(1, 5))
+def test_proposals_follow_the_tokens_expected_in_flight(token_ids: list[int], in_flight: list[int], count: int) -> None:
+    followed = proposed(token_ids, len(in_flight) + 1 + count)
+    num_expected = 1 + num_accepted(in_flight, followed) if followed else 0
+    expected = followed[num_expected : num_expected + count]
+    assert list(NgramProposer(token_ids).propose(count, in_flight)) == expected
+
+
+def test_wrong_drafts_in_flight_are_expected_to_be_rejected() -> None:
+    proposer = NgramProposer([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3])
+    assert proposer.propose(2, []) == [5, 6]
+    assert proposer.propose(2, [4, 5]) == [7, 8]
+    assert proposer.propose(2, [4, 9, 9]) == [6, 7]

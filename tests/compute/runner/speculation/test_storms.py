@@ -13,7 +13,7 @@ from aioengine.protocol.columns import DRAFTS
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, FinishCode, Limits, Sampling, Submit, TextRules
 from aioengine.protocol.packed_logprobs import LogprobRules
 from tests.compute.runner_world import World, make_settings, save_model, with_draft
-from tests.kit.draft_heads import head_config, random_tensors, save_head, save_with_mtp
+from tests.kit.draft_heads import head_config, random_tensors, save_head, save_repeating, save_with_mtp
 from tests.kit.drafts import save_with_draft
 from tests.kit.grammar_walks import FOLDER, grammar_of
 from tests.kit.processors import ADD
@@ -54,6 +54,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     config = head_config(draft_vocab_size=200)
     save_head(paths["EAGLE3"], config, random_tensors(config, "EAGLE3"))
     save_head(paths["EAGLE"], head_config(), random_tensors(head_config(), "EAGLE"))
+    paths["repeating"] = folder / "repeating"
+    save_repeating(save_model("llama", paths["repeating"]), paths["repeating"], folder / "head", "EAGLE")
     save_with_mtp(save_model("deepseek_v3", paths["MTP"], num_hidden_layers=3), paths["MTP"])
     return paths
 

@@ -1,0 +1,198 @@
+"""Sums over the ranks of tensor parallelism, on GPUs of one machine that can reach each other's memory.
+
+Each rank writes its part of the sum into the inboxes of the other ranks. In a message of few rows, each word has two
+numbers of 16 bits, and the number of the message. The receiver reads the words until all have the expected number, so
+the ranks need no other signal, and the time is that of one transfer. In a message of many rows, the words have two
+numbers only, and a flag follows each row.
+
+The inbox has two places for a row, used in turns. A rank sends message n + 2 of a row after it has received n + 1,
+which the other rank sent after its kernel of message n had ended. So no message is overwritten before it was read.
+
+R rows, D columns, N ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+@triton.jit
+def _unpacked(words: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the numbers in the low and the high half of int32 words [X], as fp32."""
+    low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _packed(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """Return int32 words [X] with two numbers of 16 bits each."""
+    low_bits = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low_bits | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _sum_kernel(
+    parts: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
+    epsilon: tl.tensor, inboxes: tl.tensor, flags: tl.tensor, counts: tl.tensor,
+    RANK: tl.constexpr, SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, HAS_FLAGS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store the sum of a row over the ranks. With a residual, add the sum to it, and store its RMS norm instead."""
+    DTYPE: tl.constexpr = parts.dtype.element_ty
+    WORDS: tl.constexpr = tl.pointer_type(tl.int32)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    num_words = num_columns // 2
+    mask = columns < num_words
+    words = row * num_words + columns
+    if residual is not None:  # the weight does not depend on the previous kernel
+        eps = tl.load(epsilon)
+        if weight.dtype.element_ty == tl.float32:
+            low_scale = tl.load(weight + 2 * columns, mask=mask, other=0.0)
+            high_scale = tl.load(weight + 2 * columns + 1, mask=mask, other=0.0)
+        else:
+            scales = tl.load(weight.to(WORDS, bitcast=True) + columns, mask=mask, other=0)
+            low_scale, high_scale = _unpacked(scales, DTYPE)
+    start_next_and_wait()
+    count = tl.load(counts + row) + 1
+    own = tl.load(parts.to(WORDS, bitcast=True) + words, mask=mask, other=0)
+    own_message = own
+    if not HAS_FLAGS:
+        own_message = (own.to(tl.int64) & 0xFFFFFFFF) | (count.to(tl.int64) << 32)
+    place = (count % 2) * ((SIZE - 1) * MAX_ROWS) + row  # of a message from the first of the other ranks
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            line = place + (RANK - (peer < RANK)) * MAX_ROWS
+            inbox = tl.load(inboxes + peer).to(tl.pointer_type(own_message.dtype))
+            tl.store(inbox + line * num_words + columns, own_message, mask=mask)
+            if HAS_FLAGS:
+                tl.debug_barrier()  # all threads must have stored before one sets the flag
+                flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + line
+                tl.atomic_xchg(flag, count, sem="release", scope="sys")
+    own_inbox = tl.load(inboxes + RANK).to(tl.pointer_type(own_message.dtype))
+    low = tl.zeros((BLOCK,), tl.float32)
+    high = tl.zeros((BLOCK,), tl.float32)
+    for peer in tl.static_range(SIZE):
+        received = own
+        if peer != RANK:
+            line = place + (peer - (peer > RANK)) * MAX_ROWS
+            words_in = own_inbox + line * num_words + columns
+            if HAS_FLAGS:
+                flag = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + line
+                while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != count:
+                    pass
+                tl.debug_barrier()
+            message = tl.load(words_in, mask=mask, other=0, volatile=True)
+            if not HAS_FLAGS:
+                while tl.max((mask & ((message >> 32) != count)).to(tl.int32), 0) != 0:
+                    message = tl.load(words_in, mask=mask, other=0, volatile=True)
+            received = message.to(tl.int32)
+        low_part, high_part = _unpacked(received, DTYPE)
+        low += low_part
+        high += high_part
+    tl.store(counts + row, count)
+    low_sum, high_sum = low.to(DTYPE), high.to(DTYPE)
+    if residual is not None:
+        old = tl.load(residual.to(WORDS, bitcast=True) + words, mask=mask, other=0)
+        low_old, high_old = _unpacked(old, DTYPE)
+        low_sum = (low_old + low_sum.to(tl.float32)).to(DTYPE)
+        high_sum = (high_old + high_sum.to(tl.float32)).to(DTYPE)
+        tl.store(residual.to(WORDS, bitcast=True) + words, _packed(low_sum, high_sum), mask=mask)
+        low, high = low_sum.to(tl.float32), high_sum.to(tl.float32)
+        inverse = 1.0 / tl.sqrt_rn(tl.sum(low * low + high * high, 0) / num_columns + eps)
+        low, high = low * inverse, high * inverse
+        if weight.dtype.element_ty != tl.float32:  # round before the product, too
+            low, high = low.to(DTYPE).to(tl.float32), high.to(DTYPE).to(tl.float32)
+        low_sum, high_sum = (low * low_scale).to(DTYPE), (high * high_scale).to(DTYPE)
+    tl.store(out.to(WORDS, bitcast=True) + words, _packed(low_sum, high_sum), mask=mask)
+
+
+MANY_ROWS = 1024
+"""From this number of rows on, programs of few threads are faster. Measured on two H200s."""
+_sum = KernelLauncher(_sum_kernel)
+Handle = tuple[object, ...]
+
+
+class Inboxes:
+    """The memory into which the ranks write their parts of sums [R, D] in 16 bits."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        max_rows: int,
+        num_columns: int,
+        *,
+        has_flags: bool,
+        device: torch.device,
+        exchange: Callable[[Handle], list[Handle]],
+    ) -> None:
+        """Open the inboxes of all ranks, which must be on GPUs of this machine.
+
+        Args:
+            max_rows: maximum R of a sum.
+            num_columns: D, an even number.
+            has_flags: for many rows.
+            exchange: gives a handle to all ranks, and returns the handles of all.
+
+        Raises:
+            RuntimeError: the GPUs cannot write into each other's memory.
+        """
+        self._rank, self._size = rank, size
+        self._max_rows, self._num_columns, self._has_flags = max_rows, num_columns, has_flags
+        num_lines = 2 * (size - 1) * max_rows
+        line_bytes = num_columns // 2 * (4 if has_flags else 8)
+        # the flags are behind the lines
+        self._own = torch.zeros(num_lines * (line_bytes + 4), dtype=torch.uint8, device=device)
+        self._counts = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)  # it must be zeros before another rank writes
+        _, *handle, _ = self._own.untyped_storage()._share_cuda_()
+        handles = exchange(tuple(handle))
+        self._opened = [self._own if peer == rank else _opened(other, device) for peer, other in enumerate(handles)]
+        self._inboxes = torch.tensor([inbox.data_ptr() for inbox in self._opened], device=device)
+        self._flags = self._inboxes + num_lines * line_bytes
+
+    def serves(self, parts: Tensor) -> bool:
+        """Return whether ``parts`` [...] can be added here."""
+        is_like = parts.dtype.itemsize == 2 and parts.shape[1:] == (self._num_columns,)
+        return is_like and len(parts) <= self._max_rows
+
+    def all_reduce(self, parts: Tensor) -> Tensor:
+        """Return the sum over the ranks, rounded once: contiguous parts [R, D] -> [R, D]."""
+        return self._sum(parts, None, None, None)
+
+    def add_rms_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
+        """Add the sum of the parts to the residual in place, contiguous [R, D] each, and return its RMS norm [R, D]."""
+        return self._sum(parts, residual, weight, epsilon)
+
+    def _sum(self, parts: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: Tensor | None) -> Tensor:
+        out = torch.empty_like(parts)
+        num_rows, num_columns = parts.shape
+        block = next_power_of_2(num_columns // 2)
+        constants = self._rank, self._size, self._max_rows, self._has_flags, block
+        memory = self._inboxes, self._flags, self._counts
+        arguments = (parts, residual, weight, out, num_columns, epsilon, *memory, *constants)
+        aligned = alignments(parts, parts if residual is None else residual)
+        key = (parts.dtype, None if weight is None else weight.dtype, num_columns, *constants, *aligned)
+        num_warps = 4 if num_rows >= MANY_ROWS else min(max(block // 128, 1), 16)
+        _sum((num_rows, 1, 1), (*key, num_warps), arguments, options(num_warps))
+        return out
+
+
+def _opened(handle: Handle, device: torch.device) -> Tensor:
+    """Return the inbox [X] of another rank. Its memory is on that rank's GPU, whatever the tensor says."""
+    must_wait = False  # for an event of the owner
+    memory = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle, must_wait)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(memory, 0, (memory.nbytes(),))

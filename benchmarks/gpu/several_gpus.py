@@ -1,0 +1,101 @@
+"""Workloads on two GPUs: a model divided between them (``tp_size=2``), and a copy of it on each (``dp_size=2``).
+
+    python -m benchmarks.gpu.several_gpus --models /tmp/bench-models --json results.json
+    python -m benchmarks.gpu.several_gpus --models /tmp/bench-models --rows replicas
+
+ranks     ``tp_size=2``, model b: W2, W3 and W6 of ``benchmarks.gpu.workloads``
+replicas  ``dp_size=2``, model a: W1 with the requests of seeds 0 and 2 in one call, beside one GPU with those of seed
+          0; W4 on two GPUs and on one. By turns, in one run: tokens per second, and the CPU time of the user's process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from benchmarks.gpu.compare import POOL_TOKENS
+from benchmarks.gpu.engines import AioEngine, Output, version
+from benchmarks.gpu.models import write_folder
+from benchmarks.gpu.workloads import WORKLOADS, Bench, run, streams, summary, torch_device_name
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.engines import Ids
+
+ROUNDS = 3
+"""The first one does not count."""
+
+
+def offline_requests(seeds: list[int]) -> tuple[list[Ids], list[Output]]:
+    """The requests of W1, for each seed."""
+    prompts: list[Ids] = []
+    outputs: list[Output] = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        prompts += [[draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))] for _ in range(256)]
+        outputs += [Output(draw.randint(100, 1024)) for _ in range(256)]
+    return prompts, outputs
+
+
+async def ranks(models: Path) -> dict[str, object]:
+    engine = AioEngine()
+    await engine.start(write_folder(models, "b"), {"tp_size": 2})
+    try:
+        return {row: await run(row, WORKLOADS[row][1], Bench(engine)) for row in ("W2", "W3", "W6")}
+    finally:
+        await engine.close()
+
+
+async def replicas(models: Path) -> dict[str, object]:
+    folder = write_folder(models, "a")
+    benches = {"one": Bench(AioEngine(), runs_once=True), "two": Bench(AioEngine(), runs_once=True)}
+    for (name, bench), arguments in zip(benches.items(), ({"base_gpu_id": 0}, {"dp_size": 2}), strict=True):
+        await bench.engine.start(folder, {"max_total_tokens": POOL_TOKENS["a"], **arguments})
+        print(f"{name}: started", flush=True)
+    try:
+        for number in range(ROUNDS):
+            for name, bench in list(benches.items())[:: -1 if number % 2 else 1]:
+                prompts, outputs = offline_requests([0] if name == "one" else [0, 2])
+                own = time.process_time()
+                seconds = await bench.generate(prompts, outputs)
+                own, count = time.process_time() - own, sum(output.num_tokens for output in outputs)
+                bench.add("W1 tok/s", count / seconds)
+                bench.add("W1 frontend CPU us a token", own / count * 1e6)
+                await streams(bench)
+                if not number:
+                    bench.figures.clear()
+    finally:
+        for bench in benches.values():
+            await bench.engine.close()
+    for name, bench in benches.items():
+        for key, values in bench.figures.items():
+            found = summary(values)
+            print(f"{name} {key:36} {found['median']:12.3f}   ({found['min']:.3f} to {found['max']:.3f})", flush=True)
+    return {name: {key: summary(values) for key, values in bench.figures.items()} for name, bench in benches.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, required=True, help="folder for the model folders")
+    parser.add_argument("--rows", nargs="+", choices=["ranks", "replicas"], default=["ranks", "replicas"])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results: dict[str, object] = {}
+    if "ranks" in options.rows:
+        results["ranks"] = uvloop.run(ranks(options.models))
+    if "replicas" in options.rows:
+        results["replicas"] = uvloop.run(replicas(options.models))
+    packages = ("torch", "triton", "flashinfer-python", "msgspec", "pyzmq")
+    versions = {name: found for name in packages if (found := version(name))}
+    results["made"] = {"date": time.strftime("%Y-%m-%d"), "gpu": torch_device_name(), "versions": versions}
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Sums over ranks in Triton's interpreter: a rank whose inbox already has the messages of the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compute.interpreted import run_compiled, run_interpreted
+
+SETUP = """
+import torch
+
+from aioengine.kernels.norms import rms_norm
+from aioengine.kernels.triton import rank_sums
+
+SIZE, ROWS, COLUMNS = 3, 4, 96
+
+
+def inboxes(rank, has_flags):
+    \"\"\"Return the inboxes of a rank whose memory is that of this process.\"\"\"
+    made = object.__new__(rank_sums.Inboxes)
+    made._max_rows, made._rank, made._size, made._num_columns = ROWS, rank, SIZE, COLUMNS
+    made._has_flags = has_flags
+    dtype = torch.int32 if has_flags else torch.int64
+    made.memory = [torch.zeros(2, SIZE - 1, ROWS, COLUMNS // 2, dtype=dtype) for _ in range(SIZE)]
+    made.flags = [torch.zeros(2, SIZE - 1, ROWS, dtype=torch.int32) for _ in range(SIZE)]
+    made._counts = torch.zeros(ROWS, dtype=torch.int32)
+    made._inboxes = torch.tensor([inbox.data_ptr() for inbox in made.memory])
+    made._flags = torch.tensor([flags.data_ptr() for flags in made.flags])
+    return made
+"""
+
+SUMS = """
+torch.manual_seed(0)
+
+
+def check(has_flags, dtype, tolerance):
+    made = inboxes(1, has_flags)
+    for number in range(1, 6):
+        num_rows = 1 + number % ROWS
+        parts = torch.randn(SIZE, num_rows, COLUMNS).to(dtype)
+        words = parts.view(torch.int32)
+        counts = made._counts[:num_rows] + 1
+
+        def message(rank, row):
+            number = int(counts[row]) << 32
+            return words[rank, row] if has_flags else (words[rank, row].long() & 0xFFFFFFFF) | number
+
+        for row, count in enumerate(counts.tolist()):
+            for index, peer in enumerate((0, 2)):
+                made.memory[1][count % 2, index, row] = message(peer, row)
+                made.flags[1][count % 2, index, row] = count
+        expected = sum(part.float() for part in parts).to(dtype)
+        if number % 2:
+            torch.testing.assert_close(made.all_reduce(parts[1]), expected, atol=0, rtol=tolerance)
+        else:
+            residual, epsilon = torch.randn(num_rows, COLUMNS).to(dtype), torch.tensor(1e-5)
+            weight = torch.randn(COLUMNS).to(dtype if number % 4 else torch.float32)
+            total = residual + expected
+            normed = made.add_rms_norm(parts[1], residual, weight, epsilon)
+            torch.testing.assert_close(residual, total, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(normed, rms_norm(total, weight, epsilon), atol=2 * tolerance, rtol=0.02)
+        for row, count in enumerate(counts.tolist()):  # what the other ranks received
+            for peer, index in ((0, 0), (2, 1)):
+                assert torch.equal(made.memory[peer][count % 2, index, row], message(1, row))
+                assert made.flags[peer][count % 2, index, row] == count * has_flags
+        assert torch.equal(made._counts[:num_rows], counts)
+
+
+for has_flags in (False, True):
+    check(has_flags, torch.float16, 0)
+    check(has_flags, torch.bfloat16, 0.02)  # the interpreter cuts fp32 to bf16 instead of rounding it
+"""
+
+COMPILED = """
+for dtype, has_flags in ((torch.bfloat16, False), (torch.float16, True)):
+    made = inboxes(0, has_flags)
+    parts = torch.zeros(2, COLUMNS, dtype=dtype)
+    made.all_reduce(parts)
+    for weight in (parts[0], parts[0].float()):
+        made.add_rms_norm(parts, parts, weight, torch.tensor(1e-5))
+"""
+
+
+def test_sums_are_those_of_all_ranks() -> None:
+    """They are rounded once, and the other ranks receive the part of this rank with the number of the message."""
+    run_interpreted(SETUP + SUMS)
+
+
+@pytest.mark.slow
+def test_sums_compile_for_hopper() -> None:
+    run_compiled(SETUP + COMPILED)
