@@ -23,6 +23,7 @@ from aioengine.runner.inputs import InputBuilder, StepRows
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.pooler import PooledRows, Pooler
+from aioengine.runner.request_row import why_no_token
 from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
     from aioengine.settings.config import Settings
 
     Facts = dict[str, str | int | float | bool]
-
-_NOT_FINITE = "the model produced non-finite values (NaN or inf) for this request: its weights or its dtype overflow"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +144,7 @@ class ModelRunner:
             draft_model = None
             if parts.draft is not None:
                 draft_model = DraftModel(parts.draft, self._table, self._sampler, processors, num_embeddings)
-            with_grammars = settings.scheduler.depth == 0
-            self._drafts = DraftRows(self._table, draft_model, with_grammars=with_grammars)
+            self._drafts = DraftRows(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
             models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
             self._table.has_bounds = not any(any(model.attention_shape.windows) for model in models)
             self._verifier = Verifier(
@@ -170,8 +168,7 @@ class ModelRunner:
 
         assert isinstance(self._attention, CapturableAttention)
         parts = self._model, self._attention, self._inputs
-        has_ranks = self._ranks is not None
-        graphs = DecodeGraphs(*parts, vocab_size=self._vocab_size, max_rows=max_rows, has_ranks=has_ranks)
+        graphs = DecodeGraphs(*parts, vocab_size=self._vocab_size, max_rows=max_rows, has_ranks=self._ranks is not None)
         graphs.capture(report)
         self._graphs = graphs
         self._constrained.max_tokens = graphs.max_rows
@@ -277,7 +274,7 @@ class ModelRunner:
         requests = self._table.requests
         empty_uids = [uid for uid in bad if uid in requests and self._constrained.allow_no_token(requests[uid])]
         errors = {
-            uid: self._custom.errors.pop(uid, "") or _failure_reason(requests.get(uid), is_empty=uid in empty_uids)
+            uid: self._custom.errors.pop(uid, "") or why_no_token(requests.get(uid), is_empty=uid in empty_uids)
             for uid in bad
         }
         for uid in requests.keys() & bad:  # the other requests were closed while the step was in flight
@@ -381,8 +378,7 @@ class ModelRunner:
         """Return the planned rows with their proposed drafts, the columns of the computable rows, and the drafts."""
         if any(row.num_drafts for row in planned):
             self._constrained.sample_deferred()
-        failed = self._failed.reasons
-        planned = [row for row in planned if row.uid not in failed] if failed else planned
+        planned = [row for row in planned if row.uid not in self._failed.reasons]
         may_overlap = self._graphs is not None and self._graphs.may_overlap(planned)
         drafts = proposer.propose(planned, may_overlap=may_overlap)
         drafted = proposer.with_drafts(planned, drafts)
@@ -402,9 +398,8 @@ class ModelRunner:
         if pooled is not None:
             self._pooler.pool(hidden, pooled)
         if len(sampled) == len(rows.requests):
-            return self._sample_or_defer(
-                hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts)
-            )
+            all_rows = self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts)
+            return self._sample_or_defer(hidden, all_rows)
         if not sampled:
             return self._values_without_token(hidden)
         row_indices, positions = rows.row_indices[rows.samples], (rows.starts + rows.counts)[rows.samples]
@@ -582,23 +577,3 @@ def _sampler_class(device: torch.device) -> type[Sampler | DeviceSampler]:
     from aioengine.runner.sampling.device_sampler import DeviceSampler
 
     return DeviceSampler
-
-
-def _failure_reason(request: RequestRow | None, *, is_empty: bool) -> str:
-    """Return why no token could be sampled for a request. None: it was closed.
-
-    is_empty: its grammar and its token lists allow no token.
-    """
-    if request is None:
-        return _NOT_FINITE
-    sampling = request.sampling
-    if sampling.custom_processor:
-        return _NOT_FINITE + f"; or custom_logit_processor {sampling.custom_processor!r} returned them"
-    lists = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_token_ids}
-    names = [name for name, ids in lists.items() if ids]
-    if not names:
-        return _NOT_FINITE
-    if sampling.grammar is not None:
-        names.append(sampling.grammar.parameter)
-    reason = f"no token is allowed by {' and '.join(names)}{' together' * (len(names) > 1)}"
-    return f"{reason}; allow one more" if is_empty else f"{reason}; or {_NOT_FINITE}"
