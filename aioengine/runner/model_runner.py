@@ -144,8 +144,7 @@ class ModelRunner:
             draft_model = None
             if parts.draft is not None:
                 draft_model = DraftModel(parts.draft, self._table, self._sampler, processors, num_embeddings)
-            with_grammars = settings.scheduler.depth == 0
-            self._drafts = DraftRows(self._table, draft_model, with_grammars=with_grammars)
+            self._drafts = DraftRows(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
             models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
             self._table.has_bounds = not any(any(model.attention_shape.windows) for model in models)
             self._verifier = Verifier(
@@ -169,8 +168,7 @@ class ModelRunner:
 
         assert isinstance(self._attention, CapturableAttention)
         parts = self._model, self._attention, self._inputs
-        has_ranks = self._ranks is not None
-        graphs = DecodeGraphs(*parts, vocab_size=self._vocab_size, max_rows=max_rows, has_ranks=has_ranks)
+        graphs = DecodeGraphs(*parts, vocab_size=self._vocab_size, max_rows=max_rows, has_ranks=self._ranks is not None)
         graphs.capture(report)
         self._graphs = graphs
         self._constrained.max_tokens = graphs.max_rows
@@ -380,8 +378,7 @@ class ModelRunner:
         """Return the planned rows with their proposed drafts, the columns of the computable rows, and the drafts."""
         if any(row.num_drafts for row in planned):
             self._constrained.sample_deferred()
-        failed = self._failed.reasons
-        planned = [row for row in planned if row.uid not in failed] if failed else planned
+        planned = [row for row in planned if row.uid not in self._failed.reasons]
         may_overlap = self._graphs is not None and self._graphs.may_overlap(planned)
         drafts = proposer.propose(planned, may_overlap=may_overlap)
         drafted = proposer.with_drafts(planned, drafts)
@@ -401,9 +398,8 @@ class ModelRunner:
         if pooled is not None:
             self._pooler.pool(hidden, pooled)
         if len(sampled) == len(rows.requests):
-            return self._sample_or_defer(
-                hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts)
-            )
+            all_rows = self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts)
+            return self._sample_or_defer(hidden, all_rows)
         if not sampled:
             return self._values_without_token(hidden)
         row_indices, positions = rows.row_indices[rows.samples], (rows.starts + rows.counts)[rows.samples]

@@ -13,28 +13,33 @@ has a byte tokenizer (one token for each byte of UTF-8) and the answers of the t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from aioengine.api.args import MAX_WEIGHT
 from aioengine.api.engine import AsyncEngine
 from aioengine.api.sync import Engine
 from aioengine.frontend.engine_parts import Blueprint
 from aioengine.frontend.loaded_adapters import AdapterRules
+from aioengine.protocol.orders import roles_of
 from aioengine.settings.config import (
     DeliveryConfig,
     LoraSettings,
     MemorySettings,
     ModelSettings,
     QueueConfig,
+    RankSettings,
     RunnerSettings,
     SchedulerSettings,
     Settings,
     SupervisionConfig,
     TextSettings,
 )
+from aioengine.supervision.fleet import Fleet, Processes
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.testing.byte_tokenizer import BYTE_MODEL, EOS_TOKEN_ID, VOCAB_SIZE
 from aioengine.testing.fake_runner import HIDDEN_SIZE, PRINTABLE
@@ -67,7 +72,8 @@ class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         depend on the prompt.
     step_time_s: duration of each step. faults: the faults to inject.
     processes: True: use subprocesses like a real engine. False: run everything on the event loop of the engine, which
-        starts immediately. None: use subprocesses only if a fault kills, stalls or delays one, or steps take time.
+        starts immediately. None: use subprocesses only if a fault kills, stalls or delays one, steps take
+        time, or there are several ranks.
     max_loras_per_batch: 0: no adapters. The linear layers of the model are ``LAYERS``, and adapters are in fp32.
     adapter_s: time to read an adapter.
     context_length, num_pages (of 16 tokens), max_running, max_queued: limits, which may be very small. The other fields
@@ -94,6 +100,8 @@ class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_loras_per_batch: _Count = 0
     max_loaded_loras: _Size | None = None
     adapter_s: _Seconds = 0.0
+    tp_size: _Size = 1
+    dp_size: _Size = 1
 
     @property
     def has_processes(self) -> bool:
@@ -102,7 +110,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return self.processes
         faults = self.faults or Faults()
         kills = faults.kill_at or faults.exit_at or faults.poison_token_id >= 0 or faults.kill_at_control
-        return bool(kills or faults.stall_at or faults.start_s or self.step_time_s)
+        return bool(kills or faults.stall_at or faults.start_s or self.step_time_s or self.tp_size > 1)
 
     def settings(self) -> Settings:
         """Return the settings of the processes."""
@@ -143,6 +151,8 @@ class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 num_threads=1,
                 lora=self.lora,
                 options=options,
+                ranks=RankSettings(size=self.tp_size) if self.tp_size > 1 else None,
+                num_replicas=self.dp_size,
             ),
             text=TextSettings(tokenizer_path=folder, allow_request_templates=self.allow_request_templates),
             random_seed=self.random_seed,
@@ -166,8 +176,16 @@ class FakeSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             startup_timeout_s=STARTUP_TIMEOUT_S,
         )
 
-        def make_processes(events: Events) -> Supervisor:
-            return Supervisor(settings, limits, launcher="process" if self.has_processes else "inline", events=events)
+        def make_replica(number: int, events: Events) -> Supervisor:
+            own = replace(settings, runner=replace(settings.runner, replica=number))
+            if not self.has_processes:
+                return Supervisor(own, limits, launcher="inline", events=events)
+            return Supervisor(own, limits, launcher="process", events=events, roles=roles_of(own))
+
+        def make_processes(events: Events) -> Processes:
+            if self.dp_size == 1:
+                return make_replica(0, events)
+            return Fleet([partial(make_replica, number) for number in range(self.dp_size)], events)
 
         return Blueprint(
             settings=settings,

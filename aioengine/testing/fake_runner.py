@@ -35,7 +35,7 @@ from aioengine.scheduler.planner import OUTPUTS
 from aioengine.testing.faults import Faults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from typing import Self
 
     from aioengine.protocol.messages import Adapter, Control, Progress, Sampling
@@ -246,7 +246,7 @@ class FakeRunner:
         self._busy_until = 0.0
         self.adapters = FakeAdapterSlots(num_adapter_slots, model.adapter_s) if num_adapter_slots else None
         self.use_grammars = None
-        self.use_ranks = None
+        self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -263,6 +263,10 @@ class FakeRunner:
             faults=faults,
             num_adapter_slots=0 if settings.runner.lora is None else settings.runner.lora.num_slots,
         )
+
+    def use_ranks(self, send_plan: Callable[[StepPlan, Collection[int]], None]) -> None:
+        """See ``Runner``. The other ranks compute other tokens, because nothing is broadcast."""
+        self._send_plan = send_plan
 
     @property
     def facts(self) -> Mapping[str, str | int | float | bool]:
@@ -297,6 +301,8 @@ class FakeRunner:
         with_outputs = [row.uid for row in plan.rows if row.outputs]
         if self._faults.fail_row_at == self._step and with_outputs:
             result.failed[with_outputs[0]] = f"as asked for by fail_row_at={self._step}"
+        if self._send_plan is not None:
+            self._send_plan(plan, result.failed)
         rejected = [(self._rows[uid], count) for uid, count in result.num_rejected.items()]
         if self._model.step_time_s:
             self._busy_until = max(self._busy_until, time.monotonic()) + self._model.step_time_s

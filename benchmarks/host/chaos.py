@@ -1,6 +1,7 @@
 """Chaos: random load on an engine whose processes are killed and stopped; readers leave, dawdle and come back.
 
-    python -m benchmarks.host.chaos [--minutes 20] [--workers 48] [--seed 1] [--no-kills] [--json]
+    python -m benchmarks.host.chaos [--minutes 20] [--workers 48] [--seed 1] [--no-kills] [--tp-size 2] [--dp-size 2]
+        [--json]
 
 Real processes with a fake model, whose output is known, so every byte that anybody reads is compared. Beside the load:
 SIGKILL and SIGSTOP to the engine's processes, requests that kill the scheduler (one of them fails, nobody else),
@@ -389,7 +390,7 @@ class Chaos:
     def _send_garbage(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         for folder in self._place.glob("aioengine-*"):
-            for name in ("scheduler", "detokenizer", "frontend"):
+            for name in ("scheduler", "detokenizer", "frontend", "runner-1"):
                 if not (folder / name).is_socket():
                     continue
                 with context.socket(zmq.PUSH) as stranger:
@@ -491,9 +492,8 @@ def open_files() -> list[str]:
     return [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
 
 
-async def unleash(seconds: float, *, seed: int, num_workers: int, kills: bool) -> Chaos:
+async def unleash(seconds: float, setup: FakeSetup, *, seed: int, num_workers: int, kills: bool) -> Chaos:
     """Run an engine through it; its counts hold mismatches, hangs and leaks."""
-    setup = setup_of(seed, kills=kills)
     with tempfile.TemporaryDirectory(prefix="aio-", dir="/tmp") as folder:
         os.environ["XDG_RUNTIME_DIR"] = folder
         async with AsyncEngine.from_blueprint(setup.blueprint) as engine:  # what is made once for all is made here
@@ -525,14 +525,14 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=48, help="that ask for one thing after the other")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-kills", action="store_true", help="no process dies")
+    parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--dp-size", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args()
     logging.getLogger("aioengine").setLevel(logging.CRITICAL)  # it would tell of each process that is replaced
-    chaos = asyncio.run(
-        unleash(
-            60 * arguments.minutes, seed=arguments.seed, num_workers=arguments.workers, kills=not arguments.no_kills
-        )
-    )
+    seed, kills = arguments.seed, not arguments.no_kills
+    setup = msgspec.structs.replace(setup_of(seed, kills=kills), tp_size=arguments.tp_size, dp_size=arguments.dp_size)
+    chaos = asyncio.run(unleash(60 * arguments.minutes, setup, seed=seed, num_workers=arguments.workers, kills=kills))
     counts = {"mismatches": 0, "hangs": 0, "leaks": 0, "slow callbacks": 0, **chaos.counts}
     if arguments.json:
         print(json.dumps({"minutes": arguments.minutes, "counts": counts, "problems": chaos.problems}))

@@ -23,6 +23,7 @@ from aioengine.scheduler.request import Gate
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.page_groups import PageGroups
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket
+from tests.core.ranked_runner import RankedFakeRunner
 from tests.core.windowed_runner import WindowedFakeRunner
 from tests.kit.fake_reference import reference_output, reference_vector
 from tests.kit.settings import small_settings
@@ -61,7 +62,7 @@ class WatchedRunner:
     vectors: the vectors of all results, by uid.
     """
 
-    def __init__(self, runner: FakeRunner, *, gives_one: bool) -> None:
+    def __init__(self, runner: FakeRunner | RankedFakeRunner, *, gives_one: bool) -> None:
         self._runner = runner
         self.adapters = runner.adapters
         self.use_grammars = None
@@ -114,7 +115,10 @@ class WatchedRunner:
 
 @dataclass
 class World:
-    """One core, its requests and their results. windows: as in ``PageGroups``; empty: no page groups."""
+    """One core, its requests and their results. windows: as in ``PageGroups``; empty: no page groups.
+
+    num_ranks: above 1, all ranks compute the same rows; then there are no windows and faults.
+    """
 
     settings: SchedulerSettings
     num_pages: int
@@ -122,6 +126,7 @@ class World:
     model: FakeModel = MODEL
     faults: Faults | None = None
     windows: tuple[int | None, ...] = ()
+    num_ranks: int = 1
     now: float = 0.0
     submitted: dict[int, Submit] = field(default_factory=dict[int, Submit])
     outputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
@@ -133,8 +138,11 @@ class World:
     num_never_told: int = 0
 
     def __post_init__(self) -> None:
-        runner = FakeRunner(self.model, num_pages=self.num_pages, page_size=self.page_size, faults=self.faults)
-        if self.windows:
+        sizes = {"num_pages": self.num_pages, "page_size": self.page_size}
+        runner: FakeRunner | RankedFakeRunner = FakeRunner(self.model, **sizes, faults=self.faults)
+        if self.num_ranks > 1:
+            runner = RankedFakeRunner(self.model, self.num_ranks, **sizes)
+        elif self.windows:
             groups = PageGroups(windows=self.windows, page_size=self.page_size, min_tokens=self.settings.min_tokens)
             runner = WindowedFakeRunner(self.model, groups, num_pages=self.num_pages, faults=self.faults)
         self.runner = WatchedRunner(

@@ -27,7 +27,7 @@ class Storm:
     policy: str
     prefix_cache: bool
 
-    def world(self, depth: int, faults: Faults | None = None) -> World:
+    def world(self, depth: int, faults: Faults | None = None, num_ranks: int = 1) -> World:
         return World(
             settings_of(
                 max_running=self.max_running,
@@ -40,6 +40,7 @@ class Storm:
             num_pages=max(2, self.pool_tokens // self.page_size),
             page_size=self.page_size,
             faults=faults,
+            num_ranks=num_ranks,
         )
 
     def requests(self, rng: random.Random) -> list[Submit]:
@@ -60,11 +61,17 @@ storms = st.builds(
 )
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+with_ranks = pytest.mark.parametrize(
+    ("depth", "num_ranks"),
+    [(0, 1), (1, 1), (2, 1), (1, 2), *(pytest.param(depth, 2, marks=pytest.mark.slow) for depth in (0, 2))],
+)
+
+
+@with_ranks
 @given(storm=storms)
-def test_random_workloads_give_the_reference_tokens(depth: int, storm: Storm) -> None:
+def test_random_workloads_give_the_reference_tokens(depth: int, num_ranks: int, storm: Storm) -> None:
     rng = random.Random(storm.seed)
-    world = storm.world(depth)
+    world = storm.world(depth, num_ranks=num_ranks)
     waiting = storm.requests(rng)
     while waiting or world.core.has_work:
         while waiting and rng.random() < 0.4:
@@ -74,11 +81,11 @@ def test_random_workloads_give_the_reference_tokens(depth: int, storm: Storm) ->
     world.check_all_over()
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@with_ranks
 @given(storm=storms)
-def test_aborts_and_deadlines_in_random_workloads_leak_no_pages(depth: int, storm: Storm) -> None:
+def test_aborts_and_deadlines_in_random_workloads_leak_no_pages(depth: int, num_ranks: int, storm: Storm) -> None:
     rng = random.Random(storm.seed)
-    world = storm.world(depth)
+    world = storm.world(depth, num_ranks=num_ranks)
     waiting = [_with_deadlines(submit, rng) for submit in storm.requests(rng)]
     while waiting or world.core.has_work:
         while waiting and rng.random() < 0.4:

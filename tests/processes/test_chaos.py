@@ -15,7 +15,14 @@ pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize(
-    "flags", [pytest.param([], id="with kills"), pytest.param(["--no-kills"], id="without", marks=pytest.mark.slow)]
+    "flags",
+    [
+        pytest.param([], id="with kills"),
+        pytest.param(["--no-kills"], id="without", marks=pytest.mark.slow),
+        pytest.param(["--tp-size=2"], id="ranks", marks=pytest.mark.slow),
+        pytest.param(["--dp-size=2"], id="replicas", marks=pytest.mark.slow),
+        pytest.param(["--tp-size=2", "--dp-size=2"], id="both", marks=pytest.mark.slow),
+    ],
 )
 def test_chaos_gives_exact_streams_and_leaves_nothing(flags: list[str]) -> None:
     command = [sys.executable, "-m", "benchmarks.host.chaos", "--minutes", "0.1", "--workers", "24", "--json", *flags]
@@ -26,4 +33,4 @@ def test_chaos_gives_exact_streams_and_leaves_nothing(flags: list[str]) -> None:
     assert (counts["mismatches"], counts["hangs"], counts["leaks"]) == (0, 0, 0), report["problems"]
     assert (done.returncode, done.stderr) == (0, "")
     assert min(counts["requests"], counts["tokens"], counts["bad frames"], counts["hostile requests"]) > 20
-    assert bool(counts.get("kills")) is not bool(flags)
+    assert bool(counts.get("kills")) is (flags != ["--no-kills"])

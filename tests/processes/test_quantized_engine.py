@@ -42,12 +42,17 @@ def save_demo(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8-blocks", "nf4-double"])
-def test_answers_are_those_of_the_dequantized_model_after_a_lost_scheduler_too(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [("awq", 1), ("awq", 2), ("gptq-8", 1), ("fp8-blocks", 1), ("fp8", 2), ("nf4-double", 1)]
+)
+def test_answers_are_those_of_the_dequantized_model_after_a_lost_scheduler_too(
+    name: str, num_ranks: int, tmp_path: Path
+) -> None:
     quantized, plain = save_demo(tmp_path, name)
     with Engine(plain, device="cpu", dtype="float32") as engine:
         expected = [answer["output_ids"] for answer in engine.generate(PROMPTS, GREEDY)]
-    with Engine(quantized, device="cpu", dtype="float32", quantization=METHODS[name].config["quant_method"]) as engine:
+    options: dict[str, Any] = {"quantization": METHODS[name].config["quant_method"], "tp_size": num_ranks}
+    with Engine(quantized, device="cpu", dtype="float32", **options) as engine:
         assert [answer["output_ids"] for answer in engine.generate(PROMPTS, GREEDY)] == expected
         [scheduler] = [process for process in engine.health()["processes"] if process["role"] == "scheduler"]
         os.kill(scheduler["pid"], signal.SIGKILL)
@@ -67,11 +72,14 @@ def save_rounded(folder: Path, method: str, group: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("method", "group"), [pytest.param("int8", 0, marks=pytest.mark.slow), ("int4", 64)])
+@pytest.mark.parametrize(
+    ("method", "group", "num_ranks"),
+    [pytest.param("int8", 0, 1, marks=pytest.mark.slow), ("int4", 64, 1), ("int4", 64, 2)],
+)
 def test_quantization_while_loading_gives_the_answers_of_rounded_weights(
-    method: str, group: int, tmp_path: Path
+    method: str, group: int, num_ranks: int, tmp_path: Path
 ) -> None:
-    """With adapters and hidden states too."""
+    """With adapters and hidden states too. Two ranks have the same groups of 64 inputs as one."""
     base = AutoModelForCausalLM.from_pretrained(str(DEMO_MODEL), dtype=torch.float32).eval()
     adapter = save_adapter(base, tmp_path / "adapter", r=4)
     plain = save_rounded(tmp_path / "plain", method, group)
@@ -90,6 +98,7 @@ def test_quantization_while_loading_gives_the_answers_of_rounded_weights(
     with Engine(plain, **arguments) as engine:
         expected, expected_states = answers(engine), states(engine)
     options: dict[str, Any] = {"quantization_group_size": group} if group else {}
+    options["tp_size"] = num_ranks
     with Engine(quantization=method, **options, **arguments) as engine:
         assert answers(engine) == expected
         np.testing.assert_allclose(states(engine), expected_states, atol=1e-2 if method == "int8" else 5e-2, rtol=1e-3)

@@ -100,10 +100,19 @@ async def interrupt(engine: AsyncEngine, draw: random.Random, numbers: range) ->
             await draw.choice(WAYS)(read(engine, number, stream=draw.random() < 0.6), delay_s)
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(2000, marks=pytest.mark.slow)])
-async def test_cancellations_at_random_moments(count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "sizes"),
+    [
+        (500, {}),
+        (500, {"tp_size": 2, "dp_size": 2}),
+        pytest.param(2000, {}, marks=pytest.mark.slow),
+        pytest.param(1000, {"tp_size": 2}, marks=pytest.mark.slow),
+        pytest.param(1000, {"dp_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+async def test_cancellations_at_random_moments(count: int, sizes: dict[str, int]) -> None:
     draw = random.Random(1)
-    async with fake_async_engine(processes=True, step_time_s=0.001, num_pages=256, max_running=16) as engine:
+    async with fake_async_engine(processes=True, step_time_s=0.001, num_pages=256, max_running=16, **sizes) as engine:
         before = await read(engine, 58, stream=True)
         each = count // AT_ONCE
         async with asyncio.TaskGroup() as group:

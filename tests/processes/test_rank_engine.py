@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -74,3 +76,26 @@ async def test_streams_continue_after_the_loss_of_a_process(
         again = await asyncio.gather(*(engine.async_generate(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)))
         assert [answer["output_ids"] for answer in again] == expected
     await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in (*before, *after)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "dp_size": 2}])
+async def test_cancellations_leave_the_ranks_in_step(expected: list[list[int]], sizes: dict[str, int]) -> None:
+    draw = random.Random(3)
+
+    async def leave(engine: AsyncEngine, number: int) -> None:
+        params = {"max_new_tokens": 100, "temperature": number % 2, "ignore_eos": True}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(draw.random()):
+                await engine.async_generate("a b c " * draw.randint(1, 60), params)
+
+    limits = {"max_total_tokens": 400, "page_size": 4, "chunked_prefill_size": 64, "max_running_requests": 8}
+    async with AsyncEngine(**{**ARGUMENTS, **limits, **sizes}) as engine:
+        for number in range(5):
+            streams = [engine.async_generate(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)]
+            left = [leave(engine, 12 * number + other) for other in range(12)]
+            answers, *_ = await asyncio.gather(asyncio.gather(*streams), *left)
+            assert [answer["output_ids"] for answer in answers] == expected
+        stats = engine.stats()
+        assert stats["num_aborted"] > 10
+        assert stats["num_restarts"] == 0

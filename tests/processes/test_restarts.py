@@ -78,13 +78,21 @@ async def test_loss_at_any_turn_of_the_loop_changes_nothing(role: int, stream: b
 
 @process
 @pytest.mark.parametrize(
-    "kill_at", [1, 18, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 3, 8, 17, 40, 59))]
+    ("kill_at", "tp_size"),
+    [
+        (1, 1),
+        (18, 1),
+        (18, 2),
+        *(pytest.param(step, 1, marks=pytest.mark.slow) for step in (2, 3, 8, 17, 40, 59)),
+        *(pytest.param(step, 2, marks=pytest.mark.slow) for step in (1, 8, 40)),
+    ],
 )
-async def test_scheduler_that_is_killed_in_a_step(kill_at: int, tmp_path: Path) -> None:
+async def test_scheduler_that_is_killed_in_a_step(kill_at: int, tp_size: int, tmp_path: Path) -> None:
     stream = kill_at in (1, 8, 17, 40)
     expected = await undisturbed(has_answers=kill_at % 2 == 0)
     faults = Faults(kill_at=kill_at, once=str(tmp_path / "once"))
-    async with fake_async_engine(ANSWERS if kill_at % 2 == 0 else None, faults=faults) as engine:
+    answers = ANSWERS if kill_at % 2 == 0 else None
+    async with fake_async_engine(answers, faults=faults, tp_size=tp_size) as engine:
         first = engine.get_all_child_pids()
         assert await ask_all(engine, stream=stream) == expected
         assert engine.stats()["num_restarts"] == 1
@@ -99,6 +107,8 @@ async def test_scheduler_that_is_killed_in_a_step(kill_at: int, tmp_path: Path) 
     [
         ("scheduler", signal.SIGKILL, True),
         ("detokenizer", signal.SIGSEGV, False),
+        ("runner-1", signal.SIGKILL, True),
+        pytest.param("runner-1", signal.SIGSEGV, False, marks=pytest.mark.slow),
         pytest.param("scheduler", signal.SIGSEGV, False, marks=pytest.mark.slow),
         pytest.param("detokenizer", signal.SIGKILL, False, marks=pytest.mark.slow),
         pytest.param("detokenizer", signal.SIGTERM, True, marks=pytest.mark.slow),
@@ -106,7 +116,7 @@ async def test_scheduler_that_is_killed_in_a_step(kill_at: int, tmp_path: Path) 
 )
 async def test_streams_continue_after_a_process_is_killed(role: str, number: signal.Signals, stream: bool) -> None:
     expected = await undisturbed(has_answers=True)
-    async with fake_async_engine(ANSWERS, step_time_s=0.003) as engine:
+    async with fake_async_engine(ANSWERS, step_time_s=0.003, tp_size=2 if role == "runner-1" else 1) as engine:
         for num_restarts, after_s in enumerate((0.0, 0.03, 0.12), 1):
             asking = asyncio.create_task(ask_all(engine, stream=stream))
             await asyncio.sleep(after_s)

@@ -191,3 +191,31 @@ def test_blocks_of_gguf_files_are_not_divided(two_ranks: RankThreads, tmp_path: 
     model = models.build(raw, replace(with_formats(options(), stored), shard=two_ranks.shards[0]))
     with pytest.raises(ValueError, match="would divide blocks of 256 inputs of tensor blk.0.attn_output.weight"):
         weights.load(model, path, load_format="gguf", seed=0, report=lambda *_: None)
+
+
+@pytest.mark.parametrize("name", ["awq", "int4"])
+def test_new_weights_replace_the_parts_of_ranks(two_ranks: RankThreads, name: str, tmp_path: Path) -> None:
+    folders = [tmp_path / "old", tmp_path / "new"]
+    for seed, folder in enumerate(folders):
+        random_model(config_of("qwen2 tied", **SIZES), seed=seed).save_pretrained(folder)
+        if name in METHODS:
+            quantized, _ = quantize_checkpoint(load_file(folder / "model.safetensors"), METHODS[name], LAYERS)
+            save_file(quantized, folder / "model.safetensors")
+    raw = json.loads((folders[0] / "config.json").read_text())
+    fields: dict[str, Any] = {}
+    if name in METHODS:
+        fields["format_of"] = formats(read_quantization(METHODS[name].config))
+    else:
+        fields["format_of"], fields["table_format"] = online_formats(OnlineQuantization(method="int4"))
+
+    def results(ranks: list[Model]) -> list[Tensor]:
+        return two_ranks.call(lambda rank: Stepper(ranks[rank], page_size=4).run([*range(1, 9)], [5]))
+
+    old, expected = ([load(raw, folder, shard, **fields) for shard in two_ranks.shards] for folder in folders)
+    before = results(old)
+    for model in old:
+        model.open_for_loading()
+        weights.load(model, folders[1], load_format="auto", seed=0, report=lambda *_: None)
+    for result, other, earlier in zip(results(old), results(expected), before, strict=True):
+        assert torch.equal(result, other)
+        assert not torch.equal(result, earlier)
