@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch.nn import functional
 
 from aioengine.attention._base import AttentionBackend, CapturableAttention
@@ -26,7 +27,7 @@ from aioengine.runner.pooler import PooledRows, Pooler
 from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
-from aioengine.runner.speculation.draft_rows import DraftRows
+from aioengine.runner.speculation.draft_rows import DraftRows, SentDrafts, rows_with_drafts
 from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, sample_one_by_one
 from aioengine.runner.ticket import StepDrafts, Ticket
 from aioengine.runner.timing import part
@@ -121,12 +122,11 @@ class ModelRunner:
             max_drafts=settings.scheduler.max_drafts,
         )
         self._inputs = InputBuilder(self._table, parts.states, page_size=pool.page_size, num_embeddings=num_embeddings)
-        self._sampler: Sampler | DeviceSampler | RankSampler = _sampler_class(parts.device)(
+        sampler = _sampler_class(parts.device)(
             vocab_size=vocab_size, num_embeddings=num_embeddings, table=self._table, processors=processors
         )
         self._ranks = parts.ranks
-        if parts.ranks is not None:
-            self._sampler = RankSampler(self._sampler, parts.ranks)
+        self._sampler = sampler if parts.ranks is None else RankSampler(sampler, parts.ranks)
         self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
         processor = self._sampler if settings.runner.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processor)
@@ -144,15 +144,17 @@ class ModelRunner:
         if settings.scheduler.max_drafts:
             draft_model = None
             if parts.draft is not None:
-                draft_model = DraftModel(parts.draft, self._table, self._sampler, processors, num_embeddings)
-            with_grammars = settings.scheduler.depth == 0
-            self._drafts = DraftRows(self._table, draft_model, with_grammars=with_grammars)
+                draft_model = DraftModel(parts.draft, self._table, sampler, processors, num_embeddings)
+            kind = SentDrafts if parts.ranks is not None and parts.ranks.rank else DraftRows
+            self._drafts = kind(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
             models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
-            self._table.has_bounds = not any(any(model.attention_shape.windows) for model in models)
+            has_windows = any(any(model.attention_shape.windows) for model in models)
+            self._table.has_bounds = parts.ranks is None and not has_windows
             self._verifier = Verifier(
                 self._table,
-                self._sampler,
+                sampler,
                 pool,
+                parts.ranks,
                 logits=self._logits,
                 keep=self._keep,
                 errors=self._custom.errors,
@@ -194,7 +196,8 @@ class ModelRunner:
             else:
                 plan_rows, rows, drafts = self._propose(self._drafts, plan_rows)
         if self._send_plan is not None:
-            self._send_plan(plan, self._failed.reasons)
+            sent = plan if drafts is None else replace(plan, rows=rows_with_drafts(plan.rows, plan_rows, drafts))
+            self._send_plan(sent, self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
         reasons = self._failed.reasons
         failed = {row.uid: reasons[row.uid] for row in plan.rows if row.uid in reasons} if reasons else {}
@@ -383,7 +386,7 @@ class ModelRunner:
             self._constrained.sample_deferred()
         failed = self._failed.reasons
         planned = [row for row in planned if row.uid not in failed] if failed else planned
-        may_overlap = self._graphs is not None and self._graphs.may_overlap(planned)
+        may_overlap = self._ranks is None and self._graphs is not None and self._graphs.may_overlap(planned)
         drafts = proposer.propose(planned, may_overlap=may_overlap)
         drafted = proposer.with_drafts(planned, drafts)
         rows = self._read(drafted)
@@ -427,9 +430,14 @@ class ModelRunner:
 
     def _verifies_in_graph(self, rows: StepRows) -> bool:
         """Return whether all drafts of these rows can be verified at once in a CUDA graph."""
-        if self._graphs is None or not self._graphs.fits(rows, has_drafts=True):
-            return False
-        return not any(sample_one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
+        graphs = self._draft_graphs(rows)
+        return graphs is not None and not any(sample_one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
+
+    def _draft_graphs(self, rows: StepRows) -> DecodeGraphs | None:
+        """Return the graphs for rows with drafts; None: there are none. Ranks accept drafts on the host."""
+        if self._ranks is not None or self._graphs is None or not self._graphs.fits(rows, has_drafts=True):
+            return None
+        return self._graphs
 
     def _compute_drafts(
         self, rows: StepRows, sampled: list[RequestRow], positions: Ints, drafts: StepDrafts
@@ -443,11 +451,11 @@ class ModelRunner:
         self._constrained.follow()
         counts = drafts.counts(sampled)
         first_tokens = self._table.sampled(sampled, rows.row_indices[rows.samples], positions - counts)
-        if self._graphs is not None and self._graphs.fits(rows, has_drafts=True):
+        if (graphs := self._draft_graphs(rows)) is not None:
             num_drafts = None if drafts.on_device is None else counts
-            step = self._graphs.replay(rows, first_tokens, samples_each=True, num_drafts=num_drafts)
+            step = graphs.replay(rows, first_tokens, samples_each=True, num_drafts=num_drafts)
             if not any(sample_one_by_one(sampled, first_tokens.records)):
-                return self._verifier.accept_later(self._graphs, step, rows, first_tokens, drafts)
+                return self._verifier.accept_later(graphs, step, rows, first_tokens, drafts)
             before_drafts = step.hidden[self._table.upload(drafts.token_indices(rows))]
             hidden = step.hidden[self._table.upload(rows.token_ends - 1)]
         else:
