@@ -28,7 +28,7 @@ class DraftHeadConfig(DecoderConfig, frozen=True, kw_only=True):
         fc: EAGLE-3: reduces the joined hidden states of three layers. Otherwise: reduces a joined embedding and hidden
             state.
         joined_norms: names of the norms of the embedding and of the hidden state before they are joined; () for none.
-            In EAGLE-3 the second one is a norm of the block.
+            In EAGLE-3 the second one may be a norm of the block.
         draft_vocab_size: outputs of its own output head; 0: it uses the head of the model.
         read_layers: the layers of the model whose inputs it reads; (): the default of EAGLE-3, or otherwise the hidden
             states after the last norm.
@@ -64,6 +64,8 @@ def read_draft_head(raw: Mapping[str, object], algorithm: str) -> DraftHeadConfi
     """
     if algorithm == MTP:
         return _mtp_head(raw)
+    if (stored := raw.get("speculators_model_type")) not in (None, "eagle3") or (stored and algorithm != EAGLE3):
+        not_implemented("speculators_model_type", stored, '"eagle3" with speculative_algorithm="EAGLE3"')
     if raw.get("model_type") != "llama":
         not_implemented("model_type", raw.get("model_type"), f'"llama" for speculative_algorithm={algorithm!r}')
     return decode_config(raw, _Eagle3Family if algorithm == EAGLE3 else _EagleFamily).draft_head()
@@ -108,6 +110,8 @@ class _Eagle3Family(LlamaFamily, frozen=True, kw_only=True):
         target_hidden_size: of the model.
         bias: ``fc`` has a bias.
         eagle_aux_hidden_state_layer_ids: the layers of the model whose inputs the head reads.
+        norm_before_residual: the residual stream of the block begins after its norm.
+        speculators_model_type: "": not in the ``speculators`` format.
     """
 
     tasks: ClassVar[Mapping[str, Task]] = {"": Task.GENERATE}
@@ -120,6 +124,11 @@ class _Eagle3Family(LlamaFamily, frozen=True, kw_only=True):
     bias: bool = False
     eagle_config: _EagleConfig | None = None
     eagle_aux_hidden_state_layer_ids: tuple[int, int, int] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: Literal[False] | None = None
+    fc_norm: Literal[False] | None = None
+    norm_output: Literal[False] | None = None
+    speculators_model_type: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,12 +148,15 @@ class _Eagle3Family(LlamaFamily, frozen=True, kw_only=True):
     def draft_head(self) -> DraftHeadConfig:
         """Return the head."""
         decoder, size = self.decoder(), self.hidden_size
+        block, norm = "layers.0." if self.speculators_model_type else "midlayer.", self.block.attention_norm
+        joined = (f"{block}input_layernorm", f"{block}{norm}")
         return _head_of(
             decoder,
-            names=TensorNames(only_block="midlayer.", norm="norm"),
+            names=TensorNames(only_block=block, norm="norm"),
+            block=replace(decoder.block, attention_norm="") if self.norm_before_residual else decoder.block,
             attention=replace(decoder.attention, num_inputs=2),
             fc=LinearShape("fc", size, 3 * size, self.bias),
-            joined_norms=("midlayer.input_layernorm",),
+            joined_norms=joined if self.norm_before_residual else joined[:1],
             draft_vocab_size=self.draft_vocab_size or 0,
             read_layers=self.layers,
             ignored=("embed_tokens.", "lm_head.", "d2t", "t2d"),

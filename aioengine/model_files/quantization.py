@@ -339,8 +339,15 @@ _Rules = list[tuple[str, "Scheme | None"]]
 
 
 def read_config(folder: Path) -> dict[str, object] | None:
-    """Return config.json; None if there is none. Older versions of ModelOpt write the quantization to another file."""
+    """Return config.json; None if there is none. Older versions of ModelOpt write the quantization to another file.
+
+    The ``speculators`` format has the config of a head's block as an object in it. Its fields are returned beside the
+    others.
+    """
     config = folder_files.read_json(folder / folder_files.CONFIG, dict[str, object])
+    if config is not None and isinstance(config.get("transformer_layer_config"), dict):
+        block = cast("dict[str, object]", config["transformer_layer_config"])
+        config = {**block, **config, "model_type": block.get("model_type", "llama")}
     if config is None or config.get("quantization_config") is not None:
         return config
     older = folder_files.read_object(folder / "hf_quant_config.json").get("quantization")

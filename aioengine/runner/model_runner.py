@@ -24,6 +24,7 @@ from aioengine.runner.inputs import InputBuilder, StepRows
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.pooler import PooledRows, Pooler
+from aioengine.runner.request_row import why_no_token
 from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
     from aioengine.settings.config import Settings
 
     Facts = dict[str, str | int | float | bool]
-
-_NOT_FINITE = "the model produced non-finite values (NaN or inf) for this request: its weights or its dtype overflow"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +171,7 @@ class ModelRunner:
 
         assert isinstance(self._attention, CapturableAttention)
         parts = self._model, self._attention, self._inputs
-        has_ranks = self._ranks is not None
-        graphs = DecodeGraphs(*parts, vocab_size=self._vocab_size, max_rows=max_rows, has_ranks=has_ranks)
+        graphs = DecodeGraphs(*parts, vocab_size=self._vocab_size, max_rows=max_rows, has_ranks=self._ranks is not None)
         graphs.capture(report)
         self._graphs = graphs
         self._constrained.max_tokens = graphs.max_rows
@@ -280,7 +278,7 @@ class ModelRunner:
         requests = self._table.requests
         empty_uids = [uid for uid in bad if uid in requests and self._constrained.allow_no_token(requests[uid])]
         errors = {
-            uid: self._custom.errors.pop(uid, "") or _failure_reason(requests.get(uid), is_empty=uid in empty_uids)
+            uid: self._custom.errors.pop(uid, "") or why_no_token(requests.get(uid), is_empty=uid in empty_uids)
             for uid in bad
         }
         for uid in requests.keys() & bad:  # the other requests were closed while the step was in flight
@@ -384,9 +382,8 @@ class ModelRunner:
         """Return the planned rows with their proposed drafts, the columns of the computable rows, and the drafts."""
         if any(row.num_drafts for row in planned):
             self._constrained.sample_deferred()
-        failed = self._failed.reasons
-        planned = [row for row in planned if row.uid not in failed] if failed else planned
-        may_overlap = self._ranks is None and self._graphs is not None and self._graphs.may_overlap(planned)
+        planned = [row for row in planned if row.uid not in self._failed.reasons]
+        may_overlap = self._graphs is not None and self._graphs.may_overlap(planned)
         drafts = proposer.propose(planned, may_overlap=may_overlap)
         drafted = proposer.with_drafts(planned, drafts)
         rows = self._read(drafted)
@@ -405,9 +402,8 @@ class ModelRunner:
         if pooled is not None:
             self._pooler.pool(hidden, pooled)
         if len(sampled) == len(rows.requests):
-            return self._sample_or_defer(
-                hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts)
-            )
+            all_rows = self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts)
+            return self._sample_or_defer(hidden, all_rows)
         if not sampled:
             return self._values_without_token(hidden)
         row_indices, positions = rows.row_indices[rows.samples], (rows.starts + rows.counts)[rows.samples]
@@ -430,14 +426,9 @@ class ModelRunner:
 
     def _verifies_in_graph(self, rows: StepRows) -> bool:
         """Return whether all drafts of these rows can be verified at once in a CUDA graph."""
-        graphs = self._draft_graphs(rows)
-        return graphs is not None and not any(sample_one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
-
-    def _draft_graphs(self, rows: StepRows) -> DecodeGraphs | None:
-        """Return the graphs for rows with drafts; None: there are none. Ranks accept drafts on the host."""
-        if self._ranks is not None or self._graphs is None or not self._graphs.fits(rows, has_drafts=True):
-            return None
-        return self._graphs
+        if self._graphs is None or not self._graphs.fits(rows, has_drafts=True):
+            return False
+        return not any(sample_one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
 
     def _compute_drafts(
         self, rows: StepRows, sampled: list[RequestRow], positions: Ints, drafts: StepDrafts
@@ -451,11 +442,11 @@ class ModelRunner:
         self._constrained.follow()
         counts = drafts.counts(sampled)
         first_tokens = self._table.sampled(sampled, rows.row_indices[rows.samples], positions - counts)
-        if (graphs := self._draft_graphs(rows)) is not None:
+        if self._graphs is not None and self._graphs.fits(rows, has_drafts=True):
             num_drafts = None if drafts.on_device is None else counts
-            step = graphs.replay(rows, first_tokens, samples_each=True, num_drafts=num_drafts)
+            step = self._graphs.replay(rows, first_tokens, samples_each=True, num_drafts=num_drafts)
             if not any(sample_one_by_one(sampled, first_tokens.records)):
-                return self._verifier.accept_later(graphs, step, rows, first_tokens, drafts)
+                return self._verifier.accept_later(self._graphs, step, rows, first_tokens, drafts)
             before_drafts = step.hidden[self._table.upload(drafts.token_indices(rows))]
             hidden = step.hidden[self._table.upload(rows.token_ends - 1)]
         else:
@@ -590,23 +581,3 @@ def _sampler_class(device: torch.device) -> type[Sampler | DeviceSampler]:
     from aioengine.runner.sampling.device_sampler import DeviceSampler
 
     return DeviceSampler
-
-
-def _failure_reason(request: RequestRow | None, *, is_empty: bool) -> str:
-    """Return why no token could be sampled for a request. None: it was closed.
-
-    is_empty: its grammar and its token lists allow no token.
-    """
-    if request is None:
-        return _NOT_FINITE
-    sampling = request.sampling
-    if sampling.custom_processor:
-        return _NOT_FINITE + f"; or custom_logit_processor {sampling.custom_processor!r} returned them"
-    lists = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_token_ids}
-    names = [name for name, ids in lists.items() if ids]
-    if not names:
-        return _NOT_FINITE
-    if sampling.grammar is not None:
-        names.append(sampling.grammar.parameter)
-    reason = f"no token is allowed by {' and '.join(names)}{' together' * (len(names) > 1)}"
-    return f"{reason}; allow one more" if is_empty else f"{reason}; or {_NOT_FINITE}"

@@ -49,7 +49,7 @@ with torch.inference_mode():
         expected = add_rms_norm(total, expected_stream, weight, epsilon)
         found = group.add_rms_norm(parts[rank].clone(), residual, weight, epsilon)
         assert torch.equal(residual, expected_stream), num_rows
-        torch.testing.assert_close(found, expected, atol=0, rtol=0.01)
+        torch.testing.assert_close(found, expected, atol=0, rtol=0.02)
 """
 
 
@@ -115,5 +115,6 @@ async def test_logprobs_are_near_those_of_one_rank(tmp_path: Path, quantization:
             found.append([logprob or 0.0 for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]])
     one, two = map(torch.tensor, found)
     assert len(one) == 299
-    assert (one - two).abs().mean() < 0.1
+    # the inputs of fp8 products get scales by row, and a rank has a part of a row
+    assert (one - two).abs().mean() < (0.3 if quantization == "fp8" else 0.1)
     assert one.std() > 1, "the logprobs of tokens differ"

@@ -71,6 +71,20 @@ def save_head(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / FILE)
 
 
+def save_speculators_head(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Save an EAGLE-3 head in the ``speculators`` format."""
+    own = {"draft_vocab_size", "norm_before_residual", "eagle_aux_hidden_state_layer_ids", "architectures"}
+    nested = {
+        **{name: config[name] for name in own & config.keys()},
+        "model_type": "speculator_model",
+        "speculators_config": {"algorithm": "eagle3"},
+        "speculators_model_type": "eagle3",
+        "target_hidden_size": None,
+        "transformer_layer_config": {name: value for name, value in config.items() if name not in own},
+    }
+    save_head(folder, nested, {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()})
+
+
 def save_repeating(model: Any, folder: Path, head_folder: Path, algorithm: str, **changes: object) -> None:
     """Change ``model`` of transformers so that it repeats its last token. Save it, and a head that repeats the token of
     the hidden state that it reads. So greedy drafts are accepted if it reads the right one.
@@ -150,7 +164,8 @@ class PlainHead:
         """[T, D] each -> hidden states [T, D]."""
         block = self._block
         if self._algorithm == "EAGLE3":
-            x, normed = features, self._norm("midlayer.hidden_norm", features)
+            normed = self._norm("midlayer.hidden_norm", features)
+            x = normed if self._config.get("norm_before_residual") else features
             normed = torch.cat((self._norm("midlayer.input_layernorm", embeddings), normed), dim=1)
         else:
             x = normed = self._linear("fc", torch.cat((embeddings, features), dim=1))

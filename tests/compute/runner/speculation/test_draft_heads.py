@@ -11,7 +11,15 @@ from msgspec.structs import replace
 from aioengine.runner.speculation.draft_model import DraftModel, PlannedDrafts, ProposedDrafts
 from tests.compute.runner.speculation.test_draft_model import accepted, prompt_of
 from tests.compute.runner_world import World, make_settings, save_model, with_draft
-from tests.kit.draft_heads import PlainHead, head_config, random_tensors, save_head, save_repeating, save_with_mtp
+from tests.kit.draft_heads import (
+    PlainHead,
+    head_config,
+    random_tensors,
+    save_head,
+    save_repeating,
+    save_speculators_head,
+    save_with_mtp,
+)
 from tests.kit.grids import grid
 from tests.kit.tiny_sizes import VOCAB_SIZE
 
@@ -24,6 +32,7 @@ HEADS = {
     "eagle3": ("EAGLE3", {"draft_vocab_size": 200}),
     "whole": ("EAGLE3", {"draft_vocab_size": VOCAB_SIZE, "eagle_aux_hidden_state_layer_ids": [0, 2, 3]}),
     "shared": ("EAGLE3", {"bias": True}),
+    "speculators": ("EAGLE3", {"draft_vocab_size": 200, "norm_before_residual": True}),
     "eagle": ("EAGLE", {"bias": True}),
     "mtp": ("MTP", {}),
 }
@@ -54,7 +63,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = save_model("llama", folder / "model", num_hidden_layers=5, initializer_range=0.3)
     config = head_config(**changes)
     tensors = random_tensors(config, algorithm)
-    save_head(folder / "head", config, tensors)
+    (save_speculators_head if request.param == "speculators" else save_head)(folder / "head", config, tensors)
     layers = tuple(changes.get("eagle_aux_hidden_state_layer_ids", (2, 2, 2))) if algorithm == "EAGLE3" else (5,)
     return Case(
         with_draft(make_settings(folder / "model"), folder / "head", head=algorithm, read_layers=layers),
