@@ -7,7 +7,7 @@ one request that generates no token and finds the query in the prefix cache. Wit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence  # noqa: TC003  # for the annotations of the options
+from collections.abc import Sequence  # for the annotations of the options
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, cast
 
 from msgspec import Meta, Struct, ValidationError, convert
