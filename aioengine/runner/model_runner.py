@@ -23,6 +23,7 @@ from aioengine.runner.inputs import InputBuilder, StepRows
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.pooler import PooledRows, Pooler
+from aioengine.runner.request_row import why_no_token
 from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
     from aioengine.settings.config import Settings
 
     Facts = dict[str, str | int | float | bool]
-
-_NOT_FINITE = "the model produced non-finite values (NaN or inf) for this request: its weights or its dtype overflow"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +274,7 @@ class ModelRunner:
         requests = self._table.requests
         empty_uids = [uid for uid in bad if uid in requests and self._constrained.allow_no_token(requests[uid])]
         errors = {
-            uid: self._custom.errors.pop(uid, "") or _failure_reason(requests.get(uid), is_empty=uid in empty_uids)
+            uid: self._custom.errors.pop(uid, "") or why_no_token(requests.get(uid), is_empty=uid in empty_uids)
             for uid in bad
         }
         for uid in requests.keys() & bad:  # the other requests were closed while the step was in flight
@@ -578,23 +577,3 @@ def _sampler_class(device: torch.device) -> type[Sampler | DeviceSampler]:
     from aioengine.runner.sampling.device_sampler import DeviceSampler
 
     return DeviceSampler
-
-
-def _failure_reason(request: RequestRow | None, *, is_empty: bool) -> str:
-    """Return why no token could be sampled for a request. None: it was closed.
-
-    is_empty: its grammar and its token lists allow no token.
-    """
-    if request is None:
-        return _NOT_FINITE
-    sampling = request.sampling
-    if sampling.custom_processor:
-        return _NOT_FINITE + f"; or custom_logit_processor {sampling.custom_processor!r} returned them"
-    lists = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_token_ids}
-    names = [name for name, ids in lists.items() if ids]
-    if not names:
-        return _NOT_FINITE
-    if sampling.grammar is not None:
-        names.append(sampling.grammar.parameter)
-    reason = f"no token is allowed by {' and '.join(names)}{' together' * (len(names) > 1)}"
-    return f"{reason}; allow one more" if is_empty else f"{reason}; or {_NOT_FINITE}"

@@ -5,6 +5,7 @@ The facts about model and machine are arguments (``model_folder.find_facts``, ``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -32,14 +33,12 @@ from aioengine.settings.config import (
     Settings,
     TextSettings,
 )
+from aioengine.settings.machine import DeviceFacts
 from aioengine.settings.memory_model import effective_windows
 from aioengine.settings.page_groups import layer_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aioengine.model_files.model_folder import ModelFacts
-    from aioengine.settings.machine import DeviceFacts
 
 RUNNER_FACTORY: Final = "aioengine.runner.build:build"
 PACKED: Final = "packed"
