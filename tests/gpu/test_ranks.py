@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -14,9 +14,12 @@ from aioengine import AsyncEngine
 from tests.compute.runner_world import save_model
 from tests.gpu.test_draft_models import answers
 from tests.gpu.test_recovery import CONTEXT_LENGTH, DEVICE, HEADS, check_recovery
+from tests.kit.adapters import save_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from transformers import PreTrainedModel
 
 pytestmark = [
     pytest.mark.process,
@@ -69,18 +72,27 @@ def test_sums_are_rounded_once(tmp_path: Path) -> None:
         assert rank.returncode == 0, errors
 
 
-async def test_greedy_tokens_are_those_of_one_rank_in_fp32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", "adapter", "NGRAM", "STANDALONE"])
+async def test_greedy_tokens_are_those_of_one_rank_in_fp32(tmp_path: Path, kind: str) -> None:
     sizes = {**HEADS, "max_position_embeddings": CONTEXT_LENGTH, "initializer_range": 0.1}
-    save_model("qwen3", tmp_path, dtype=torch.float32, **sizes)
+    folder = tmp_path / "model"
+    model = save_model("qwen3", folder, dtype=torch.float32, **sizes)
+    options: dict[str, Any] = {}
+    if kind == "adapter":
+        options = {"lora_paths": {"one": str(save_adapter(cast("PreTrainedModel", model), tmp_path / "one"))}}
+    elif kind != "plain":
+        options = {"speculative_algorithm": kind}
+        options |= {"speculative_draft_model_path": str(folder)} if kind == "STANDALONE" else {}
     prompts = [[(length * 7 + place * place) % 260 for place in range(length)] for length in LENGTHS]
     found: list[list[list[int]]] = []
     for tp_size in (1, 2):
         async with AsyncEngine(
-            str(tmp_path), device=DEVICE, dtype="float32", skip_tokenizer_init=True, tp_size=tp_size
+            str(folder), device=DEVICE, dtype="float32", skip_tokenizer_init=True, tp_size=tp_size, **options
         ) as engine:
             params = {"temperature": 0, "max_new_tokens": 60}
-            answer = await engine.async_generate(input_ids=prompts, sampling_params=params)
-            found.append(answer["output_ids"])
+            lora_path = "one" if kind == "adapter" else None
+            results = await engine.async_generate(input_ids=prompts, sampling_params=params, lora_path=lora_path)
+            found.append([result["output_ids"] for result in results])
     assert found[0] == found[1]
 
 
