@@ -16,13 +16,7 @@ from aioengine.layers.ranks import RankGroup
 
 
 class RMSNorm(Layer):
-    """[..., D] -> [..., D].
-
-    Args:
-        scales_in_fp32: multiply by the weight in fp32, and round once.
-        offset: added to the loaded weight. A norm with an offset always scales in fp32.
-        order: [D] int64, the checkpoint index of each entry; None if the orders are equal.
-    """
+    """Root mean square norm: [..., D] -> [..., D]."""
 
     def __init__(
         self,
@@ -34,7 +28,12 @@ class RMSNorm(Layer):
         offset: float = 0.0,
         order: Tensor | None = None,
     ) -> None:
-        """Allocate the weight. ``order``: [D]."""
+        """
+        Args:
+            scales_in_fp32: multiply by the weight in fp32, and round once.
+            offset: added to the loaded weight. A norm with an offset always scales in fp32.
+            order: [D] int64, the index in the checkpoint of each entry of the weight; None if the orders are equal.
+        """
         dtype = torch.float32 if scales_in_fp32 or offset else placement.dtype
         self.weight = torch.empty(size, dtype=dtype, device=placement.device)
         self.epsilon = torch.tensor(epsilon, dtype=torch.float32, device=placement.device)
@@ -53,13 +52,13 @@ class RMSNorm(Layer):
         """[..., D] -> [..., D]."""
         return rms_norm(x, self.weight, self.epsilon)
 
-    def after(self, delta: Tensor, residual: Tensor) -> Tensor:
+    def of_sum(self, delta: Tensor, residual: Tensor) -> Tensor:
         """Add ``delta`` [T, D] to ``residual`` [T, D] in place, and return the norm of the sum: [T, D]."""
         return add_rms_norm(delta, residual, self.weight, self.epsilon)
 
 
 class LayerNorm(Layer):
-    """[..., D] -> [..., D]."""
+    """Layer norm: [..., D] -> [..., D]."""
 
     def __init__(self, size: int, epsilon: float, placement: Placement, *, bias: bool, has_weight: bool = True) -> None:
         self._has_weight = has_weight
@@ -75,7 +74,7 @@ class LayerNorm(Layer):
         """[..., D] -> [..., D]."""
         return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._epsilon)
 
-    def after(self, delta: Tensor, residual: Tensor, *, keeps_sum: bool = True) -> Tensor:
+    def of_sum(self, delta: Tensor, residual: Tensor, *, keeps_sum: bool = True) -> Tensor:
         """Return the norm of ``delta`` + ``residual``: [T, D]. ``keeps_sum``: store the sum in ``residual``."""
         return add_layer_norm(
             delta, residual, weight=self._weight, bias=self._bias, epsilon=self._epsilon, keeps_sum=keeps_sum
@@ -104,14 +103,14 @@ def add_to_stream(
     Args:
         output_norm: the norm of ``delta``; None to add it unchanged.
         input_norm: the norm of the sum, for the next layer; None if that reads the sum itself.
-        ranks: ``delta`` is the part of a rank, and is summed over these ranks first; None if it is complete.
+        ranks: ``delta`` is a part, and is summed over these ranks first; None if it is complete.
     """
     if ranks is not None:
         if output_norm is None and isinstance(input_norm, RMSNorm):
             return ranks.add_rms_norm(delta, residual, input_norm.weight, input_norm.epsilon)
         delta = ranks.all_reduce(delta)
     if output_norm is None:
-        return residual.add_(delta) if input_norm is None else input_norm.after(delta, residual)
+        return residual.add_(delta) if input_norm is None else input_norm.of_sum(delta, residual)
     if isinstance(output_norm, RMSNorm) and input_norm is None:
         return norm_and_add(delta, residual, output_norm.weight, None, epsilon=output_norm.epsilon)
     if isinstance(output_norm, RMSNorm) and isinstance(input_norm, RMSNorm):

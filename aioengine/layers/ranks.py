@@ -29,7 +29,7 @@ _LOOPBACK: Final = "127.0.0.1"
 _NO_TIMEOUT: Final = timedelta(days=7)
 """The supervisor detects ranks that end or stall, and replaces all of them."""
 _FEW_ROWS: Final = 32
-"""Maximum rows of hidden states of which two ranks send numbers with each word. Measured on two H200s with NVLink."""
+"""Maximum rows of a sum of two ranks in ``Inboxes`` without flags. Measured on two H200s with NVLink."""
 
 
 class RankGroup:
@@ -67,9 +67,10 @@ class RankGroup:
         self.all_reduce_min(0)  # the first operation connects the ranks
 
     def open_inboxes(self, max_rows: int, num_columns: int, dtype: torch.dtype) -> None:
-        """Use own kernels for sums [T, num_columns] of up to ``max_rows`` rows, where GPUs reach each other's memory.
+        """Use own kernels for sums [T, num_columns] of up to ``max_rows`` rows, if the GPUs reach each other's memory.
 
-        With more than two ranks, only for few rows: for more, NCCL moves fewer bytes.
+        Each rank sends its rows to all others. So with more than two ranks, sums of many rows are left to NCCL, which
+        moves fewer bytes.
         """
         if self._device.type == "cpu" or dtype.itemsize != 2 or num_columns % 2 or not is_installed():
             return
@@ -103,7 +104,7 @@ class RankGroup:
         result [T, D]. weight [D], epsilon [] fp32.
         """
         inboxes = None if self._batch_invariant else self._inboxes_for(parts)
-        if inboxes is not None:
+        if inboxes is not None:  # this norm may be rounded differently from the one after an all-reduce
             return inboxes.add_rms_norm(parts, residual, weight, epsilon)
         return add_rms_norm(self.all_reduce(parts), residual, weight, epsilon)
 
@@ -117,7 +118,7 @@ class RankGroup:
             options.asyncOp = False
             _wait(self._backend.allreduce([x], options))
             return x
-        # The all-reduce of the backend divides a tensor, and adds up each part in another order of the ranks.
+        # NCCL and gloo divide the tensor, and add up each part in another order of the ranks.
         first, *others = self._parts(x)
         total = first.float()
         for part in others:
@@ -136,7 +137,7 @@ class RankGroup:
         return x
 
     def _parts(self, x: Tensor) -> Tensor:
-        """Return x [S, ...] of all ranks: [size, S, ...]."""
+        """Return x [...] of all ranks: [size, ...]."""
         parts = x.new_empty(self.size, *x.shape)
         options = c10d.AllgatherOptions()
         options.asyncOp = False

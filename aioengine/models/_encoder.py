@@ -53,10 +53,10 @@ class EncoderBlock(Layer):
         delta = self._output(attended)
         assert self._mlp_norm is not None, "only the attention norm may be missing"
         if self._is_pre_norm:
-            return self._mlp(self._mlp_norm.after(delta, x, keeps_sum=True)).add_(x)
+            return self._mlp(self._mlp_norm.of_sum(delta, x, keeps_sum=True)).add_(x)
         assert self._attention_norm is not None, "a post-norm model has both norms"
-        x = self._attention_norm.after(delta, x, keeps_sum=False)
-        return self._mlp_norm.after(self._mlp(x), x, keeps_sum=False)
+        x = self._attention_norm.of_sum(delta, x, keeps_sum=False)
+        return self._mlp_norm.of_sum(self._mlp(x), x, keeps_sum=False)
 
     def _attend(self, x: Tensor, step: BlockStep) -> Tensor:
         """[T, D] -> [T, D]."""

@@ -101,7 +101,7 @@ class LeadingRunner(Generic[Ticket]):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class RankCopy:
-    """An adapter in the host memory of rank 0, and of the other ranks after it was in a slot. own: of rank 0."""
+    """An adapter in host memory. own: the copy of rank 0. The other ranks read theirs when it gets its first slot."""
 
     number: int
     adapter: Adapter
@@ -123,7 +123,7 @@ class LeadingAdapters:
         self._adapters = adapters
         self._send = send
         self._numbers = count()
-        self._sent: dict[int, weakref.ref[RankCopy]] = {}
+        self._sent: dict[int, weakref.ref[RankCopy]] = {}  # by number; a dead reference: the other ranks must drop it
 
     def read(self, adapter: Adapter) -> RankCopy:
         """See ``DeviceAdapters``."""

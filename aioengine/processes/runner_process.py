@@ -42,7 +42,7 @@ class RankService:
         self._adapters: dict[int, AdapterCopy] = {}  # by the number of the copy
 
     def handle(self, messages: list[Message], now: float) -> None:
-        """Compute the steps. Raises the exception of a control call, or of an adapter that rank 0 could read."""
+        """Handle the messages of rank 0. Raises the exception of a step, of a control call or of reading an adapter."""
         for message in messages:
             if isinstance(message, RankStep):
                 for _ in range(message.num_collected):

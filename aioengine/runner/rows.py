@@ -72,13 +72,13 @@ class RowTable:
     Attributes:
         requests: uid -> open request.
         page_tables: their pages.
-        last_tokens: [X] int64 on the device, by row index. After the first ``max_rows`` there is memory for the known
+        last_tokens: [X] int64 on the device, by row index. Behind the first ``max_rows`` there is memory for the known
             tokens of expanded rows, for the tokens of a step with drafts, and for drafts (``draft_indices``). The last
-            one is never read.
+            entry is never read.
         first_draft: the first index of drafts in ``last_tokens``.
-        rejected: [max_rows + 1] int32 on the device: the drafts that the last step with drafts has rejected, by row
-            index. The last one is 0.
-        unread: [max_rows] the index in ``rejected`` of the drafts that the host does not know yet, or of the last one.
+        rejected: [max_rows + 1] int32 on the device, by row index: how many drafts the last step with drafts has
+            rejected. The last entry is 0.
+        is_unread: [max_rows] bool: the host has not read this number yet, so the next step subtracts it.
         has_bounds: steps may begin before the host knows how many drafts are rejected. Their positions are then upper
             bounds, and CUDA graphs subtract ``rejected``.
         sampling: [max_rows] of SAMPLING_RECORD.
@@ -109,7 +109,7 @@ class RowTable:
         self.last_tokens = torch.zeros((3 + 3 * max_drafts) * max_rows + 1, dtype=torch.int64, device=device)
         self.first_draft = (3 + 2 * max_drafts) * max_rows
         self.rejected = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
-        self.unread = np.full(max_rows, max_rows)
+        self.is_unread = np.zeros(max_rows, dtype=np.bool_)
         self.max_drafts = max_drafts
         self.has_bounds = False
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
@@ -131,7 +131,7 @@ class RowTable:
     def draft_indices(self, number: Ints | int, row_indices: Ints) -> Ints:
         """Return the indices in ``last_tokens`` of the drafts with this number, from 0 on, of these rows [R].
 
-        Numbers -1, -2... are the tokens that the last step with drafts has sampled after the row's 0, 1... drafts.
+        Number -1 - i is the token that the last step with drafts has sampled after the first i drafts of the row.
         """
         return self.first_draft + number * len(self.sampling) + row_indices
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,12 +14,10 @@ from aioengine import AsyncEngine
 from tests.compute.runner_world import save_model
 from tests.gpu.test_draft_models import answers
 from tests.gpu.test_recovery import CONTEXT_LENGTH, DEVICE, HEADS, check_recovery
-from tests.kit.adapters import save_adapter
+from tests.kit.adapter_files import write_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from transformers import PreTrainedModel
 
 pytestmark = [
     pytest.mark.process,
@@ -72,27 +70,18 @@ def test_sums_are_rounded_once(tmp_path: Path) -> None:
         assert rank.returncode == 0, errors
 
 
-@pytest.mark.parametrize("kind", ["plain", "adapter", "NGRAM", "STANDALONE"])
-async def test_greedy_tokens_are_those_of_one_rank_in_fp32(tmp_path: Path, kind: str) -> None:
+async def test_greedy_tokens_are_those_of_one_rank_in_fp32(tmp_path: Path) -> None:
     sizes = {**HEADS, "max_position_embeddings": CONTEXT_LENGTH, "initializer_range": 0.1}
-    folder = tmp_path / "model"
-    model = save_model("qwen3", folder, dtype=torch.float32, **sizes)
-    options: dict[str, Any] = {}
-    if kind == "adapter":
-        options = {"lora_paths": {"one": str(save_adapter(cast("PreTrainedModel", model), tmp_path / "one"))}}
-    elif kind != "plain":
-        options = {"speculative_algorithm": kind}
-        options |= {"speculative_draft_model_path": str(folder)} if kind == "STANDALONE" else {}
+    save_model("qwen3", tmp_path, dtype=torch.float32, **sizes)
     prompts = [[(length * 7 + place * place) % 260 for place in range(length)] for length in LENGTHS]
     found: list[list[list[int]]] = []
     for tp_size in (1, 2):
         async with AsyncEngine(
-            str(folder), device=DEVICE, dtype="float32", skip_tokenizer_init=True, tp_size=tp_size, **options
+            str(tmp_path), device=DEVICE, dtype="float32", skip_tokenizer_init=True, tp_size=tp_size
         ) as engine:
             params = {"temperature": 0, "max_new_tokens": 60}
-            lora_path = "one" if kind == "adapter" else None
-            results = await engine.async_generate(input_ids=prompts, sampling_params=params, lora_path=lora_path)
-            found.append([result["output_ids"] for result in results])
+            answer = await engine.async_generate(input_ids=prompts, sampling_params=params)
+            found.append(answer["output_ids"])
     assert found[0] == found[1]
 
 
@@ -109,24 +98,41 @@ async def test_deterministic_streams_continue_after_the_loss_of_a_rank(tmp_path:
     await check_recovery(tmp_path, ["runner-1", "scheduler"], tp_size=2)
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
-async def test_logprobs_are_near_those_of_one_rank(tmp_path: Path, quantization: str | None) -> None:
+@pytest.mark.parametrize("case", ["plain", "adapter", "fp8", "int8", "int4"])
+async def test_logprobs_are_near_those_of_one_rank(tmp_path: Path, case: str) -> None:
     sizes = {**HEADS, "max_position_embeddings": CONTEXT_LENGTH, "initializer_range": 0.1}
-    save_model("qwen3", tmp_path, dtype=torch.bfloat16, **sizes)
+    sizes["intermediate_size"] = 512  # each rank has whole groups of int4
+    model = tmp_path / "model"
+    save_model("llama", model, dtype=torch.bfloat16, **sizes)
+    options: dict[str, Any] = {"quantization": case} if case in {"fp8", "int8", "int4"} else {}
+    adapter = None
+    if case == "adapter":
+        adapter = str(write_adapter(tmp_path / "adapter", model, rank=8, seed=0))
+        options["lora_paths"] = [adapter]
     found: list[list[float]] = []
     for tp_size in (1, 2):
         async with AsyncEngine(
-            str(tmp_path), device=DEVICE, quantization=quantization, skip_tokenizer_init=True, tp_size=tp_size
+            str(model), device=DEVICE, skip_tokenizer_init=True, tp_size=tp_size, **options
         ) as engine:
             answer = await engine.async_generate(
                 input_ids=[place * place % 260 for place in range(300)],
                 sampling_params={"max_new_tokens": 1},
                 return_logprob=True,
                 logprob_start_len=0,
+                lora_path=adapter,
             )
             found.append([logprob or 0.0 for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]])
     one, two = map(torch.tensor, found)
     assert len(one) == 299
     # the inputs of fp8 products get scales by row, and a rank has a part of a row
-    assert (one - two).abs().mean() < (0.3 if quantization == "fp8" else 0.1)
+    assert (one - two).abs().mean() < (0.3 if case == "fp8" else 0.1)
     assert one.std() > 1, "the logprobs of tokens differ"
+
+
+async def test_answers_with_drafts_are_those_without(tmp_path: Path) -> None:
+    sizes = {**HEADS, "max_position_embeddings": CONTEXT_LENGTH, "initializer_range": 0.1}
+    save_model("qwen3", tmp_path, dtype=torch.bfloat16, **sizes)
+    plain, _ = await answers(tmp_path, tp_size=2)
+    drafted, stats = await answers(tmp_path, tp_size=2, speculative_algorithm="NGRAM")
+    assert stats["num_proposed_drafts"] > 0
+    assert drafted == plain

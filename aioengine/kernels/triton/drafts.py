@@ -1,9 +1,10 @@
 """Accept drafts on a GPU, and move the rows of the next step to their exact positions.
 
-A step may begin before the host knows which drafts of the previous step were accepted. It assumes that all of them
-were, so the positions of its rows are upper bounds. Its CUDA graphs subtract the number of rejected drafts.
+A step may begin before the host knows which drafts of the previous step were accepted. The host assumes that all of
+them were, so the positions of the rows are upper bounds. The CUDA graphs of the step subtract the number of rejected
+drafts.
 
-R rows of a step, T tokens, B rows of a graph, P page ids, X entries.
+R rows of a step, T tokens, B rows of a graph, C columns, P page ids, X entries.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def _accept_kernel(
     spans: tl.tensor, num_rows: tl.tensor, token_ids: tl.tensor, sources: tl.tensor, last_tokens: tl.tensor,
     rejected: tl.tensor, stride: tl.tensor,
 ) -> None:  # fmt: skip
+    """Accept the drafts of one row. stride: the distance of sampled tokens of a row in ``last_tokens``."""
     span = spans + tl.program_id(0)
     row, first, num_drafts = tl.load(span), tl.load(span + num_rows), tl.load(span + 2 * num_rows)
     num_planned, sampled = tl.load(span + 3 * num_rows), last_tokens + tl.load(span + 4 * num_rows)
@@ -48,12 +50,14 @@ def accept(spans: Tensor, token_ids: Tensor, sources: Tensor, last_tokens: Tenso
     """Accept the first drafts of each row that equal the tokens sampled at their positions.
 
     Args:
-        spans: [5, R] int64: row index, index of the first token of the row, number of drafts after it, number of
-            planned drafts, index in ``last_tokens`` for the first sampled token. Each further one is stored a number
-            of rows of the table before the one before it.
-        token_ids: [T] sampled after each token. sources: [>= T] int32, indices of the tokens in ``last_tokens``.
-        last_tokens: [X]; the sampled tokens of each row are stored, and the last one after accepted drafts.
-        rejected: the number of rejected drafts of each row is stored at its row index.
+        spans: [5, R] int64. For each row: its row index, the index in the step of its last token before the drafts, the
+            number of drafts, the number of planned drafts, and the index in ``last_tokens`` for the first sampled
+            token. The other sampled tokens are stored before it, each ``max_rows`` entries before the previous one.
+        token_ids: [T] the tokens sampled after each token of the step.
+        sources: [>= T] int32, indices in ``last_tokens`` of the tokens of the step.
+        last_tokens: [X], see ``RowTable``. Gets the sampled tokens of each row, and at its row index the last of them
+            that counts.
+        rejected: [max_rows + 1] int32. Gets the number of rejected drafts of each row, at its row index.
     """
     num_rows = spans.shape[1]
     arguments = spans, num_rows, token_ids, sources, last_tokens, rejected, len(rejected) - 1
@@ -65,24 +69,26 @@ def _move_kernel(
     columns: tl.tensor, stride: tl.tensor, starts: tl.tensor, page_ids: tl.tensor, rejected: tl.tensor,
     INDEX: tl.constexpr, SAMPLED: tl.constexpr, PAGE_SIZE: tl.constexpr, LAG: tl.constexpr,
 ) -> None:  # fmt: skip
-    column = columns + tl.program_id(0)
-    row = tl.load(column + INDEX * stride)
-    is_exact = row < 0
-    later = tl.load(rejected + tl.where(is_exact, -1 - row, row))
-    sampled = tl.load(column + SAMPLED * stride) - later
+    """Move one row. Columns 1 to 4: positions, slots, last lengths, targets."""
+    row = columns + tl.program_id(0)
+    position, slot, last_length, target = row + stride, row + 2 * stride, row + 3 * stride, row + 4 * stride
+    index = tl.load(row + INDEX * stride)
+    is_exact = index < 0
+    num_rejected = tl.load(rejected + tl.where(is_exact, -1 - index, index))
+    sampled = tl.load(row + SAMPLED * stride) - num_rejected
     if is_exact:
-        tl.store(column + SAMPLED * stride, sampled)
-        if tl.load(column + stride) + 1 + LAG != sampled:
-            tl.store(column + 4 * stride, -1)
-    elif later > 0:
-        start = starts + tl.load(column + (INDEX - 1) * stride)
-        first, last_length = tl.load(start), tl.load(column + 3 * stride) - later
-        index = (tl.load(start + 1) - first - 1) * PAGE_SIZE + last_length - 1
-        tl.store(column + stride, tl.load(column + stride) - later)
-        page = tl.load(page_ids + first + index // PAGE_SIZE)
-        tl.store(column + 2 * stride, page * PAGE_SIZE + index % PAGE_SIZE)
-        tl.store(column + 3 * stride, last_length)
-        tl.store(column + SAMPLED * stride, sampled)
+        tl.store(row + SAMPLED * stride, sampled)
+        if tl.load(position) + 1 + LAG != sampled:
+            tl.store(target, -1)
+    elif num_rejected > 0:
+        start = starts + tl.load(row + (INDEX - 1) * stride)
+        first, length = tl.load(start), tl.load(last_length) - num_rejected
+        last = (tl.load(start + 1) - first - 1) * PAGE_SIZE + length - 1  # the position within the page table
+        tl.store(position, tl.load(position) - num_rejected)
+        page = tl.load(page_ids + first + last // PAGE_SIZE)
+        tl.store(slot, page * PAGE_SIZE + last % PAGE_SIZE)
+        tl.store(last_length, length)
+        tl.store(row + SAMPLED * stride, sampled)
 
 
 _move = KernelLauncher(_move_kernel)
@@ -93,15 +99,16 @@ def move_rows(
 ) -> None:
     """Subtract the rejected drafts from the positions, slots and last lengths of the rows of a decode graph.
 
-    Some rows are exact. They are the tokens of the step before, and only the one after its accepted drafts is sampled.
+    A draft model also computes all tokens of the previous step, accepted or not. The positions of these rows are exact,
+    and only the row of the last token that counts is sampled.
 
     Args:
-        columns: [C, B] int32, see ``decode_graphs``. The last two have the page table of each row, and its index in
-            ``rejected``: i, or -1 - i for an exact row.
+        columns: [C, B] int32, see ``decode_graphs``. The last two have the number of the page table of each row, and
+            its index in ``rejected``: i, or -1 - i for a row with an exact position.
         pages: starts [B + 1] of the page tables among the page ids, and page ids [P]. A last length may become
             negative: the row then ends on an earlier page.
         sampled: index of the column with the positions of sampled tokens.
-        lag: number of known tokens that have no position yet.
+        lag: how much smaller the position of a token is than in the model: 1 for a draft head, else 0.
     """
     num_columns, num_rows = columns.shape
     sizes = num_columns - 1, sampled, page_size, lag

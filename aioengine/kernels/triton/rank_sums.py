@@ -1,14 +1,16 @@
 """Sums over the ranks of tensor parallelism, on GPUs of one machine that can reach each other's memory.
 
-Each rank writes its part of the sum into the inboxes of the other ranks. In a message of few rows, each word has two
-numbers of 16 bits, and the number of the message. The receiver reads the words until all have the expected number, so
-the ranks need no other signal, and the time is that of one transfer. In a message of many rows, the words have two
-numbers only, and a flag follows each row.
+A message is one row of a rank's part of the sum. The rank writes it into the inboxes of all other ranks, which count
+the messages of each row. If there are few rows, each word of a message has two values of 16 bits and the count, as in
+NCCL's protocol LL. The receiver reads the words until all have the expected count. So the ranks need no other signal,
+and a sum takes as long as one transfer. If there are many rows, the words have only the two values, which halves the
+bytes, and a flag with the count follows each row.
 
-The inbox has two places for a row, used in turns. A rank sends message n + 2 of a row after it has received n + 1,
-which the other rank sent after its kernel of message n had ended. So no message is overwritten before it was read.
+An inbox has two lines for a row of each other rank, used in turns. A rank sends message n + 2 of a row after it has
+received message n + 1, which the other rank sent after its kernel of message n had ended. So no message is overwritten
+before it is read.
 
-R rows, D columns, N ranks.
+R rows, D columns, X words of a row.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _unpacked(words: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the numbers in the low and the high half of int32 words [X], as fp32."""
+    """Return the values in the low and the high half of int32 words [X], as fp32."""
     low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
     high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     return low.to(tl.float32), high.to(tl.float32)
@@ -38,7 +40,7 @@ def _unpacked(words: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tens
 
 @triton.jit
 def _packed(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """Return int32 words [X] with two numbers of 16 bits each."""
+    """Return int32 words [X] with two values of 16 bits each."""
     low_bits = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return low_bits | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
@@ -49,7 +51,12 @@ def _sum_kernel(
     epsilon: tl.tensor, inboxes: tl.tensor, flags: tl.tensor, counts: tl.tensor,
     RANK: tl.constexpr, SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, HAS_FLAGS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the sum of a row over the ranks. With a residual, add the sum to it, and store its RMS norm instead."""
+    """Store the sum of a row over the ranks. With a residual, add the sum to it, and store its RMS norm instead.
+
+    parts, residual, out: [R, D]; weight: [D]. inboxes: [SIZE] addresses of the inboxes, each with lines
+    [2, SIZE - 1, MAX_ROWS, X]: the second axis is the sender, without the owner of the inbox. flags: [SIZE] addresses
+    of the flags of these lines, int32. counts: [MAX_ROWS] int32, the messages of each row so far.
+    """
     DTYPE: tl.constexpr = parts.dtype.element_ty
     WORDS: tl.constexpr = tl.pointer_type(tl.int32)
     row = tl.program_id(0).to(tl.int64)
@@ -71,7 +78,7 @@ def _sum_kernel(
     own_message = own
     if not HAS_FLAGS:
         own_message = (own.to(tl.int64) & 0xFFFFFFFF) | (count.to(tl.int64) << 32)
-    place = (count % 2) * ((SIZE - 1) * MAX_ROWS) + row  # of a message from the first of the other ranks
+    place = (count % 2) * ((SIZE - 1) * MAX_ROWS) + row  # the line of the first other rank
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             line = place + (RANK - (peer < RANK)) * MAX_ROWS
@@ -123,6 +130,7 @@ MANY_ROWS = 1024
 """From this number of rows on, programs of few threads are faster. Measured on two H200s."""
 _sum = KernelLauncher(_sum_kernel)
 Handle = tuple[object, ...]
+"""The CUDA IPC handle of a storage: the arguments of ``UntypedStorage._new_shared_cuda`` between first and last."""
 
 
 class Inboxes:
@@ -144,7 +152,7 @@ class Inboxes:
         Args:
             max_rows: maximum R of a sum.
             num_columns: D, an even number.
-            has_flags: for many rows.
+            has_flags: for many rows: words without counts, and a flag for each row.
             exchange: gives a handle to all ranks, and returns the handles of all.
 
         Raises:
@@ -154,11 +162,11 @@ class Inboxes:
         self._max_rows, self._num_columns, self._has_flags = max_rows, num_columns, has_flags
         num_lines = 2 * (size - 1) * max_rows
         line_bytes = num_columns // 2 * (4 if has_flags else 8)
-        # the flags are behind the lines
+        # the flags, of 4 bytes each, are behind the lines
         self._own = torch.zeros(num_lines * (line_bytes + 4), dtype=torch.uint8, device=device)
         self._counts = torch.zeros(max_rows, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # it must be zeros before another rank writes
-        _, *handle, _ = self._own.untyped_storage()._share_cuda_()
+        _device, *handle, _must_wait = self._own.untyped_storage()._share_cuda_()
         handles = exchange(tuple(handle))
         self._opened = [self._own if peer == rank else _opened(other, device) for peer, other in enumerate(handles)]
         self._inboxes = torch.tensor([inbox.data_ptr() for inbox in self._opened], device=device)
@@ -166,8 +174,8 @@ class Inboxes:
 
     def serves(self, parts: Tensor) -> bool:
         """Return whether ``parts`` [...] can be added here."""
-        is_like = parts.dtype.itemsize == 2 and parts.shape[1:] == (self._num_columns,)
-        return is_like and len(parts) <= self._max_rows
+        has_columns = parts.dtype.itemsize == 2 and parts.shape[1:] == (self._num_columns,)
+        return has_columns and len(parts) <= self._max_rows
 
     def all_reduce(self, parts: Tensor) -> Tensor:
         """Return the sum over the ranks, rounded once: contiguous parts [R, D] -> [R, D]."""
@@ -193,7 +201,7 @@ class Inboxes:
 
 
 def _opened(handle: Handle, device: torch.device) -> Tensor:
-    """Return the inbox [X] of another rank. Its memory is on that rank's GPU, whatever the tensor says."""
+    """Return the bytes [X] of another rank's inbox. Its memory is on that rank's GPU, although its device is ours."""
     must_wait = False  # for an event of the owner
     memory = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle, must_wait)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(memory, 0, (memory.nbytes(),))

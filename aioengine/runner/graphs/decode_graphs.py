@@ -53,13 +53,16 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int32]
     Ints64 = npt.NDArray[np.int64]
 
-_COLUMNS = 7 + NUM_FIELDS
-"""Columns of B numbers in the memory of a step: row indices, positions, slot_mapping, last_lengths, indices at which
-the table stores the sampled tokens (-1: the graph does not sample the row), fields of ``Draws``, numbers of page
-tables, indices in ``RowTable.rejected`` (see ``move_rows``).
+_SOURCES, _POSITIONS, _SLOTS, _LAST_LENGTHS, _TARGETS, _FIELDS = range(6)
+_TABLES, _REJECTED = _FIELDS + NUM_FIELDS, _FIELDS + NUM_FIELDS + 1
+"""Columns of B numbers in the memory of a step. Sources, targets: indices in ``RowTable.last_tokens`` of the token of a
+row, and of the token that is sampled after it (-1: the graph does not sample the row). Last lengths: see
+``DecodeBuffers``. Fields: of ``Draws``. Tables, rejected: the number of the page table, and the index in
+``RowTable.rejected``, see ``move_rows``.
 """
-_SAMPLED = 7
-"""The column with the positions of the sampled tokens."""
+_SAMPLED = _FIELDS + 2
+"""The column, among the fields, with the positions of the sampled tokens."""
+_COLUMNS = _REJECTED + 1
 
 
 @dataclass(slots=True)
@@ -300,7 +303,7 @@ class DecodeGraphs:
             if rows.known_ids.size:
                 expanded = expand_rows(rows, table, num_drafts, num_sampled)
                 slots = None if slots is None else slots[expanded.row_of_token]
-            elif slots is None and self._prefixes is not None and (table.unread == len(table.unread)).all():
+            elif slots is None and self._prefixes is not None and not table.is_unread.any():
                 cascade = self._prefixes.find(rows)
             chosen = self._choose(num_rows, cascade, slots)
             size = chosen.num_rows
@@ -314,7 +317,7 @@ class DecodeGraphs:
                 sources, targets_of_rows = expanded.sources, targets
                 # before drafts are accepted, sampled tokens are stored where they are never read
                 targets = np.full(num_rows, len(table.last_tokens) - 1 if samples_each and is_drawn else -1)
-                if num_sampled is not None:
+                if num_sampled is not None:  # ``move_rows`` chooses the token of the row that is sampled
                     targets = targets_of_rows[expanded.row_of_token]
                 elif not samples_each:
                     targets[rows.token_ends - 1] = targets_of_rows
@@ -326,13 +329,13 @@ class DecodeGraphs:
                 tables = np.append(np.flatnonzero(is_first), np.arange(num_rows, size + 1)).astype(np.int32)
             options = {"cascade": cascade, "expanded": expanded, "tables": tables}
             num_used = self._fill(arrays, size, rows, sampled, places, **options)
-            if num_sampled is not None:
-                indices = arrays[0][: _COLUMNS * size].reshape(_COLUMNS, size)[-1]
-                indices[:num_rows] = -1 - indices[:num_rows]
+            columns = arrays[0][: _COLUMNS * size].reshape(_COLUMNS, size)[:, :num_rows]
+            if num_sampled is not None:  # exact rows, see ``move_rows``
+                columns[_REJECTED] = -1 - columns[_REJECTED]
             if samples_each and expanded is not None:
-                arrays[0][_SAMPLED * size :][:num_rows] = expanded.positions + 1
+                columns[_SAMPLED] = expanded.positions + 1
             host, ends = self._host[0], _COLUMNS * size
-            chosen.attention.plan(host[ends : ends + size + 1], host[3 * size : 4 * size], tables)
+            chosen.attention.plan(host[ends : ends + size + 1], host[_LAST_LENGTHS * size :][:size], tables)
         if when_ready is not None:
             when_ready()
         for memory, host, end in zip(self._memory, self._host, num_used, strict=True):
@@ -367,13 +370,13 @@ class DecodeGraphs:
         num_rows = step.last_indices[-1] + 1 if step.last_indices else len(step.hidden)
         columns = self._columns(step.graph.num_rows)[:, :num_rows]
         token_ids = step.graph.token_ids[:num_rows]
-        row_indices = columns[4] if step.last_indices else columns[0]
-        self._kernels.sample(logits[:num_rows], Draws(columns[5:]), token_ids, (row_indices, self._table.last_tokens))
+        targets = columns[_TARGETS if step.last_indices else _SOURCES]
+        self._kernels.sample(logits[:num_rows], Draws(columns[_FIELDS:]), token_ids, (targets, self._table.last_tokens))
         return token_ids if step.order is None else token_ids[step.order]
 
     def accept(self, step: DecodeStep, token_ids: Tensor, spans: Tensor) -> None:
         """Accept drafts by the tokens [T] sampled after each token of the last replayed step. spans: see ``accept``."""
-        sources = self._columns(step.graph.num_rows)[0]
+        sources = self._columns(step.graph.num_rows)[_SOURCES]
         accept(spans, token_ids, sources, self._table.last_tokens, self._table.rejected)
 
     def logits(self, step: DecodeStep) -> Tensor:
@@ -430,23 +433,24 @@ class DecodeGraphs:
         pages = positions // page_size
         slots_GR = (tables_GRP[:, table_of_row, pages] - pages) * page_size + positions
         columns = hosts[0][:ends].reshape(_COLUMNS, size)
-        columns[0, :num_rows], columns[4, :num_rows] = places
-        columns[1, :num_rows] = rows.shifted(positions, self._model.input_spec.short_length, order)
+        columns[_SOURCES, :num_rows], columns[_TARGETS, :num_rows] = places
+        columns[_POSITIONS, :num_rows] = rows.shifted(positions, self._model.input_spec.short_length, order)
         if (images := self._table.images) is not None:
-            columns[1, :num_rows] += images.deltas[row_indices]
-        columns[2, :num_rows] = slots_GR[0]
-        columns[3, :num_rows] = positions + 1 - last_pages[table_of_row] * page_size
-        columns[4, num_rows:] = -1
-        fields = columns[5:]
+            columns[_POSITIONS, :num_rows] += images.deltas[row_indices]
+        columns[_SLOTS, :num_rows] = slots_GR[0]
+        columns[_LAST_LENGTHS, :num_rows] = positions + 1 - last_pages[table_of_row] * page_size
+        columns[_TABLES, :num_rows] = table_of_row
+        is_unread, none_rejected = self._table.is_unread[row_indices], len(self._table.is_unread)
+        columns[_REJECTED, :num_rows] = np.where(is_unread, row_indices, none_rejected)
+        fields = columns[_FIELDS:_TABLES]
         fill_fields(sampled, fields[:, : len(rows.requests)])
         if not isinstance(order, slice):
             fields[:, :num_rows] = fields[:, order]
         if num_rows < size:
-            columns[:3, num_rows:] = 0
-            columns[3, num_rows:] = 1
-            fields[:, num_rows:] = 0
-            columns[-1, num_rows:] = len(self._table.unread)
-        columns[-2:, :num_rows] = table_of_row, self._table.unread[row_indices]
+            columns[:, num_rows:] = 0
+            columns[_LAST_LENGTHS, num_rows:] = 1
+            columns[_TARGETS, num_rows:] = -1
+            columns[_REJECTED, num_rows:] = none_rejected
         num_shared = cascade.num_shared if cascade else None
         num_written, is_used_RP = _fill_pages(hosts[0][ends:], size, tables_GRP[0], last_pages, num_shared=num_shared)
         num_used = [ends + num_written]
@@ -468,9 +472,9 @@ class DecodeGraphs:
         (memory, *groups), columns = self._memory, self._columns(size)
         ends, first = _COLUMNS * size, _COLUMNS * size + size + 1
         buffers = DecodeBuffers(
-            slot_mapping=columns[2],
+            slot_mapping=columns[_SLOTS],
             starts=memory[ends:first],
-            last_lengths=columns[3],
+            last_lengths=columns[_LAST_LENGTHS],
             page_ids=memory[first:],
             max_pages=self._table.page_tables.tables.shape[2],
             are_bounds=self._table.has_bounds,
@@ -488,7 +492,7 @@ class DecodeGraphs:
         columns, buffers, table = self._columns(size), self._buffers(size), self._table
         for memory in self._memory:
             memory.zero_()
-        columns[-1] = len(table.unread)
+        columns[_REJECTED] = len(table.is_unread)
         attention.plan_capture(np.ones(size, dtype=np.int32))
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         rows = torch.arange(size, device=self._device) if self._model.input_spec.rows else None
@@ -500,28 +504,30 @@ class DecodeGraphs:
                 pages = buffers.starts, buffers.page_ids
                 sizes = {"page_size": self._inputs.page_size, "lag": int(self._features is not None)}
                 move_rows(columns, pages, table.rejected, sampled=_SAMPLED, **sizes)
-            last_tokens = table.last_tokens.index_select(0, columns[0])
+            last_tokens = table.last_tokens.index_select(0, columns[_SOURCES])
             features = None if self._features is None else self._read_features(self._features, columns)
-            options = {"rows": rows, "adapters": adapters, "slots": columns[2], "features": features}
-            inputs = model_inputs(self._model, last_tokens, columns[1], **options)
+            options = {"rows": rows, "adapters": adapters, "slots": columns[_SLOTS], "features": features}
+            inputs = model_inputs(self._model, last_tokens, columns[_POSITIONS], **options)
             if self._inputs.states is not None:  # padding rows write to the padding page
-                states = self._inputs.states.of_graph(columns[0], columns[1], columns[2] < self._inputs.page_size)
+                is_padding = columns[_SLOTS] < self._inputs.page_size
+                states = self._inputs.states.of_graph(columns[_SOURCES], columns[_POSITIONS], is_padding)
                 inputs = replace(inputs, states=states)
             hidden = self._model.forward(inputs, attention)
             if features is not None:
-                row_indices = self._row_indices(columns[4]).masked_fill(columns[4] < 0, len(table.sampling))
+                targets = columns[_TARGETS]
+                row_indices = self._row_indices(targets).masked_fill(targets < 0, len(table.sampling))
                 self._states.index_copy_(0, row_indices.long(), hidden)
             logits = self._model.compute_logits(hidden)
-            self._kernels.sample(logits, Draws(columns[5:]), token_ids, (columns[4], table.last_tokens))
+            self._kernels.sample(logits, Draws(columns[_FIELDS:]), token_ids, (columns[_TARGETS], table.last_tokens))
             return hidden, logits, token_ids
 
         return compute
 
     def _read_features(self, features: Features, columns: Tensor) -> Tensor:
         """Return the hidden states [B, D] that a draft head reads: its own ones after a draft, else the model's."""
-        own = self._states.index_select(0, self._row_indices(columns[0]))
-        is_draft = columns[0] >= self._table.first_draft
-        return torch.where(is_draft.unsqueeze(1), own, features.read(columns[2]))
+        own = self._states.index_select(0, self._row_indices(columns[_SOURCES]))
+        is_draft = columns[_SOURCES] >= self._table.first_draft
+        return torch.where(is_draft.unsqueeze(1), own, features.read(columns[_SLOTS]))
 
     def _row_indices(self, indices: Tensor) -> Tensor:
         """Return the row indices [B] of drafts at these indices [B] in ``RowTable.last_tokens``."""

@@ -155,10 +155,13 @@ def can_expand(rows: StepRows) -> bool:
 def expand_rows(
     rows: StepRows, table: RowTable, num_drafts: Ints | None = None, num_sampled: Ints | None = None
 ) -> ExpandedRows:
-    """Give each token of the step its own row. Copies the known tokens to the last tokens of the table.
+    """Give each token of the step its own row. Copies the known tokens to ``RowTable.last_tokens``.
 
-    num_drafts: [R] number of last tokens of each row that are drafts on the device; None: there are none.
-    num_sampled: [R] number of last tokens of each row that the step in flight may sample; None: as ``num_drafts``.
+    The last tokens of a row may be only on the device (``RowTable.draft_indices``): its drafts, or for a draft model
+    the tokens that the step in flight samples.
+
+    num_drafts: [R] the number of these drafts; None: the host knows all drafts.
+    num_sampled: [R] the number of tokens that the step in flight may sample; None: the host knows its tokens.
     """
     num_tokens, first = int(rows.token_ends[-1]), len(table.sampling)
     row_of_token = np.repeat(np.arange(len(rows.requests)), rows.counts)
@@ -175,8 +178,8 @@ def expand_rows(
         if num_sampled is not None:
             numbers = -1 - numbers
         sources[lasts] = table.draft_indices(numbers, rows.row_indices[row_of_last])
-    if num_sampled is None:
-        is_unread = table.unread[rows.row_indices] < len(table.unread)  # only the device has the first token
+    if num_sampled is None:  # otherwise ``num_sampled`` has this token, too
+        is_unread = table.is_unread[rows.row_indices]  # only the device has the first token
         sources[(rows.token_ends - rows.counts)[is_unread]] = rows.row_indices[is_unread]
     positions = np.arange(num_tokens) + (rows.starts + rows.counts - rows.token_ends)[row_of_token]
     return ExpandedRows(row_of_token, positions, sources)

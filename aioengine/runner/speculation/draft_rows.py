@@ -83,12 +83,11 @@ class DraftRows:
         if self._model is not None:
             self._model.note_pages(rows)
         drafted = [row for row in rows if row.num_drafts]
-        unread = self._table.unread
-        unread[:] = len(unread)
+        self._table.is_unread[:] = False
         overlaps = may_overlap and self._can_follow(drafted)
         if overlaps:
-            followed = [self._requests[uid].row_index for uid in self._launched[0].sampled if uid in self._requests]
-            unread[followed] = followed
+            sampled = [self._requests[uid].row_index for uid in self._launched[0].sampled if uid in self._requests]
+            self._table.is_unread[sampled] = True
         else:
             has_drafts = any(ticket.drafts is not None and ticket.drafts.proposed for ticket in self._launched)
             if has_drafts or (self._launched and any(map(self._may_get_drafts, drafted))):
@@ -157,7 +156,7 @@ class DraftRows:
             if entry is None or text is None:
                 continue
             num_unknown = _num_known(row, entry) - len(text.token_ids)
-            if num_unknown and self._table.unread[self._requests[row.uid].row_index] == len(self._table.unread):
+            if num_unknown and not self._table.is_unread[self._requests[row.uid].row_index]:
                 continue
             if row.num_drafts > most:
                 break

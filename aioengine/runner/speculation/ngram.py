@@ -21,9 +21,9 @@ PREFIX: Final = SIZES[-1] - 1
 _INDEXED: Final = (*SIZES, PREFIX)
 
 
-def num_equal(token_ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of first tokens that are the same in both."""
-    is_equal = map(operator.eq, token_ids, others)
+def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the common prefix of two sequences."""
+    is_equal = map(operator.eq, left, right)
     return sum(1 for _ in takewhile(bool, is_equal))
 
 
@@ -44,8 +44,9 @@ class NgramProposer:
         self._ends: tuple[dict[int, int], ...] = tuple({} for _ in _INDEXED)  # hash -> end (exclusive), for each size
 
     def may_propose(self, num_unknown: int) -> bool:
-        """Return whether ``propose`` may find an n-gram after ``num_unknown`` more tokens. Only if there is one more
-        token, this is looked up.
+        """Return whether ``propose`` may find an n-gram after ``num_unknown`` more tokens.
+
+        With one unknown token, the tokens before it must have occurred. With other numbers, this is not looked up.
         """
         if num_unknown != 1:
             return True
@@ -55,11 +56,11 @@ class NgramProposer:
     def propose(self, count: int, in_flight: Sequence[int] | None = None) -> Sequence[int]:
         """Return the ``count`` tokens that followed the latest earlier occurrence of the last tokens, else nothing.
 
-        The longest of ``SIZES`` that occurred before decides. If fewer tokens followed, they are repeated: then the
-        text has this period.
+        The longest n-gram that occurred before decides. If fewer tokens followed it, they are repeated, because the
+        text then has this period.
 
-        in_flight: the drafts of a step whose tokens are not known yet. They are expected to be those that followed the
-        earlier occurrence, so the tokens after these are returned.
+        in_flight: the drafts of the step in flight, whose tokens are not known yet; None: there is no such step. It is
+        expected to sample the tokens that followed the earlier occurrence. So the tokens after these are returned.
         """
         token_ids, total = self.token_ids, len(self.token_ids)
         self._update_index()
@@ -67,10 +68,10 @@ class NgramProposer:
             last = token_ids[total - size :] if total - size >= self._first else []
             end = ends.get(hash(tuple(last))) if last else None
             if end is not None and token_ids[end - size : end] == last:  # another n-gram may have the same hash
-                most = count if in_flight is None else len(in_flight) + 1 + count
-                followed = [*islice(cycle(token_ids[end : end + most]), most)]
-                num_expected = 0 if in_flight is None else num_equal(in_flight, followed) + 1
-                return followed[num_expected : num_expected + count]
+                length = count if in_flight is None else len(in_flight) + 1 + count
+                following = [*islice(cycle(token_ids[end : end + length]), length)]
+                num_sampled = 0 if in_flight is None else num_equal(in_flight, following) + 1
+                return following[num_sampled : num_sampled + count]
         return ()
 
     def _update_index(self) -> None:

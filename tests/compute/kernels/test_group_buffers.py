@@ -29,7 +29,8 @@ table = RowTable(
     num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=8
 )
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
-graphs = DecodeGraphs(SimpleNamespace(input_spec=InputSpec()), None, inputs, vocab_size=9, max_rows=SIZE)
+model = SimpleNamespace(input_spec=InputSpec(), features=None)
+graphs = DecodeGraphs(model, None, inputs, vocab_size=9, max_rows=SIZE)
 order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()
 lengths = [1, 4, 5, 37, 60]
 for uid, length in enumerate(lengths):
@@ -39,9 +40,9 @@ for uid, length in enumerate(lengths):
     table.open(NewRow(uid, Sampling(uid), length, [1] * length, pages))
 rows = inputs.columns_of([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
-_, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=len(lengths))
+_, batch = inputs.build(model, rows, None, num_outputs=len(lengths))
 hosts = np.full((3, 4000), 77, dtype=np.int32)
-graphs._fill(hosts, SIZE, rows, sampled, is_drawn=False)
+graphs._fill(hosts, SIZE, rows, sampled, (rows.row_indices, -1))
 graphs._memory = [*torch.from_numpy(hosts)]
 parts = graphs._buffers(SIZE).parts
 assert len(parts) == len(batch.parts) == 3
