@@ -59,22 +59,6 @@ if TYPE_CHECKING:
     from aioengine.tokenization.tokenizer import Tokenizer
 
 
-class TokenizerNamespace:
-    """Has the tokenizer and ``abort_request`` of an engine, for programs written for other engines."""
-
-    def __init__(self, engine: BaseEngine) -> None:
-        self._engine = engine
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The engine's tokenizer."""
-        return self._engine.tokenizer
-
-    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
-        """End a live request, or all."""
-        self._engine.abort_request(rid, abort_all)
-
-
 class BaseEngine(ABC):
     """The shared part of both engines: constructors, the six ``async_`` calls, and calls from any thread."""
 
@@ -299,10 +283,10 @@ class BaseEngine(ABC):
         return tokenizer
 
     @property
-    def tokenizer_manager(self) -> TokenizerNamespace:
-        """An object with ``tokenizer`` and ``abort_request``, for programs written for other engines."""
+    def tokenizer_manager(self) -> Self:
+        """The engine, for programs written for other engines: they read ``tokenizer_manager.tokenizer``."""
         self._frontend_anywhere()
-        return TokenizerNamespace(self)
+        return self
 
     @property
     def is_alive(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence  # for typing.get_type_hints(EngineArguments)
 from functools import wraps
 from inspect import Parameter, Signature, iscoroutinefunction, signature
-from pathlib import PurePath  # noqa: TC003
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, cast, overload
 
 from aioengine.api.args import ARGUMENTS

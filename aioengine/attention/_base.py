@@ -6,23 +6,20 @@ size, V value size, O output size, L layers, N pages of the pool, G groups of ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from aioengine.kernels.heads import Heads
+from aioengine.kernels.kv_target import KVTarget, WriteKV
 from aioengine.settings.page_groups import layer_groups
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
-    import numpy.typing as npt
-    import torch
-    from torch import Tensor
-
-    from aioengine.kernels.heads import Heads
-    from aioengine.kernels.kv_target import KVTarget, WriteKV
-
-    Ints = npt.NDArray[np.int32]
+Ints = npt.NDArray[np.int32]
 
 
 class BackendUnavailableError(ValueError):

@@ -16,18 +16,16 @@ import subprocess
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, Protocol
 
 from filelock import FileLock, Timeout
 
 from aioengine.attention._base import BackendUnavailableError
 from aioengine.protocol.messages import Progress
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 POLL_S = 0.2
 _CUDA_FOLDER = Path("/usr/local/cuda")

@@ -12,19 +12,16 @@ R rows, K kv heads, U units, C positions of a chunk, P pages of a chunk, X chunk
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from aioengine.attention._base import ForwardBatch
+from aioengine.attention._base import ForwardBatch
 
 Ints = npt.NDArray[np.int64]
 

@@ -15,7 +15,6 @@ T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -23,7 +22,7 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from torch import Tensor
 
-from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch, SharedPages
+from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch, Ints, SharedPages
 from aioengine.attention._gpu_rows import (
     AttentionLayers,
     FixedDecodeRows,
@@ -39,10 +38,7 @@ from aioengine.attention.triton import TritonAttention
 from aioengine.kernels.triton.pages import convert
 from aioengine.kernels.triton.scores import add_sinks, merge
 
-if TYPE_CHECKING:
-    from aioengine.attention._base import Ints
-
-    Pool = tuple[Tensor, Tensor]
+Pool = tuple[Tensor, Tensor]
 
 WORKSPACE_BYTES = 512 << 20
 _workspaces: WeakValueDictionary[torch.device, Tensor] = WeakValueDictionary()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,13 +15,10 @@ from aioengine.attention import flashinfer
 from aioengine.attention._base import AttentionShape, BackendUnavailableError, kv_pool_shape
 from aioengine.attention._compilation import Compilation, CompilationTimeoutError
 from aioengine.kernels.triton.launcher import compile_only
+from aioengine.protocol.messages import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from flashinfer.jit import JitSpec
-
-    from aioengine.protocol.messages import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from aioengine.attention._base import AttentionShape, ForwardBatch, keys_and_values, split_heads
+from aioengine.attention._base import (
+    AttentionBackend,
+    AttentionShape,
+    DecodeBuffers,
+    ForwardBatch,
+    Ints,
+    keys_and_values,
+    split_heads,
+)
 from aioengine.attention._gpu_splits import COLUMNS, max_splits, plan_splits
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.kv_target import KVTarget
@@ -22,9 +29,6 @@ from aioengine.kernels.triton.attention import PagedRows
 from aioengine.kernels.triton.decode import MOST_QUERIES, DecodeRows, decode
 from aioengine.kernels.triton.pages import flatten_pages
 from aioengine.kernels.triton.scores import ScoreRules
-
-if TYPE_CHECKING:
-    from aioengine.attention._base import AttentionBackend, DecodeBuffers, Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from aioengine.attention._base import Ints
+from aioengine.attention._base import Ints
 
 ENOUGH_PROGRAMS = 512
 """Number of programs that keeps a GPU busy. A program computes a split for one kv head."""

@@ -13,7 +13,8 @@ C positions that tokens of an image attend to.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,9 +31,6 @@ from aioengine.attention._base import (
 )
 from aioengine.attention.torch import BLOCK, attend_block
 from aioengine.kernels.kv_target import KVTarget, WriteKV, from_stored
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class _ImageKV(NamedTuple):

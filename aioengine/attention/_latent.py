@@ -12,11 +12,12 @@ O value size of a head, B pages of the pool, S page size, C positions of expande
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch, Ints
 from aioengine.attention._gpu_rows import (
     PagedAttention,
     PagedStep,
@@ -31,11 +32,6 @@ from aioengine.kernels.triton import attention, expanded_attention, latent_decod
 from aioengine.kernels.triton.attention import PagedRows
 from aioengine.kernels.triton.expanded_attention import ExpandedKV, ExpandedTiles
 from aioengine.kernels.triton.latent_decode import Parts
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch, Ints
 
 TOKEN_PAIRS = 150
 POSITION_PAIRS = 80

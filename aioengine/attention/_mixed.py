@@ -6,18 +6,22 @@ T packed tokens, H query heads, K kv heads, E head size, L layers of a group, N 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
-from aioengine.attention._base import AttentionBackend, CapturableAttention, FixedDecode, StepAttention
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch, Ints
-    from aioengine.kernels.kv_target import KVTarget, WriteKV
-
+from aioengine.attention._base import (
+    AttentionBackend,
+    AttentionShape,
+    CapturableAttention,
+    DecodeBuffers,
+    FixedDecode,
+    ForwardBatch,
+    Ints,
+    StepAttention,
+)
+from aioengine.kernels.kv_target import KVTarget, WriteKV
 
 Attention = TypeVar("Attention", bound=StepAttention)
 Groups = tuple[tuple[int, ...], ...]

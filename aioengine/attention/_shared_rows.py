@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from aioengine.attention._base import Ints
+from aioengine.attention._base import Ints
 
 MIN_ROWS = 4
 MIN_PAIRS = 1 << 20

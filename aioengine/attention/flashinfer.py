@@ -13,11 +13,11 @@ T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
+from torch import Tensor
 
+from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch
 from aioengine.attention._flashinfer import (
     MIN_FRESH_TOKENS,
     ConvertedRows,
@@ -33,13 +33,8 @@ from aioengine.attention._gpu_rows import (
     page_columns,
     run_once,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch
-    from aioengine.kernels.kv_target import KVTarget
-    from aioengine.kernels.triton.decode import DecodeRows
+from aioengine.kernels.kv_target import KVTarget
+from aioengine.kernels.triton.decode import DecodeRows
 
 
 class FlashInferAttention:

@@ -17,22 +17,19 @@ row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from aioengine.attention._base import AttentionShape, ForwardBatch
 from aioengine.attention._cpu import BLOCK_TOKENS, CHUNK, MASKED, DecodeUnits, Paging, WorkUnits, first_tokens
 from aioengine.kernels import linear
 from aioengine.kernels.kv_target import WriteKV, from_stored, to_stored
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aioengine.attention._base import AttentionShape, ForwardBatch
 
 SMALL_SIZE = 512
 """Models with fewer outputs of all query heads are small."""

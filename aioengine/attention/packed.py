@@ -9,16 +9,13 @@ T packed tokens, H query heads, K kv heads, E head size, R rows.
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.attention._base import AttentionShape, ForwardBatch
-    from aioengine.kernels.kv_target import WriteKV
+from aioengine.attention._base import AttentionShape, ForwardBatch
+from aioengine.kernels.kv_target import WriteKV
 
 
 def _discard(k: Tensor, v: Tensor) -> None:

@@ -12,16 +12,14 @@ row, S page size, C positions that a block sees.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from aioengine.attention._base import AttentionShape, ForwardBatch
 from aioengine.kernels.kv_target import WriteKV, from_stored, to_stored
-
-if TYPE_CHECKING:
-    from aioengine.attention._base import AttentionShape, ForwardBatch
 
 BLOCK = 8
 

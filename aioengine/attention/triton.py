@@ -11,11 +11,12 @@ T packed tokens, R rows, H query heads, K kv heads, E head size, V value size, N
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
 from aioengine.attention._gpu_rows import (
     AttentionLayers,
     PagedAttention,
@@ -29,11 +30,6 @@ from aioengine.attention._gpu_rows import (
 from aioengine.attention._latent import AdaptiveLatentAttention
 from aioengine.kernels.triton import attention as kernels
 from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, head_group, num_splits
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
 
 ENOUGH_PROGRAMS = 256
 """Number of programs that keeps a GPU busy. With fewer (row, kv head) pairs, more than two programs compute each."""

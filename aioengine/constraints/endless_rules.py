@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 
 def endless_rule(alternatives: Mapping[str, Sequence[Sequence[str]]], start: str) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from functools import cached_property, partial
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from weakref import WeakSet
 
 import numpy as np
+import numpy.typing as npt
 
 from aioengine.api import checks
 from aioengine.constraints.lark import checked_lark, lark_names, with_short_escapes
@@ -29,12 +31,9 @@ from aioengine.settings.machine import num_threads
 from aioengine.text.token_table import read_token_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    import numpy.typing as npt
     from llguidance import TokenizerWrapper
 
-    Words = npt.NDArray[np.int32]
+Words = npt.NDArray[np.int32]
 
 MAX_CACHED_BYTES: Final = 256 * 1024 * 1024
 BYTES_PER_GRAMMAR: Final = 65_536

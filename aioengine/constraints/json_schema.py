@@ -17,8 +17,9 @@ Annotations are removed. Unknown keywords are refused, because they may be missp
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 from aioengine.api.checks import counted, nearest
 from aioengine.constraints.endless_rules import endless_rule
@@ -31,10 +32,6 @@ from aioengine.constraints.schema_values import (
     compile_pattern,
     compile_string,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from aioengine.api import checks
 from aioengine.constraints.endless_rules import endless_rule
 from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema
 from aioengine.errors import UnsupportedSchemaError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MAX_RULES: Final = 1000
 """A chain of 2,500 terminals takes 8 s."""

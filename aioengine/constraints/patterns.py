@@ -9,16 +9,14 @@ from __future__ import annotations
 import re
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import regex
 
 from aioengine.api import checks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MAX_SIZE: Final = 50_000
 """Largest ``expanded_size`` of all patterns of a request together. Compiling them takes 20 ms at most."""

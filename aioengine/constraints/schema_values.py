@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from decimal import Context, Decimal
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 from aioengine.api import checks
 from aioengine.constraints.python_regex import translate
 from aioengine.errors import UnsupportedSchemaError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MAX_LENGTH: Final = 1_000_000
 MAX_MULTIPLE: Final = 1000

@@ -8,7 +8,8 @@ types of formats and their options are in ``_OPTIONS``.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn, cast
 
 from aioengine.api.checks import did_you_mean, shown
 from aioengine.constraints.json_schema import Budget, compile_schema
@@ -26,9 +27,6 @@ from aioengine.constraints.tag_grammar import (
     raise_unsupported,
 )
 from aioengine.errors import UnsupportedSchemaError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MAX_BYTES: Final = 262_144
 MAX_DEPTH: Final = 16

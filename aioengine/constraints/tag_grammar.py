@@ -9,14 +9,12 @@ they are refused, because their text might never end.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from aioengine.constraints.python_regex import escaped
 from aioengine.errors import UnsupportedSchemaError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _TAKES_ALL: Final = "has free text beside another format, and would take its text: put a const_string before it"
 TOKEN: Final = "%token"

@@ -5,15 +5,13 @@ D hidden size, I inner size of an expert, E experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from aioengine.families._fields import not_implemented
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MXFP4_BLOCK = 32
 """MXFP4 values per scale, stored in 16 bytes."""

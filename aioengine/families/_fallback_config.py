@@ -23,35 +23,17 @@ _NAMES: Final = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "head_dim": ("head_dim", "kv_channels"),
     "max_position_embeddings": (
-        "max_position_embeddings",
-        "n_positions",
-        "n_ctx",
-        "max_seq_len",
-        "max_sequence_length",
-        "max_context_length",
+        "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "max_context_length",
         "seq_length",
     ),
-}
+}  # fmt: skip
 """The usual name of a size -> all of its names."""
 
 
-_NO_LINEAR: Final = frozenset(
-    (
-        "embed_tokens",
-        "embed_positions",
-        "embed_in",
-        "word_embeddings",
-        "position_embeddings",
-        "wte",
-        "wpe",
-        "w",
-        "lm_head",
-        "embed_out",
-        "output",
-        "score",
-        "classifier",
-    )
-)
+_NO_LINEAR: Final = frozenset((
+    "embed_tokens", "embed_positions", "embed_in", "word_embeddings", "position_embeddings", "wte", "wpe", "w",
+    "lm_head", "embed_out", "output", "score", "classifier",
+))  # fmt: skip
 """Embeddings and heads. Their weights have the shape of a linear layer."""
 
 

@@ -17,21 +17,10 @@ if typing.TYPE_CHECKING:
 ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
 
 _COUNTS: Final = (
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_experts",
-    "num_local_experts",
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "num_shared_experts",
-    "experts_per_token",
-    "head_dim",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-)
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts",
+    "num_nextn_predict_layers", "num_mtp_layers", "num_shared_experts", "experts_per_token", "head_dim",
+    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
 MAX_SIZES: Final[dict[str, int]] = {
     "max_position_embeddings": 2**31 - 1,
     "vocab_size": 2**27,

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Mapping
+from typing import Final, Literal
 
 import msgspec
 
 from aioengine.families._fields import decode, not_implemented
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 _POSITIVE: Final = (
-    "rope_theta",
-    "factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "low_freq_factor",
-    "high_freq_factor",
-    "short_factor",
-    "long_factor",
-)
+    "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
+    "low_freq_factor", "high_freq_factor", "short_factor", "long_factor",
+)  # fmt: skip
 _MIN_POSITIVE, _MAX_POSITIVE = 1e-9, 1e12
 """Range of the ``_POSITIVE`` fields. All angles are finite within it."""
 

@@ -8,13 +8,15 @@ Linear layers are described by a function, because a quantized checkpoint stores
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from aioengine.families._block_config import (
+    DeltaNetConfig,
+    LatentConfig,
     LinearShape,
     MambaConfig,
+    MlpConfig,
     NormConfig,
     ShortConvConfig,
     TensorSpec,
@@ -25,9 +27,6 @@ from aioengine.families._draft_heads import DraftHeadConfig
 from aioengine.families._encoders import EncoderConfig
 from aioengine.families._experts import CHOICE_BIAS, MXFP4_BLOCK, ExpertsConfig
 from aioengine.families._vision import VisionConfig
-
-if TYPE_CHECKING:
-    from aioengine.families._block_config import DeltaNetConfig, LatentConfig, MlpConfig
 
 LinearTensors = Callable[[LinearShape], TensorSpecs]
 """Returns the tensors of a linear layer, in the checkpoint or in memory, by the last part of their names."""

@@ -15,7 +15,7 @@ from aioengine.supervision.fleet import Processes
 from aioengine.supervision.supervisor import Events
 
 if TYPE_CHECKING:
-    from aioengine.tokenization.tokenizer import Tokenizer  # noqa: TC004  # a field of a Struct that is never decoded
+    from aioengine.tokenization.tokenizer import Tokenizer  # a field of a Struct that is never decoded
 
 
 class Blueprint(Struct, frozen=True, kw_only=True):

@@ -49,7 +49,6 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 UPDATE_TIMEOUT_S: Final = 600.0
-LOAD_FORMATS: Final = ("auto", "safetensors", "gguf")
 
 
 class WeightUpdate(NamedTuple):
@@ -133,7 +132,7 @@ class LiveWeights:
     async def from_disk(self, model_path: object, load_format: object, weight_version: object) -> WeightUpdate:
         """Replace all weights by a checkpoint. See ``AsyncEngine.update_weights_from_disk``."""
         path = _path(model_path)
-        _check_format(load_format)
+        tensor_arguments.check_format(load_format, "safetensors", "gguf")
         version = _version(weight_version)
         try:
             folder = await in_thread(partial(model_folder.locate, path))
@@ -399,11 +398,6 @@ def _path(value: object) -> str:
 
 def _version(value: object) -> str | None:
     return None if value is None else checks.text("weight_version", value, max_bytes=1024, if_empty="leave it out")
-
-
-def _check_format(value: object) -> None:
-    if value is not None:
-        checks.choice("load_format", value, dict.fromkeys(LOAD_FORMATS))
 
 
 def _listed(names: object, dtypes: object, shapes: object) -> list[tuple[str, str, list[int]]]:

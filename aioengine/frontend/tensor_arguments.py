@@ -37,10 +37,10 @@ def checked(argument: str, value: object) -> dict[str, Any]:
     return tensors
 
 
-def check_format(value: object) -> None:
-    """Check ``load_format`` of a call with tensors. Only one format works: names and shapes of a checkpoint."""
+def check_format(value: object, *others: str) -> None:
+    """Check ``load_format``: None, "auto" (for tensors: with the names and shapes of a checkpoint) or ``others``."""
     if value is not None:
-        checks.choice("load_format", value, {"auto": "auto"})
+        checks.choice("load_format", value, dict.fromkeys(("auto", *others)))
 
 
 def _check(name: str, tensor: Any) -> None:

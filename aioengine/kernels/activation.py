@@ -8,18 +8,15 @@ compute the activations from these. In bf16, torch's silu gives equal results fo
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from aioengine.families._block_config import Activation
 from aioengine.kernels import linear
 from aioengine.kernels.triton import launcher
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.families._block_config import Activation
 
 CACHED_ROWS = 64
 """Rows per piece of the tanh-approximated GELU on a CPU. Temporary tensors of this size fit the cache."""

@@ -5,16 +5,12 @@ A row of the result depends on the other rows only through the tile size, which 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.adapter_types import RANK_UNIT, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights
+from aioengine.kernels.linear import Matmul
 from aioengine.kernels.triton import launcher
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.linear import Matmul
 
 
 def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles, *, is_gated: bool) -> Tensor:

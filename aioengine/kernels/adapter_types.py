@@ -7,12 +7,11 @@ adapter does not change is 0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 from aioengine.settings.config import ADAPTER_RANK_UNIT
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 RANK_UNIT = ADAPTER_RANK_UNIT
 """Ranks are padded with zeros to a multiple of this."""

@@ -5,17 +5,12 @@ T packed tokens, C channels, W filter width, N slots.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from aioengine.kernels.activation import silu
+from aioengine.kernels.state_types import StateRows
 from aioengine.kernels.triton import launcher
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.state_types import StateRows
 
 
 def causal_conv(

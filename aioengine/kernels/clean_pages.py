@@ -8,12 +8,9 @@ pages of these rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from aioengine.kernels.triton import launcher
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def clean_layer(layer: Tensor, pages: Tensor) -> None:

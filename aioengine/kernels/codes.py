@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from aioengine.model_files.quantization import FP8_BLOCK, WORD
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 PIECES: Final = (128, 64, 32)
 """4-bit codes are packed in pieces of P columns: the largest of these sizes that divides D. A piece has P / 4 words of

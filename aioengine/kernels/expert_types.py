@@ -6,12 +6,11 @@ T tokens, D model size, I inner size, E experts, K experts per token.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
-    from aioengine.kernels.codes import Codes
+from aioengine.kernels.codes import Codes
 
 
 class ChosenExperts(NamedTuple):

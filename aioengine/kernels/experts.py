@@ -10,7 +10,7 @@ T tokens, D model size, I inner size, E experts, K experts per token, P = T * K 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,22 +24,6 @@ from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from aioengine.kernels.triton.expert_codes import DeviceWeights
-
-
-class Experts(Protocol):
-    """A callable that computes the experts. It holds their weights."""
-
-    def __call__(self, x: Tensor, chosen: ChosenExperts, shared: SharedOutputs | None = None) -> Tensor:
-        """Return [T, D] for x [T, D] and the experts of each row, with ``shared`` added."""
-        ...
-
-    def weights(self) -> ExpertWeights:
-        """Return the weights in the layout that ``prepare`` takes: on a GPU the same tensors, on a CPU copies."""
-        ...
-
-    def update(self, weights: ExpertWeights) -> None:
-        """Replace the weights. On a GPU they are copied in place, so that addresses in CUDA graphs stay valid."""
-        ...
 
 
 def activate(gate_up: Tensor, gate: GateFunction) -> Tensor:
@@ -58,7 +42,9 @@ def add_shared(total: Tensor, shared: SharedOutputs | None) -> Tensor:
     return total + (shared.values if shared.gates is None else sigmoid(shared.gates) * shared.values)
 
 
-def prepare(weights: ExpertWeights, dtype: torch.dtype, *, batch_invariant: bool = False) -> Experts:
+def prepare(
+    weights: ExpertWeights, dtype: torch.dtype, *, batch_invariant: bool = False
+) -> DeviceExperts | GroupedExperts:
     """Return the fastest implementation for these experts.
 
     Args:
@@ -88,14 +74,16 @@ class DeviceExperts:
         self._batch_invariant = batch_invariant
 
     def __call__(self, x: Tensor, chosen: ChosenExperts, shared: SharedOutputs | None = None) -> Tensor:
-        """Compute the experts: x [T, D] -> [T, D]."""
+        """Return [T, D] for x [T, D] and the experts of each row, with ``shared`` added."""
         invariant = self._batch_invariant
         return self._compute(x.contiguous(), chosen, self._weights, shared, batch_invariant=invariant)
 
     def weights(self) -> ExpertWeights:
+        """Return the weights in the layout that ``prepare`` takes: the same tensors."""
         return self._codes.restored(self._weights)
 
     def update(self, weights: ExpertWeights) -> None:
+        """Replace the weights in place, so that addresses in CUDA graphs stay valid."""
         copy_in_place(_flat(self._weights), _flat(self._codes.device_weights(weights)))
 
 
@@ -130,11 +118,12 @@ class GroupedExperts:
         ]
 
     def weights(self) -> ExpertWeights:
+        """Return copies of the weights in the layout that ``prepare`` takes."""
         gate_up, down = (_joined([product.restore() for product in own]) for own in (self._gate_up, self._down))
         return ExpertWeights(gate_up, down, *self._rest)
 
     def __call__(self, x: Tensor, chosen: ChosenExperts, shared: SharedOutputs | None = None) -> Tensor:
-        """Compute the experts: x [T, D] -> [T, D]."""
+        """Return [T, D] for x [T, D] and the experts of each row, with ``shared`` added."""
         num_tokens, top_k = chosen.experts.shape
         sorted_experts, order = chosen.experts.flatten().sort(stable=True)
         used, counts = sorted_experts.unique_consecutive(return_counts=True)

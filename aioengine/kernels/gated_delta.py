@@ -10,17 +10,12 @@ channels, N slots.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from aioengine.kernels.activation import sigmoid, softplus
+from aioengine.kernels.state_types import DeltaGates, StateRows
 from aioengine.kernels.triton import launcher
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.state_types import DeltaGates, StateRows
 
 EPSILON = 1e-6  # of the norm of q and k
 

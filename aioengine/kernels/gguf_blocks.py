@@ -11,16 +11,13 @@ time for K-quants and Q8_0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from aioengine.model_files.gguf_header import BLOCKS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 _MIDDLE: Final = {"Q4_0": 8, "Q5_0": 16}
 """This is subtracted from the integers of types without stored offsets."""

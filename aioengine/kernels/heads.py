@@ -5,8 +5,6 @@ T tokens, H query heads, K kv heads, E head size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -14,10 +12,9 @@ from aioengine.kernels.kv_target import KVTarget, WriteKV
 from aioengine.kernels.norms import rms_norm
 from aioengine.kernels.triton import launcher
 
-if TYPE_CHECKING:
-    Tables = tuple[Tensor, Tensor]
-    Norms = tuple[Tensor, Tensor, Tensor]
-    Heads = tuple[Tensor, Tensor, Tensor]
+Tables = tuple[Tensor, Tensor]
+Norms = tuple[Tensor, Tensor, Tensor]
+Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

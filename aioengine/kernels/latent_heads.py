@@ -8,19 +8,14 @@ T tokens, H query heads, E = V + P key size, B pages of the pool, S page size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
-from aioengine.kernels.heads import rope
+from aioengine.kernels.heads import Tables, rope
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.norms import rms_norm
 from aioengine.kernels.triton import launcher
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.heads import Tables
-    from aioengine.kernels.kv_target import KVTarget
-
-    Norm = tuple[Tensor, Tensor]
+Norm = tuple[Tensor, Tensor]
 
 
 def rotated_queries(q: Tensor, latents: Tensor, *, norm: Norm, tables: Tables, target: KVTarget) -> Tensor:

@@ -6,18 +6,13 @@ T tokens, E experts, K experts per token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
+from aioengine.families._experts import RouterConfig
 from aioengine.kernels.activation import sigmoid
 from aioengine.kernels.expert_types import ChosenExperts
 from aioengine.kernels.triton import launcher
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.families._experts import RouterConfig
 
 _SMALLEST = 1e-20
 """Added to the sum in the normalization of weights, to avoid a division by 0."""

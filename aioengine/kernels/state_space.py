@@ -10,17 +10,12 @@ N slots.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from aioengine.kernels.activation import softplus
+from aioengine.kernels.state_types import SpaceWeights, StateRows
 from aioengine.kernels.triton import launcher
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.state_types import SpaceWeights, StateRows
 
 
 def state_space(

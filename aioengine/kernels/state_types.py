@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 BLOCK_TOKENS: Final = 64
 """Tokens per block in the GPU kernels."""

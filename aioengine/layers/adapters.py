@@ -7,19 +7,16 @@ Shape letters: T rows of a step, X rows of one adapter, D input size, O output s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+from torch import Tensor
 
 from aioengine.kernels import adapter_linear, linear
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.adapter_types import AdapterTiles, AdapterWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from aioengine.kernels.linear import Matmul
+from aioengine.kernels.linear import Matmul
 
 
 @dataclass(frozen=True, slots=True)

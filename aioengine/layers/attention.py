@@ -7,8 +7,11 @@ first matmul.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from aioengine.attention._base import AttentionShape
+from aioengine.families._config import DecoderConfig
 from aioengine.families._tensors import mixer_linears
 from aioengine.kernels.activation import sigmoid_and_mul
 from aioengine.kernels.heads import rotate_heads
@@ -16,12 +19,6 @@ from aioengine.layers.heads import HeadNorms, pair_order, qkv_order
 from aioengine.layers.layer import Placement, Units
 from aioengine.layers.linear import Linear
 from aioengine.layers.mixer import BlockStep, Mixer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.attention._base import AttentionShape
-    from aioengine.families._config import DecoderConfig
 
 
 class SelfAttention(Mixer):

@@ -5,23 +5,18 @@ Shape letters: T tokens, D hidden size, V vocabulary size, W rows of the table o
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aioengine.kernels import code_linear, linear
 from aioengine.kernels.codes import Codes, copy_in_place
+from aioengine.kernels.linear import Matmul, Product
 from aioengine.layers.layer import WHOLE, Layer, Placement, Slice, Target, Units, rank_ranges
 from aioengine.layers.linear import unplaced_targets
 from aioengine.quantization._base import CodesFormat, LinearSpec, Tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from torch import Tensor
-
-    from aioengine.kernels.linear import Matmul, Product
 
 
 def token_embeddings(

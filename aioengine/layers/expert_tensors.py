@@ -6,9 +6,11 @@ Shape letters: D hidden size or inputs of a matrix, I inner size, E experts, O o
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from aioengine.families._experts import MXFP4_BLOCK, ExpertsConfig
 from aioengine.families._tensors import expert_tensors as checkpoint_tensors
@@ -18,11 +20,6 @@ from aioengine.kernels.expert_types import ExpertWeights, GateFunction
 from aioengine.layers.layer import Placement, Slice, Target
 from aioengine.layers.linear import unplaced_targets
 from aioengine.quantization._base import CodesFormat, LinearSpec, Tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 
 class ExpertTensors(NamedTuple):

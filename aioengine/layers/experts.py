@@ -5,34 +5,29 @@ Shape letters: T tokens, K experts per token, D hidden size, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+from torch import Tensor
 
 from aioengine.families._block_config import MlpConfig
 from aioengine.families._experts import CHOICE_BIAS, ExpertsConfig, SharedConfig
 from aioengine.kernels import experts
 from aioengine.kernels.codes import Codes
 from aioengine.kernels.expert_types import ChosenExperts, ExpertWeights, SharedOutputs
+from aioengine.kernels.experts import DeviceExperts, GroupedExperts
 from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
+from aioengine.layers.adapters import Grouping
 from aioengine.layers.expert_tensors import CodedExperts, ExpertTensors, JoinedExperts
 from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_ranges
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import MLP
+from aioengine.model_files.quantization import Axis
 from aioengine.quantization._base import CodesFormat, LinearFormat
 from aioengine.quantization.plain import PLAIN, plain
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from torch import Tensor
-
-    from aioengine.kernels.experts import Experts
-    from aioengine.layers.adapters import Grouping
-    from aioengine.model_files.quantization import Axis
 
 
 class ExpertRouter(Layer):
@@ -93,7 +88,7 @@ class SparseMLP(Layer):
         self._format: LinearFormat = PLAIN
         self._tensors: ExpertTensors | None = None
         self._coded: tuple[CodedExperts | JoinedExperts, ...] = ()  # gate_up and down, if they are quantized
-        self._experts: Experts | None = None
+        self._experts: DeviceExperts | GroupedExperts | None = None
         self.parts = ("", self._router), ("", self._shared)
 
     def weights(self, prefix: str = "") -> dict[str, Target]:

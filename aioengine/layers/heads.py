@@ -9,19 +9,14 @@ Shape letters: T tokens, H query heads, K KV heads, E head size, O outputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from aioengine.attention._base import AttentionShape
+from aioengine.families._block_config import AttentionConfig, HeadNorm
 from aioengine.layers.layer import Layer, Placement, Target, Units, rank_ranges
 from aioengine.layers.norm import RMSNorm
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.attention._base import AttentionShape
-    from aioengine.families._block_config import AttentionConfig, HeadNorm
 
 
 def pair_order(head_size: int, rotary_size: int, *, is_interleaved: bool) -> list[int] | None:

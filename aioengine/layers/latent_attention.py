@@ -11,12 +11,15 @@ and with rotary embedding, V latent size, E = V + P key size, O value size of a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
+from aioengine.attention._base import AttentionShape, StepAttention
+from aioengine.families._block_config import AttentionConfig, LatentConfig
+from aioengine.families._config import DecoderConfig
 from aioengine.families._tensors import mixer_linears
 from aioengine.kernels import head_linear
+from aioengine.kernels.head_linear import HeadMatmul
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.latent_heads import latent_heads, rotated_queries
 from aioengine.layers.heads import pair_order
@@ -25,14 +28,6 @@ from aioengine.layers.linear import Linear
 from aioengine.layers.mixer import BlockStep, Mixer
 from aioengine.layers.norm import RMSNorm
 from aioengine.quantization.stored import StoredFormat
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.attention._base import AttentionShape, StepAttention
-    from aioengine.families._block_config import AttentionConfig, LatentConfig
-    from aioengine.families._config import DecoderConfig
-    from aioengine.kernels.head_linear import HeadMatmul
 
 EPSILON = 1e-6
 """Epsilon of the norms of latent vectors. The one in config.json applies to other norms only."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from torch import Tensor
-
-    from aioengine.layers.ranks import RankGroup
-    from aioengine.quantization._base import CodesFormat, LinearFormat, RowWriter
+from aioengine.layers.ranks import RankGroup
+from aioengine.quantization._base import CodesFormat, LinearFormat, RowWriter
 
 
 class Layer:

@@ -9,24 +9,21 @@ from __future__ import annotations
 import math
 from abc import ABCMeta, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from aioengine.attention._base import StepAttention
 from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
+from aioengine.layers.adapters import AdapterRows, Grouping
 from aioengine.layers.layer import Layer
+from aioengine.layers.linear import Linear
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from aioengine.attention._base import StepAttention
-    from aioengine.layers.adapters import AdapterRows, Grouping
-    from aioengine.layers.linear import Linear
-
-    Tables = tuple[Tensor, Tensor]
-    Ints = npt.NDArray[np.int64]
+Tables = tuple[Tensor, Tensor]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

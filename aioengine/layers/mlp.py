@@ -5,18 +5,14 @@ Shape letters: T tokens, D hidden size, I inner size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
+from aioengine.families._block_config import Activation, MlpConfig
 from aioengine.families._tensors import mlp_linears
 from aioengine.kernels.activation import activate, activate_and_mul
+from aioengine.layers.adapters import Grouping
 from aioengine.layers.layer import Layer, Placement, Units
 from aioengine.layers.linear import Linear
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.families._block_config import Activation, MlpConfig
-    from aioengine.layers.adapters import Grouping
 
 
 class MLP(Layer):

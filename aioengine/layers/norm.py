@@ -5,19 +5,14 @@ Shape letters: T tokens, D hidden size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from aioengine.families._block_config import NormConfig
 from aioengine.kernels.norms import add_layer_norm, add_rms_norm, norm_and_add, rms_norm
 from aioengine.layers.layer import Layer, Placement, Target
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.families._block_config import NormConfig
-    from aioengine.layers.ranks import RankGroup
+from aioengine.layers.ranks import RankGroup
 
 
 class RMSNorm(Layer):

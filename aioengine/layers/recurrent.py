@@ -6,10 +6,12 @@ last matmul. Heads, groups and sizes: see ``kernels.gated_delta`` and ``kernels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
+from aioengine.families._block_config import DeltaNetConfig, MambaConfig, ShortConvConfig
 from aioengine.families._tensors import stateful_linears, stateful_tensors
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.causal_conv import causal_conv
@@ -21,11 +23,6 @@ from aioengine.layers.layer import Placement, Target
 from aioengine.layers.linear import Linear
 from aioengine.layers.mixer import BlockStep, Mixer
 from aioengine.layers.norm import RMSNorm
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.families._block_config import DeltaNetConfig, MambaConfig, ShortConvConfig
 
 
 class RecurrentMixer(Mixer):

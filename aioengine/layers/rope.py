@@ -21,16 +21,13 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from aioengine.families._fields import not_implemented
 from aioengine.families._rope_config import RopeConfig
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TABLE_ROWS = 4096
 """Rows of the table that are computed at a time, to bound the temporary memory."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from aioengine.api import checks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from aioengine.media.tokens._base import Expansion
+from aioengine.media.tokens._base import Expansion
 
 
 class ImageIds(NamedTuple):

@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Key = tuple[str, ...]
 """Identifies the files of an adapter. Two adapter names may have the same key."""

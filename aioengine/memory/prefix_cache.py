@@ -18,16 +18,13 @@ If layers have recurrent states, a prefix can be reused only up to a snapshot of
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from aioengine.memory.radix import Key, Node, RadixTree, Salt
 from aioengine.memory.snapshots import Boundary, RequestSnapshots, Snapshots
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 NEVER = 1 << 62  # a position that no request reaches
 

@@ -15,12 +15,9 @@ page takes constant time. A pin also keeps a node out of this list. The ancestor
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 Salt = str | tuple[int, str] | tuple[int, str, str] | tuple[str, int, "Salt"]
 """Cache namespace: the user's salt, or (adapter id, user salt), or (adapter id, user salt, "long") with long RoPE.

@@ -19,14 +19,12 @@ its snapshot in its first step, and a later snapshot with the same id is written
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from msgspec import Struct, field
 
 from aioengine.memory.radix import Node
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 NO_SNAPSHOT = -1
 LEAST_GAIN = 2

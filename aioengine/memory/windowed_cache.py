@@ -15,17 +15,14 @@ to the last valid length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import Final
 
 from msgspec import field
 
 from aioengine.memory.prefix_cache import NEVER, Allocation, Match, PrefixCache
 from aioengine.memory.radix import Key, Node, RadixTree, Salt
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from aioengine.settings.page_groups import PageGroups
+from aioengine.settings.page_groups import PageGroups
 
 RELEASED: Final = -1
 """Entry of a page table: the page was released because no later token attends to it."""

@@ -9,8 +9,9 @@ import hashlib
 import math
 import os
 from collections import Counter
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
@@ -21,14 +22,10 @@ from aioengine.families._block_config import FLOAT_BYTES
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.checkpoint import Entry
 from aioengine.model_files.config_patterns import ConfigPatterns
+from aioengine.model_files.folder_files import Json
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from aioengine.model_files.folder_files import Json
-
-    Layers = Mapping[str, tuple[int, int]]
-    """Name in the checkpoint -> (outputs, inputs) of a linear layer of the base model."""
+Layers = Mapping[str, tuple[int, int]]
+"""Name in the checkpoint -> (outputs, inputs) of a linear layer of the base model."""
 
 CONFIG: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
@@ -49,19 +46,10 @@ _SUPPORTED_INITS: Final = True, False, None, "true", "false", "gaussian", "eva",
 """Values of ``init_lora_weights`` that do not change the base model."""
 
 _REFUSED: Final = (
-    "use_dora",
-    "lora_bias",
-    "modules_to_save",
-    "trainable_token_indices",
-    "target_parameters",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
+    "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters",
+    "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config",
     "monteclora_config",
-)
+)  # fmt: skip
 """Fields that must not be set."""
 _MERGE: Final = "merge the adapter into the base model (peft: merge_and_unload), or train it again without"
 

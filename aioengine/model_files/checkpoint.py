@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, Final
+from typing import Annotated, BinaryIO, Final
 
 import msgspec
 from msgspec import Meta, Struct
@@ -14,17 +15,12 @@ from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.families._block_config import DTYPE_BYTES, FLOAT_BYTES, TensorSpec
-from aioengine.families._config import new_name
+from aioengine.families._config import Renamed, TransformerConfig, new_name
 from aioengine.families._tensors import checkpoint_tensors, is_ignored, plain_tensors
 from aioengine.model_files import folder_files
 from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.model_files.gguf_model import tensors_of
 from aioengine.model_files.quantization import TEXTS, UNUSED, Quantization
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sized
-
-    from aioengine.families._config import Renamed, TransformerConfig
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
 
 from msgspec import Struct, convert, field
 
@@ -12,11 +14,6 @@ from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fields import not_implemented
 from aioengine.model_files import folder_files
 from aioengine.settings.config import PoolingSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
 
 MODULES: Final = "modules.json"
 

@@ -9,7 +9,8 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeAlias, TypeVar, cast
+from pathlib import Path
+from typing import Any, BinaryIO, Final, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -17,9 +18,6 @@ from aioengine.api import checks
 from aioengine.model_files.gguf_header import Header, read_header
 from aioengine.model_files.gguf_model import config_of
 from aioengine.model_files.gguf_tokenizer import has_tokenizer, tokenizer_config_of, tokenizer_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Json: TypeAlias = dict[str, Any]
 File = TypeVar("File")

@@ -12,15 +12,13 @@ from __future__ import annotations
 import math
 import os
 import struct
-from typing import TYPE_CHECKING, BinaryIO, Final, TypeAlias
+from collections.abc import Iterator
+from typing import BinaryIO, Final, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from aioengine.api import checks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Scalar: TypeAlias = "bool | int | float | str"
 

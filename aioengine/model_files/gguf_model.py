@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from aioengine.api import checks
 from aioengine.families._fields import not_implemented
 from aioengine.model_files.gguf_header import GgufArray, Header, Metadata, Scalar, TensorInfo
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
 
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from msgspec import Struct
 
+from aioengine.families._block_config import LinearShape, TensorSpecs
 from aioengine.model_files.checkpoint import read_headers
 from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.model_files.online_quantization import CPU_OUTPUTS, Numbers, code_tensors
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from aioengine.families._block_config import LinearShape, TensorSpecs
 
 KEPT: Final = {
     "Q4_0": Numbers("int4", 32),

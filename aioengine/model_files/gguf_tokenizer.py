@@ -5,16 +5,14 @@ It splits and joins text like the tokenizer that transformers creates from the s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from aioengine.api import checks
 from aioengine.families._fields import not_implemented
 from aioengine.model_files.gguf_header import GgufArray, Header, Metadata
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    Json = dict[str, object]
+Json = dict[str, object]
 
 _LLAMA3: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import msgspec
 from msgspec import Struct
@@ -41,10 +42,7 @@ from aioengine.model_files.quantization import (
 )
 from aioengine.settings.config import OWN, TRANSFORMERS, ModelConfig, PoolingSettings
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    ReadConfig = Callable[[Mapping[str, object]], TransformerConfig]
+ReadConfig = Callable[[Mapping[str, object]], TransformerConfig]
 
 DEMO_MODEL: Final = Path(__file__).parents[1] / "demo"
 

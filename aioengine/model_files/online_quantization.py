@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
+from typing import Final, Literal, NamedTuple, cast
 
 from msgspec import Struct
 
 from aioengine.families._block_config import LinearShape, TensorSpec, TensorSpecs
 from aioengine.families._tensors import plain_tensors
 from aioengine.model_files.quantized_formats import FORMATS
-
-if TYPE_CHECKING:
-    from aioengine.settings.config import ModelSettings
+from aioengine.settings.config import ModelSettings
 
 Method = Literal["fp8", "int8", "int4"]
 METHODS: Final = tuple(FORMATS["quantization"])

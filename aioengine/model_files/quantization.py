@@ -6,7 +6,8 @@ import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import combinations, groupby
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, NoReturn, cast
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, NoReturn, cast
 
 from msgspec import Struct
 
@@ -17,10 +18,6 @@ from aioengine.model_files import folder_files
 from aioengine.model_files.config_patterns import ConfigPatterns
 from aioengine.model_files.online_quantization import Method, Numbers, code_tensors
 from aioengine.model_files.quantized_formats import FORMATS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 FP8_BLOCK: Final = 128
 BLOCK_SCALES: Final = 256
@@ -36,15 +33,8 @@ MAX_TEXT: Final = 512
 MAX_PATTERNS: Final = 1000
 """Limits the time of matching. ModelOpt writes up to a few for each layer."""
 UNUSED: Final = (
-    ".weight_shape",
-    ".input_scale",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
-    ".output_scale",
-    ".quant_map",
-    *TEXTS,
-)
+    ".weight_shape", ".input_scale", ".q_scale", ".k_scale", ".v_scale", ".output_scale", ".quant_map", *TEXTS,
+)  # fmt: skip
 """Endings of the names of tensors that are not loaded, except if a layer reads them. Inputs are quantized with a scale
 per token, which is at least as exact as a stored scale.
 """

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 from aioengine.protocol.weight_messages import DTYPE_NAMES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _FILE_NAME: Final = "aioengine-tensors"
 

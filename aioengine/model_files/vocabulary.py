@@ -5,6 +5,7 @@ A model's vocabulary is often padded. The padding ids are never sampled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,10 @@ import msgspec
 from aioengine.api import checks
 from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
+from aioengine.settings.config import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aioengine.model_files.model_folder import ModelFacts
-    from aioengine.settings.config import Settings
 
 
 class _AddedToken(msgspec.Struct):

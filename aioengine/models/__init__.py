@@ -6,18 +6,15 @@ The family of a model type reads config.json. The type of its result decides bet
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from aioengine import plugins
+from aioengine.families._config import DecoderConfig
 from aioengine.families._encoders import EncoderConfig
+from aioengine.models._base import Model, ModelOptions
 from aioengine.models._decoder import DecoderModel
 from aioengine.models._encoder import EncoderModel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from aioengine.families._config import DecoderConfig
-    from aioengine.models._base import Model, ModelOptions
 
 ALIASES: Final = {
     "gemma3": "_image_decoder:Gemma3",

@@ -7,26 +7,23 @@ layers.
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+from torch import Tensor
+
+from aioengine.attention._base import AttentionShape, StepAttention
+from aioengine.families._config import TransformerConfig
 from aioengine.families._tensors import is_ignored
+from aioengine.layers.adapters import AdapterRows
 from aioengine.layers.layer import Layer, Placement
 from aioengine.layers.linear import Linear, adaptable_linears
+from aioengine.layers.mixer import StateShape, StepStates
+from aioengine.models._features import Features
+from aioengine.quantization._base import LinearFormat
 from aioengine.quantization.plain import plain
 from aioengine.settings.memory_model import active_parameters
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
-
-    from aioengine.attention._base import AttentionShape, StepAttention
-    from aioengine.families._config import TransformerConfig
-    from aioengine.layers.adapters import AdapterRows
-    from aioengine.layers.mixer import StateShape, StepStates
-    from aioengine.models._features import Features
-    from aioengine.quantization._base import LinearFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,13 @@ size.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
+from torch import Tensor
 
+from aioengine.attention._base import StepAttention
+from aioengine.families._draft_heads import DraftHeadConfig
 from aioengine.layers.layer import Target
 from aioengine.layers.linear import Linear
 from aioengine.layers.mixer import BlockStep
@@ -22,12 +25,6 @@ from aioengine.layers.norm import make_norm
 from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
 from aioengine.models._decoder import Block, attention_shape, rotary_embeddings
 from aioengine.quantization.plain import plain
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.attention._base import StepAttention
-    from aioengine.families._draft_heads import DraftHeadConfig
 
 _EXCLUDED: Final = -1e4
 """The logit of a token that a head does not know. It is finite, so a mask with only such tokens is no error."""

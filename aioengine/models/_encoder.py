@@ -5,11 +5,11 @@ Shape letters: T tokens, S output tokens, D hidden size, C classes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from aioengine.attention._base import AttentionShape, StepAttention
+from aioengine.families._encoders import EncoderConfig, Gelu, HeadConfig
 from aioengine.kernels.activation import gelu
 from aioengine.kernels.heads import as_parts, rotate_heads
 from aioengine.layers.embedding import EmbeddingTable
@@ -19,11 +19,6 @@ from aioengine.layers.mixer import BlockStep
 from aioengine.layers.norm import LayerNorm
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.families._encoders import EncoderConfig, Gelu, HeadConfig
 
 
 class EncoderBlock(Layer):

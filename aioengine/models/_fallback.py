@@ -12,6 +12,8 @@ import copy
 import inspect
 import logging
 import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -23,6 +25,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -31,6 +34,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from aioengine.api import checks
+from aioengine.attention._base import StepAttention
 from aioengine.families._config import Task
 from aioengine.layers.layer import Target
 from aioengine.layers.linear import Linear, adaptable_linears
@@ -41,13 +45,7 @@ from aioengine.models._fallback_attention import NUM_TRIED, PAGED, TRYING, Packe
 from aioengine.models._fallback_swaps import Swaps, recorded_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-    from pathlib import Path
-
-    from transformers import PreTrainedConfig
     from transformers.utils.generic import ModelOutput
-
-    from aioengine.attention._base import StepAttention
 
 
 logger = logging.getLogger(__name__)

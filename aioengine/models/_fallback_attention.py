@@ -9,8 +9,9 @@ head size, F value head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from aioengine.attention._base import AttentionShape, StepAttention
 from aioengine.kernels.heads import write_heads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aioengine.kernels.kv_target import WriteKV
-    from aioengine.layers.adapters import AdapterRows, Grouping
+from aioengine.kernels.kv_target import WriteKV
+from aioengine.layers.adapters import AdapterRows, Grouping
 
 TRYING: Final = "aioengine_trying"
 PAGED: Final = "aioengine"
@@ -37,22 +34,10 @@ _STEP: Final = "aioengine_step"
 _LAYER: Final = "aioengine_layer"
 """Attributes of transformers' modules with the step and the layer."""
 
-_IRRELEVANT: Final = frozenset(
-    (
-        "dropout",
-        "position_ids",
-        "cache_position",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "past_key_values",
-        "logits_to_keep",
-        "output_router_logits",
-        "is_causal",
-        "deterministic",
-    )
-)
+_IRRELEVANT: Final = frozenset((
+    "dropout", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
+    "return_dict", "past_key_values", "logits_to_keep", "output_router_logits", "is_causal", "deterministic",
+))  # fmt: skip
 """Arguments of attention functions that do not change results here."""
 
 

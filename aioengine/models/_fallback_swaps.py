@@ -13,10 +13,11 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast, get_args
+from typing import Any, Final, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,12 @@ from torch.nn import functional
 from aioengine.families._block_config import Activation
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.heads import can_rotate_qk, rotate_qk
+from aioengine.layers.adapters import Grouping
 from aioengine.layers.embedding import EmbeddingTable
 from aioengine.layers.layer import Layer, Placement
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
 from aioengine.models._fallback_attention import NUM_TRIED, PackedStep
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from aioengine.layers.adapters import Grouping
 
 _GATED: Final = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w3", "w2")
 """Names of the linear layers of gated MLPs, in order. A fused layer has the gates first."""

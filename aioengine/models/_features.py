@@ -8,14 +8,10 @@ Shape letters: T tokens, D hidden size, F size of all hidden states that a head 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
+from torch import Tensor
 
 
 class Features:

@@ -5,27 +5,22 @@ Shape letters: N image tokens, D hidden size, K DeepStack layers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModel
 from transformers.initialization import no_init_weights
 
 from aioengine import plugins
 from aioengine.families._config import new_name
+from aioengine.families._vision import VisionConfig
 from aioengine.layers.layer import Target
 from aioengine.models._base import InputSpec, ModelOptions
 from aioengine.models._decoder import DecoderModel
 from aioengine.protocol.media import RESIZE_BITS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from aioengine.families._vision import VisionConfig
-
 
 _TEXT_PARTS = ("language_model", "text_model")
 

@@ -10,10 +10,12 @@ of the text model, K DeepStack layers, C channels.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,17 +25,11 @@ from aioengine.attention.packed import PackedAttention
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.heads import rotate_heads
 from aioengine.kernels.norms import add_layer_norm, add_rms_norm, rms_norm
+from aioengine.models._base import ModelOptions
 from aioengine.models._image_decoder import ImageDecoder, shapes_of, to_device
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import numpy.typing as npt
-
-    from aioengine.models._base import ModelOptions
-
-    Ints = npt.NDArray[np.int64]
-    Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
 
 _EPSILON = 1e-6
 """Epsilon of the norms."""

@@ -23,24 +23,16 @@ if TYPE_CHECKING:
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 _NUM_HEAD_BYTES = 24
+"""Bytes of a bad frame that its error shows."""
 _SENDER_BITS = 62
-_MAX_SENDERS = 64
-MISSING_S = 0.5
-"""A frame counts as lost if it is missing for this long after a later frame of its sender."""
 
 
 class BadFrameError(ValueError):
-    """The bytes are not a frame of this protocol. ``head``: the first bytes in hexadecimal."""
-
-    def __init__(self, reason: str, data: bytes | memoryview) -> None:
-        self.head = bytes(data[:_NUM_HEAD_BYTES]).hex(" ")
-        super().__init__(
-            f"not a frame of this protocol ({reason}); {len(data)} bytes, beginning with {self.head or '-'}"
-        )
+    """The bytes are not a frame of this protocol."""
 
 
 class LostFrameError(RuntimeError):
-    """A frame of a known sender is missing. Its content is unknown, so the channel is broken."""
+    """A frame of a sender is missing. Its content is unknown, so the channel is broken."""
 
 
 class FrameTooLargeError(ValueError):
@@ -93,59 +85,44 @@ class FrameEncoder:
 class FrameDecoder:
     """Decodes frames. Frames of other epochs are dropped.
 
-    Channels lose no frames and keep their order. So a frame with an unexpected number is a copy, or was sent on another
-    channel. But if numbers are unexpected for ``MISSING_S`` (measured by ``clock``), a frame of the sender could not be
-    decoded.
+    Channels keep the order of frames. So if a number of a sender is missing, a frame could not be decoded, or a
+    connection to another machine lost it.
     """
 
     def __init__(self, epoch: int, clock: Callable[[], float]) -> None:
+        """clock: the clock of this machine, to which the times in frames of other machines are converted."""
         self._epoch = epoch
         self._decoder = msgspec.msgpack.Decoder(Frame, strict=True)
         self._next_numbers: dict[int, int] = {}
-        self._missing_since: dict[int, float] = {}
         self._clock = clock
 
     def begin(self, epoch: int) -> None:
         """Start a new epoch: accept only its frames."""
         self._epoch = epoch
         self._next_numbers.clear()
-        self._missing_since.clear()
 
     def decode(self, data: bytes | bytearray | memoryview) -> list[Message]:
         """Return the messages of a frame; [] for a frame of another epoch.
 
         Raises:
-            BadFrameError: wrong size or content, or not the next frame of its sender.
+            BadFrameError: wrong content.
             LostFrameError: an earlier frame of its sender is missing or damaged.
         """
-        view = memoryview(data)
-        if len(view) > MAX_FRAME_BYTES:
-            raise BadFrameError(f"it is larger than {MAX_FRAME_BYTES:,} bytes", view)
         try:
-            frame = self._decoder.decode(view)
+            frame = self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-            raise BadFrameError(str(error), view) from error
+            head = bytes(data[:_NUM_HEAD_BYTES]).hex(" ") or "-"
+            text = f"not a frame of this protocol ({error}); {len(data)} bytes, beginning with {head}"
+            raise BadFrameError(text) from error
         if frame.epoch != self._epoch:
             return []
         expected = self._next_numbers.get(frame.sender, 0)
-        if frame.number != expected or (expected == 0 and len(self._next_numbers) == _MAX_SENDERS):
-            if frame.number > expected:
-                self._miss(frame.sender, expected)
-            raise BadFrameError(f"it is number {frame.number} of its sender, and {expected} is due", view)
+        if frame.number != expected:
+            raise LostFrameError(f"frame {expected} of a sender is missing, but frame {frame.number} has arrived")
         self._next_numbers[frame.sender] = expected + 1
-        if self._missing_since:
-            self._missing_since.pop(frame.sender, None)
         if frame.sent_at is not None:
             shift_times(frame.messages, self._clock() - frame.sent_at)
         return frame.messages
-
-    def _miss(self, sender: int, expected: int) -> None:
-        """Raise LostFrameError if frame ``expected`` of the sender has been missing for ``MISSING_S``."""
-        if len(self._missing_since) == _MAX_SENDERS and sender not in self._missing_since:
-            return
-        now = self._clock()
-        if now - self._missing_since.setdefault(sender, now) > MISSING_S:
-            raise LostFrameError(f"frame {expected} of a sender is missing, but later frames have arrived")
 
 
 def new_epoch_in(messages: Iterable[Message]) -> NewEpoch | None:

@@ -580,8 +580,8 @@ Message = ToScheduler | NewEpoch | RankStep | RankAdapter | ToDetokenizer | ToFr
 class Frame(Struct, array_like=True, gc=False):
     """The messages that are sent together. A receiver drops frames of other epochs.
 
-    sender: a random number for each sender. number: the number of earlier frames of this sender, so that a repeated or
-    missing frame is noticed. sent_at: set between machines, so that the receiver can convert times to its clock.
+    sender: a random number for each sender. number: the number of earlier frames of this sender, so that a missing
+    frame is noticed. sent_at: set between machines, so that the receiver can convert times to its clock.
     """
 
     epoch: int

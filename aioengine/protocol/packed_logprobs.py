@@ -78,11 +78,6 @@ class LogprobRules(Struct, frozen=True, array_like=True, gc=False):
         """Number of bytes of a position, without texts."""
         return 4 * (self.num_values + 1 + self.num_top)
 
-    @property
-    def positions_in_block(self) -> int:
-        """Number of prompt positions in one extra."""
-        return max(1, BLOCK_BYTES // self.position_bytes)
-
     def num_prompt_positions(self, num_prompt: int) -> int:
         """Return the number of prompt positions with logprobs."""
         return 0 if self.start < 0 else num_prompt - self.start
@@ -258,7 +253,7 @@ class LogprobDecoder:
         lists, place = self._output, extra.index - self._first
         if is_prompt:
             lists, place = self._prompt, extra.index
-            count = min(self.rules.positions_in_block, self._num_positions - place)
+            count = min(max(1, BLOCK_BYTES // self.rules.position_bytes), self._num_positions - place)  # a block
         elif extra.kind == NEXT_LOGPROBS:
             self._is_next, place = True, 0
         elif place < 0:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from aioengine.kernels import code_linear
 from aioengine.kernels.activation import activate_and_mul
-from aioengine.model_files.quantization import PackedTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from aioengine.kernels.codes import Codes
-    from aioengine.kernels.linear import Matmul
-    from aioengine.model_files.quantization import Axis, Ranges
+from aioengine.kernels.codes import Codes
+from aioengine.kernels.linear import Matmul
+from aioengine.model_files.quantization import Axis, PackedTensor, Ranges
 
 Tensors = dict[str, "Tensor"]
 """The tensors of a linear layer, by the last part of their names in the checkpoint, such as "weight" and "bias"."""

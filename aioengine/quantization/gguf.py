@@ -5,7 +5,7 @@ O outputs, D inputs, G groups of inputs, R rows of outputs, X bytes of a row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from aioengine.model_files.gguf_quantization import KEPT, StoredTypes
 from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, RowWriter, Tensors
 from aioengine.quantization.online import OnlineFormat
 from aioengine.quantization.plain import PLAIN
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 
 def codes_of(rows: Tensor, kind: str) -> Codes:

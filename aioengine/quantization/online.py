@@ -5,20 +5,17 @@ O outputs, D inputs, G groups of inputs, R rows of outputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from aioengine.kernels.codes import FP8, FP8_MAX, MIDDLE, Codes, pack_nibbles
 from aioengine.kernels.int8_linear import MAX_INT8
+from aioengine.model_files.online_quantization import Numbers, OnlineQuantization
 from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, RowWriter, Tensors
 from aioengine.quantization.plain import PLAIN
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from aioengine.model_files.online_quantization import Numbers, OnlineQuantization
 
 PIECE_ELEMENTS: Final = 1 << 20
 """Elements that are quantized at a time, because they need several fp32 tensors."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from aioengine.kernels import gated_linear, linear
 from aioengine.quantization._base import LinearFormat, LinearSpec, Prepared, Tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class PlainFormat(LinearFormat):

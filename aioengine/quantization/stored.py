@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 import torch
@@ -11,14 +12,9 @@ from torch import Tensor
 
 from aioengine.kernels import code_linear, int8_linear
 from aioengine.kernels.codes import FP8, Codes, pack, pack_nibbles, piece_of, unpack
-from aioengine.model_files.quantization import BLOCK_SCALES, MAX_TEXT, TEXTS, WORD, Quantization, Scheme
+from aioengine.model_files.quantization import BLOCK_SCALES, MAX_TEXT, TEXTS, WORD, Axis, Quantization, Ranges, Scheme
 from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, Prepared, Tensors
 from aioengine.quantization.plain import PLAIN
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from aioengine.model_files.quantization import Axis, Ranges
 
 _DTYPES: Final = {
     "": torch.float32,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aioengine.runner.transfer import Ints
 
 _NONE = torch.zeros(0)
+_NOT_FINITE = "the model produced non-finite values (NaN or inf) for this request: its weights or its dtype overflow"
 
 
 @dataclass(slots=True)
@@ -95,6 +96,26 @@ class RequestRow:
         if self.constraint is None or position >= self.forced_end:
             return self.constraint
         return Forced(self.forced[position - self.forced_end], self.constraint.source)
+
+
+def why_no_token(request: RequestRow | None, *, is_empty: bool) -> str:
+    """Return why no token could be sampled for a request. None: it was closed.
+
+    is_empty: its grammar and its token lists allow no token.
+    """
+    if request is None:
+        return _NOT_FINITE
+    sampling = request.sampling
+    if sampling.custom_processor:
+        return _NOT_FINITE + f"; or custom_logit_processor {sampling.custom_processor!r} returned them"
+    lists = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_token_ids}
+    names = [name for name, ids in lists.items() if ids]
+    if not names:
+        return _NOT_FINITE
+    if sampling.grammar is not None:
+        names.append(sampling.grammar.parameter)
+    reason = f"no token is allowed by {' and '.join(names)}{' together' * (len(names) > 1)}"
+    return f"{reason}; allow one more" if is_empty else f"{reason}; or {_NOT_FINITE}"
 
 
 class LogitsRow(NamedTuple):

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from aioengine.errors import describe
+from aioengine.memory.adapter_slots import Key
 from aioengine.model_files import adapter_folder
 from aioengine.protocol.messages import UNLOAD_ADAPTER, Adapter, Control, FinishCode, Reply
 from aioengine.scheduler.request_states import Requests, key_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from aioengine.memory.adapter_slots import Key
-    from aioengine.scheduler.runner import AdapterCopy, DeviceAdapters
+from aioengine.scheduler.runner import AdapterCopy, DeviceAdapters
 
 logger = logging.getLogger(__name__)
 

@@ -20,16 +20,12 @@ stop early. The caller passes all times.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
 
+from aioengine.memory.prefix_cache import Match, PrefixCache
 from aioengine.protocol.messages import End, FinishCode, Media, RequestKind, Submit
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aioengine.memory.prefix_cache import Match, PrefixCache
-    from aioengine.scheduler.request import Request
+from aioengine.scheduler.request import Request
 
 MAX_PARTIAL = 4  # partly computed prompts at a time; a prompt that finishes in this step is always allowed
 LEAST_SHARE = 16  # tokens; smaller chunks are not worth a row

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import Generic, Protocol
 
 from aioengine.errors import describe
+from aioengine.protocol.board import CrashBoard
+from aioengine.protocol.messages import StepOutput
+from aioengine.scheduler.plan import StepPlan
 from aioengine.scheduler.runner import Runner, Ticket
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aioengine.protocol.board import CrashBoard
-    from aioengine.protocol.messages import StepOutput
-    from aioengine.scheduler.plan import StepPlan
-    from aioengine.scheduler.scheduler import Scheduler
+from aioengine.scheduler.scheduler import Scheduler
 
 _NOTHING = nullcontext()
 MAX_FAILURES = 3  # after this many failed steps in a row, the runner is considered broken

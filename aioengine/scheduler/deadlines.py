@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from aioengine.scheduler.request import Request
+from aioengine.scheduler.request import Request
 
 SPARE_ENTRIES = 256  # deadlines of ended requests that may stay in the heap
 

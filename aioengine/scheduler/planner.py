@@ -12,8 +12,6 @@ result is applied; the request keeps the pages for its next tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec import Struct
 
 from aioengine.memory.prefix_cache import Allocation
@@ -24,10 +22,8 @@ from aioengine.scheduler.admission import Admission, ImageBudget, Refusal, Token
 from aioengine.scheduler.drafting import Acceptance, DraftCosts
 from aioengine.scheduler.plan import DISTRIBUTION, NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan
 from aioengine.scheduler.request import Request
-
-if TYPE_CHECKING:
-    from aioengine.scheduler.request_states import Requests
-    from aioengine.settings.config import SchedulerSettings
+from aioengine.scheduler.request_states import Requests
+from aioengine.settings.config import SchedulerSettings
 
 OUTPUTS = {RequestKind.GENERATE: TOKENS, RequestKind.POOL: VECTOR, RequestKind.SCORE: DISTRIBUTION}
 """``Row.outputs`` at the end of a prompt."""

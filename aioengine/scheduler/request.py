@@ -7,20 +7,16 @@ a prompt, the rest after a prefix hit, and a decode are the same case.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from aioengine.memory.prefix_cache import Allocation
+from aioengine.memory.radix import Node, Salt
 from aioengine.protocol.messages import ALL_STATES, End, FinishCode, Media, RequestKind, Submit
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aioengine.memory.radix import Node, Salt
-    from aioengine.protocol.packed_logprobs import LogprobRules
-    from aioengine.scheduler.drafting import Acceptance
+from aioengine.protocol.packed_logprobs import LogprobRules
+from aioengine.scheduler.drafting import Acceptance
 
 NO_PAGES = Allocation()  # the allocation of every request that is not running; never changed
 

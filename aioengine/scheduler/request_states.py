@@ -13,35 +13,32 @@ any       ENDED     it ends
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from aioengine import plugins
 from aioengine.memory.adapter_slots import AdapterSlots, Waiter
+from aioengine.memory.prefix_cache import Match, PrefixCache
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import (
     DEFAULT_WEIGHT_VERSION,
+    Adapter,
+    Continuation,
     End,
     FinishCode,
     FirstToken,
     RequestKind,
     StepOutput,
+    Submit,
     TextOpened,
     Totals,
 )
 from aioengine.scheduler.admission import Pace, refusal_of_late
 from aioengine.scheduler.deadlines import Deadlines
+from aioengine.scheduler.policies._base import Policy
 from aioengine.scheduler.request import Gate, Request, State, refusal_of
 from aioengine.scheduler.tenants import Tenants
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from aioengine.memory.prefix_cache import Match, PrefixCache
-    from aioengine.protocol.messages import Adapter, Continuation, Submit
-    from aioengine.scheduler.policies._base import Policy
-    from aioengine.settings.config import SchedulerSettings
-
+from aioengine.settings.config import SchedulerSettings
 
 ANSWERED_CODES = (FinishCode.STOP, FinishCode.LENGTH)
 FINISHED_CODES = (FinishCode.STOP, FinishCode.LENGTH, FinishCode.DEADLINE)

@@ -9,14 +9,13 @@ it.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
 
 from aioengine.memory.prefix_cache import PrefixCache
 from aioengine.memory.snapshots import Snapshots
 from aioengine.memory.windowed_cache import WindowedCache
-from aioengine.protocol.columns import POOLED_VECTOR, WEIGHT_VERSION, Extra, draft_extra
+from aioengine.protocol.columns import POOLED_VECTOR, WEIGHT_VERSION, Extra, TokenColumns, draft_extra
 from aioengine.protocol.messages import End, FinishCode, Stats, StepOutput
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS
 from aioengine.scheduler.drafting import DraftCosts
@@ -24,11 +23,8 @@ from aioengine.scheduler.plan import DISTRIBUTION, TOKENS, VECTOR, Row, StepPlan
 from aioengine.scheduler.planner import Flight, Planner
 from aioengine.scheduler.request import Request, end_of
 from aioengine.scheduler.request_states import Requests
+from aioengine.settings.config import SchedulerSettings
 from aioengine.settings.page_groups import PageGroups
-
-if TYPE_CHECKING:
-    from aioengine.protocol.columns import TokenColumns
-    from aioengine.settings.config import SchedulerSettings
 
 _OUTPUT_NAMES = {TOKENS: "token", VECTOR: "vector", DISTRIBUTION: "distribution"}
 

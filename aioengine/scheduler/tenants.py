@@ -12,12 +12,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from aioengine.scheduler.request import Request
+from aioengine.scheduler.request import Request
 
 DEFAULT_WEIGHT = 1.0
 MAX_AWAY = 1024  # inactive tenants whose times are kept; beyond this number, the smallest times are dropped first

@@ -6,7 +6,7 @@ Sizes are in bytes, or in elements of the model's dtype if the name says so.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -14,10 +14,8 @@ from aioengine.families._block_config import LinearShape, MambaConfig, ShortConv
 from aioengine.families._config import DecoderConfig, Task, TransformerConfig
 from aioengine.families._draft_heads import DraftHeadConfig
 from aioengine.families._tensors import LinearTensors, TableTensors, checkpoint_tensors, plain_tensors
+from aioengine.settings.config import Settings
 from aioengine.settings.page_groups import PageGroups, layer_groups
-
-if TYPE_CHECKING:
-    from aioengine.settings.config import Settings
 
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
 INT8_SCALE_BYTES: Final = 2

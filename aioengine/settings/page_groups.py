@@ -7,12 +7,10 @@ attend to, and frees older ones.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 from msgspec import Struct
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _MAX_PADDED: Final = 1.25
 """Maximum ratio of layers in all groups, with padding, to layers of the model. Above it, all layers share one page

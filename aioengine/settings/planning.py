@@ -9,6 +9,7 @@ import csv
 import os
 import re
 import subprocess
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Final, Unpack
@@ -26,10 +27,12 @@ from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import find_draft, read_adapters
 from aioengine.model_files import checkpoint, model_folder
 from aioengine.model_files.gguf_quantization import StoredTypes
+from aioengine.model_files.model_folder import ModelFacts
 from aioengine.model_files.online_quantization import OnlineQuantization
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.settings import machine
 from aioengine.settings.config import OWN, EngineConfig, ModelConfig, ModelSettings, Settings, padded_rank
+from aioengine.settings.machine import DeviceFacts
 from aioengine.settings.memory_model import (
     DTYPE_BYTES,
     GPU_FEATURE_BYTES,
@@ -46,11 +49,7 @@ from aioengine.settings.memory_model import (
 from aioengine.settings.resolve import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from aioengine.api.signatures import EngineArguments
-    from aioengine.model_files.model_folder import ModelFacts
-    from aioengine.settings.machine import DeviceFacts
 
 _CUDA_BYTES: Final = 1 << 30
 """Memory of CUDA, its libraries and the kernels."""

@@ -5,6 +5,7 @@ The facts about model and machine are arguments (``model_folder.find_facts``, ``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -32,14 +33,12 @@ from aioengine.settings.config import (
     Settings,
     TextSettings,
 )
+from aioengine.settings.machine import DeviceFacts
 from aioengine.settings.memory_model import effective_windows
 from aioengine.settings.page_groups import layer_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aioengine.model_files.model_folder import ModelFacts
-    from aioengine.settings.machine import DeviceFacts
 
 RUNNER_FACTORY: Final = "aioengine.runner.build:build"
 PACKED: Final = "packed"
@@ -184,8 +183,11 @@ def _rank_settings(config: EngineConfig, model: ModelFacts) -> RankSettings | No
     if num_ranks not in model.rank_counts:
         counts = ", ".join(map(str, model.rank_counts))
         raise ValueError(f"tp_size={num_ranks} does not work for this model: {model.rank_sizes}; what works: {counts}")
-    if config.speculation.algorithm:
-        raise ValueError(f"tp_size={num_ranks} does not work with speculative_algorithm yet; tp_size=1 works")
+    if config.draft_model is not None and config.draft_model.draft_head:
+        raise ValueError(
+            f"tp_size={num_ranks} does not work with speculative_algorithm={config.speculation.algorithm!r} yet; "
+            "'NGRAM' and 'STANDALONE' work"
+        )
     return RankSettings(size=num_ranks)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -40,15 +40,12 @@ from aioengine.settings.config import (
     TextSettings,
 )
 from aioengine.supervision.fleet import Fleet, Processes
-from aioengine.supervision.supervisor import Supervisor
+from aioengine.supervision.supervisor import Events, Supervisor
 from aioengine.testing.byte_tokenizer import BYTE_MODEL, EOS_TOKEN_ID, VOCAB_SIZE
 from aioengine.testing.fake_runner import HIDDEN_SIZE, PRINTABLE
 from aioengine.testing.faults import Faults
 from aioengine.testing.scripted_runner import ANSWERS_OPTION
 from aioengine.tokenization.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from aioengine.supervision.supervisor import Events
 
 FAKE_RUNNER = "aioengine.testing.fake_runner:build"
 SCRIPTED_RUNNER = "aioengine.testing.scripted_runner:build"

@@ -10,10 +10,11 @@ import math
 import time
 import zlib
 from array import array
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from struct import pack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 from msgspec import Struct
@@ -28,20 +29,12 @@ from aioengine.protocol.columns import (
     TokenColumns,
     block_extras,
 )
-from aioengine.protocol.messages import ALL_STATES, Reply, RequestKind
-from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS
-from aioengine.scheduler.plan import NewRow, StepResult
+from aioengine.protocol.messages import ALL_STATES, Adapter, Control, Progress, Reply, RequestKind, Sampling
+from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS, LogprobRules
+from aioengine.scheduler.plan import NewRow, Row, StepPlan, StepResult
 from aioengine.scheduler.planner import OUTPUTS
+from aioengine.settings.config import Settings
 from aioengine.testing.faults import Faults
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-    from typing import Self
-
-    from aioengine.protocol.messages import Adapter, Control, Progress, Sampling
-    from aioengine.protocol.packed_logprobs import LogprobRules
-    from aioengine.scheduler.plan import Row, StepPlan
-    from aioengine.settings.config import Settings
 
 MASK = (1 << 64) - 1
 UNWRITTEN = -1

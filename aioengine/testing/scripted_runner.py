@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Self
 
 import msgspec
 from msgspec.structs import replace
 
+from aioengine.protocol.messages import Progress
+from aioengine.scheduler.plan import NewRow, StepPlan
+from aioengine.settings.config import Settings
 from aioengine.testing.byte_tokenizer import EOS_TOKEN_ID, NUM_BYTES
-from aioengine.testing.fake_runner import FakeRunner
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import Self
-
-    from aioengine.protocol.messages import Progress
-    from aioengine.scheduler.plan import NewRow, StepPlan
-    from aioengine.settings.config import Settings
-    from aioengine.testing.fake_runner import FakeTicket
+from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 
 ANSWERS_OPTION = "answers"
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
 from aioengine.protocol.messages import End, FinishCode, TextChunks, TextOpened, TextRules
 from aioengine.text.detokenizer import NO_TEXT, TextPipeline
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _UNSTREAMED_INTERVAL = 64
 """Ids per chunk of a request that does not stream. It is not one chunk at the end, because after a crash all ids that

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from aioengine.constraints.patterns import PatternCache
 from aioengine.errors import RequestError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 class Hit(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
@@ -15,8 +16,6 @@ from jinja2.utils import Namespace
 from aioengine.api import checks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     from jinja2.parser import Parser
 
 MAX_TEXT: Final = 64 * 1024 * 1024

@@ -7,9 +7,11 @@ transformers' ``AutoTokenizer`` for the same folder.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypeVar, cast, overload
+from typing import Any, Final, Literal, ParamSpec, TypeVar, cast, overload
 
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
@@ -28,10 +30,6 @@ from aioengine.tokenization.chat_template import (
     read_chat_templates,
     template_variables,
 )
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Mapping, Sequence
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

@@ -76,7 +76,7 @@ class AsyncZmqReceiver(PullSocket):
         """Return the messages of received frames in order. Wait until there are any. For one task only.
 
         Raises:
-            LostFrameError: a frame of a sender could not be decoded, so later frames have no meaning.
+            LostFrameError: a frame of a sender is missing, so later frames have no meaning.
         """
         await asyncio.sleep(0)  # other tasks run first, even if frames arrive without a pause
         # The descriptor only reports changes, so wait only if no frame is left.

@@ -199,7 +199,7 @@ class ZmqReceiver(PullSocket):
         """Return the messages of received frames. Wait up to ``timeout_s`` for a frame; None: without a limit.
 
         Raises:
-            LostFrameError: a frame of a sender could not be decoded, so later frames have no meaning.
+            LostFrameError: a frame of a sender is missing, so later frames have no meaning.
         """
         messages = self._drain()
         if messages or timeout_s == 0:

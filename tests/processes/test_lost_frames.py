@@ -49,7 +49,6 @@ async def test_damaged_frame_of_any_channel_causes_a_restart(stream: bool, monke
     """Children are tasks. In each round a later frame is damaged, until the requests end first."""
     monkeypatch.setattr("aioengine.processes.scheduler_process.HEARTBEAT_S", 0.05)
     monkeypatch.setattr("aioengine.processes.detokenizer_process.HEARTBEAT_S", 0.05)
-    monkeypatch.setattr("aioengine.protocol.codec.MISSING_S", 0.01)
     expected = await undisturbed(has_answers=True)
     damage, place, num_rounds = Damage(monkeypatch), 0, 0
     async with fake_async_engine(ANSWERS, max_restarts=10_000) as engine:

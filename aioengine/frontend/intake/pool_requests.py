@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence  # noqa: TC003  # for the annotations of the options
+from collections.abc import Mapping, Sequence  # for the annotations of the options
 from functools import partial
 from typing import Final, cast
 

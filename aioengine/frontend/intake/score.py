@@ -7,7 +7,7 @@ one request that generates no token and finds the query in the prefix cache. Wit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence  # noqa: TC003  # for the annotations of the options
+from collections.abc import Sequence  # for the annotations of the options
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, cast
 
 from msgspec import Meta, Struct, ValidationError, convert
@@ -162,7 +162,7 @@ def _add_prompts(
     entries: list[Any] = (
         [items] if isinstance(items, str) else checks.items("items", items, checks.MAX_COUNT, allowed=ITEMS)
     )
-    if entries and all(_is_id(entry) for entry in entries):
+    if entries and all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries):
         entries = [entries]
     shared: Any = None if query is None else _text_or_ids("query", query)
     first = None if shared is None else ("query", shared)
@@ -183,10 +183,6 @@ def _add_prompts(
             item = type(first[1])() if first else ""
         prompts.append(item if shared is None else item + shared if is_item_first else shared + item)
     request.prompts = prompts
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _text_or_ids(name: str, value: object) -> str | list[int]:

@@ -235,6 +235,7 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
     shape = _shape(weights.size, max(weights.sizes), weights.max_rank, num_rows, is_narrow=x.dtype != torch.float32)
     sizes = (*weights.sizes, 0, 0)[:3]
     width, unit_words = len(weights.sizes) * weights.max_rank, UNIT * x.dtype.itemsize // 4
+    ranks = weights.max_rank, width, unit_words
     memory, numbers = (weights.pool, weights.table), (weights.first_part, weights.pool.shape[1] // UNIT)
     common = weights.pool.dtype, weights.size, sizes, weights.max_rank, num_rows, *alignments(tiles.order, tiles.slots)
     of_vector = matmul if x.shape[0] == 1 and isinstance(matmul, DeviceMatmul) else None
@@ -247,70 +248,24 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
         y = x.new_empty((1, num_outputs))
         rows, block, num_warps = shape_of_vector_programs(num_outputs, size)
         num_programs = -(-num_outputs // rows)
-        arguments = (
-            x,
-            weight,
-            bias,
-            y,
-            *memory,
-            tiles.slots,
-            partials,
-            *numbers,
-            num_outputs,
-            num_programs,
-            size,
-            rows,
-            block,
-            weights.max_rank,
-            unit_words,
-        )
+        tensors = x, weight, bias, y, *memory, tiles.slots, partials
+        sizes_of_vector = num_outputs, num_programs, size, rows, block, weights.max_rank, unit_words
+        arguments = (*tensors, *numbers, *sizes_of_vector)
         key = common, weight.shape, bias is None, *alignments(x, weight)
         _vector((num_programs + width // rows, 1, 1), key, arguments, options(num_warps))
     else:
         y = matmul(x)
         is_ahead = x.shape[0] <= MAX_AHEAD_ROWS
-        arguments = (
-            x,
-            *memory,
-            tiles.order,
-            tiles.slots,
-            partials,
-            *numbers,
-            num_tiles,
-            weights.size,
-            num_rows,
-            shape.ranks,
-            shape.block,
-            shape.split,
-            weights.max_rank,
-            width,
-            unit_words,
-            is_ahead,
-        )
+        programs = shape.ranks, shape.block, shape.split
+        tensors = x, *memory, tiles.order, tiles.slots, partials
+        arguments = (*tensors, *numbers, num_tiles, weights.size, num_rows, *programs, *ranks, is_ahead)
         num_chunks = len(weights.sizes) * -(-weights.max_rank // shape.ranks)
         key = common, x.data_ptr() % 16, is_ahead
         _shrink((num_tiles, num_splits, num_chunks), key, arguments, options(shape.shrink_warps))
     out = y.new_empty((y.shape[0], sizes[0])) if is_gated else y
-    arguments = (
-        y,
-        out,
-        *memory,
-        tiles.order,
-        tiles.slots,
-        partials,
-        *numbers,
-        num_tiles,
-        *sizes,
-        num_rows,
-        shape.expand_ranks,
-        shape.outputs,
-        num_splits,
-        next_power_of_2(num_splits),
-        weights.max_rank,
-        width,
-        unit_words,
-        is_gated,
-    )
+    tensors = y, out, *memory, tiles.order, tiles.slots, partials
+    programs = shape.expand_ranks, shape.outputs, num_splits, next_power_of_2(num_splits)
+    arguments = (*tensors, *numbers, num_tiles, *sizes, num_rows, *programs, *ranks, is_gated)
     num_blocks = sum(-(-size // shape.outputs) for size in (sizes[:1] if is_gated else sizes))
     key = common, num_splits, y.data_ptr() % 16, is_gated
     _expand((num_blocks, num_tiles, 1), key, arguments, options(shape.expand_warps))

@@ -26,17 +26,19 @@ S page size, X splits of the longest row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
+    ScoreRules,
     capped,
     fp16_queries,
     merged,
@@ -46,12 +48,7 @@ from aioengine.kernels.triton.scores import (
     with_split,
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.triton.scores import ScoreRules
-
-    Pool = tuple[Tensor, Tensor]
+Pool = tuple[Tensor, Tensor]
 
 SPLIT = tl.constexpr(256)
 """Positions per split at the start of a row. Splits are multiples of ``BLOCK``."""

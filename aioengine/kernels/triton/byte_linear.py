@@ -8,21 +8,17 @@ pair, which is nearly exact. The weight is multiplied as it is stored: convertin
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.codes import FP8, FP8_MAX
+from aioengine.kernels.triton.code_linear import DeviceCodes
 from aioengine.kernels.triton.dependent import start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import with_other_splits
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.triton.code_linear import DeviceCodes
 
 LARGEST = tl.constexpr(FP8_MAX)
 MAX_FP8_PAIRS = 64

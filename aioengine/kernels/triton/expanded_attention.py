@@ -139,23 +139,14 @@ def attend(q: Tensor, kv: ExpandedKV, rows: PagedRows, tiles: ExpandedTiles, *, 
     num_heads, size = q.shape[1:]
     rotated_size, value_size = rotated.shape[1], out.shape[2]
     key_size = size - rotated_size
-    sizes = (
-        *q.stride()[:2],
-        out.stride(0),
-        rotated.stride(0),
-        page_size,
-        key_size,
-        rotated_size,
-        value_size,
-        *(max(next_power_of_2(width), 16) for width in (key_size, rotated_size, value_size)),
-        tile.rows,
-        tile.block,
-    )
+    strides = *q.stride()[:2], out.stride(0), rotated.stride(0)
+    widths = key_size, rotated_size, value_size
+    columns_of = [max(next_power_of_2(width), 16) for width in widths]
+    sizes = (*strides, page_size, *widths, *columns_of, tile.rows, tile.block)
     tensors = q, expanded, rotated, rows.query_starts, rows.page_starts, rows.last_lengths, starts, out
     stride = expanded.stride(0)
     key = q.dtype, sizes, tile, stride % 16 == 0, *alignments(q, expanded, rotated, out)
-    *query_columns, columns = sizes[-5:-2]
-    num_stages = _num_stages(tile, sum(query_columns), columns, q.itemsize)
+    num_stages = _num_stages(tile, sum(columns_of[:2]), columns_of[2], q.itemsize)
     options = {"num_warps": tile.num_warps, "num_stages": num_stages}
     numbers = scale / math.log(2), first_page, stride
     _attend((num_heads, len(starts), 1), key, (*tensors, *numbers, *sizes), options)

@@ -5,10 +5,11 @@ Codes are converted in registers. A line is a row of this matrix: an output of a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.codes import Codes, piece_of
 from aioengine.kernels.expert_types import ExpertWeights, GateFunction
@@ -24,9 +25,6 @@ from aioengine.kernels.triton.code_linear import (
 from aioengine.kernels.triton.dependent import DEPENDENT
 from aioengine.kernels.triton.invariant_linear import loaded
 from aioengine.kernels.triton.launcher import alignments
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 RUN = 16
 """8-bit columns that a thread loads at once. Groups must have a multiple of this number."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
 from aioengine.kernels.triton.code_linear import DeviceCodes, dequantize
 from aioengine.kernels.triton.dependent import wait_and_start_next
 from aioengine.kernels.triton.expert_codes import (
@@ -33,9 +34,6 @@ from aioengine.kernels.triton.expert_codes import (
 from aioengine.kernels.triton.invariant_linear import loaded
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
 from aioengine.kernels.triton.routing import Tiling, align
-
-if TYPE_CHECKING:
-    from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
 
 
 class ExpertTile(NamedTuple):
@@ -268,7 +266,7 @@ def tiles_for(
 def compute(
     x: Tensor, chosen: ChosenExperts, weights: DeviceWeights, shared: SharedOutputs | None, *, batch_invariant: bool
 ) -> Tensor:
-    """Compute ``kernels.experts.Experts`` for contiguous x [T, D] -> [T, D]."""
+    """Compute ``kernels.experts.DeviceExperts`` for contiguous x [T, D] -> [T, D]."""
     if x.shape[0] <= MAX_VECTOR_TOKENS and not batch_invariant:
         return multiply_vectors_down(multiply_vectors(x, chosen, weights), chosen, weights, shared)
     num_experts, num_pairs = weights.num_experts, chosen.experts.numel()

@@ -244,49 +244,14 @@ def compute_blocks(
     product = tl.bfloat16 if is_narrow else tl.float32
     sizes = group, key_size, value_size, max(next_power_of_2(key_size), 16)
     block_v = max(next_power_of_2(value_size), 16)
-    arguments = (
-        channels,
-        gates.steps,
-        gates.scores,
-        gates.log_rate,
-        gates.bias,
-        rows.ends,
-        rows.blocks,
-        keys,
-        values,
-        weights,
-        factors,
-        num_channels,
-        gates.steps.stride(0),
-        num_heads,
-        num_tokens,
-        key_size**-0.5,
-        *sizes,
-        block_v,
-        product,
-    )
+    tensors = channels, *gates, rows.ends, rows.blocks, keys, values, weights, factors
+    numbers = num_channels, gates.steps.stride(0), num_heads, num_tokens, key_size**-0.5
+    arguments = (*tensors, *numbers, *sizes, block_v, product)
     _solve((len(rows.blocks), num_heads, 1), key, arguments, {"num_warps": 4})
     block_v = min(block_v, _BLOCK_VALUES)
     num_warps, stages = (4, 3) if is_narrow else (8, 1)  # limited by registers and shared memory
-    arguments = (
-        channels,
-        state,
-        rows.slots,
-        rows.starts,
-        rows.ends,
-        keys,
-        values,
-        weights,
-        factors,
-        out,
-        num_channels,
-        num_heads,
-        num_tokens,
-        *sizes,
-        block_v,
-        product,
-        stages,
-    )
+    tensors = channels, state, rows.slots, rows.starts, rows.ends, keys, values, weights, factors, out
+    arguments = (*tensors, num_channels, num_heads, num_tokens, *sizes, block_v, product, stages)
     _rows((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": num_warps})
 
 
@@ -375,26 +340,8 @@ def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateR
     most = LEAST_TOKENS - 1 if has_blocks else sys.maxsize
     block_v = min(_VALUES, next_power_of_2(value_size))
     sizes = group, key_size, value_size
-    arguments = (
-        channels,
-        gates.steps,
-        gates.scores,
-        gates.log_rate,
-        gates.bias,
-        state,
-        rows.slots,
-        rows.starts,
-        rows.ends,
-        out,
-        num_channels,
-        stride,
-        num_heads,
-        key_size**-0.5,
-        *sizes,
-        block_k,
-        block_v,
-        most,
-    )
+    tensors = channels, *gates, state, rows.slots, rows.starts, rows.ends, out
+    arguments = (*tensors, num_channels, stride, num_heads, key_size**-0.5, *sizes, block_k, block_v, most)
     key = channels.dtype, num_channels, stride, num_heads, *sizes, *alignments(gates.steps, gates.scores, state)
     key = (*key, has_blocks, *rows_key(rows))
     _scan((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": 1})

@@ -5,21 +5,16 @@ T tokens, H query heads, K kv heads, E head size, N pages, S page size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.codes import FP8_MAX as LARGEST
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.scores import scales_key
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.kv_target import KVTarget
 
 HEADS = tl.constexpr(8)  # per program
 FP8_MAX = tl.constexpr(LARGEST)

@@ -11,7 +11,7 @@ of a row.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,8 +22,7 @@ from aioengine.kernels.triton.attention import AttentionTile, PagedRows, load_pa
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
 from aioengine.kernels.triton.scores import MASKED, nothing_attended, softmax_step, store_attended, store_split
 
-if TYPE_CHECKING:
-    Queries = tuple[Tensor, Tensor]
+Queries = tuple[Tensor, Tensor]
 
 NARROW = AttentionTile(16, 32, 4, 3)
 """On an H200, 16 heads over 1024 positions take 8 us with one row, 21 us with 32 and 94 us with 256."""
@@ -160,18 +159,8 @@ def attend(queries: Queries, keys: Tensor, rows: PagedRows, parts: Parts, *, sca
     sums = torch.empty(num_merged, parts.most, num_heads, value_size, dtype=torch.float32, device=latent.device)
     stats = torch.empty(num_merged, parts.most, num_heads, 2, dtype=torch.float32, device=latent.device)
     tensors = latent, rotated, keys, rows.page_starts, rows.last_lengths, rows.page_ids, sums, stats, out
-    sizes = (
-        *latent.stride()[:2],
-        *rotated.stride()[:2],
-        num_heads,
-        page_size,
-        key_size,
-        value_size,
-        columns,
-        more,
-        tile.rows,
-        tile.block,
-    )
+    strides = *latent.stride()[:2], *rotated.stride()[:2]
+    sizes = (*strides, num_heads, page_size, key_size, value_size, columns, more, tile.rows, tile.block)
     key = latent.dtype, sizes, tile, *alignments(latent, rotated, keys, sums, stats, out)
     grid = -(-num_heads // tile.rows), num_rows, parts.most
     _parts(grid, key, (*tensors, scale / math.log(2), *parts, *sizes), tile.options)

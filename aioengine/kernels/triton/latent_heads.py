@@ -5,22 +5,17 @@ T tokens, H query heads, V latent size, N plain and P rotated elements of a quer
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.heads import load_halves, rotated, store_halves
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.norms import rms_normed
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.kv_target import KVTarget
-
-    Norm = tuple[Tensor, Tensor]
+Norm = tuple[Tensor, Tensor]
 
 HEADS = tl.constexpr(16)  # query heads per program
 
@@ -103,17 +98,10 @@ def rotate(
     keeps_key = out.shape[1] > num_heads
     copies = not keeps_key and out.data_ptr() != q.data_ptr()
     slots, keys = (None, None) if target is None else target[:2]
-    sizes = (
-        q.stride(0),
-        latents.stride(0),
-        *out.stride()[:2],
-        num_heads,
-        query_size,
-        value_size,
-        half,
-        *(next_power_of_2(value_size), next_power_of_2(half), next_power_of_2(query_size - 2 * half) if copies else 0),
-        keeps_key,
-    )
+    strides = q.stride(0), latents.stride(0), *out.stride()[:2]
+    copied = next_power_of_2(query_size - 2 * half) if copies else 0
+    columns = next_power_of_2(value_size), next_power_of_2(half), copied
+    sizes = (*strides, num_heads, query_size, value_size, half, *columns, keeps_key)
     places = None if slots is None or keys is None else (slots.dtype, *alignments(keys))
     key = q.dtype, sizes, places, *alignments(q, latents, norm[0], out)
     grid = num_tokens, -(-num_heads // HEADS.value) + 1, 1

@@ -8,35 +8,20 @@ compiles them in parallel (``compiled_in_threads``).
 from __future__ import annotations
 
 import importlib
+from collections.abc import Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from aioengine.settings.machine import num_threads
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping
-
-    from torch import Tensor
-
-    Grid = tuple[int, int, int]
-
-    class Compiled(Protocol):
-        """A compiled specialization."""
-
-        def __getitem__(self, grid: Grid, /) -> Callable[..., None]: ...
-
-    class Kernel(Protocol):
-        """A function that Triton can compile."""
-
-        def __getitem__(self, grid: Grid, /) -> Callable[..., Compiled]: ...
-        def warmup(self, *arguments: object, grid: Grid, **options: object) -> object: ...
-
+Grid = tuple[int, int, int]
 
 MAX_COMPILERS = 16
 """Maximum number of compiler threads. The Python part of a compilation holds the GIL."""
@@ -64,13 +49,11 @@ class KernelLauncher:
     including constants.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
-        self._compiled: dict[Hashable, Compiled] = {}
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel  # a ``triton.JITFunction``
+        self._compiled: dict[Hashable, Any] = {}
 
-    def __call__(
-        self, grid: tuple[int, int, int], key: Hashable, arguments: tuple[object, ...], options: Mapping[str, object]
-    ) -> None:
+    def __call__(self, grid: Grid, key: Hashable, arguments: tuple[object, ...], options: Mapping[str, object]) -> None:
         if (requested := _requested.get()) is not None:
             if (self, key) not in requested:
                 requested.add((self, key))

@@ -5,16 +5,13 @@ S rows of logits, X penalized or constrained rows, N rows of the count table or 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 IN_PROMPT = 1 << 30
 """This bit of a count is set if the token is in the prompt. The lower bits count the token in the output."""

@@ -178,6 +178,7 @@ class Inboxes:
         return self._sum(parts, residual, weight, epsilon)
 
     def _sum(self, parts: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: Tensor | None) -> Tensor:
+        """Return the sum of parts [R, D], or with a residual [R, D] the norm of both, as ``add_rms_norm`` [R, D]."""
         out = torch.empty_like(parts)
         num_rows, num_columns = parts.shape
         block = next_power_of_2(num_columns // 2)

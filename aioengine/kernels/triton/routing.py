@@ -6,20 +6,17 @@ to ``rows`` pairs of one expert.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from aioengine.families._experts import RouterConfig
 from aioengine.kernels.expert_types import ChosenExperts
 from aioengine.kernels.triton.dependent import wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2, options
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.families._experts import RouterConfig
 
 FEW_PAIRS = 2048
 """Up to this number of pairs, each program of ``_align_kernel`` counts all pairs. More pairs are counted in blocks by
@@ -157,23 +154,10 @@ def route(logits: Tensor, bias: Tensor | None, top_k: int, router: RouterConfig)
     experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     size = num_experts // router.num_groups
-    arguments = (
-        logits,
-        bias,
-        experts,
-        weights,
-        router.num_groups,
-        size,
-        next_power_of_2(router.num_groups),
-        next_power_of_2(size),
-        top_k,
-        next_power_of_2(top_k),
-        router.top_groups,
-        router.group_top,
-        router.scale,
-        router.scoring == "sigmoid",
-        router.is_normalized,
-    )
+    groups = router.num_groups, size, next_power_of_2(router.num_groups), next_power_of_2(size)
+    counts = top_k, next_power_of_2(top_k), router.top_groups, router.group_top
+    rules = router.scale, router.scoring == "sigmoid", router.is_normalized
+    arguments = (logits, bias, experts, weights, *groups, *counts, *rules)
     alignments = logits.data_ptr() % 16, bias is not None and bias.data_ptr() % 16
     key = logits.dtype, None if bias is None else bias.dtype, num_experts, top_k, router, alignments
     _route((num_tokens, 1, 1), key, arguments, options(1))
@@ -219,19 +203,7 @@ def align(chosen: ChosenExperts, *, num_experts: int, rows: int) -> Tiling:
         counted = experts.new_empty((num_blocks, bins))
         arguments = experts, counted, num_pairs, bins, block
         _count((num_blocks, 1, 1), key, arguments, options(num_warps))
-    arguments = (
-        experts,
-        counted,
-        order,
-        tiles,
-        num_tiles,
-        num_pairs,
-        max_tiles,
-        bins,
-        rows,
-        block,
-        is_counted,
-        max(COUNTS_AT_A_TIME // bins, 1),
-    )
+    numbers = num_pairs, max_tiles, bins, rows, block, is_counted, max(COUNTS_AT_A_TIME // bins, 1)
+    arguments = (experts, counted, order, tiles, num_tiles, *numbers)
     _align((num_experts, num_blocks, 1), (*key, rows), arguments, options(num_warps))
     return Tiling(order, tiles, num_tiles, chosen)

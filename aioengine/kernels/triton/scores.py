@@ -6,16 +6,13 @@ Scores are scaled by log2(e), so that weights are powers of 2. G query rows, H q
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1.0e30)

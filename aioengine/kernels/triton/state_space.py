@@ -6,20 +6,17 @@ T packed tokens, C channels, H heads, G groups, K and V sizes of a head, N slots
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from aioengine.kernels.state_types import SpaceWeights, StateRows
 from aioengine.kernels.triton.causal_conv import rows_key, span_of
 from aioengine.kernels.triton.gated_delta import LEAST_TOKENS, TOKENS, decayed, load_matrix
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.kernels.state_types import SpaceWeights, StateRows
 
 _VALUES = 16, 32
 """State matrix columns per program, without and with blocks."""

@@ -13,9 +13,11 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -37,11 +39,6 @@ from aioengine.protocol.media import (
 )
 from aioengine.supervision.tasks import WorkerThread, post
 from aioengine.transport.addresses import MEDIA_SUFFIX, SHARED_MEMORY, PrivateDirectory, remove_stale
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from concurrent.futures import Future
-
 
 MAX_FETCHES: Final = 16
 """Maximum number of downloads at a time, in addition to the images that are prepared."""

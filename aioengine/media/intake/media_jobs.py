@@ -12,9 +12,14 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable  # a field of a Struct
+from collections.abc import (
+    Callable,  # a field of a Struct
+    Sequence,
+)
+from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from msgspec import DecodeError, Struct
 from msgspec.structs import replace
@@ -28,6 +33,7 @@ from aioengine.protocol.media import (
     JobEnd,
     JobWaiting,
     MediaJob,
+    MediaOrders,
     MediaReady,
     PrepareJob,
     decode_reply,
@@ -36,13 +42,6 @@ from aioengine.protocol.media import (
 from aioengine.protocol.messages import Role
 from aioengine.supervision.launchers._process_child import KILL_WAIT_S, ProcessChild, start_child
 from aioengine.supervision.tasks import WorkerThread, post
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from concurrent.futures import Future
-    from pathlib import Path
-
-    from aioengine.protocol.media import MediaOrders
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,11 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Final, NamedTuple, Protocol, cast, runtime_checkable
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from aioengine.api import checks
-
-if TYPE_CHECKING:
-    from aioengine.settings.config import MediaConfig
+from aioengine.settings.config import MediaConfig
 
 ALLOWED: Final = "a path, a URL, base64 text, bytes or a PIL image"
 CONTENT: Final = ("image", "url", "path", "base64")

@@ -14,14 +14,13 @@ import ssl
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import httpx
 
-if TYPE_CHECKING:
-    from aioengine.settings.config import MediaConfig
+from aioengine.settings.config import MediaConfig
 
-    Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_REDIRECTS: Final = 5
 MAX_LOOKUPS: Final = 64

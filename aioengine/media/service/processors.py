@@ -9,19 +9,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from aioengine.media.service.resizing import DeviceResize, check_patches, find_order
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import ModuleType
-
-    from aioengine.protocol.media import MediaOrders
+from aioengine.protocol.media import MediaOrders
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -30,13 +27,8 @@ _MIN_PIXELS = 1 << 16
 
 _channels = ThreadPoolExecutor(12, "channel")
 
-
-class Preprocess(Protocol):
-    """An image processor of transformers."""
-
-    def __call__(
-        self, images: Bytes, *, input_data_format: str, return_tensors: str, **options: bool
-    ) -> Mapping[str, object]: ...
+Preprocess = Callable[..., Mapping[str, object]]
+"""An image processor of transformers."""
 
 
 def load_processor(orders: MediaOrders) -> tuple[Preprocess, DeviceResize | None]:

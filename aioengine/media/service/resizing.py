@@ -8,8 +8,9 @@ attribute tells it: we resize small pictures to find it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,9 @@ from PIL import Image
 
 from aioengine.protocol.media import RESIZE_BITS
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    Bytes = npt.NDArray[np.uint8]
-    RowsFirst = Callable[[int, int, int, int], bool]
-    """Takes the height and width of a picture, and of the result."""
+Bytes = npt.NDArray[np.uint8]
+RowsFirst = Callable[[int, int, int, int], bool]
+"""Takes the height and width of a picture, and of the result."""
 
 MAX_PROPORTION: Final = 100
 """Some versions of Pillow use another order for pictures whose height is a larger multiple of their width."""

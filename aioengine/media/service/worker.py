@@ -10,29 +10,38 @@ import contextlib
 import hashlib
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sized
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 from safetensors.numpy import save_file
 
 from aioengine.errors import describe
 from aioengine.media import pictures
+from aioengine.media.service.processors import Preprocess
+from aioengine.media.service.resizing import DeviceResize
 from aioengine.media.tokens._base import ImageShape
-from aioengine.protocol.media import Broken, Cancelled, Fetched, FetchJob, JobWaiting, PreparedImage, Refused
+from aioengine.protocol.media import (
+    Broken,
+    Cancelled,
+    Fetched,
+    FetchJob,
+    JobEnd,
+    JobWaiting,
+    MediaJob,
+    MediaOrders,
+    PreparedImage,
+    PrepareJob,
+    Refused,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sized
-
-    import numpy.typing as npt
-
     from aioengine.media.service.download import Downloader
-    from aioengine.media.service.processors import Preprocess
-    from aioengine.media.service.resizing import DeviceResize
-    from aioengine.protocol.media import JobEnd, MediaJob, MediaOrders, PrepareJob
 
 
 class PixelLimit:

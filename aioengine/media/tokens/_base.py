@@ -6,7 +6,9 @@ to the tokens that the model was trained with: one placeholder per feature, and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, NamedTuple, Self, cast
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, ClassVar, Final, NamedTuple, Self, cast
 
 from msgspec import Meta, Struct
 
@@ -15,10 +17,6 @@ from aioengine.api import checks
 from aioengine.families._fields import decode
 from aioengine.model_files import folder_files
 from aioengine.settings.config import MediaConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 PROCESSORS: Final = {
     "CLIPImageProcessor": "clip",

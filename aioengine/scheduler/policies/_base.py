@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    from aioengine.scheduler.request import Request
+from aioengine.scheduler.request import Request
 
 SAME_TIME_S = 10.0
 """Requests of one priority that arrived in the same interval of this length count as arrived together."""

@@ -6,15 +6,11 @@ same ten seconds are reordered (each level of priority counts as ten seconds, as
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING
 
 from aioengine.scheduler.policies._base import NumCached, Policy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from aioengine.scheduler.request import Request
+from aioengine.scheduler.request import Request
 
 WINDOW = 32  # requests looked up in a step; each costs a cache lookup
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
     from concurrent.futures import Executor
 
-    from aioengine.kernels.triton.launcher import Compiled, Grid
+    from aioengine.kernels.triton.launcher import Grid
 
 
 class Kernel:
@@ -27,10 +27,10 @@ class Kernel:
         self.launched: list[object] = []
         self.compiled: list[object] = []
 
-    def __getitem__(self, grid: Grid) -> Callable[..., Compiled]:
-        def launch(*arguments: object, **options: object) -> Compiled:
+    def __getitem__(self, grid: Grid) -> Callable[..., object]:
+        def launch(*arguments: object, **options: object) -> object:
             self.launched.append((grid, arguments, options))
-            return {grid: lambda *arguments: self.launched.append((grid, arguments))}  # type: ignore[return-value]
+            return {grid: lambda *arguments: self.launched.append((grid, arguments))}
 
         return launch
 

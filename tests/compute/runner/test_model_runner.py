@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from aioengine.protocol.messages import FinishCode, Grammar, Sampling
 from aioengine.runner.build import build
-from aioengine.runner.model_runner import _failure_reason
-from aioengine.runner.request_row import RequestRow
+from aioengine.runner.request_row import RequestRow, why_no_token
 from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Row, StepPlan
 from tests.compute.runner_world import FAMILIES, World, make_settings, save_model
 from tests.kit.grids import grid
@@ -119,7 +118,7 @@ def test_only_allowed_tokens_are_sampled(qwen: Path) -> None:
 def test_error_of_a_request_without_allowed_tokens_names_its_parameters() -> None:
     grammar = Grammar("regex", "a", parameter="regex='a'")
     request = RequestRow(0, 0, Sampling(0, allowed_token_ids=(9,), grammar=grammar), 1, None, [])
-    reason = _failure_reason(request, is_empty=False)
+    reason = why_no_token(request, is_empty=False)
     assert reason.startswith("no token is allowed by allowed_token_ids and regex='a' together; or ")
 
 

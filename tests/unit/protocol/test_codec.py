@@ -95,83 +95,35 @@ def test_a_frame_of_another_epoch_is_dropped() -> None:
     assert decoder.decode(FrameEncoder(EPOCH - 1).encode(MESSAGES)) == []
 
 
-def test_only_repeated_frames_are_refused() -> None:
-    one, other = FrameEncoder(EPOCH), FrameEncoder(EPOCH)
-    frames = [bytes(one.encode([Abort([number])])) for number in range(3)]
-    decoder = FrameDecoder(EPOCH, time.monotonic)
-    for number, frame in enumerate(frames):
-        assert decoder.decode(frame) == [Abort([number])]
-        for copy in frames[: number + 1]:
-            with pytest.raises(BadFrameError, match=f"of its sender, and {number + 1} is due"):
-                decoder.decode(copy)
-    assert decoder.decode(other.encode([Abort([9])])) == [Abort([9])]
-
-
-def test_only_frames_out_of_order_are_refused() -> None:
+@pytest.mark.parametrize("wrong", [0, 2, 3])
+def test_a_frame_with_an_unexpected_number_means_that_one_is_lost(wrong: int) -> None:
     one, other = FrameEncoder(EPOCH), FrameEncoder(EPOCH)
     frames = [bytes(one.encode([Abort([number])])) for number in range(4)]
     decoder = FrameDecoder(EPOCH, time.monotonic)
     assert decoder.decode(frames[0]) == [Abort([0])]
-    for wrong in (frames[0], frames[2], frames[3]):
-        with pytest.raises(BadFrameError, match="of its sender, and 1 is due"):
-            decoder.decode(wrong)
     assert decoder.decode(other.encode([Abort([9])])) == [Abort([9])]
-    assert decoder.decode(frames[1]) == [Abort([1])]
-    assert decoder.decode(frames[2]) == [Abort([2])]
-
-
-class Clock:
-    """Tells the time that a test says."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+    with pytest.raises(LostFrameError, match=f"frame 1 of a sender is missing, but frame {wrong} has arrived"):
+        decoder.decode(frames[wrong])
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_damaged_frame_is_reported_missing_after_a_while(lost: int) -> None:
-    one, other, clock = FrameEncoder(EPOCH), FrameEncoder(EPOCH), Clock()
+def test_a_damaged_frame_is_reported_missing_by_the_next_one(lost: int) -> None:
+    one = FrameEncoder(EPOCH)
     frames = [bytes(one.encode([Abort([number])])) for number in range(5)]
-    decoder = FrameDecoder(EPOCH, clock)
+    decoder = FrameDecoder(EPOCH, time.monotonic)
     for frame in frames[:lost]:
         decoder.decode(frame)
     with pytest.raises(BadFrameError):
         decoder.decode(frames[lost][:-1])
-    clock.now += 100.0  # nobody sent anything
-    assert decoder.decode(other.encode([Abort([9])])) == [Abort([9])]
-    for wait_s in (0.0, codec.MISSING_S):
-        clock.now += wait_s
-        with pytest.raises(BadFrameError):
-            decoder.decode(frames[lost + 1])
-    clock.now += 0.01
-    with pytest.raises(LostFrameError, match=f"frame {lost} of a sender is missing, but later frames have arrived"):
-        decoder.decode(frames[lost + 2])
-
-
-def test_a_late_frame_is_not_reported_missing() -> None:
-    """Copies of the frames after it arrive."""
-    encoder, clock = FrameEncoder(EPOCH), Clock()
-    frames = [bytes(encoder.encode([Abort([number])])) for number in range(4)]
-    decoder = FrameDecoder(EPOCH, clock)
-    for number in range(3):
-        with pytest.raises(BadFrameError):
-            decoder.decode(frames[number + 1])
-        clock.now += codec.MISSING_S
-        assert decoder.decode(frames[number]) == [Abort([number])]
-        clock.now += 1.0
+    with pytest.raises(LostFrameError, match=f"frame {lost} of a sender is missing"):
+        decoder.decode(frames[lost + 1])
 
 
 def test_frames_of_an_earlier_epoch_are_not_reported_missing() -> None:
-    encoder, clock = FrameEncoder(EPOCH), Clock()
-    decoder = FrameDecoder(EPOCH, clock)
+    encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH, time.monotonic)
     encoder.encode([])
-    with pytest.raises(BadFrameError):
-        decoder.decode(encoder.encode([]))
     encoder.begin(EPOCH + 1)
     decoder.begin(EPOCH + 1)
-    clock.now += 1.0
     assert decoder.decode(encoder.encode([Abort([1])])) == [Abort([1])]
     assert decoder.decode(FrameEncoder(EPOCH).encode([Abort([1])])) == []
 
@@ -192,16 +144,6 @@ def test_a_frame_of_several_messages_may_have_a_lower_limit() -> None:
     assert decoder.decode(encoder.encode([large])) == [large]
 
 
-def test_the_number_of_senders_is_limited() -> None:
-    decoder = FrameDecoder(EPOCH, time.monotonic)
-    known = FrameEncoder(EPOCH)
-    decoder.decode(known.encode([]))
-    strangers = [FrameEncoder(EPOCH).encode([]) for _ in range(1000)]
-    num_taken = sum(assert_decoded_or_refused(decoder, bytes(frame)) for frame in strangers)
-    assert num_taken < 100
-    assert decoder.decode(known.encode([])) == []
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -215,14 +157,12 @@ def test_messages_with_invalid_extras_are_refused(message: list[object]) -> None
         FrameDecoder(EPOCH, time.monotonic).decode(frame)
 
 
-def test_sizes_are_limited_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = bytes(FrameEncoder(EPOCH).encode(MESSAGES))
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 100)
     message = rf"{len(MESSAGES)} messages take {len(frame)} bytes, the limit is 100"
     with pytest.raises(FrameTooLargeError, match=message):
         FrameEncoder(EPOCH).encode(MESSAGES)
-    with pytest.raises(BadFrameError, match="larger than 100 bytes"):
-        FrameDecoder(EPOCH, time.monotonic).decode(frame)
 
 
 @pytest.mark.parametrize(
@@ -243,16 +183,16 @@ def test_bytes_that_are_no_frame_raise_bad_frame_error(data: bytes, reason: str)
         FrameDecoder(EPOCH, time.monotonic).decode(data)
 
 
-def assert_decoded_or_refused(decoder: FrameDecoder, frame: bytes) -> bool:
-    """Whether it was decoded."""
-    error: BadFrameError | None = None
+def assert_decoded_or_refused(decoder: FrameDecoder, frame: bytes) -> None:
+    error: BadFrameError | LostFrameError | None = None
+    messages: list[Message] = []
     try:
         messages = decoder.decode(frame)
-    except BadFrameError as refused:
-        error, messages = refused, []
+    except (BadFrameError, LostFrameError) as refused:
+        error = refused
     assert all(isinstance(message, msgspec.Struct) for message in messages)
-    assert error is None or (error.head == frame[:24].hex(" ") and str(len(frame)) in str(error))
-    return error is None
+    if isinstance(error, BadFrameError):
+        assert f"{len(frame)} bytes, beginning with {frame[:24].hex(' ')}" in str(error)
 
 
 @given(st.binary(max_size=200))
