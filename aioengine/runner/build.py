@@ -114,7 +114,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         times.end("attention")
         weights_bytes = _load_weights(model, settings, "loading weights", report)
     draft: _LoadedDraft | None = None
-    if settings.runner.draft is not None:
+    if settings.runner.draft is not None and shard.rank == 0:
         with memory.record("the weights of the draft model", advice=advice), torch.no_grad():
             draft = _load_draft(settings, settings.runner.draft, model, kv_dtype=kv_dtype, report=report)
         weights_bytes += draft.weights_bytes

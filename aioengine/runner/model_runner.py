@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch.nn import functional
 
 from aioengine.attention._base import AttentionBackend, CapturableAttention
@@ -27,7 +28,7 @@ from aioengine.runner.request_row import why_no_token
 from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
-from aioengine.runner.speculation.draft_rows import DraftRows
+from aioengine.runner.speculation.draft_rows import DraftRows, SentDrafts, rows_with_drafts
 from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, sample_one_by_one
 from aioengine.runner.ticket import StepDrafts, Ticket
 from aioengine.runner.timing import part
@@ -120,12 +121,11 @@ class ModelRunner:
             max_drafts=settings.scheduler.max_drafts,
         )
         self._inputs = InputBuilder(self._table, parts.states, page_size=pool.page_size, num_embeddings=num_embeddings)
-        self._sampler: Sampler | DeviceSampler | RankSampler = _sampler_class(parts.device)(
+        sampler = _sampler_class(parts.device)(
             vocab_size=vocab_size, num_embeddings=num_embeddings, table=self._table, processors=processors
         )
         self._ranks = parts.ranks
-        if parts.ranks is not None:
-            self._sampler = RankSampler(self._sampler, parts.ranks)
+        self._sampler = sampler if parts.ranks is None else RankSampler(sampler, parts.ranks)
         self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
         processor = self._sampler if settings.runner.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processor)
@@ -143,14 +143,17 @@ class ModelRunner:
         if settings.scheduler.max_drafts:
             draft_model = None
             if parts.draft is not None:
-                draft_model = DraftModel(parts.draft, self._table, self._sampler, processors, num_embeddings)
-            self._drafts = DraftRows(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
+                draft_model = DraftModel(parts.draft, self._table, sampler, processors, num_embeddings)
+            kind = SentDrafts if parts.ranks is not None and parts.ranks.rank else DraftRows
+            self._drafts = kind(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
             models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
-            self._table.has_bounds = not any(any(model.attention_shape.windows) for model in models)
+            has_windows = any(any(model.attention_shape.windows) for model in models)
+            self._table.has_bounds = parts.ranks is None and not has_windows
             self._verifier = Verifier(
                 self._table,
-                self._sampler,
+                sampler,
                 pool,
+                parts.ranks,
                 logits=self._logits,
                 keep=self._keep,
                 errors=self._custom.errors,
@@ -191,7 +194,8 @@ class ModelRunner:
             else:
                 plan_rows, rows, drafts = self._propose(self._drafts, plan_rows)
         if self._send_plan is not None:
-            self._send_plan(plan, self._failed.reasons)
+            sent = plan if drafts is None else replace(plan, rows=rows_with_drafts(plan.rows, plan_rows, drafts))
+            self._send_plan(sent, self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
         reasons = self._failed.reasons
         failed = {row.uid: reasons[row.uid] for row in plan.rows if row.uid in reasons} if reasons else {}

@@ -183,8 +183,11 @@ def _rank_settings(config: EngineConfig, model: ModelFacts) -> RankSettings | No
     if num_ranks not in model.rank_counts:
         counts = ", ".join(map(str, model.rank_counts))
         raise ValueError(f"tp_size={num_ranks} does not work for this model: {model.rank_sizes}; what works: {counts}")
-    if config.speculation.algorithm:
-        raise ValueError(f"tp_size={num_ranks} does not work with speculative_algorithm yet; tp_size=1 works")
+    if config.draft_model is not None and config.draft_model.draft_head:
+        raise ValueError(
+            f"tp_size={num_ranks} does not work with speculative_algorithm={config.speculation.algorithm!r} yet; "
+            "'NGRAM' and 'STANDALONE' work"
+        )
     return RankSettings(size=num_ranks)
 
 

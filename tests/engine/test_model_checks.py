@@ -353,7 +353,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
     },
     "NaN": (
         lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": float("nan")})),
-        "config.json' cannot be read: JSON is malformed",
+        'config.json\' cannot be read: "vocab_size": NaN is no finite number',
     ),
     "heads that do not divide": (
         with_config(num_attention_heads=3),

@@ -147,6 +147,17 @@ async def test_answers_are_the_same_when_the_scheduler_is_killed(plain: Engine, 
         assert engine.stats()["num_restarts"] == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
+async def test_tokens_of_two_ranks_are_those_of_one(plain: Engine, folders: Folders, algorithm: str) -> None:
+    def tokens(answers: dict[str, list[Any]]) -> dict[str, list[object]]:
+        return {name: [shape[:2] for shape in shapes] for name, shapes in answers.items()}
+
+    with Engine(tp_size=2, **folders.arguments(algorithm)) as engine:
+        assert tokens(await ask_all(engine)) == tokens(await ask_all(plain))
+        assert engine.stats()["num_accepted_drafts"] > 5
+
+
 @pytest.mark.parametrize("num_tokens", [5, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 13))])
 async def test_stops_inside_a_draft_end_the_answer_where_the_plain_engine_ends_it(
     plain: Engine, engine: Engine, num_tokens: int

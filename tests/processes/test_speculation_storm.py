@@ -104,7 +104,8 @@ async def test_answers_with_drafts_and_kills_are_those_of_the_plain_engine(folde
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "num_answers"), [("NGRAM", 9000), ("STANDALONE", 8000), ("EAGLE3", 3000)])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("algorithm", "num_answers"), [("NGRAM", 10_000), ("STANDALONE", 8000), ("EAGLE3", 2000)])
 async def test_twenty_thousand_answers_with_drafts_and_kills_are_those_of_the_plain_engine(
     folders: Folders, algorithm: str, num_answers: int
 ) -> None:

@@ -182,7 +182,7 @@ class DecodeGraphs:
         """inputs: builds the inputs of steps without graphs; its table, page size and states are used here too.
         may_cascade: rows that share pages may use cascade attention.
         features: of a draft head.
-        has_ranks: all ranks replay the same graphs, but only rank 0 knows the grammars.
+        has_ranks: all ranks replay the same graphs, but only rank 0 knows the grammars and accepts drafts.
         """
         self._has_ranks = has_ranks
         table = inputs.table
@@ -262,8 +262,8 @@ class DecodeGraphs:
         if rows.known_ids.size:
             spec = self._model.input_spec
             is_small = num_tokens <= self.max_rows and not spec.rows and not spec.states
-            may_expand = has_drafts or (bool(self._table.num_with_grammar) and not self._has_ranks)
-            return is_small and may_expand and can_expand(rows)
+            may_expand = has_drafts or bool(self._table.num_with_grammar)
+            return is_small and may_expand and not self._has_ranks and can_expand(rows)
         return num_tokens == num_rows and bool(rows.samples.all())
 
     def may_overlap(self, rows: list[Row]) -> bool:

@@ -37,7 +37,7 @@ from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
 from aioengine.runner.kv_pool import FIRST_PAGE, KVPool
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.token_processors import AllowedTokenIds, Bias, MinNewTokens, Penalties
-from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
+from aioengine.runner.sampling.sampler import FAILED, Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +131,7 @@ class DraftModel:
         self,
         parts: DraftParts,
         table: RowTable,
-        sampler: Sampler | DeviceSampler | RankSampler,
+        sampler: Sampler | DeviceSampler,
         processors: tuple[LogitsProcessor, ...],
         num_embeddings: int,
     ) -> None:

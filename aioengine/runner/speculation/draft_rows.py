@@ -19,6 +19,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.sampling.sampler import FAILED
 from aioengine.runner.speculation.draft_model import DraftedRequest, DraftModel, PlannedDrafts
@@ -243,6 +245,27 @@ class DraftRows:
         """Forget a step whose tokens will never be known."""
         if ticket in self._launched:
             self._launched.remove(ticket)
+
+
+class SentDrafts(DraftRows):
+    """The drafts of a rank above 0. Rank 0 proposes them, and sends them in the rows of the plan."""
+
+    def open(self, opened: NewRow) -> None:
+        """Do nothing, because this rank proposes no drafts."""
+
+    def propose(self, rows: list[Row], *, may_overlap: bool) -> StepDrafts:
+        return StepDrafts(proposed={row.uid: row.token_ids[-row.num_drafts :] for row in rows if row.num_drafts})
+
+    def with_drafts(self, rows: list[Row], drafts: StepDrafts) -> list[Row]:
+        return rows
+
+
+def rows_with_drafts(rows: list[Row], drafted: list[Row], drafts: StepDrafts) -> list[Row]:
+    """Return the rows for ``SentDrafts``. rows: of the plan. drafted: as ``DraftRows.with_drafts`` returns them."""
+    new_pages = {row.uid: row.new_pages for row in rows}
+    return [
+        replace(row, new_pages=new_pages[row.uid], num_drafts=len(drafts.proposed.get(row.uid, ()))) for row in drafted
+    ]
 
 
 def _num_known(row: Row, entry: OpenDrafts) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
+from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.speculation.ngram import num_equal
 from aioengine.runner.transfer import Ints, Readback
 from aioengine.settings.memory_model import SAMPLED_ROWS
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from aioengine.layers.ranks import RankGroup
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
@@ -140,8 +141,9 @@ class Verifier:
     def __init__(
         self,
         table: RowTable,
-        sampler: Sampler | DeviceSampler | RankSampler,
+        sampler: Sampler | DeviceSampler,
         kv_pool: KVPool,
+        ranks: RankGroup | None = None,
         *,
         logits: Callable[[Tensor], Tensor],
         keep: Callable[[Tensor, Tensor, Tensor, SampledRows, Ints], None],
@@ -150,6 +152,7 @@ class Verifier:
     ) -> None:
         """
         Args:
+            sampler: of rank 0. ranks: None: there is one rank.
             logits: computes logits [N, V] from hidden states [N, D].
             keep: see ``ModelRunner._keep``.
             errors: uid -> error of a custom processor.
@@ -158,6 +161,7 @@ class Verifier:
         self._table = table
         self._sampler = sampler
         self._kv_pool = kv_pool
+        self._ranks = ranks
         self._logits = logits
         self._keep = keep
         self._errors = errors
@@ -228,6 +232,8 @@ class Verifier:
                 sources += [*range(first, first + len(proposed[row])), row]
             states = all_hidden[self._table.upload(np.array(sources, dtype=np.int64))]
             logits = self._logits(states)
+            if self._ranks is not None and self._ranks.rank:
+                continue
             verification = Verification(proposed[group.start : group.stop], one_by_one[group.start : group.stop])
             while verification.active:
                 entries = verification.entries()
@@ -252,9 +258,24 @@ class Verifier:
             for row, count in zip(group, verification.counts, strict=True):
                 drafts.accepted[rows.requests[row].uid] = proposed[row][:count]
             values += verification.final
+        if self._ranks is not None:
+            values = self._from_rank_0(self._ranks, values, rows, drafts)
         for request, ids, is_finite in zip(rows.requests, proposed, hidden.isfinite().all(-1).tolist(), strict=True):
             if ids and not is_finite:  # of a rejected draft; attention multiplies its keys and values by 0
                 self._kv_pool.clean(self._table.pages(request.uid))
+        return values
+
+    def _from_rank_0(self, ranks: RankGroup, values: list[int], rows: SampledRows, drafts: StepDrafts) -> list[int]:
+        """Return the last token of each row [S], which rank 0 gives with the number of accepted drafts to all ranks."""
+        uids = [request.uid for request in rows.requests]
+        counts = [len(drafts.accepted.get(uid, ())) for uid in uids]
+        results = torch.tensor([values or counts, counts], device=self._table.last_tokens.device)
+        tokens, accepted = ranks.broadcast(results)
+        if ranks.rank:
+            self._table.write_tokens(rows, tokens)
+            values = tokens.tolist()
+            for uid, count in zip(uids, accepted.tolist(), strict=True):
+                drafts.accepted[uid] = drafts.proposed.get(uid, [])[:count]
         return values
 
 

@@ -447,9 +447,9 @@ def test_replicas_share_the_cores_of_a_cpu() -> None:
         ),
         ({"base_gpu_id": 2}, {}, "tp_size=1, dp_size=1 and base_gpu_id=2 need 3 GPUs, and this machine has 2"),
         (
-            {"tp_size": 2, "speculative_algorithm": "NGRAM"},
+            {"tp_size": 2, "speculative_algorithm": "EAGLE", "speculative_draft_model_path": "head"},
             {},
-            "tp_size=2 does not work with speculative_algorithm yet",
+            "tp_size=2 does not work with speculative_algorithm='EAGLE' yet; 'NGRAM' and 'STANDALONE' work",
         ),
     ],
 )

@@ -12,6 +12,7 @@ from aioengine.constraints.grammars import Grammars
 from aioengine.protocol.columns import DRAFTS
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, FinishCode, Limits, Sampling, Submit, TextRules
 from aioengine.protocol.packed_logprobs import LogprobRules
+from tests.compute.rank_threads import ranked_world
 from tests.compute.runner_world import World, make_settings, save_model, with_draft
 from tests.kit.draft_heads import head_config, random_tensors, save_head, save_repeating, save_with_mtp
 from tests.kit.drafts import save_with_draft
@@ -124,9 +125,16 @@ class Storm(NamedTuple):
         )
 
 
-def run(settings: Settings, submits: list[Submit], seed: int) -> Storm:
+def run(settings: Settings, submits: list[Submit], seed: int, num_ranks: int = 1) -> Storm:
     """Compute requests that come one by one, with preemptions and aborts at random times."""
-    world, rng = World(settings), random.Random(seed)
+    if num_ranks == 1:
+        return run_in(World(settings), submits, seed)
+    with ranked_world(settings, num_ranks) as world:
+        return run_in(world, submits, seed)
+
+
+def run_in(world: World, submits: list[Submit], seed: int) -> Storm:
+    rng = random.Random(seed)
     world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
     waiting, cut = submits[::-1], dict[int, FinishCode]()
     while waiting or world.core.has_work:
@@ -181,6 +189,22 @@ def test_answers_equal_the_answers_without_drafts(
     check(folders, family, 24, num_pages, max_drafts, depth, changes)
 
 
+@pytest.mark.parametrize(
+    ("family", "num_pages", "max_drafts", "depth", "changes"),
+    [
+        ("llama", 64, 3, 0, {"logprobs_mode": "processed"}),
+        ("drafted", 64, 4, 1, {"draft": "equal"}),
+        pytest.param("gemma3_text", 128, 7, 1, {"attention_backend": "fused"}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", 128, 3, 0, {"draft": "qwen3"}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 128, 7, 0, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_answers_of_two_ranks_equal_their_answers_without_drafts(
+    folders: dict[str, Path], family: str, num_pages: int, max_drafts: int, depth: int, changes: dict[str, str]
+) -> None:
+    check(folders, family, 24, num_pages, max_drafts, depth, changes, num_ranks=2)
+
+
 MORE_CASES = [
     *CASES,
     ("llama", 512, 15, 1, {"attention_backend": "fused"}),
@@ -219,6 +243,7 @@ def check(
     changes: dict[str, str],
     *,
     seed: int = 0,
+    num_ranks: int = 1,
 ) -> None:
     rng = random.Random(seed)
     submits = [random_submit(rng, uid) for uid in range(num_requests)]
@@ -233,7 +258,7 @@ def check(
         all_settings[1] = with_draft(
             all_settings[1], folders[draft], max_drafts=max_drafts, head=head, read_layers=LAYERS.get(head, ())
         )
-    plain, storm = (run(settings, submits, seed=settings.scheduler.max_drafts) for settings in all_settings)
+    plain, storm = (run(settings, submits, settings.scheduler.max_drafts, num_ranks) for settings in all_settings)
     compare(plain, storm)
     stats = storm.world.core.scheduler.stats(0.0)
     assert stats.num_accepted_drafts > 20
