@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from aioengine import AsyncEngine
 from tests.compute.runner_world import save_model
 from tests.gpu.test_draft_models import answers
 from tests.gpu.test_recovery import CONTEXT_LENGTH, DEVICE, HEADS, check_recovery
+from tests.kit.adapter_files import write_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,24 +98,41 @@ async def test_deterministic_streams_continue_after_the_loss_of_a_rank(tmp_path:
     await check_recovery(tmp_path, ["runner-1", "scheduler"], tp_size=2)
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
-async def test_logprobs_are_near_those_of_one_rank(tmp_path: Path, quantization: str | None) -> None:
+@pytest.mark.parametrize("case", ["plain", "adapter", "fp8", "int8", "int4"])
+async def test_logprobs_are_near_those_of_one_rank(tmp_path: Path, case: str) -> None:
     sizes = {**HEADS, "max_position_embeddings": CONTEXT_LENGTH, "initializer_range": 0.1}
-    save_model("qwen3", tmp_path, dtype=torch.bfloat16, **sizes)
+    sizes["intermediate_size"] = 512  # each rank has whole groups of int4
+    model = tmp_path / "model"
+    save_model("llama", model, dtype=torch.bfloat16, **sizes)
+    options: dict[str, Any] = {"quantization": case} if case in {"fp8", "int8", "int4"} else {}
+    adapter = None
+    if case == "adapter":
+        adapter = str(write_adapter(tmp_path / "adapter", model, rank=8, seed=0))
+        options["lora_paths"] = [adapter]
     found: list[list[float]] = []
     for tp_size in (1, 2):
         async with AsyncEngine(
-            str(tmp_path), device=DEVICE, quantization=quantization, skip_tokenizer_init=True, tp_size=tp_size
+            str(model), device=DEVICE, skip_tokenizer_init=True, tp_size=tp_size, **options
         ) as engine:
             answer = await engine.async_generate(
                 input_ids=[place * place % 260 for place in range(300)],
                 sampling_params={"max_new_tokens": 1},
                 return_logprob=True,
                 logprob_start_len=0,
+                lora_path=adapter,
             )
             found.append([logprob or 0.0 for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]])
     one, two = map(torch.tensor, found)
     assert len(one) == 299
     # the inputs of fp8 products get scales by row, and a rank has a part of a row
-    assert (one - two).abs().mean() < (0.3 if quantization == "fp8" else 0.1)
+    assert (one - two).abs().mean() < (0.3 if case == "fp8" else 0.1)
     assert one.std() > 1, "the logprobs of tokens differ"
+
+
+async def test_answers_with_drafts_are_those_without(tmp_path: Path) -> None:
+    sizes = {**HEADS, "max_position_embeddings": CONTEXT_LENGTH, "initializer_range": 0.1}
+    save_model("qwen3", tmp_path, dtype=torch.bfloat16, **sizes)
+    plain, _ = await answers(tmp_path, tp_size=2)
+    drafted, stats = await answers(tmp_path, tp_size=2, speculative_algorithm="NGRAM")
+    assert stats["num_proposed_drafts"] > 0
+    assert drafted == plain
