@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.several_gpus --models /tmp/bench-models --rows replicas
 
 ranks     ``tp_size=2``, model b: W2, W3 and W6 of ``benchmarks.gpu.workloads``
-replicas  ``dp_size=2`` and one GPU, model a, in turns: W1 (two GPUs get the requests of seeds 0 and 2, one GPU only those
+replicas  ``dp_size=2`` and one GPU, model a, in turns: W1 (two GPUs get the requests of seeds 0 and 2, one only those
           of seed 0) and W4. Reports tokens per second, and the CPU time of the user's process.
 """
 
