@@ -129,10 +129,12 @@ async def test_logprobs_are_near_those_of_one_rank(tmp_path: Path, case: str) ->
     assert one.std() > 1, "the logprobs of tokens differ"
 
 
-async def test_answers_with_drafts_are_those_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
+async def test_answers_with_drafts_are_those_without(tmp_path: Path, algorithm: str) -> None:
     sizes = {**HEADS, "max_position_embeddings": CONTEXT_LENGTH, "initializer_range": 0.1}
     save_model("qwen3", tmp_path, dtype=torch.bfloat16, **sizes)
+    draft = {"speculative_draft_model_path": str(tmp_path)} if algorithm == "STANDALONE" else {}
     plain, _ = await answers(tmp_path, tp_size=2)
-    drafted, stats = await answers(tmp_path, tp_size=2, speculative_algorithm="NGRAM")
+    drafted, stats = await answers(tmp_path, tp_size=2, speculative_algorithm=algorithm, **draft)
     assert stats["num_proposed_drafts"] > 0
     assert drafted == plain
