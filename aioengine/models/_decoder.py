@@ -184,6 +184,7 @@ class DecoderModel(Model):
         if self.task is Task.CLASSIFY:
             return logits
         if self._shard.group is not None:
+            # the parts of all ranks must have the same size
             num_missing = -(-self.vocab_size // self._shard.size) - logits.shape[1]
             padded = functional.pad(logits, (0, num_missing)) if num_missing else logits
             logits = self._shard.group.all_gather(padded)[:, : self.vocab_size]

@@ -25,11 +25,11 @@ class OpenDrafts:
     """The drafts of an open request.
 
     Attributes:
-        text: its tokens, for its proposals; None: it gets no proposals.
+        tokens: its known tokens, for proposals; None: it gets no proposals.
         num_rejected: drafts rejected in flight, which the scheduler does not know yet.
     """
 
-    text: NgramProposer | DraftedRequest | None
+    tokens: NgramProposer | DraftedRequest | None
     num_rejected: int = 0
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 1.0
-_LATEST = ("sent_at", "step_ended_at")
+_TIMES = ("sent_at", "step_ended_at")
 _FOR_ONE_REPLICA = ("start_profile", "stop_profile")
 """Control calls whose replies cannot be merged, because every replica would return another file."""
 
@@ -105,7 +105,7 @@ class Fleet:
                 self._replies[message.call_id] = dict.fromkeys(self._routes.replicas)
                 for number in self._routes.replicas:
                     due.setdefault(number, []).append(message)
-            else:
+            else:  # a message about open requests
                 uids_by_replica: dict[int, list[int]] = {}
                 for uid in message.uids:
                     if (replica := self._routes.find(uid)) is not None:
@@ -127,7 +127,7 @@ class Fleet:
             replica.kill_now()
 
     def process_states(self) -> list[ProcessState]:
-        """Return the state of the children of all replicas that have not failed."""
+        """Return the states of the children of all replicas that have not failed."""
         return [state for replica in self._active for state in replica.process_states()]
 
     def uids_in_flight(self) -> Collection[int]:
@@ -144,7 +144,7 @@ class Fleet:
 
     @property
     def weights(self) -> LoadedWeights:
-        """The weights of a replica: of one that has lost tensors, if there is one."""
+        """The weights of a replica that has lost tensors, or of any other if there is none."""
         weights = [replica.weights for replica in self._active or self._replicas]
         return next((own for own in weights if own.are_lost), weights[0])
 
@@ -221,7 +221,7 @@ def _sum(parts: Iterable[Stats]) -> Stats:
     """Return the statistics of all replicas. Times are the latest; all other fields are sums."""
     columns = zip(*map(msgspec.structs.astuple, parts), strict=True)
     named = zip(Stats.__struct_fields__, columns, strict=True)
-    return Stats(**{name: max(column) if name in _LATEST else sum(column) for name, column in named})
+    return Stats(**{name: max(column) if name in _TIMES else sum(column) for name, column in named})
 
 
 def _join(replies: list[Reply]) -> Reply:

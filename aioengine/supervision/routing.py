@@ -17,9 +17,9 @@ class Routes:
 
     A request that names a replica goes there, unless that replica has failed. For other requests, the method decides:
 
-    - "auto": the replica with the fewest tokens to compute for all its open requests and the new one: prompt tokens
-      that are not in its cache, and ``max_new_tokens``. So turns of a session and requests with the same prefix or
-      adapter meet in one replica, unless its queue is longer than the prefix is worth.
+    - "auto": the replica with the fewest tokens to compute for all its open requests and the new one. These are the
+      prompt tokens that are not in its cache, and ``max_new_tokens``. So turns of a session and requests with the same
+      prefix or adapter go to one replica, until its queue costs more than the prefix saves.
     - "round_robin": one replica after the other.
     - "shortest_queue": the replica with the fewest open requests.
 
@@ -35,10 +35,10 @@ class Routes:
         self._method = method
         self._num_chosen = 0
         self._num_open = dict.fromkeys(replicas, 0)  # replica -> requests
-        self._num_tokens = dict.fromkeys(replicas, 0)  # replica -> tokens to compute
+        self._num_tokens = dict.fromkeys(replicas, 0)  # replica -> tokens to compute: the sum of the costs
         self._routes: dict[int, int] = {}  # uid -> replica
-        self._parts: dict[int, tuple[int, int]] = {}  # uid -> tokens to compute of its prompt and of its output
-        self._seen: dict[int, dict[int, None]] = {number: {} for number in replicas}  # replica -> hashes, oldest first
+        self._costs: dict[int, tuple[int, int]] = {}  # uid -> tokens to compute of its prompt and of its output
+        self._seen: dict[int, dict[int, None]] = {number: {} for number in replicas}  # replica -> blocks, oldest first
 
     @property
     def replicas(self) -> Collection[int]:
@@ -52,10 +52,10 @@ class Routes:
             blocks = list(_blocks(submit)) if self._method == "auto" else []
             replica = self._best(submit, blocks)
             num_prompt = max(0, len(submit.prompt_token_ids) - self._num_seen(replica, blocks))
-            self._parts[uid] = num_prompt, submit.limits.max_new_tokens
+            self._costs[uid] = num_prompt, submit.limits.max_new_tokens
             self._routes[uid] = replica
             self._num_open[replica] += 1
-            self._num_tokens[replica] += sum(self._parts[uid])
+            self._num_tokens[replica] += sum(self._costs[uid])
             self._remember(replica, blocks)
         return self._routes[uid]
 
@@ -70,7 +70,7 @@ class Routes:
         return min(self._num_open, key=lambda replica: self._num_tokens[replica] - self._num_seen(replica, blocks))
 
     def _num_seen(self, replica: int, blocks: list[int]) -> int:
-        """Return how many tokens of the blocks, from the first one on, this replica has seen."""
+        """Return the number of tokens in the first blocks that this replica has seen."""
         seen = self._seen[replica]
         return _BLOCK_TOKENS * next((count for count, block in enumerate(blocks) if block not in seen), len(blocks))
 
@@ -87,17 +87,17 @@ class Routes:
         return self._routes.get(uid)
 
     def prompt_computed(self, uid: int) -> None:
-        """The request has its first token."""
-        num_prompt, num_output = self._parts.get(uid, (0, 0))
+        """Record that a request has its first token, so its prompt costs nothing any more."""
+        num_prompt, num_output = self._costs.get(uid, (0, 0))
         if num_prompt:
             self._num_tokens[self._routes[uid]] -= num_prompt
-            self._parts[uid] = 0, num_output
+            self._costs[uid] = 0, num_output
 
     def forget(self, uid: int) -> None:
         """Remove a request that has ended."""
         if (replica := self._routes.pop(uid, None)) is not None:
             self._num_open[replica] -= 1
-            self._num_tokens[replica] -= sum(self._parts.pop(uid))
+            self._num_tokens[replica] -= sum(self._costs.pop(uid))
 
     def remove(self, replica: int) -> None:
         """Remove a replica and all its requests."""
@@ -108,7 +108,7 @@ class Routes:
 
 
 def _blocks(submit: Submit) -> Iterator[int]:
-    """Return a hash for each whole block of the prompt that depends on all tokens up to its end.
+    """Return a hash of each whole block of a prompt. It depends on all tokens up to the end of the block.
 
     A request with an adapter has one more block, so that it prefers a replica that has the adapter.
     """

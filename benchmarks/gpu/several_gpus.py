@@ -4,42 +4,26 @@
     python -m benchmarks.gpu.several_gpus --models /tmp/bench-models --rows replicas
 
 ranks     ``tp_size=2``, model b: W2, W3 and W6 of ``benchmarks.gpu.workloads``
-replicas  ``dp_size=2``, model a: W1 with the requests of seeds 0 and 2 in one call, beside one GPU with those of seed
-          0; W4 on two GPUs and on one. By turns, in one run: tokens per second, and the CPU time of the user's process.
+replicas  ``dp_size=2`` and one GPU, model a, in turns: W1 (two GPUs get the requests of seeds 0 and 2, one only those
+          of seed 0) and W4. Reports tokens per second, and the CPU time of the user's process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvloop
 
 from benchmarks.gpu.compare import POOL_TOKENS
-from benchmarks.gpu.engines import AioEngine, Output, version
+from benchmarks.gpu.engines import AioEngine, version
 from benchmarks.gpu.models import write_folder
-from benchmarks.gpu.workloads import WORKLOADS, Bench, run, streams, summary, torch_device_name
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.engines import Ids
+from benchmarks.gpu.workloads import WORKLOADS, Bench, offline_requests, run, streams, summary, torch_device_name
 
 ROUNDS = 3
-"""The first one does not count."""
-
-
-def offline_requests(seeds: list[int]) -> tuple[list[Ids], list[Output]]:
-    """The requests of W1, for each seed."""
-    prompts: list[Ids] = []
-    outputs: list[Output] = []
-    for seed in seeds:
-        draw = random.Random(seed)
-        prompts += [[draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))] for _ in range(256)]
-        outputs += [Output(draw.randint(100, 1024)) for _ in range(256)]
-    return prompts, outputs
+"""Including the warm-up."""
 
 
 async def ranks(models: Path) -> dict[str, object]:
@@ -60,14 +44,17 @@ async def replicas(models: Path) -> dict[str, object]:
     try:
         for number in range(ROUNDS):
             for name, bench in list(benches.items())[:: -1 if number % 2 else 1]:
-                prompts, outputs = offline_requests([0] if name == "one" else [0, 2])
-                own = time.process_time()
+                prompts, outputs = offline_requests(0)
+                if name == "two":
+                    more_prompts, more_outputs = offline_requests(2)
+                    prompts, outputs = prompts + more_prompts, outputs + more_outputs
+                started = time.process_time()
                 seconds = await bench.generate(prompts, outputs)
-                own, count = time.process_time() - own, sum(output.num_tokens for output in outputs)
+                cpu_seconds, count = time.process_time() - started, sum(output.num_tokens for output in outputs)
                 bench.add("W1 tok/s", count / seconds)
-                bench.add("W1 frontend CPU us a token", own / count * 1e6)
+                bench.add("W1 frontend CPU us a token", cpu_seconds / count * 1e6)
                 await streams(bench)
-                if not number:
+                if not number:  # the warm-up
                     bench.figures.clear()
     finally:
         for bench in benches.values():

@@ -89,14 +89,19 @@ class Bench:
         return elapsed
 
 
+def offline_requests(seed: int) -> tuple[list[Ids], list[Output]]:
+    """Return the prompts of W1, and their outputs."""
+    rng = random.Random(seed)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    return prompts, [Output(rng.randint(100, 1024)) for _ in range(256)]
+
+
 async def offline(bench: Bench) -> None:
     for number in bench.runs(3):
-        random.seed(0 if number else 1)
-        prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
-        counts = [random.randint(100, 1024) for _ in range(256)]
-        seconds = await bench.generate(prompts, [Output(count) for count in counts])
+        prompts, outputs = offline_requests(0 if number else 1)
+        seconds = await bench.generate(prompts, outputs)
         if number:
-            bench.add("offline tok/s", sum(counts) / seconds)
+            bench.add("offline tok/s", sum(output.num_tokens for output in outputs) / seconds)
 
 
 async def one_stream(bench: Bench) -> None:

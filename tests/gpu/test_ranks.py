@@ -55,7 +55,7 @@ with torch.inference_mode():
 
 
 def test_sums_are_rounded_once(tmp_path: Path) -> None:
-    """Also in a row, with more and fewer rows, so that an inbox is never read too late."""
+    """Sums of few and many rows follow each other: no rank overwrites a message that another one has not read."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", SUMS, str(rank), str(tmp_path / "ranks")],
@@ -86,7 +86,7 @@ async def test_greedy_tokens_are_those_of_one_rank_in_fp32(tmp_path: Path) -> No
 
 
 async def test_answers_with_and_without_graphs_are_equal(tmp_path: Path) -> None:
-    """What only rank 0 knows, such as penalties, does not change the steps of the other rank."""
+    """Penalties and other parameters, which only rank 0 knows, do not change the steps of the other rank."""
     sizes = {**HEADS, "max_position_embeddings": CONTEXT_LENGTH, "initializer_range": 0.1}
     save_model("qwen3", tmp_path, dtype=torch.bfloat16, **sizes)
     in_graphs, _ = await answers(tmp_path, tp_size=2)

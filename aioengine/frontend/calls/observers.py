@@ -49,7 +49,7 @@ Observer = Callable[[FinishedRequest], object]
 class Observers:
     """Calls the observers with each finished request, in the next iteration of the loop.
 
-    One callback of the loop reports all requests that have ended until then.
+    One callback of the loop reports all requests that have ended until it runs.
     """
 
     def __init__(self, observers: list[Observer], loop: asyncio.AbstractEventLoop, model_path: str) -> None:
@@ -59,7 +59,7 @@ class Observers:
         self._finished: list[tuple[contextvars.Context, FinishedRequest]] = []
 
     def watch(self, call: Call) -> None:
-        """Report the rows of a call. Observers run in a copy of the current context."""
+        """Report the rows of a call when they end. Observers run in a copy of the current context."""
         if self._observers:
             call.on_row_end = partial(self._add, contextvars.copy_context(), time.time() - time.monotonic())
 
@@ -71,8 +71,9 @@ class Observers:
         info: ChunkInfo,
         error: BaseException | None,
     ) -> None:
+        """Report a row that has ended. clock_offset: seconds to add to a monotonic time to get unix time."""
         request, prompt = row.call.request, row.prompt
-        is_checked = prompt < len(request.prompts)
+        is_checked = prompt < len(request.prompts)  # a row may end before its arguments are checked
         operation: Operation = "chat" if request.name == "messages" else "generate"
         if request.pooled is not None:
             operation = "rerank" if request.pooled.gives_scores else "encode"

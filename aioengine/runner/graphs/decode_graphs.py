@@ -118,8 +118,8 @@ class DecodeStep:
             sampled, they are not stored.
         hidden: [R, D].
         graph: the graph, for ``DecodeGraphs.logits``.
-        order: [R] int64, the row of the graph of each row; None: they are in order.
-        last_indices: the same on the host for expanded rows; None: rows were not expanded.
+        order: [R] int64, the index in the graph of each row; None: rows are in order.
+        last_indices: ``order`` on the host, if rows were expanded; else None.
         needs_masks: rows need only grammar masks beside a temperature, and nothing else reads the logits. So masks may
             be applied to the logits in place, and ``DecodeGraphs.draw`` samples the tokens.
     """
@@ -293,8 +293,8 @@ class DecodeGraphs:
             when_ready: called before its inputs overwrite those of the previous step.
             samples_each: sample after each token of the step, and return results for tokens instead of rows.
             num_drafts, num_sampled: as in ``expand_rows``.
-            draft_number: store drafts with this number instead of last tokens. If tokens are not known, read the drafts
-                with the number before.
+            draft_number: of a draft model: store the sampled tokens as drafts with this number. Rows without known
+                tokens read the drafts with the previous number.
         """
         num_rows, table = int(rows.token_ends[-1]), self._table
         cascade = expanded = None
@@ -414,8 +414,7 @@ class DecodeGraphs:
         """Write the inputs of the graph of ``size`` rows to ``hosts``, an array [X] for each page group. Return the
         number of integers written to each of them.
 
-        places: [rows of the graph] indices of the last tokens in the table, and indices at which it stores the sampled
-        tokens (-1: the row is not sampled). tables: see ``FixedDecode.plan``.
+        places: sources and targets [rows of the graph], see ``_SOURCES``. tables: see ``FixedDecode.plan``.
         """
         page_size, ends = self._inputs.page_size, _COLUMNS * size
         order = cascade.order if cascade else expanded.row_of_token if expanded else slice(None)

@@ -94,7 +94,8 @@ class DraftedRequest:
 class PlannedDrafts(NamedTuple):
     """A request, and the number of drafts that it may get. Its pages have memory for them.
 
-    num_unknown: newest tokens that the host does not know yet, at most. 0 for all requests of a step, or for none.
+    num_unknown: maximum number of its newest tokens that the host does not know yet. It is 0 for all requests of a
+    step, or for none.
     """
 
     drafted: DraftedRequest
@@ -137,7 +138,7 @@ class DraftModel:
     ) -> None:
         """num_embeddings: of the model. The sampler may read this number of logits."""
         self._parts = parts
-        self._lag = int(parts.features is not None)  # number of known tokens that have no position yet
+        self._lag = int(parts.features is not None)  # 1: position p reads the token at position p + 1
         self._table = table
         self._sampler = sampler
         self._num_embeddings = num_embeddings
@@ -231,6 +232,7 @@ class DraftModel:
         return self._propose(planned) if planned else None
 
     def _propose(self, planned: list[PlannedDrafts]) -> ProposedDrafts:
+        """Sample the first draft of all requests, then the second, and so on: in graphs, or by ``_forward``."""
         upload, table = self._table.upload, self._table
         ends = [one.length - self._lag for one in planned]
         for one, end in zip(planned, ends, strict=True):
@@ -242,8 +244,8 @@ class DraftModel:
         rows = table.sampled(requests, row_indices, lengths)
         rows.records["processors"] &= self._kept_processors
         active = np.arange(len(planned))
-        steps: list[tuple[Ints, Tensor]] = []
-        hidden: Tensor | None = None
+        drafts: list[Tensor] = []
+        hidden: Tensor | None = None  # without a graph: hidden states before the next draft of the active requests
         graphs = self._graphs if self._graphs is not None and len(planned) <= self._graphs.max_rows else None
         for number in range(int(counts.max())):
             sampled = rows.part(active, number)
@@ -256,7 +258,7 @@ class DraftModel:
                 token_ids = self._sampler.sample(self._padded(self._parts.model.compute_logits(hidden)), sampled)
                 if graphs is not None:
                     table.store_drafts(number, sampled.row_indices, token_ids)
-            steps.append((active, token_ids))
+            drafts.append(token_ids)
             if any(request.constraint is not None for request in sampled.requests):
                 _follow(sampled.requests, token_ids.tolist())
             if self._has_history and sampled.records["processors"].any():
@@ -269,8 +271,7 @@ class DraftModel:
             if active.size and graphs is None:
                 ones, starts = np.ones(len(active), dtype=np.int64), lengths[active] + (number - self._lag)
                 hidden = self._forward(row_indices[active], starts, ones, token_ids.clamp(min=0), hidden)
-        token_ids = torch.cat([token_ids for _, token_ids in steps])
-        return ProposedDrafts(planned, token_ids, is_stored=graphs is not None)
+        return ProposedDrafts(planned, torch.cat(drafts), is_stored=graphs is not None)
 
     def by_request(self, drafts: ProposedDrafts, token_ids: list[int]) -> dict[int, list[int]]:
         """Return uid -> drafts, up to the first one that cannot be sampled. Requests without drafts are left out.
@@ -286,7 +287,7 @@ class DraftModel:
         for own, one in zip(found, drafts.planned, strict=True):
             if FAILED in own:
                 self._fail(one.drafted, one.row)
-                if drafts.is_stored:  # as 0
+                if drafts.is_stored:  # it is stored as 0, and verified like other drafts
                     own[:] = [max(token_id, 0) for token_id in own]
                 else:
                     del own[own.index(FAILED) :]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class DraftRows:
-    """The open requests, as far as drafts are concerned."""
+    """Proposes the drafts of a step, and keeps the tokens of the open requests for it."""
 
     def __init__(self, table: RowTable, model: DraftModel | None = None, *, with_grammars: bool) -> None:
         """model: None: drafts are n-grams.
@@ -55,12 +55,12 @@ class DraftRows:
         """Open a request, or open it again."""
         drafted = None if self._model is None else self._model.open(opened)
         if opened.kind is RequestKind.GENERATE:
-            text: NgramProposer | DraftedRequest | None = None
+            tokens: NgramProposer | DraftedRequest | None = None
             if self._with_grammars or opened.sampling.grammar is None:
-                text = drafted
+                tokens = drafted
                 if self._model is None:
-                    text = NgramProposer(opened.token_ids.copy(), first=opened.num_prompt if opened.embeds else 0)
-            self._open[opened.uid] = OpenDrafts(text)
+                    tokens = NgramProposer(opened.token_ids.copy(), first=opened.num_prompt if opened.embeds else 0)
+            self._open[opened.uid] = OpenDrafts(tokens)
 
     def close(self, uid: int) -> None:
         """Close a request. An unknown uid is ignored."""
@@ -95,11 +95,16 @@ class DraftRows:
         drafts.planned = {row.uid: row.num_drafts for row in drafted if row.uid in self._open}
         if drafted:
             left = self._max_tokens - sum(row.count - row.num_drafts for row in rows)
-            self._propose(drafted, drafts, sys.maxsize if left < 0 else left)
+            if left < 0:  # no graph is large enough, even without drafts
+                left = sys.maxsize
+            self._propose(drafted, drafts, left)
         return drafts
 
     def _can_follow(self, rows: list[Row]) -> bool:
-        """Return whether the drafts of these rows can follow tokens that the device accepts in the step in flight."""
+        """Return whether the drafts of these rows can follow tokens that the device accepts in the step in flight.
+
+        All rows must have been in this step, and the draft model must be able to compute the missing tokens in a graph.
+        """
         if len(self._launched) != 1:
             return False
         (ticket,) = self._launched
@@ -110,14 +115,14 @@ class DraftRows:
         launched = dict(zip(ticket.sampled, ticket.drafts.open, strict=True))
         for row in rows:
             entry = launched.get(row.uid)
-            if entry is None or self._open.get(row.uid) is not entry or entry.text is None:
+            if entry is None or self._open.get(row.uid) is not entry or entry.tokens is None:
                 return False
-            if isinstance(entry.text, NgramProposer):
+            if isinstance(entry.tokens, NgramProposer):
                 continue
             assert self._model is not None
-            if row.uid in ticket.drafts.proposed:
-                self._model.catch_up(entry.text, self._requests[row.uid])
-            if not self._model.can_follow(entry.text, _num_known(row, entry) - len(entry.text.token_ids)):
+            if row.uid in ticket.drafts.proposed:  # its drafts in flight follow all tokens that are known now
+                self._model.catch_up(entry.tokens, self._requests[row.uid])
+            if not self._model.can_follow(entry.tokens, _num_unknown(row, entry, entry.tokens)):
                 return False
         return True
 
@@ -130,10 +135,11 @@ class DraftRows:
     def _may_get_drafts(self, row: Row) -> bool:
         """Return whether a row may get drafts when all tokens before them are known."""
         entry = self._open.get(row.uid)
-        if entry is None or entry.text is None:
+        if entry is None or entry.tokens is None:
             return False
-        num_unknown = _num_known(row, entry) - len(entry.text.token_ids)
-        return not isinstance(entry.text, NgramProposer) or entry.text.may_propose(num_unknown)
+        if isinstance(entry.tokens, NgramProposer):
+            return entry.tokens.may_propose(_num_unknown(row, entry, entry.tokens))
+        return True
 
     def with_drafts(self, rows: list[Row], drafts: StepDrafts) -> list[Row]:
         """Return the rows of ``propose`` with their proposed drafts as known tokens, and with exact starts."""
@@ -147,28 +153,28 @@ class DraftRows:
             drafts.proposed = self._model.by_request(on_device, token_ids)
             drafts.on_device = None
 
-    def _propose(self, rows: list[Row], drafts: StepDrafts, most: int) -> None:
-        """Set ``proposed`` of the drafts of a step. most: maximum number of drafts."""
+    def _propose(self, rows: list[Row], drafts: StepDrafts, left: int) -> None:
+        """Set ``proposed`` of the drafts of a step. left: maximum number of drafts."""
         planned: list[PlannedDrafts] = []
         for row in rows:
             entry = self._open.get(row.uid)
-            text = None if entry is None else entry.text
-            if entry is None or text is None:
+            tokens = None if entry is None else entry.tokens
+            if entry is None or tokens is None:
                 continue
-            num_unknown = _num_known(row, entry) - len(text.token_ids)
+            num_unknown = _num_unknown(row, entry, tokens)
             if num_unknown and not self._table.is_unread[self._requests[row.uid].row_index]:
                 continue
-            if row.num_drafts > most:
+            if row.num_drafts > left:
                 break
-            if isinstance(text, NgramProposer):
-                in_flight = self._launched[0].drafts if num_unknown else None
-                followed = None if in_flight is None else in_flight.proposed.get(row.uid, ())
-                if proposed := list(text.propose(row.num_drafts, followed)):
+            if isinstance(tokens, NgramProposer):
+                earlier = self._launched[0].drafts if num_unknown else None
+                in_flight = None if earlier is None else earlier.proposed.get(row.uid, ())
+                if proposed := list(tokens.propose(row.num_drafts, in_flight)):
                     drafts.proposed[row.uid] = proposed
-                    most -= len(proposed)
+                    left -= len(proposed)
             elif self._model is not None and self._model.can_propose(row):
-                planned.append(PlannedDrafts(text, self._requests[row.uid], row.num_drafts, num_unknown))
-                most -= row.num_drafts
+                planned.append(PlannedDrafts(tokens, self._requests[row.uid], row.num_drafts, num_unknown))
+                left -= row.num_drafts
         if self._model is not None and (on_device := self._model.propose(planned)) is not None:
             drafts.on_device = on_device
             drafts.proposed = {one.row.uid: [0] * one.count for one in on_device.planned}
@@ -180,8 +186,8 @@ class DraftRows:
         if entry is None or not (row.num_drafts or entry.num_rejected):
             return row
         start, count, token_ids = row.start - entry.num_rejected, row.count - row.num_drafts, row.token_ids
-        if entry.text is not None and (proposed := drafts.proposed.get(row.uid)):
-            known = [*token_ids, *entry.text.token_ids[start + len(token_ids) :]]
+        if entry.tokens is not None and (proposed := drafts.proposed.get(row.uid)):
+            known = [*token_ids, *entry.tokens.token_ids[start + len(token_ids) :]]
             token_ids = [*known, *[0] * (count - len(known)), *proposed]  # the device has the unknown token
             count += len(proposed)
         return Row(row.uid, start, count, row.outputs, token_ids)
@@ -199,11 +205,11 @@ class DraftRows:
         prompts: list[tuple[DraftedRequest, RequestRow, int]] = []
         for row in rows:
             entry, request = self._open.get(row.uid), self._requests.get(row.uid)
-            if entry is None or request is None or not isinstance(entry.text, DraftedRequest):
+            if entry is None or request is None or not isinstance(entry.tokens, DraftedRequest):
                 continue
-            is_known = len(row.token_ids) == row.count and row.start + row.count <= len(entry.text.token_ids)
+            is_known = len(row.token_ids) == row.count and row.start + row.count <= len(entry.tokens.token_ids)
             if is_known and row.uid not in drafts.proposed:
-                prompts.append((entry.text, request, row.start + row.count))
+                prompts.append((entry.tokens, request, row.start + row.count))
         self._model.compute(prompts)
 
     def _record(self, ticket: Ticket, values: list[int]) -> None:
@@ -213,14 +219,14 @@ class DraftRows:
         if drafts.proposed:
             _reject(ticket, drafts)
         for uid, entry, value in zip(ticket.sampled, drafts.open, values, strict=False):
-            if entry is None or entry.text is None:
+            if entry is None or entry.tokens is None:
                 continue
             accepted = drafts.accepted.get(uid, ())
-            if uid in drafts.proposed and isinstance(entry.text, DraftedRequest) and self._open.get(uid) is entry:
+            if uid in drafts.proposed and isinstance(entry.tokens, DraftedRequest) and self._open.get(uid) is entry:
                 assert self._model is not None
-                self._model.accept(entry.text, self._requests[uid], len(drafts.proposed[uid]), len(accepted))
+                self._model.accept(entry.tokens, self._requests[uid], len(drafts.proposed[uid]), len(accepted))
             if value != FAILED and uid not in ticket.repeated:
-                entry.text.token_ids += (*accepted, value, *ticket.forced.get(uid, ()))
+                entry.tokens.token_ids += (*accepted, value, *ticket.forced.get(uid, ()))
 
     def collected(self, ticket: Ticket, values: list[int]) -> None:
         """Record a collected step, after its forced tokens are known. values: ``Ticket.values``."""
@@ -268,9 +274,9 @@ def rows_with_drafts(rows: list[Row], drafted: list[Row], drafts: StepDrafts) ->
     ]
 
 
-def _num_known(row: Row, entry: OpenDrafts) -> int:
-    """Return the number of tokens before the drafts of a row."""
-    return row.start - entry.num_rejected + row.count - row.num_drafts
+def _num_unknown(row: Row, entry: OpenDrafts, tokens: NgramProposer | DraftedRequest) -> int:
+    """Return how many tokens before the drafts of a row only the device knows."""
+    return row.start - entry.num_rejected + row.count - row.num_drafts - len(tokens.token_ids)
 
 
 def _reject(ticket: Ticket, drafts: StepDrafts) -> None:
