@@ -113,6 +113,10 @@ class _EngineCollector(Collector):
         for name, value in values.items():
             self._histograms[name].observe(value)
 
+    def describe(self) -> Iterable[Metric]:
+        """Return a metric of this name, so that a registry refuses a second engine."""
+        return [GaugeMetricFamily("aioengine_up", "")]
+
     def collect(self) -> Iterable[Metric]:
         is_alive = self._engine.is_alive
         yield GaugeMetricFamily("aioengine_up", "1 if the engine accepts or finishes requests.", value=is_alive)

@@ -40,6 +40,12 @@ class Scraped:
         return values
 
 
+def test_a_registry_refuses_a_second_engine() -> None:
+    scraped = Scraped(fake_async_engine())
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        scraped.registry.register(engine_collector(fake_async_engine()))
+
+
 async def test_counts_and_times_are_those_of_the_answers() -> None:
     engine = fake_async_engine()
     scraped = Scraped(engine)
