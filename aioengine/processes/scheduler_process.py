@@ -59,6 +59,7 @@ from aioengine.scheduler.adapter_loading import Adapters, Copies
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.request import Gate, Request
 from aioengine.scheduler.scheduler import Scheduler
+from aioengine.transport.addresses import RANKS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -485,7 +486,7 @@ def prepare_process(child: Child) -> Settings:
         show_one_gpu(runner.base_gpu_id + runner.replica * runner.num_runners // runner.num_replicas + rank)
     if ranks is None:
         return settings
-    ranks = replace(ranks, rank=rank, store_file=str(Path(child.orders.board).with_name("ranks")))
+    ranks = replace(ranks, rank=rank, store_file=str(Path(child.orders.board).with_name(RANKS_FILE)))
     return replace(settings, runner=replace(settings.runner, ranks=ranks))
 
 

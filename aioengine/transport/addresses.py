@@ -17,6 +17,8 @@ _PREFIX = "aioengine-"
 _OURS = re.compile(rf"{_PREFIX}[0-9a-f]{{12}}")
 BOARD_SUFFIX = ".board"
 """The suffix of crash boards. They are in the directory of the sockets and logs."""
+RANKS_FILE = "ranks"
+"""The file in which the ranks exchange their addresses, beside the crash boards."""
 MEDIA_SUFFIX = ".media"
 """The suffix of images in a directory of their own."""
 SHARED_MEMORY = "/dev/shm"
@@ -102,6 +104,6 @@ def _remove_unlocked(path: str) -> None:
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
-    return entry.name.endswith((".log", BOARD_SUFFIX, MEDIA_SUFFIX)) or stat.S_ISSOCK(
-        entry.stat(follow_symlinks=False).st_mode
-    )
+    if entry.name == RANKS_FILE or entry.name.endswith((".log", BOARD_SUFFIX, MEDIA_SUFFIX)):
+        return True
+    return stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)

@@ -43,6 +43,8 @@ def test_directories_of_dead_engines_are_removed(base: Path) -> None:
     assert child.stdin is not None
     assert child.stdout is not None
     path = Path(child.stdout.readline().strip())
+    for name in ("scheduler.board", "scheduler.log", "ranks"):
+        (path / name).touch()
     for _ in range(2):
         PrivateDirectory().remove()
         assert path.is_dir()
