@@ -25,7 +25,7 @@ from aioengine.families._block_config import (
 from aioengine.families._config import DecoderConfig, Task, TransformerConfig
 from aioengine.families._draft_heads import DraftHeadConfig
 from aioengine.families._encoders import EncoderConfig
-from aioengine.families._experts import CHOICE_BIAS, MXFP4_BLOCK, ExpertsConfig
+from aioengine.families._experts import CHOICE_BIAS, MXFP4_BLOCK, ExpertsConfig, RouterConfig
 from aioengine.families._vision import VisionConfig
 
 LinearTensors = Callable[[LinearShape], TensorSpecs]
@@ -62,7 +62,7 @@ def checkpoint_tensors(config: TransformerConfig, linear_tensors: LinearTensors 
 def linear_layers(config: TransformerConfig) -> list[LinearShape]:
     """Return all linear layers that may be quantized, with one expert of each block."""
     if isinstance(config, DecoderConfig) and config.experts is not None:
-        config = replace(config, experts=replace(config.experts, num_experts=1))
+        config = replace(config, experts=replace(config.experts, num_experts=1, top_k=1, router=RouterConfig()))
     linears: list[LinearShape] = []
 
     def describe(linear: LinearShape) -> TensorSpecs:

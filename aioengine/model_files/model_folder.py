@@ -18,7 +18,7 @@ from msgspec import Struct
 from aioengine import plugins
 from aioengine.api import checks
 from aioengine.api.params import FROM_MODEL, PARAMETERS
-from aioengine.families._block_config import AttentionConfig
+from aioengine.families._block_config import AttentionConfig, LinearShape
 from aioengine.families._config import DecoderConfig, Task, TransformerConfig, as_embedder
 from aioengine.families._draft_heads import DraftHeadConfig, read_draft_head
 from aioengine.families._encoders import EncoderConfig
@@ -36,6 +36,7 @@ from aioengine.model_files.quantization import (
     CODES_UNIT,
     Axis,
     Quantization,
+    Scheme,
     quantization_method,
     read_config,
     split_config,
@@ -345,16 +346,16 @@ def _ranks(model: TransformerConfig, quantization: Quantization | None) -> tuple
     counts, sizes = rank_counts(model), why_whole(model) or describe_sizes(model)
     if quantization is None or len(counts) == 1:
         return tuple(counts), sizes
-    reasons = {count: _why_whole(quantization, model, count) for count in counts}
+    layers = [(linear, quantization.scheme_of(linear.name)) for linear in linear_layers(model)]
+    reasons = {count: _why_whole(layers, linear_layers(part_of(model, count))) for count in counts}
     first = next(filter(None, reasons.values()), "")
     return tuple(count for count in counts if not reasons[count]), f"{sizes}; {first}" if first else sizes
 
 
-def _why_whole(quantization: Quantization, model: TransformerConfig, num_ranks: int) -> str:
-    """Return why the quantized layers of a model cannot be divided among ranks; "" if they can."""
-    for linear, own in zip(linear_layers(model), linear_layers(part_of(model, num_ranks)), strict=True):
-        scheme = None if linear == own else quantization.scheme_of(linear.name)
-        if scheme is None:
+def _why_whole(layers: list[tuple[LinearShape, Scheme | None]], parts: list[LinearShape]) -> str:
+    """Return why quantized layers cannot be divided into the parts of a rank; "" if they can."""
+    for (linear, scheme), own in zip(layers, parts, strict=True):
+        if scheme is None or linear == own:
             continue
         axis: Axis = "outputs" if linear.inputs == own.inputs else "inputs"
         size = own.outputs if axis == "outputs" else own.inputs

@@ -34,6 +34,7 @@ from tests.compute.rank_threads import RankThreads, rank_threads
 from tests.compute.stepping import Stepper, options
 from tests.compute.test_gguf_quantization import MIXED, with_formats, write
 from tests.compute.test_online_quantization import CONFIGS
+from tests.compute.test_quantized_experts import save_family
 from tests.kit.decoders import config_of, random_model
 
 NUM_TOKENS = 12
@@ -109,6 +110,20 @@ def test_numbers_of_ranks(
 ) -> None:
     raw = config_of("qwen3", **{**SIZES, **changes}).to_dict() | {"quantization_config": METHODS[name].config}
     raw["architectures"] = ["Qwen3ForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    facts = find_facts(engine_config(str(tmp_path), {}).model, configs_only=True)
+    assert facts.rank_counts == expected
+    assert reason in facts.rank_sizes
+
+
+@pytest.mark.parametrize(
+    ("family", "expected", "reason"),
+    [("qwen3_moe", (1, 2), ""), ("deepseek_v3", (1,), "mlp.down_proj: ranks would divide 32 inputs")],
+)
+def test_numbers_of_ranks_of_experts(family: str, expected: tuple[int, ...], reason: str, tmp_path: Path) -> None:
+    """The router chooses several experts."""
+    save_family(family, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": METHODS["awq"].config}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     facts = find_facts(engine_config(str(tmp_path), {}).model, configs_only=True)
     assert facts.rank_counts == expected
