@@ -129,15 +129,23 @@ class LeadingAdapters:
         """See ``DeviceAdapters``."""
         return RankCopy(next(self._numbers), adapter, self._adapters.read(adapter))
 
+    def is_read_by_all(self, is_read: bool) -> bool:
+        return self._adapters.is_read_by_all(is_read)
+
     def place(self, slot: int, adapter: RankCopy) -> Future[None]:
-        """See ``DeviceAdapters``. The other ranks have the adapter before they launch a later step."""
-        placed = self._adapters.place(slot, adapter.own)
+        """See ``DeviceAdapters``. The other ranks have the adapter before they launch a later step.
+
+        Raises:
+            ValueError: another rank cannot read the adapter.
+        """
         dropped = [number for number, sent in self._sent.items() if sent() is None]
         for number in dropped:
             del self._sent[number]
-        self._sent[adapter.number] = weakref.ref(adapter)
         self._send(RankAdapter(slot, adapter.number, dropped, msgspec.msgpack.encode(adapter.adapter)))
-        return placed
+        if adapter.number not in self._sent and not self.is_read_by_all(True):
+            raise ValueError(f"the files in {adapter.adapter.path} were removed or changed before all ranks read them")
+        self._sent[adapter.number] = weakref.ref(adapter)
+        return self._adapters.place(slot, adapter.own)
 
 
 def plan_for_ranks(plan: StepPlan, failed: Collection[int]) -> StepPlan:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -42,7 +43,7 @@ class RankService:
         self._adapters: dict[int, AdapterCopy] = {}  # by the number of the copy
 
     def handle(self, messages: list[Message], now: float) -> None:
-        """Handle the messages of rank 0. Raises the exception of a step, of a control call or of reading an adapter."""
+        """Handle the messages of rank 0. Raises the exception of a step or of a control call."""
         for message in messages:
             if isinstance(message, RankStep):
                 for _ in range(message.num_collected):
@@ -54,14 +55,19 @@ class RankService:
                 self._runner.controls[message.name](message)
 
     def _place(self, message: RankAdapter) -> None:
-        """Copy an adapter into a slot, and wait for the copy."""
+        """Copy an adapter into a slot, and wait for the copy. If a rank cannot read it, no rank copies it."""
         adapters = self._runner.adapters
         assert adapters is not None, "rank 0 has adapters"
         for number in message.dropped:
             del self._adapters[number]
         if message.number not in self._adapters:
-            adapter = msgspec.msgpack.decode(message.adapter, type=Adapter)
-            self._adapters[message.number] = read_unchanged(adapters, adapter)
+            copy = None
+            with suppress(ValueError, OSError):
+                copy = read_unchanged(adapters, msgspec.msgpack.decode(message.adapter, type=Adapter))
+            is_read_by_all = adapters.is_read_by_all(copy is not None)
+            if copy is None or not is_read_by_all:
+                return
+            self._adapters[message.number] = copy
         adapters.place(message.slot, self._adapters[message.number]).result()
 
     def step(self, now: float) -> Outbox:

@@ -119,7 +119,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
             draft = _load_draft(settings, settings.runner.draft, model, kv_dtype=kv_dtype, report=report)
         weights_bytes += draft.weights_bytes
     times.end("weights")
-    adapters = _take_adapters(model, settings, memory, dtype)
+    adapters = _take_adapters(model, settings, memory, dtype, shard.group)
     state_bytes = 0 if model.state_shape is None else model.state_shape.num_bytes
     draft_cache = None if draft is None else draft.cache
     demand = PoolDemand.of(settings, kv_cache_of(shape), state_bytes=state_bytes, draft=draft_cache)
@@ -303,7 +303,9 @@ def _shard(settings: Settings, device: torch.device) -> Shard:
     return Shard(ranks.rank, ranks.size, group)
 
 
-def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype: torch.dtype) -> AdapterPool | None:
+def _take_adapters(
+    model: Model, settings: Settings, memory: DeviceMemory, dtype: torch.dtype, ranks: RankGroup | None
+) -> AdapterPool | None:
     """Allocate the adapter slots. None: LoRA is not enabled.
 
     Raises:
@@ -315,7 +317,12 @@ def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype
     need = slots_bytes(model.linears(), lora, dtype)
     with memory.record("the LoRA adapter slots", advice=_LESS_ADAPTERS, need=need):
         return AdapterPool(
-            model.linears(), lora, dtype=dtype, device=memory.device, batch_invariant=settings.runner.batch_invariant
+            model.linears(),
+            lora,
+            dtype=dtype,
+            device=memory.device,
+            batch_invariant=settings.runner.batch_invariant,
+            ranks=ranks,
         )
 
 

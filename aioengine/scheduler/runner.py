@@ -87,6 +87,10 @@ class DeviceAdapters(Protocol):
         """
         ...
 
+    def is_read_by_all(self, is_read: bool) -> bool:
+        """Return whether all ranks have read an adapter. All ranks call it between the same two steps."""
+        ...
+
     def place(self, slot: int, adapter: Any, /) -> Future[None]:
         """Copy an adapter that ``read`` returned into a slot, in the background. Called between two steps.
 

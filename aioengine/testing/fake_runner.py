@@ -206,6 +206,9 @@ class FakeAdapterSlots:
         time.sleep(self._read_s)
         return read_fake_adapter(adapter.path)
 
+    def is_read_by_all(self, is_read: bool) -> bool:
+        return is_read
+
     def place(self, slot: int, adapter: FakeAdapter) -> Future[None]:
         self.numbers[slot] = adapter.number  # open rows keep their adapter
         placed = Future[None]()

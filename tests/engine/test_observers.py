@@ -111,19 +111,20 @@ async def test_a_request_has_the_name_of_its_adapter(tmp_path: Any) -> None:
     assert [request.lora_path for request in sorted(requests, key=lambda one: one.meta_info["id"])] == [None, "mine"]
 
 
-async def test_an_observer_that_raises_harms_no_request() -> None:
+@pytest.mark.parametrize("kind", [ZeroDivisionError, asyncio.CancelledError])
+async def test_an_observer_that_raises_harms_no_request(kind: type[BaseException]) -> None:
     engine, reports = fake_async_engine(), list[dict[str, Any]]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
 
     def fail(request: FinishedRequest) -> None:
-        raise ZeroDivisionError
+        raise kind
 
     engine.add_observer(fail)
     requests = observed(engine)
     async with engine:
         outs = await engine.async_generate(["a", "b"], FOUR)
         assert outs["meta_info"]["completion_tokens"] == [4, 4]
-    assert [type(report["exception"]) for report in reports] == [ZeroDivisionError] * 2
+    assert [type(report["exception"]) for report in reports] == [kind] * 2
     assert len(requests) == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import time
 from collections.abc import Callable, Mapping
@@ -12,8 +13,6 @@ from aioengine.api.params import SamplingParams
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
-    import asyncio
-
     from aioengine.api.answers import ChunkInfo, MetaInfo
     from aioengine.frontend.calls.call import Call, CallRow
 
@@ -99,5 +98,5 @@ class Observers:
             for observer in self._observers:
                 try:
                     context.run(observer, request)
-                except Exception as error:
+                except (Exception, asyncio.CancelledError) as error:
                     self._loop.call_exception_handler({"message": f"observer {observer!r} failed", "exception": error})

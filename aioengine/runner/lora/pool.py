@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.layers.linear import Linear
+    from aioengine.layers.ranks import RankGroup
     from aioengine.protocol.messages import Adapter
     from aioengine.settings.config import LoraSettings
 
@@ -164,8 +165,10 @@ class AdapterPool:
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.num_slots = settings.num_slots
+        self._ranks = ranks
         self._settings = settings
         self._dtype = dtype
         self._layout = Layout(linears, max_rank=settings.max_rank, modules=settings.modules)
@@ -190,6 +193,10 @@ class AdapterPool:
         """
         is_for_gpu = self._device_slots is not None
         return read_adapter(adapter, self._layout, self._settings, self._dtype, for_gpu=is_for_gpu)
+
+    def is_read_by_all(self, is_read: bool) -> bool:
+        """See ``DeviceAdapters``."""
+        return is_read if self._ranks is None else self._ranks.all_reduce_min(is_read) == 1
 
     def place(self, slot: int, adapter: PackedAdapter) -> Future[None]:
         """Copy an adapter into an unused slot. Called between steps, by the thread that launches them.

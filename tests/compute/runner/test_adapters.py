@@ -195,6 +195,25 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "model", save_adapter(base, folder / "adapter")
 
 
+def test_adapter_that_a_rank_cannot_read_is_refused_until_it_can(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, path = llama
+    prompt = [5, 17, 42, 9, 88]
+    with ranked_world(with_adapters(make_settings(folder)), 2) as world:
+        adapters = world.leading.adapters
+        assert adapters is not None
+        copy = adapters.read(adapter(path, fingerprint=fingerprint(path)))
+        path.rename(tmp_path / "moved")
+        with pytest.raises(ValueError, match="removed or changed before all ranks read"):
+            adapters.place(1, copy)
+        before = generate(world.leading, [opened(1, 0, prompt)])
+        (tmp_path / "moved").rename(path)
+        adapters.place(1, copy).result(timeout=60)
+        after = generate(world.leading, [opened(2, 1, prompt)])
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    assert before == [greedy(base, prompt)]
+    assert after == [greedy(merged(base, path), prompt)]
+
+
 def test_adapter_replaces_the_previous_one_in_its_slot(llama: tuple[Path, Path], tmp_path: Path) -> None:
     folder, first = llama
     base = AutoModelForCausalLM.from_pretrained(folder)
