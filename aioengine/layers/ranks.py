@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -79,15 +78,20 @@ class RankGroup:
         kinds = [(_FEW_ROWS // (self.size - 1), False)]
         if self.size == 2:
             kinds.append((max_rows, True))
-        inboxes: list[Inboxes] = []
-        with suppress(RuntimeError):  # from CUDA: the GPUs cannot reach each other's memory
-            for num_rows, has_flags in kinds:
-                exchange = partial(self._exchange, f"inbox of {num_rows} rows")
-                size = num_rows, num_columns
-                inboxes.append(
-                    Inboxes(self.rank, self.size, *size, has_flags=has_flags, device=self._device, exchange=exchange)
-                )
-        self._inboxes = inboxes[: self.all_reduce_min(len(inboxes))]
+        for num_rows, has_flags in kinds:
+            sizes = self.size, num_rows, num_columns
+            inboxes = Inboxes(self.rank, *sizes, has_flags=has_flags, device=self._device)
+            handle: Handle = ()
+            is_open = False
+            with suppress(RuntimeError):
+                handle = inboxes.share()
+            handles = self._exchange(f"inbox of {num_rows} rows", handle)
+            with suppress(RuntimeError):
+                if all(handles):
+                    inboxes.open(handles)
+                    is_open = True
+            if self.all_reduce_min(is_open):
+                self._inboxes.append(inboxes)
 
     def _exchange(self, name: str, handle: Handle) -> list[Handle]:
         """Give ``handle`` to all ranks, and return the handles of all, in order."""

@@ -25,7 +25,7 @@ from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -145,32 +145,33 @@ class Inboxes:
         *,
         has_flags: bool,
         device: torch.device,
-        exchange: Callable[[Handle], list[Handle]],
     ) -> None:
-        """Open the inboxes of all ranks, which must be on GPUs of this machine.
+        """Allocate the inbox of this rank. Before the first sum, ``open`` the inboxes of all ranks.
 
         Args:
             max_rows: maximum R of a sum.
             num_columns: D, an even number.
             has_flags: for many rows: words without counts, and a flag for each row.
-            exchange: gives a handle to all ranks, and returns the handles of all.
-
-        Raises:
-            RuntimeError: the GPUs cannot write into each other's memory.
         """
         self._rank, self._size = rank, size
         self._max_rows, self._num_columns, self._has_flags = max_rows, num_columns, has_flags
         num_lines = 2 * (size - 1) * max_rows
-        line_bytes = num_columns // 2 * (4 if has_flags else 8)
+        self._lines_bytes = num_lines * (num_columns // 2) * (4 if has_flags else 8)
         # the flags, of 4 bytes each, are behind the lines
-        self._own = torch.zeros(num_lines * (line_bytes + 4), dtype=torch.uint8, device=device)
+        self._own = torch.zeros(self._lines_bytes + 4 * num_lines, dtype=torch.uint8, device=device)
         self._counts = torch.zeros(max_rows, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # it must be zeros before another rank writes
+
+    def share(self) -> Handle:
+        """Return the handle of the inbox. Raises RuntimeError if this GPU cannot share its memory."""
         _device, *handle, _must_wait = self._own.untyped_storage()._share_cuda_()
-        handles = exchange(tuple(handle))
-        self._opened = [self._own if peer == rank else _opened(other, device) for peer, other in enumerate(handles)]
-        self._inboxes = torch.tensor([inbox.data_ptr() for inbox in self._opened], device=device)
-        self._flags = self._inboxes + num_lines * line_bytes
+        return tuple(handle)
+
+    def open(self, handles: Sequence[Handle]) -> None:
+        """Open the inboxes of all ranks, in order. Raises RuntimeError if this GPU cannot reach their memory."""
+        self._opened = [self._own if rank == self._rank else _opened(handle) for rank, handle in enumerate(handles)]
+        self._inboxes = torch.tensor([inbox.data_ptr() for inbox in self._opened], device=self._own.device)
+        self._flags = self._inboxes + self._lines_bytes
 
     def serves(self, parts: Tensor) -> bool:
         """Return whether ``parts`` [...] can be added here."""
@@ -200,8 +201,8 @@ class Inboxes:
         return out
 
 
-def _opened(handle: Handle, device: torch.device) -> Tensor:
+def _opened(handle: Handle) -> Tensor:
     """Return the bytes [X] of another rank's inbox. Its memory is on that rank's GPU, although its device is ours."""
     must_wait = False  # for an event of the owner
     memory = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle, must_wait)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(memory, 0, (memory.nbytes(),))
+    return torch.empty(0, dtype=torch.uint8, device="cuda").set_(memory, 0, (memory.nbytes(),))

@@ -296,7 +296,7 @@ class DecodeGraphs:
             draft_number: of a draft model: store the sampled tokens as drafts with this number. Rows without known
                 tokens read the drafts with the previous number.
         """
-        num_rows, table = int(rows.token_ends[-1]), self._table
+        num_rows, table = int(rows.token_ends[-1]), self._table  # each token is a row of the graph
         cascade = expanded = None
         with part("prepare"):
             slots = table.adapters.slots(rows.row_indices)

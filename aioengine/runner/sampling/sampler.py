@@ -134,7 +134,7 @@ class RankSampler:
     """The sampler of a rank: samples on rank 0, and gives the token ids to all ranks."""
 
     def __init__(self, sampler: Sampler | DeviceSampler, ranks: RankGroup) -> None:
-        """sampler: the sampler of rank 0."""
+        """sampler: of this rank. The other ranks only use its ``process``."""
         self._sampler = sampler
         self._ranks = ranks
 

@@ -232,7 +232,7 @@ class Verifier:
                 sources += [*range(first, first + len(proposed[row])), row]
             states = all_hidden[self._table.upload(np.array(sources, dtype=np.int64))]
             logits = self._logits(states)
-            if self._ranks is not None and self._ranks.rank:
+            if self._ranks is not None and self._ranks.rank:  # only rank 0 samples
                 continue
             verification = Verification(proposed[group.start : group.stop], one_by_one[group.start : group.stop])
             while verification.active:
@@ -266,9 +266,10 @@ class Verifier:
         return values
 
     def _from_rank_0(self, ranks: RankGroup, values: list[int], rows: SampledRows, drafts: StepDrafts) -> list[int]:
-        """Return the last token of each row [S], which rank 0 gives with the number of accepted drafts to all ranks."""
+        """Return the last token of each row [S]. Rank 0 broadcasts them, and the numbers of accepted drafts."""
         uids = [request.uid for request in rows.requests]
         counts = [len(drafts.accepted.get(uid, ())) for uid in uids]
+        # other ranks have no values, and their counts only have the shape of the result
         results = torch.tensor([values or counts, counts], device=self._table.last_tokens.device)
         tokens, accepted = ranks.broadcast(results)
         if ranks.rank:
