@@ -213,8 +213,8 @@ async def test_garbage_on_the_channels_is_ignored(caplog: pytest.LogCaptureFixtu
     assert frontend.failures == []
 
 
-async def test_repeated_and_damaged_frames_from_outside_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process may send frames again: in another order, truncated, enlarged, from many senders."""
+async def test_damaged_frames_from_outside_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may send frames truncated or enlarged, in another order, from many senders."""
     frames: list[bytes] = []
     plain = ZmqSender._offer
 
@@ -236,7 +236,6 @@ async def test_repeated_and_damaged_frames_from_outside_are_ignored(monkeypatch:
                 stranger.connect(f"ipc://{directory}/{name}")
                 stranger.setsockopt(zmq.LINGER, 1000)
                 for frame in [*reversed(frames), *frames]:
-                    stranger.send(frame)
                     stranger.send(frame[: draw.randrange(len(frame))])
                     stranger.send(frame + os.urandom(draw.randrange(1, 10_000)))
         context.term()
