@@ -100,7 +100,7 @@ async def check(folders: Folders, algorithm: str, *, num_requests: int, num_answ
 
 
 async def test_answers_with_drafts_and_kills_are_those_of_the_plain_engine(folders: Folders) -> None:
-    await check(folders, "NGRAM", num_requests=60, num_answers=200, num_kills=1)
+    await check(folders, "NGRAM", num_requests=30, num_answers=100, num_kills=1)
 
 
 @pytest.mark.slow
