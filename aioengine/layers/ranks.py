@@ -78,26 +78,28 @@ class RankGroup:
         kinds = [(_FEW_ROWS // (self.size - 1), False)]
         if self.size == 2:
             kinds.append((max_rows, True))
-        for num_rows, has_flags in kinds:
-            sizes = self.size, num_rows, num_columns
-            inboxes = Inboxes(self.rank, *sizes, has_flags=has_flags, device=self._device)
-            handle: Handle = ()
-            is_open = False
-            with suppress(RuntimeError):
-                handle = inboxes.share()
-            handles = self._exchange(f"inbox of {num_rows} rows", handle)
-            with suppress(RuntimeError):
-                if all(handles):
+        made = [
+            Inboxes(self.rank, self.size, num_rows, num_columns, has_flags=has_flags, device=self._device)
+            for num_rows, has_flags in kinds
+        ]
+        own: list[Handle] = []
+        is_open = False
+        with suppress(RuntimeError):
+            own = [inboxes.share() for inboxes in made]
+        handles_of_ranks = self._exchange(own)  # also without handles, because the other ranks wait for them
+        with suppress(RuntimeError):
+            if all(handles_of_ranks):
+                for inboxes, *handles in zip(made, *handles_of_ranks, strict=True):
                     inboxes.open(handles)
-                    is_open = True
-            if self.all_reduce_min(is_open):
-                self._inboxes.append(inboxes)
+                is_open = True
+        if self.all_reduce_min(is_open):
+            self._inboxes = made
 
-    def _exchange(self, name: str, handle: Handle) -> list[Handle]:
-        """Give ``handle`` to all ranks, and return the handles of all, in order."""
-        self._store.set(f"{name} {self.rank}", msgspec.msgpack.encode(handle))  # pyright: ignore[reportArgumentType]
-        handles = [self._store.get(f"{name} {rank}") for rank in range(self.size)]
-        return [msgspec.msgpack.decode(other, type=tuple) for other in handles]
+    def _exchange(self, own: list[Handle]) -> list[list[Handle]]:
+        """Give the handles of this rank to all ranks, and return the handles of each rank, in order."""
+        self._store.set(f"inboxes {self.rank}", msgspec.msgpack.encode(own))  # pyright: ignore[reportArgumentType]
+        stored = [self._store.get(f"inboxes {rank}") for rank in range(self.size)]
+        return [msgspec.msgpack.decode(handles, type=list[tuple[object, ...]]) for handles in stored]
 
     def _inboxes_for(self, parts: Tensor) -> Inboxes | None:
         """Return the inboxes that can add ``parts`` [...]; None: NCCL or gloo adds them."""

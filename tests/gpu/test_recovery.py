@@ -87,7 +87,7 @@ class Crowd:
 
 
 async def check_recovery(folder: Path, roles: list[str], **options: Any) -> None:
-    """Streams of a random model are those of an undisturbed run, although processes of these roles are killed."""
+    """Streams of a random model equal the streams without kills, although processes of these roles are killed."""
     save_model(
         "qwen3", folder, dtype=torch.bfloat16, initializer_range=0.1, max_position_embeddings=CONTEXT_LENGTH, **HEADS
     )

@@ -1,4 +1,4 @@
-"""Many short answers with random options, while processes are killed: those of the plain engine, bit for bit."""
+"""Many short answers with random options, while processes are killed: they equal the plain engine's, bit for bit."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class CallRow(Struct, eq=False):
             twice, the second one replaces the first.
         text_offset, token_offset: number of characters and ids that were read.
         token_ids: the ids of the last chunk that was taken.
-        final_info: ``meta_info`` of the ended row, from ``end``; None: it has no end yet. error: why it has no answer.
+        final_info: ``meta_info`` after its end; None: it has no end yet. error: why it has no answer.
         has_unread: it has output that was not taken, so it is in ``Call.ready``. Always true if the call is no stream.
         num_logprob_bytes: memory reserved for its logprobs (``QueueLimits.reserve_logprobs``).
     """

@@ -78,7 +78,8 @@ def _sum_kernel(
     own_message = own
     if not HAS_FLAGS:
         own_message = (own.to(tl.int64) & 0xFFFFFFFF) | (count.to(tl.int64) << 32)
-    place = (count % 2) * ((SIZE - 1) * MAX_ROWS) + row  # the line of the first other rank
+    # The line of the first other rank. After 2 ** 31 messages, counts are negative: then ``%`` would be, too.
+    place = (count & 1) * ((SIZE - 1) * MAX_ROWS) + row
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             line = place + (RANK - (peer < RANK)) * MAX_ROWS

@@ -260,9 +260,11 @@ class SentDrafts(DraftRows):
         """Do nothing, because this rank proposes no drafts."""
 
     def propose(self, rows: list[Row], *, may_overlap: bool) -> StepDrafts:
+        """Return the drafts that the rows contain."""
         return StepDrafts(proposed={row.uid: row.token_ids[-row.num_drafts :] for row in rows if row.num_drafts})
 
     def with_drafts(self, rows: list[Row], drafts: StepDrafts) -> list[Row]:
+        """Return the rows unchanged, because they have their drafts already."""
         return rows
 
 

@@ -32,6 +32,9 @@ for num_outputs, size, num_rows, programs in (
     expected = activate_and_mul(torch.nn.functional.linear(x, weight), "silu")
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(gated_vector_matmul(x[:1], weight), expected[:1], rtol=1e-4, atol=1e-4)
+weight, x = torch.randn(6, 2500), torch.randn(1, 2500)  # each program computes one output
+expected = activate_and_mul(torch.nn.functional.linear(x, weight), "silu")
+torch.testing.assert_close(gated_vector_matmul(x, weight), expected, rtol=1e-4, atol=1e-4)
 """
 
 ACTIVATIONS = """

@@ -16,7 +16,7 @@ SIZE, ROWS, COLUMNS = 3, 4, 96
 
 
 def inboxes(rank, has_flags):
-    \"\"\"Return the inboxes of a rank whose memory is that of this process.\"\"\"
+    \"\"\"Return the inboxes of a rank, in the memory of this process.\"\"\"
     made = object.__new__(rank_sums.Inboxes)
     made._max_rows, made._rank, made._size, made._num_columns = ROWS, rank, SIZE, COLUMNS
     made._has_flags = has_flags
@@ -33,8 +33,9 @@ SUMS = """
 torch.manual_seed(0)
 
 
-def check(has_flags, dtype, tolerance):
+def check(has_flags, dtype, tolerance, first=0):
     made = inboxes(1, has_flags)
+    made._counts += first
     for number in range(1, 6):
         num_rows = 1 + number % ROWS
         parts = torch.randn(SIZE, num_rows, COLUMNS).to(dtype)
@@ -42,7 +43,7 @@ def check(has_flags, dtype, tolerance):
         counts = made._counts[:num_rows] + 1
 
         def message(rank, row):
-            number = int(counts[row]) << 32
+            number = int(counts[row]) << 32  # negative after the largest count
             return words[rank, row] if has_flags else (words[rank, row].long() & 0xFFFFFFFF) | number
 
         for row, count in enumerate(counts.tolist()):
@@ -68,6 +69,7 @@ def check(has_flags, dtype, tolerance):
 
 for has_flags in (False, True):
     check(has_flags, torch.float16, 0)
+    check(has_flags, torch.float16, 0, first=2**31 - 3)  # the largest count is followed by the smallest
     check(has_flags, torch.bfloat16, 0.02)  # the interpreter cuts fp32 to bf16 instead of rounding it
 """
 

@@ -185,7 +185,7 @@ def test_weights_that_are_quantized_while_loading(
     ],
 )
 def test_numbers_of_gguf_files(two_ranks: RankThreads, kind: str, tied: bool, is_on_cpu: bool, tmp_path: Path) -> None:
-    """is_on_cpu: the weights of a CPU stay quantized, otherwise those of a GPU."""
+    """is_on_cpu: the weights of a CPU stay quantized, otherwise the weights of a GPU."""
     path = tmp_path / "model.gguf"
     stored_kind, others = ("Q4_K", MIXED) if kind == "mixed" else (kind, None)
     write(path, "llama", stored_kind, tied=tied, others=others, head_dim=128, intermediate_size=512)
