@@ -41,11 +41,12 @@ class SharedMemory:
     """Memory of this rank [X] that the other ranks can reach, and the addresses of the memory of all ranks.
 
     Attributes:
-        addresses: [ranks] int64, after ``open``.
+        num_bytes: X. addresses: [ranks] int64, after ``open``.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """Allocate zeros. Before their first use, ``open`` the memory of all ranks."""
+        self.num_bytes = num_bytes
         self._own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)  # it must be zeros before another rank writes
 
