@@ -12,7 +12,7 @@ import torch
 from aioengine.kernels.triton import rank_messages, sampling
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, RankSampling, SamplingKernels
 
-SIZE, VOCAB_SIZE, NUM_EMBEDDINGS, PART_SIZE, MAX_ROWS = 3, 9000, 9002, 3001, 4
+SIZE, VOCAB_SIZE, NUM_EMBEDDINGS, PART_SIZE, MAX_ROWS = 2, 4300, 4302, 2151, 4
 CPU = torch.device("cpu")
 torch.cuda.synchronize = lambda device: None
 ranks = [RankSampling(rank, SIZE, max_rows=MAX_ROWS, num_embeddings=NUM_EMBEDDINGS, device=CPU) for rank in range(SIZE)]
@@ -31,34 +31,33 @@ def draws(seed, temperature, is_greedy):
 
 SAMPLED = """
 pick, owners = sampling._pick, []
-for number in range(24):
-    is_greedy = number % 3 == 0
+for number, case in enumerate(["greedy", "ties", "nan", "skipped", "sampled", "sampled"]):
     logits = torch.randn(1, NUM_EMBEDDINGS, generator=torch.Generator().manual_seed(number)).bfloat16() * 2
-    if number == 9:
-        logits[0, 5000] = torch.nan
-    if number == 12:
-        logits[0, [2999, 3500, 8999]] = 50.0  # the first of equal maxima
-    index = torch.tensor([-1 if number == 10 else 2], dtype=torch.int32)
-    settings = draws(number, 0.5 + number % 4, is_greedy)
+    if case == "ties":
+        logits[0, [2149, 2160, 4299]] = 50.0
+    if case == "nan":
+        logits[0, 3000] = torch.nan
+    index = torch.tensor([-1 if case == "skipped" else 2], dtype=torch.int32)
+    settings = draws(number, 0.5 + number, case in ("greedy", "ties"))
     expected, found = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     tokens, expected_tokens = torch.full((4,), 7), torch.full((4,), 7)
     whole.sample(logits, settings, expected, (index, expected_tokens))
     of_ranks = [part.contiguous() for part in logits.split(PART_SIZE, 1)]
     owner = max(int(expected), 0) // PART_SIZE
     owners.append(owner)
-    sampling._pick = lambda *_: None  # a program would wait for the blocks of the other ranks
-    for kernels, part in zip(parts, of_ranks):
-        kernels.sample(part, settings, found, (index, tokens))
+    sampling._pick = lambda *_: None  # a program would wait for the blocks of the other rank
+    parts[1 - owner].sample(of_ranks[1 - owner], settings, found, (index, tokens))
     sampling._pick = pick
-    for rank in sorted(range(SIZE), key=lambda rank: rank != owner):
+    for rank in (owner, 1 - owner):
         found.zero_()
         tokens.fill_(7)
         parts[rank].sample(of_ranks[rank], settings, found, (index, tokens))
-        assert torch.equal(found, expected), (number, rank, found, expected)
+        assert torch.equal(found, expected), (case, rank, found, expected)
         assert torch.equal(tokens, expected_tokens)
-    assert (int(expected) == -1) == (number in (9, 10))
+    assert (int(expected) == -1) == (case in ("nan", "skipped"))
+    assert case != "ties" or int(expected) == 2149
     assert all(int(own.counts[0]) == number + 1 for own in ranks)
-assert set(owners) == {0, 1, 2}
+assert set(owners) == {0, 1}
 """
 
 COMPILED = """
