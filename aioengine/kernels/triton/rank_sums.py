@@ -73,6 +73,8 @@ def _sum_kernel(
     start_next_and_wait()
     count = tl.load(counts + row) + 1
     own = tl.load(parts.to(WORDS, bitcast=True) + words, mask=mask, other=0)
+    if residual is not None:  # not later: it would be read after the messages have arrived
+        old = tl.load(residual.to(WORDS, bitcast=True) + words, mask=mask, other=0)
     own_message = own
     if not HAS_FLAGS:
         own_message = message(own, count)
@@ -109,7 +111,6 @@ def _sum_kernel(
     tl.store(counts + row, count)
     low_sum, high_sum = low.to(DTYPE), high.to(DTYPE)
     if residual is not None:
-        old = tl.load(residual.to(WORDS, bitcast=True) + words, mask=mask, other=0)
         low_old, high_old = _unpacked(old, DTYPE)
         low_sum = (low_old + low_sum.to(tl.float32)).to(DTYPE)
         high_sum = (high_old + high_sum.to(tl.float32)).to(DTYPE)
