@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
+from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2, options
 from aioengine.kernels.triton.rank_messages import SharedMemory, message, received
 
 BLOCK = tl.constexpr(2048)
@@ -105,6 +106,7 @@ def _blocks_kernel(
     """
     row, block = tl.program_id(0), tl.program_id(1) + RANK * tl.num_programs(1)
     tokens, inside = _tokens_of(block, part_size, num_tokens)
+    start_next_and_wait()
     if indices is not None:
         inside = inside & (tl.load(indices + row) >= 0)
     own = logits + row.to(tl.int64) * row_stride + (tokens - RANK * part_size)
@@ -140,6 +142,7 @@ def _pick_kernel(
     row = tl.program_id(0)
     blocks = tl.arange(0, BLOCKS)
     inside = blocks < num_blocks
+    start_next_and_wait()
     if inboxes is None:
         largest = tl.load(maxima + row * num_blocks + blocks, mask=inside, other=-float("inf"))
         bits = tl.load(masses + row * num_blocks + blocks, mask=inside, other=0)
@@ -393,8 +396,8 @@ class SamplingKernels:
         constants = (0, 1, 0) if ranks is None else (ranks.rank, ranks.size, ranks.max_rows)
         key = (logits.dtype, *sizes, num_blocks, logits.data_ptr() % 16, indices is None, *constants)
         grid = num_rows, num_blocks // constants[1], 1
-        _blocks(grid, key, (*inputs, *inbox, *constants), {"num_warps": 1})
-        _pick((num_rows, 1, 1), key, (*inputs, *inbox, out, tokens, *constants, blocks), {"num_warps": 8})
+        _blocks(grid, key, (*inputs, *inbox, *constants), options(1))
+        _pick((num_rows, 1, 1), key, (*inputs, *inbox, out, tokens, *constants, blocks), options(8))
         if draws.rules is not None:
             arguments = (logits, *sizes[:2], *fields, self._maxima, num_blocks, *draws.rules, out, blocks)
             _truncated((len(draws.rules[0]), 1, 1), key, arguments, {"num_warps": 16})
