@@ -171,7 +171,7 @@ class DraftModel:
                 inputs,
                 vocab_size=vocab_size,
                 max_rows=max_rows,
-                may_cascade=False,
+                is_draft_model=True,
                 features=self._parts.features,
             )
             graphs.capture(report)
@@ -301,13 +301,13 @@ class DraftModel:
         """
         table, num_rows = self._table, len(sampled.requests)
         starts, known, lag = sampled.positions - 1 - self._lag, self._joined_ids([]), self._lag
-        num_sampled: Ints | None = None
+        num_unknown: Ints | None = None
         if not number:
             starts = np.array([one.drafted.num_computed for one in planned], dtype=np.int64)
             ids = [one.drafted.token_ids[one.drafted.num_computed + lag :] + [0] * one.num_unknown for one in planned]
             known = self._joined_ids(ids)
             if planned[0].num_unknown:
-                num_sampled = np.array([one.num_unknown for one in planned], dtype=np.int64)
+                num_unknown = np.array([one.num_unknown for one in planned], dtype=np.int64)
         counts = sampled.positions - lag - starts
         rows = StepRows(
             sampled.requests,
@@ -321,7 +321,7 @@ class DraftModel:
         )
         if counts.sum() > graphs.max_rows:
             return None
-        replayed = graphs.replay(rows, sampled, draft_number=number, num_sampled=num_sampled)
+        replayed = graphs.replay_draft(rows, sampled, number, num_unknown)
         if known.size:
             for one in planned:
                 self.catch_up(one.drafted, one.row)
