@@ -351,12 +351,13 @@ class ModelRunner:
                 self._drafts.close(uid)
         for opened in plan.new_rows:
             self._failed.close(opened.uid)
-            if self._drafts is not None:
-                self._drafts.open(opened)
             try:
                 self._inputs.open(opened)
+                request = self._table.requests[opened.uid]
+                if self._drafts is not None:
+                    self._drafts.open(opened, request)
                 if opened.sampling.grammar is not None:
-                    self._constrained.open(opened, self._table.requests[opened.uid])
+                    self._constrained.open(opened, request)
             except (ValueError, TypeError, OverflowError) as error:
                 self._failed.add(opened.uid, f"cannot open the request: {error}")
         if self._table.images is not None:

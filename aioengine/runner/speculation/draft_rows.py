@@ -51,9 +51,9 @@ class DraftRows:
         self._launched: list[Ticket] = []  # steps whose tokens are not recorded
         self._max_tokens = sys.maxsize  # with drafts, a step does not become larger than the largest CUDA graph
 
-    def open(self, opened: NewRow) -> None:
+    def open(self, opened: NewRow, request: RequestRow) -> None:
         """Open a request, or open it again."""
-        drafted = None if self._model is None else self._model.open(opened)
+        drafted = None if self._model is None else self._model.open(opened, request)
         if opened.kind is RequestKind.GENERATE:
             tokens: NgramProposer | DraftedRequest | None = None
             if self._with_grammars or opened.sampling.grammar is None:
@@ -121,7 +121,7 @@ class DraftRows:
                 continue
             assert self._model is not None
             if row.uid in ticket.drafts.proposed:  # its drafts in flight follow all tokens that are known now
-                self._model.catch_up(entry.tokens, self._requests[row.uid])
+                self._model.catch_up(entry.tokens)
             if not self._model.can_follow(entry.tokens, _num_unknown(row, entry, entry.tokens)):
                 return False
         return True
@@ -173,11 +173,11 @@ class DraftRows:
                     drafts.proposed[row.uid] = proposed
                     left -= len(proposed)
             elif self._model is not None and self._model.can_propose(row):
-                planned.append(PlannedDrafts(tokens, self._requests[row.uid], row.num_drafts, num_unknown))
+                planned.append(PlannedDrafts(tokens, row.num_drafts, num_unknown))
                 left -= row.num_drafts
         if self._model is not None and (on_device := self._model.propose(planned)) is not None:
             drafts.on_device = on_device
-            drafts.proposed = {one.row.uid: [0] * one.count for one in on_device.planned}
+            drafts.proposed = {one.drafted.row.uid: [0] * one.count for one in on_device.planned}
             if not on_device.is_stored:
                 self.read(drafts)
 
@@ -202,14 +202,14 @@ class DraftRows:
         self._launched.append(ticket)
         if self._model is None:
             return
-        prompts: list[tuple[DraftedRequest, RequestRow, int]] = []
+        prompts: list[tuple[DraftedRequest, int]] = []
         for row in rows:
-            entry, request = self._open.get(row.uid), self._requests.get(row.uid)
-            if entry is None or request is None or not isinstance(entry.tokens, DraftedRequest):
+            entry = self._open.get(row.uid)
+            if entry is None or not isinstance(entry.tokens, DraftedRequest):
                 continue
             is_known = len(row.token_ids) == row.count and row.start + row.count <= len(entry.tokens.token_ids)
             if is_known and row.uid not in drafts.proposed:
-                prompts.append((entry.tokens, request, row.start + row.count))
+                prompts.append((entry.tokens, row.start + row.count))
         self._model.compute(prompts)
 
     def _record(self, ticket: Ticket, values: list[int]) -> None:
@@ -224,7 +224,7 @@ class DraftRows:
             accepted = drafts.accepted.get(uid, ())
             if uid in drafts.proposed and isinstance(entry.tokens, DraftedRequest) and self._open.get(uid) is entry:
                 assert self._model is not None
-                self._model.accept(entry.tokens, self._requests[uid], len(drafts.proposed[uid]), len(accepted))
+                self._model.accept(entry.tokens, len(drafts.proposed[uid]), len(accepted))
             if value != FAILED and uid not in ticket.repeated:
                 entry.tokens.token_ids += (*accepted, value, *ticket.forced.get(uid, ()))
 
@@ -256,7 +256,7 @@ class DraftRows:
 class SentDrafts(DraftRows):
     """The drafts of a rank above 0. Rank 0 proposes them, and sends them in the rows of the plan."""
 
-    def open(self, opened: NewRow) -> None:
+    def open(self, opened: NewRow, request: RequestRow) -> None:
         """Do nothing, because this rank proposes no drafts."""
 
     def propose(self, rows: list[Row], *, may_overlap: bool) -> StepDrafts:
