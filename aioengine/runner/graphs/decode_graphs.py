@@ -132,7 +132,7 @@ class DecodeStep:
 
 
 def _results(graph: _Graph, index: Tensor | slice, *, is_drawn: bool, masked: list[int] | None = None) -> DecodeStep:
-    """Return the results of a replayed graph. index: its rows with results. is_drawn: it has sampled the tokens."""
+    """Return the results of a replayed graph. index: [R] its rows with results. is_drawn: it has sampled the tokens."""
     token_ids = graph.token_ids[index] if is_drawn else None
     return DecodeStep(token_ids, graph.hidden[index], graph, None if isinstance(index, slice) else index, masked)
 
@@ -421,7 +421,7 @@ class DecodeGraphs:
         """Write the inputs of the graph of ``size`` rows to the host memory. Return the number of integers written for
         each page group.
 
-        tables: see ``FixedDecode.plan``.
+        tables: [X + 1], see ``FixedDecode.plan``.
         """
         hosts, page_size, ends = self._host_arrays, self._inputs.page_size, _COLUMNS * size
         row_of_token, positions, cascade = tokens.row_of_token, tokens.positions, tokens.cascade
