@@ -141,14 +141,14 @@ class ModelRunner:
         self._constrained = ConstrainedRows(masks, parts.device, may_force=may_force)
         self._drafts: DraftRows | None = None
         if settings.scheduler.max_drafts:
+            models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
+            has_windows = any(any(model.attention_shape.windows) for model in models)
+            self._table.has_bounds = parts.ranks is None and not has_windows
             draft_model = None
             if parts.draft is not None:
                 draft_model = DraftModel(parts.draft, self._table, sampler, processors, num_embeddings)
             kind = SentDrafts if parts.ranks is not None and parts.ranks.rank else DraftRows
             self._drafts = kind(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
-            models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
-            has_windows = any(any(model.attention_shape.windows) for model in models)
-            self._table.has_bounds = parts.ranks is None and not has_windows
             self._verifier = Verifier(
                 self._table,
                 sampler,
