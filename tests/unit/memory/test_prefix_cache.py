@@ -287,7 +287,7 @@ def test_removing_invalid_pages_keeps_the_equal_page_of_another_request() -> Non
 def test_the_integrity_check_finds_a_lost_page() -> None:
     cache = PrefixCache(num_pages=4, page_size=2)
     allocation = open_(cache, [1, 2, 3])
-    with pytest.raises(RuntimeError, match="3, not 4"):
+    with pytest.raises(RuntimeError, match="2, not 4"):
         cache.check_integrity([])
     cache.check_integrity([allocation])
 
