@@ -172,7 +172,8 @@ class PrefillRows:
             columns = page_columns(lengths, layers.page_size)
             plan_paged(layers, self._paged, queries, lengths, columns, flat_pages(pages, columns[0])[1])
         if self._has_fresh:
-            plan_packed(layers, self._ragged, query_lengths[num_paged:], query_lengths[num_paged:])
+            fresh = query_lengths[num_paged:]
+            plan_packed(layers, self._ragged, fresh, fresh)
         layers.copied.record()
 
     def _plan_shared(self, page_ids: Ints, tokens: slice) -> None:
@@ -276,9 +277,10 @@ def plan_packed(
     is_causal: bool = True,
 ) -> None:
     """Plan R rows with packed keys and values, for ``query_lengths`` [R] tokens and ``kv_lengths`` [R] positions."""
+    query_starts = starts_of(query_lengths)
     wrapper.plan(
-        starts_of(query_lengths),
-        starts_of(kv_lengths),
+        query_starts,
+        query_starts if kv_lengths is query_lengths else starts_of(kv_lengths),
         *layers.heads(),
         causal=is_causal,
         **layers.plan_options,
