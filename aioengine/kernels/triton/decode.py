@@ -83,83 +83,110 @@ def _finish(
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_member[:, None])
 
 
+@triton.jit
+def _attend_split(
+    q: tl.tensor, keys: tl.tensor, values: tl.tensor, pages: tl.tensor, span: tl.tuple, row_tokens: tl.tuple,
+    split_sums: tl.tensor, split_marks: tl.tensor, done: tl.tensor, target: tl.tuple, scale: tl.tensor,
+    TOKEN_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, ALL_HEADS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Compute a split for one kv head. The program that finishes the last split of a row merges them.
+
+    Args:
+        span: begin and end of the split, number of splits of its row, index of the first of these.
+        row_tokens: index of the first token of the row, number of tokens, number of positions before the last page, and
+            pointer to the number on the last page of the first token.
+        ALL_HEADS: query heads of a stored split. ROWS: for the query heads of TOKENS tokens, the most of the row.
+    """
+    begin, end, count, first_split = span
+    first_token, num_tokens, full, last_lengths = row_tokens
+    out, other, other_weights, sinks, scales = target
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
+    head = tl.program_id(0)
+    members, columns = tl.arange(0, ROWS), tl.arange(0, HEAD_SIZE)[None, :]
+    tokens, heads = members // GROUP, head * GROUP + members % GROUP
+    is_member = tokens < num_tokens
+    if TOKENS > 1:
+        seen = full + tl.load(last_lengths + tokens, mask=is_member, other=0)
+    inside = is_member[:, None] & (columns < HEAD_SIZE)
+    places = (first_token + tokens) * TOKEN_STRIDE + heads * HEAD_SIZE
+    queries = tl.load(q + places[:, None] + columns, mask=inside, other=0.0)
+    keys += head * PAGE_SIZE * HEAD_SIZE
+    values += head * PAGE_SIZE * HEAD_SIZE
+    factor = scale
+    if scales is not None:
+        factor *= tl.load(scales)
+    if keys.dtype.element_ty.is_fp8():
+        queries, factor = fp16_queries(queries, factor)
+    highest, total, sums = nothing_attended(ROWS, HEAD_SIZE)
+    for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        positions = first + tl.arange(0, BLOCK)
+        is_there = positions < end
+        page = tl.load(pages + positions // PAGE_SIZE, mask=is_there, other=0).to(tl.int64)
+        offsets = (page * PAGE_STRIDE + positions % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
+        scores = tl.dot(queries, tl.trans(tl.load(keys + offsets).to(queries.dtype))) * factor
+        if CAP > 0.0:
+            scores = capped(scores, CAP)
+        is_seen = is_there[None, :]
+        if TOKENS > 1:
+            is_seen = is_seen & (positions[None, :] < seen[:, None])
+        weights, shrink, highest, total = softmax_step(tl.where(is_seen, scores, MASKED), highest, total)
+        # values beyond the end have weight 0, but may be NaN
+        block_values = tl.load(values + offsets, mask=is_there[:, None], other=0.0).to(queries.dtype)
+        sums = tl.dot(weights.to(queries.dtype), block_values, sums * shrink[:, None])
+    state, token_heads = (highest, total, sums), tokens * NUM_HEADS + heads
+    finished = out, first_token * NUM_HEADS + token_heads, is_member, other, other_weights, sinks, heads, scales
+    if count == 1:
+        _finish(state, *finished)
+    else:
+        split_heads = tl.program_id(1) * ALL_HEADS + token_heads
+        store_split(split_sums, split_marks, split_heads, state, is_member, HEAD_SIZE)
+        tl.debug_barrier()  # all threads must have stored before one increments the counter
+        if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
+            sources = first_split * ALL_HEADS + token_heads
+            whole = nothing_attended(ROWS, HEAD_SIZE)
+            for index in tl.range(0, count, loop_unroll_factor=4):
+                source = sources + index * ALL_HEADS  # the loads bypass L1: other programs wrote the splits
+                whole = with_split(whole, split_sums, split_marks, source, is_member, HEAD_SIZE, ".cg")
+            _finish(whole, *finished)
+            tl.store(done, 0)
+
+
 @triton.jit(do_not_specialize_on_alignment=["page_starts", "page_ids", "splits", "num_done", "last_lengths"])
 def _decode_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, page_ids: tl.tensor, splits: tl.tensor,
     num_done: tl.tensor, last_lengths: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor,
     other: tl.tensor, other_weights: tl.tensor, sinks: tl.tensor, scales: tl.tensor, max_splits: tl.tensor,
     scale: tl.tensor,
-    TOKEN_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, TOKENS: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    MORE_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    ALL_HEADS: tl.constexpr = TOKENS * NUM_HEADS
-    PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
-    head, split = tl.program_id(0), splits + tl.program_id(1)
+    """ROWS: for the query heads of one token. MORE_ROWS: of TOKENS tokens."""
+    split = splits + tl.program_id(1)
     row = tl.load(split).to(tl.int64)
     if row >= 0:
         begin, end = tl.load(split + max_splits), tl.load(split + 2 * max_splits)
         count, first_split = tl.load(split + 3 * max_splits), tl.load(split + 4 * max_splits)
-        first_page = tl.load(page_starts + row)
-        pages = page_ids + first_page
-        first_token, num_tokens = row, 1
+        first_page, first_token, num_tokens = tl.load(page_starts + row), row, 1
+        full = (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE
         if TOKENS > 1:
             first_token, num_tokens = tl.load(split + 5 * max_splits).to(tl.int64), tl.load(split + 6 * max_splits)
-        members, columns = tl.arange(0, ROWS), tl.arange(0, HEAD_SIZE)[None, :]
-        tokens, heads = members // GROUP, head * GROUP + members % GROUP
-        is_member = tokens < num_tokens
         if last_lengths is not None:
-            full = (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE
             last_lengths += first_token
             end = tl.minimum(end, full + tl.load(last_lengths + num_tokens - 1))
-            seen = full + tl.load(last_lengths + tokens, mask=is_member, other=0)
         start_next_and_wait()
-        inside = is_member[:, None] & (columns < HEAD_SIZE)
-        places = (first_token + tokens) * TOKEN_STRIDE + heads * HEAD_SIZE
-        queries = tl.load(q + places[:, None] + columns, mask=inside, other=0.0)
-        keys += head * PAGE_SIZE * HEAD_SIZE
-        values += head * PAGE_SIZE * HEAD_SIZE
-        factor = scale
-        if scales is not None:
-            factor *= tl.load(scales)
-        if keys.dtype.element_ty.is_fp8():
-            queries, factor = fp16_queries(queries, factor)
-        highest, total, sums = nothing_attended(ROWS, HEAD_SIZE)
-        for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
-            positions = first + tl.arange(0, BLOCK)
-            is_there = positions < end
-            page = tl.load(pages + positions // PAGE_SIZE, mask=is_there, other=0).to(tl.int64)
-            offsets = (page * PAGE_STRIDE + positions % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
-            scores = tl.dot(queries, tl.trans(tl.load(keys + offsets).to(queries.dtype))) * factor
-            if CAP > 0.0:
-                scores = capped(scores, CAP)
-            is_seen = is_there[None, :]
-            if TOKENS > 1:
-                is_seen = is_seen & (positions[None, :] < seen[:, None])
-            weights, shrink, highest, total = softmax_step(tl.where(is_seen, scores, MASKED), highest, total)
-            # values beyond the end have weight 0, but may be NaN
-            block_values = tl.load(values + offsets, mask=is_there[:, None], other=0.0).to(queries.dtype)
-            sums = tl.dot(weights.to(queries.dtype), block_values, sums * shrink[:, None])
-        state, target = (
-            (highest, total, sums),
-            (out, (first_token + tokens) * NUM_HEADS + heads, is_member, other, other_weights, sinks, heads, scales),
-        )
-        if count == 1:
-            _finish(state, *target)
-        else:
-            member_heads = tokens * NUM_HEADS + heads
-            split_heads = tl.program_id(1) * ALL_HEADS + member_heads
-            store_split(split_sums, split_marks, split_heads, state, is_member, HEAD_SIZE)
-            tl.debug_barrier()  # all threads must have stored before one increments the counter
-            done = num_done + row * NUM_KV_HEADS + head
-            if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
-                sources = first_split * ALL_HEADS + member_heads
-                whole = nothing_attended(ROWS, HEAD_SIZE)
-                for index in tl.range(0, count, loop_unroll_factor=4):
-                    source = sources + index * ALL_HEADS  # the loads bypass L1: other programs wrote the splits
-                    whole = with_split(whole, split_sums, split_marks, source, is_member, HEAD_SIZE, ".cg")
-                _finish(whole, *target)
-                tl.store(done, 0)
+        span, row_tokens = (begin, end, count, first_split), (first_token, num_tokens, full, last_lengths)
+        done, target = num_done + row * NUM_KV_HEADS + tl.program_id(0), (out, other, other_weights, sinks, scales)
+        tensors = q, keys, values, page_ids + first_page, span, row_tokens, split_sums, split_marks, done, target, scale
+        for SEVERAL in tl.static_range(2 if TOKENS > 1 else 1):
+            if (num_tokens > 1) == SEVERAL:
+                _attend_split(
+                    *tensors, TOKEN_STRIDE, NUM_HEADS, NUM_KV_HEADS, PAGE_SIZE, HEAD_SIZE, BLOCK, CAP,
+                    TOKENS * NUM_HEADS, MORE_ROWS if SEVERAL else ROWS, TOKENS if SEVERAL else 1,
+                )  # fmt: skip
 
 
 _decode = KernelLauncher(_decode_kernel)
@@ -187,9 +214,10 @@ def decode(
     num_tokens = rows.most_tokens
     sums = torch.empty(max_splits, num_tokens * num_heads, head_size, dtype=torch.float32, device=q.device)
     stats = torch.empty(max_splits, num_tokens * num_heads, 2, dtype=torch.float32, device=q.device)
-    num_rows = max(next_power_of_2(num_tokens * num_heads // num_kv_heads), LEAST_ROWS)
+    counts = 1, num_tokens
+    num_rows = tuple(max(next_power_of_2(count * num_heads // num_kv_heads), LEAST_ROWS) for count in counts)
     block = 128 if head_size <= 128 else 64
-    sizes = q.stride(0), num_heads, num_kv_heads, num_rows, page_size, head_size, block, rules.cap, num_tokens
+    sizes = q.stride(0), num_heads, num_kv_heads, page_size, head_size, block, rules.cap, num_tokens, *num_rows
     tensors = (q, *pool, *rows[:5], sums, stats, out)
     alignment = alignments(q, *pool, sums, stats, out, *(other or ()))
     key = (q.dtype, pool[0].dtype, sizes, rows.last_lengths is None, rules.tensors_key, *alignment)
