@@ -292,6 +292,16 @@ def test_the_integrity_check_finds_a_lost_page() -> None:
     cache.check_integrity([allocation])
 
 
+def test_pages_of_a_new_request_are_pending_from_announce_or_the_next_match_on() -> None:
+    cache = PrefixCache(num_pages=8, page_size=2)
+    open_(cache, [1, 2, 3])
+    assert cache.num_cached == 0
+    cache.announce()
+    assert cache.num_cached == 1
+    open_(cache, [4, 5, 6])
+    assert cache.match([4, 5, 7]).pending is not None
+
+
 def test_several_long_prompts_are_cached_together() -> None:
     """100,000 tokens on 6,250 pages, five times over."""
     cache = PrefixCache(num_pages=32_000, page_size=16)
