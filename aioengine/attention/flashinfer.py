@@ -49,12 +49,17 @@ class FlashInferAttention:
         self._decode: DecodeRows | None = None
         self._slot_mapping = torch.empty(0, dtype=torch.int64, device=kv_pool.device)
         self._num_decode = 0
+        self._unplanned: ForwardBatch | None = None
 
     def prepare(self, batch: ForwardBatch) -> None:
+        self._slot_mapping = batch.slot_mapping
+        self._unplanned = batch  # planned in ``bind``, while the device computes the first operations of the step
+
+    def _plan(self, batch: ForwardBatch) -> None:
+        self._unplanned = None
         kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
         num_decode = num_decode_rows(query_lengths)
-        self._slot_mapping = batch.slot_mapping
         self._num_decode = num_decode
         self._decode = None
         if num_decode:
@@ -77,6 +82,8 @@ class FlashInferAttention:
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Callable[[int], None]:
         """Return a function of the layer: q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
+        if self._unplanned is not None:
+            self._plan(self._unplanned)
         split, decode, layers = self._num_decode, self._decode, self._layers
         prefill = None
         if split < q.shape[0]:
