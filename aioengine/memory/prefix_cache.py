@@ -27,6 +27,7 @@ from aioengine.memory.radix import Key, Node, RadixTree, Salt
 from aioengine.memory.snapshots import Boundary, RequestSnapshots, Snapshots
 
 NEVER = 1 << 62  # a position that no request reaches
+MAX_KEPT_FREE = 512  # pages that are evicted before a prompt needs them
 
 
 class Match(NamedTuple):
@@ -86,6 +87,7 @@ class PrefixCache:
         self.enabled = enabled
         self.snapshots = snapshots
         self.num_weight_changes = 0
+        self._num_kept_free = min(MAX_KEPT_FREE, num_pages // 64)
         self._free = list(range(num_pages - 1, -1, -1))  # the last freed page is allocated first
         self._tree = RadixTree(page_size)
         self._unannounced: list[tuple[Allocation, list[int]]] = []  # with the token ids
@@ -121,7 +123,7 @@ class PrefixCache:
         if not self.enabled:
             return Match([], None)
         if self._unannounced:
-            self.announce()
+            self._announce()
         if self.num_weight_changes:
             salt = ("weights", self.num_weight_changes, salt)
         path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size, salt, known=known)
@@ -149,7 +151,7 @@ class PrefixCache:
     # ------------------------------------------------------------ changes
 
     def lock(self, token_ids: list[int], match: Match) -> Allocation:
-        """Lock the matched pages, and allocate pages for the rest of ``token_ids``. ``announce`` adds the full ones as
+        """Lock the matched pages, and allocate pages for the rest of ``token_ids``. Later, the full ones are added as
         pending.
 
         Check ``num_left`` first.
@@ -164,19 +166,18 @@ class PrefixCache:
             allocation.next_insert_at = (allocation.num_ready + 1) * self.page_size
             self._unannounced.append((allocation, token_ids))
         if self.snapshots is not None:
-            self.announce()
+            self._announce()
             allocation.snapshots = self.snapshots.begin(allocation.path, allocation.num_matched, match.missing_snapshot)
         return allocation
 
-    def announce(self) -> None:
-        """Add the pages of new requests as pending. Call it after the launch of their step, because a long prompt takes
-        0.7 us per page.
+    def after_launch(self) -> None:
+        """Do the work that need not delay the step: add the pages of its new requests as pending, and evict pages until
+        some are free for the next prompt. For a prompt of 8,000 tokens, each takes 0.4 to 0.8 ms.
         """
-        for allocation, token_ids in self._unannounced:
-            path, first = allocation.path, allocation.num_matched
-            keys = self._tree.keys(token_ids, first, allocation.salt)
-            path += self._tree.announce(path[-1] if path else self._tree.root, keys, allocation.pages[first:])
-        self._unannounced.clear()
+        self._announce()
+        num_missing = self._num_kept_free - len(self._free)
+        if num_missing > 0:
+            self.evict(min(num_missing, len(self._tree.unlocked)))
 
     def grow(self, allocation: Allocation) -> list[int] | None:
         """Add one page to a request and return it. If no page is left, return None and change nothing."""
@@ -190,7 +191,7 @@ class PrefixCache:
     def insert(self, allocation: Allocation, token_ids: list[int], num_computed: int) -> None:
         """Record that positions before ``num_computed`` have KV. Other requests can now match their full pages."""
         if self._unannounced:
-            self.announce()
+            self._announce()
         size = self.page_size
         index = allocation.num_ready
         num_full = num_computed // size
@@ -211,7 +212,7 @@ class PrefixCache:
         is_invalid: the computed pages are wrong. They are freed too, unless another request uses them.
         """
         if self._unannounced:
-            self.announce()
+            self._announce()
         if self.snapshots is not None and allocation.snapshots is not None:
             self.snapshots.end(allocation.snapshots, is_invalid=is_invalid)
             allocation.snapshots = None
@@ -295,6 +296,13 @@ class PrefixCache:
             )
 
     # ------------------------------------------------------------ private
+
+    def _announce(self) -> None:
+        for allocation, token_ids in self._unannounced:
+            path, first = allocation.path, allocation.num_matched
+            keys = self._tree.keys(token_ids, first, allocation.salt)
+            path += self._tree.announce(path[-1] if path else self._tree.root, keys, allocation.pages[first:])
+        self._unannounced.clear()
 
     def _allocate(self, count: int) -> list[int]:
         """Allocate ``count`` pages. Evicts cached pages if needed. Raises ValueError if ``num_allocatable`` is less."""

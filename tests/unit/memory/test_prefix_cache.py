@@ -292,14 +292,25 @@ def test_the_integrity_check_finds_a_lost_page() -> None:
     cache.check_integrity([allocation])
 
 
-def test_pages_of_a_new_request_are_pending_from_announce_or_the_next_match_on() -> None:
+def test_pages_of_a_new_request_are_pending_after_the_launch_or_at_the_next_match() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     open_(cache, [1, 2, 3])
     assert cache.num_cached == 0
-    cache.announce()
+    cache.after_launch()
     assert cache.num_cached == 1
     open_(cache, [4, 5, 6])
     assert cache.match([4, 5, 7]).pending is not None
+
+
+def test_some_pages_are_free_after_a_launch() -> None:
+    cache = PrefixCache(num_pages=128, page_size=2)
+    cache.unlock(computed(cache, list(range(256))))
+    assert cache.num_cached == 128
+    cache.after_launch()
+    assert cache.num_cached == 126
+    allocation = computed(cache, list(range(1000, 1256)))
+    cache.after_launch()  # every page is locked
+    cache.check_integrity([allocation])
 
 
 def test_several_long_prompts_are_cached_together() -> None:
