@@ -18,6 +18,8 @@ from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.speculation.verifier import num_accepted
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import pytest
     from torch import Tensor
 
@@ -76,8 +78,8 @@ class CapturableTorch(TorchAttention):
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedRows:
         return FixedRows(self._shape, self._pool, num_rows, buffers)
 
-    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        out.copy_(self.attend(q, k, v, layer).view_as(out))
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Callable[[int], None]:
+        return lambda layer: out.copy_(self.attend(q, k, v, layer).view_as(out))
 
 
 class Kernels:

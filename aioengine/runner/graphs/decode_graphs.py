@@ -345,7 +345,7 @@ class DecodeGraphs:
     def _one_token_rows(self, rows: StepRows, *, is_drawn: bool) -> TokenRows:
         """Return rows of one token each, with cascade attention if it saves enough. is_drawn: the graph samples."""
         table, cascade = self._table, None
-        if self._prefixes is not None and not table.is_unread.any() and table.adapters.slots(rows.row_indices) is None:
+        if self._prefixes is not None and not table.is_bound.any() and table.adapters.slots(rows.row_indices) is None:
             cascade = self._prefixes.find(rows)
         order = slice(None) if cascade is None else cascade.order
         row_indices = rows.row_indices[order]
@@ -445,8 +445,8 @@ class DecodeGraphs:
         columns[_SLOTS, :num_rows] = slots_GR[0]
         columns[_LAST_LENGTHS, :num_rows] = positions + 1 - last_pages[table_of_row] * page_size
         columns[_TABLES, :num_rows] = table_of_row
-        is_unread, none_rejected = self._table.is_unread[row_indices], len(self._table.is_unread)
-        rejected = np.where(is_unread, row_indices, none_rejected)
+        is_bound, none_rejected = self._table.is_bound[row_indices], len(self._table.is_bound)
+        rejected = np.where(is_bound, row_indices, none_rejected)
         columns[_REJECTED, :num_rows] = -1 - rejected if tokens.is_exact else rejected
         fields = columns[_FIELDS:_TABLES]
         fill_fields(sampled, fields[:, : len(rows.requests)])
@@ -500,7 +500,7 @@ class DecodeGraphs:
         columns, buffers, table = self._columns(size), self._buffers(size), self._table
         for memory in self._memory:
             memory.zero_()
-        columns[_REJECTED] = len(table.is_unread)
+        columns[_REJECTED] = len(table.is_bound)
         attention.plan_capture(np.ones(size, dtype=np.int32))
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         rows = torch.arange(size, device=self._device) if self._model.input_spec.rows else None

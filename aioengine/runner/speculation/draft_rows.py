@@ -9,9 +9,8 @@ tokens of the step. Otherwise, and if the step itself cannot verify them in a CU
 step.
 
 Drafts may follow drafts of the step in flight: the device accepts them, and its graphs correct the positions. N-grams
-are looked up without the tokens in flight, see ``NgramProposer.propose``. If the graphs cannot do this, or if the step
-in flight has no drafts, the host waits for it before it proposes, except if the known tokens show that no n-gram will
-be found.
+may also follow a step without drafts. They are looked up without the tokens in flight, see ``NgramProposer.propose``.
+If the graphs cannot do this, the host waits for the step in flight before it proposes, except if no n-gram is found.
 """
 
 from __future__ import annotations
@@ -83,11 +82,13 @@ class DraftRows:
         if self._model is not None:
             self._model.note_pages(rows)
         drafted = [row for row in rows if row.num_drafts]
-        self._table.is_unread[:] = False
+        self._table.is_unread[:] = self._table.is_bound[:] = False
         overlaps = may_overlap and self._can_follow(drafted)
         if overlaps:
-            sampled = [self._requests[uid].row_index for uid in self._launched[0].sampled if uid in self._requests]
+            (ticket,) = self._launched
+            sampled = [self._requests[uid].row_index for uid in ticket.sampled if uid in self._requests]
             self._table.is_unread[sampled] = True
+            self._table.is_bound[sampled] = ticket.drafts is not None and ticket.drafts.is_counted
         else:
             has_drafts = any(ticket.drafts is not None and ticket.drafts.proposed for ticket in self._launched)
             if has_drafts or (self._launched and any(map(self._may_get_drafts, drafted))):
@@ -101,14 +102,16 @@ class DraftRows:
         return drafts
 
     def _can_follow(self, rows: list[Row]) -> bool:
-        """Return whether the drafts of these rows can follow tokens that the device accepts in the step in flight.
+        """Return whether the drafts of these rows can follow the step in flight before its tokens are known.
 
         All rows must have been in this step, and the draft model must be able to compute the missing tokens in a graph.
         """
         if len(self._launched) != 1:
             return False
         (ticket,) = self._launched
-        if ticket.drafts is None or not ticket.drafts.is_counted:
+        if ticket.drafts is None:
+            return False
+        if not ticket.drafts.is_counted and (ticket.drafts.proposed or self._model is not None):
             return False
         if len(rows) * (1 + self._table.max_drafts) > self._max_tokens:
             return False
@@ -137,8 +140,8 @@ class DraftRows:
         entry = self._open.get(row.uid)
         if entry is None or entry.tokens is None:
             return False
-        if isinstance(entry.tokens, NgramProposer):
-            return entry.tokens.may_propose(_num_unknown(row, entry, entry.tokens))
+        if isinstance(entry.tokens, NgramProposer) and _num_unknown(row, entry, entry.tokens) == 1:
+            return bool(entry.tokens.propose(row.num_drafts, ()))
         return True
 
     def with_drafts(self, rows: list[Row], drafts: StepDrafts) -> list[Row]:
