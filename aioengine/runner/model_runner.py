@@ -159,7 +159,6 @@ class ModelRunner:
                 errors=self._custom.errors,
                 read=self._drafts.read,
             )
-        self._is_closed = False
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
@@ -182,8 +181,6 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
         """Launch the step. On a CPU it is done when this returns."""
-        if self._is_closed:
-            raise RuntimeError("the runner is closed")
         if plan.closed or plan.new_rows:  # constraints must not be opened while masks are computed
             self._constrained.sample_deferred()
         with part("prepare"):
@@ -331,7 +328,6 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the memory of the pool. May be called twice. No step can be launched after it."""
-        self._is_closed = True
         if self.adapters is not None:
             self.adapters.close()
         self._kv_pool.release()
