@@ -206,19 +206,19 @@ class DraftModel:
 
     def compute(self, spans: list[tuple[DraftedRequest, int]]) -> None:
         """Compute the known tokens of these requests up to the given numbers of positions."""
-        spans = [(drafted, min(end, _length(drafted) - self._lag)) for drafted, end in spans]
+        spans = [(drafted, min(end, self._num_computable(drafted))) for drafted, end in spans]
         missing = [(drafted, end) for drafted, end in spans if drafted.num_computed < end <= drafted.max_length]
         if missing:
             self._extend(missing)
 
     def can_follow(self, drafted: DraftedRequest, num_unknown: int) -> bool:
         """Return whether there can be drafts after ``num_unknown`` more tokens, with few tokens to compute first."""
-        num_missing = _length(drafted) - self._lag - drafted.num_computed
+        num_missing = self._num_computable(drafted) - drafted.num_computed
         return self._graphs is not None and num_missing + num_unknown <= 1 + self._table.max_drafts
 
     def catch_up(self, drafted: DraftedRequest) -> None:
         """Record that the known tokens were computed before the drafts of the step in flight."""
-        self._advance(drafted, _length(drafted) - self._lag)
+        self._advance(drafted, self._num_computable(drafted))
 
     def can_propose(self, row: Row) -> bool:
         """Return whether there can be drafts for a row. A draft head needs the hidden state of the model before the
@@ -319,7 +319,7 @@ class DraftModel:
 
     def accept(self, drafted: DraftedRequest, num_proposed: int, num_accepted: int) -> None:
         """Record how many drafts were accepted, before the tokens of the step are added."""
-        end = _length(drafted) - self._lag
+        end = self._num_computable(drafted)
         if not self._lag:  # the last draft was not computed
             end += min(num_accepted, num_proposed - 1)
         self._advance(drafted, end)
@@ -348,9 +348,9 @@ class DraftModel:
         """
         states: dict[int, Tensor] = {}
         while left := [i for i, (drafted, end) in enumerate(spans) if drafted.num_computed < end]:
-            ends = np.array([spans[i][1] - spans[i][0].num_computed for i in left], dtype=np.int64).cumsum()
-            counts = np.diff(ends.clip(max=self._parts.max_tokens), prepend=0)
-            counts = counts[counts > 0]
+            missing = np.array([spans[i][1] - spans[i][0].num_computed for i in left], dtype=np.int64)
+            counts = np.diff(missing.cumsum().clip(max=self._parts.max_tokens), prepend=0)
+            counts = counts[counts > 0]  # of the first requests, as many as fit
             chosen = [spans[i][0] for i in left[: len(counts)]]
             starts = np.array([drafted.num_computed for drafted in chosen], dtype=np.int64)
             ends = starts + counts
@@ -363,6 +363,10 @@ class DraftModel:
                 self._advance(drafted, end)
                 states[i] = state
         return torch.stack([states[i] for i in range(len(spans))])
+
+    def _num_computable(self, drafted: DraftedRequest) -> int:
+        """Return the number of positions that can be computed from the known tokens."""
+        return len(drafted.token_ids) - self._lag
 
     def _advance(self, drafted: DraftedRequest, end: int) -> None:
         """Record that the positions before ``end`` have the keys and values of known tokens."""
@@ -377,12 +381,12 @@ class DraftModel:
         drafts: [R] the tokens of the rows; None: the host knows them.
         features: [R, D] that a draft head reads instead of hidden states of the model; None: it reads these.
         """
-        model, attention, kept = self._parts.model, self._parts.attention, self._parts.features
+        model, attention, of_model = self._parts.model, self._parts.attention, self._parts.features
         outputs, num_rows = rows.token_ends - 1, len(rows.requests)
         inputs, batch = self._inputs.build(model, rows, outputs, num_outputs=num_rows, token_ids=drafts)
         attention.prepare(batch)
-        if kept is not None:
-            inputs = replace(inputs, features=kept.read(batch.slot_mapping) if features is None else features)
+        if of_model is not None:
+            inputs = replace(inputs, features=of_model.read(batch.slot_mapping) if features is None else features)
         return model.forward(inputs, attention)
 
     def _rows(self, requests: list[RequestRow], starts: Ints, ends: Ints, ids: list[list[int]]) -> StepRows:
@@ -419,7 +423,3 @@ def _follow(requests: list[RequestRow], token_ids: list[int]) -> None:
         constraint = request.constraint
         if constraint is not None and not constraint.is_over and token_id != FAILED:
             constraint.advance(token_id)
-
-
-def _length(drafted: DraftedRequest) -> int:
-    return len(drafted.token_ids)
