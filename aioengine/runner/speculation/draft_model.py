@@ -277,20 +277,20 @@ class DraftModel:
 
         token_ids: as ``ProposedDrafts.token_ids``, on the host.
         """
-        found: list[list[int]] = [[] for _ in drafts.planned]
+        proposed: list[list[int]] = [[] for _ in drafts.planned]
         values = iter(token_ids)
         for number in range(max(one.count for one in drafts.planned)):
-            for own, one in zip(found, drafts.planned, strict=True):
+            for own, one in zip(proposed, drafts.planned, strict=True):
                 if number < one.count:
                     own.append(next(values))
-        for own, one in zip(found, drafts.planned, strict=True):
+        for own, one in zip(proposed, drafts.planned, strict=True):
             if FAILED in own:
                 self._fail(one.drafted)
                 if drafts.is_stored:  # it is stored as 0, and verified like other drafts
                     own[:] = [max(token_id, 0) for token_id in own]
                 else:
                     del own[own.index(FAILED) :]
-        return {one.drafted.row.uid: own for own, one in zip(found, drafts.planned, strict=True) if own}
+        return {one.drafted.row.uid: own for own, one in zip(proposed, drafts.planned, strict=True) if own}
 
     def _replay(self, graphs: DecodeGraphs, planned: list[PlannedDrafts], sampled: SampledRows, number: int) -> Tensor:
         """Compute and sample the draft with this number, from 0 on, of these rows [R] in a CUDA graph, and store it in
