@@ -142,14 +142,14 @@ class ModelRunner:
         self._constrained = ConstrainedRows(masks, parts.device, may_force=may_force)
         self._drafts: DraftRows | None = None
         if settings.scheduler.max_drafts:
+            models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
+            has_windows = any(any(model.attention_shape.windows) for model in models)
+            self._table.has_bounds = parts.ranks is None and not has_windows
             draft_model = None
             if parts.draft is not None:
                 draft_model = DraftModel(parts.draft, self._table, sampler, processors, num_embeddings)
             kind = SentDrafts if parts.ranks is not None and parts.ranks.rank else DraftRows
             self._drafts = kind(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
-            models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
-            has_windows = any(any(model.attention_shape.windows) for model in models)
-            self._table.has_bounds = parts.ranks is None and not has_windows
             self._verifier = Verifier(
                 self._table,
                 sampler,
@@ -160,7 +160,6 @@ class ModelRunner:
                 errors=self._custom.errors,
                 read=self._drafts.read,
             )
-        self._is_closed = False
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
@@ -183,8 +182,6 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
         """Launch the step. On a CPU it is done when this returns."""
-        if self._is_closed:
-            raise RuntimeError("the runner is closed")
         if plan.closed or plan.new_rows:  # constraints must not be opened while masks are computed
             self._constrained.sample_deferred()
         with part("prepare"):
@@ -334,7 +331,6 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the memory of the pool. May be called twice. No step can be launched after it."""
-        self._is_closed = True
         if self.adapters is not None:
             self.adapters.close()
         self._kv_pool.release()
@@ -354,12 +350,13 @@ class ModelRunner:
                 self._drafts.close(uid)
         for opened in plan.new_rows:
             self._failed.close(opened.uid)
-            if self._drafts is not None:
-                self._drafts.open(opened)
             try:
                 self._inputs.open(opened)
+                request = self._table.requests[opened.uid]
+                if self._drafts is not None:
+                    self._drafts.open(opened, request)
                 if opened.sampling.grammar is not None:
-                    self._constrained.open(opened, self._table.requests[opened.uid])
+                    self._constrained.open(opened, request)
             except (ValueError, TypeError, OverflowError) as error:
                 self._failed.add(opened.uid, f"cannot open the request: {error}")
         if self._table.images is not None:
@@ -447,7 +444,7 @@ class ModelRunner:
         first_tokens = self._table.sampled(sampled, rows.row_indices[rows.samples], positions - counts)
         if self._graphs is not None and self._graphs.fits(rows, has_drafts=True):
             num_drafts = None if drafts.on_device is None else counts
-            step = self._graphs.replay(rows, first_tokens, samples_each=True, num_drafts=num_drafts)
+            step = self._graphs.replay_with_drafts(rows, first_tokens, num_drafts)
             if not any(sample_one_by_one(sampled, first_tokens.records)):
                 return self._verifier.accept_later(self._graphs, step, rows, first_tokens, drafts)
             before_drafts = step.hidden[self._table.upload(drafts.token_indices(rows))]
@@ -535,7 +532,7 @@ class ModelRunner:
         """Run a decode step that has a graph. Return token ids [R]; None: they are sampled later."""
         sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
         step = graphs.replay(rows, sampled, when_ready=self._constrained.sample_deferred)
-        if step.needs_masks:
+        if step.masked is not None:
             return self._constrained.sample_masked(graphs, step, sampled)
         if step.token_ids is None or self._needs_logits:
             return self._sample_or_defer(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
