@@ -328,10 +328,8 @@ class ModelRunner:
         """Free the memory of the pool. May be called twice. No step can be launched after it."""
         if self.adapters is not None:
             self.adapters.close()
-        self._kv_pool.release()
-        if self._drafts is not None:
-            self._drafts.release()
-        if self._inputs.states is not None:
+        self.release_pools()
+        if self._inputs.states is not None:  # also on a GPU, because no graph will run
             self._inputs.states.release()
 
     def _change_requests(self, plan: StepPlan) -> None:
