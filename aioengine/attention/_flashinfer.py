@@ -276,17 +276,40 @@ def plan_packed(
     *,
     is_causal: bool = True,
 ) -> None:
-    """Plan R rows with packed keys and values, for ``query_lengths`` [R] tokens and ``kv_lengths`` [R] positions."""
-    query_starts = starts_of(query_lengths)
-    wrapper.plan(
-        query_starts,
-        query_starts if kv_lengths is query_lengths else starts_of(kv_lengths),
-        *layers.heads(),
-        causal=is_causal,
-        **layers.plan_options,
-        window_left=layers.window_left,
-        max_token_per_sequence=int(query_lengths.max()),
-        max_sequence_kv=int(kv_lengths.max()),
+    """Plan R rows with packed keys and values, for ``query_lengths`` [R] tokens and ``kv_lengths`` [R] positions.
+
+    On Hopper only the first plan of a wrapper runs FlashInfer's Python code. It takes 0.3 ms of the host, mostly for
+    copies to the device that the Hopper kernels do not read.
+    """
+    starts = [np.concatenate(([0], lengths)).cumsum(dtype=np.int32) for lengths in (query_lengths, kv_lengths)]
+    if getattr(wrapper, "_plan_info", None) is None or wrapper._backend != "fa3":
+        wrapper.plan(
+            *map(pinned, starts),
+            *layers.heads(),
+            causal=is_causal,
+            **layers.plan_options,
+            window_left=layers.window_left,
+            max_token_per_sequence=int(query_lengths.max()),
+            max_sequence_kv=int(kv_lengths.max()),
+        )
+        return
+    num_heads, num_kv_heads, head_size = layers.heads()
+    wrapper._qo_indptr_last = num_tokens = int(starts[0][-1])
+    wrapper._plan_info = wrapper._cached_module.plan(
+        wrapper._float_workspace_buffer,
+        wrapper._int_workspace_buffer,
+        wrapper._pin_memory_int_workspace_buffer,
+        *map(torch.from_numpy, [*starts, kv_lengths]),
+        num_tokens,
+        len(query_lengths),
+        num_heads,
+        num_kv_heads,
+        1,  # page size
+        False,  # CUDA graph
+        head_size,
+        head_size,
+        is_causal,
+        layers.window_left,
     )
 
 
