@@ -351,12 +351,13 @@ class ModelRunner:
                 self._drafts.close(uid)
         for opened in plan.new_rows:
             self._failed.close(opened.uid)
-            if self._drafts is not None:
-                self._drafts.open(opened)
             try:
                 self._inputs.open(opened)
+                request = self._table.requests[opened.uid]
+                if self._drafts is not None:
+                    self._drafts.open(opened, request)
                 if opened.sampling.grammar is not None:
-                    self._constrained.open(opened, self._table.requests[opened.uid])
+                    self._constrained.open(opened, request)
             except (ValueError, TypeError, OverflowError) as error:
                 self._failed.add(opened.uid, f"cannot open the request: {error}")
         if self._table.images is not None:
@@ -444,7 +445,7 @@ class ModelRunner:
         first_tokens = self._table.sampled(sampled, rows.row_indices[rows.samples], positions - counts)
         if self._graphs is not None and self._graphs.fits(rows, has_drafts=True):
             num_drafts = None if drafts.on_device is None else counts
-            step = self._graphs.replay(rows, first_tokens, samples_each=True, num_drafts=num_drafts)
+            step = self._graphs.replay_with_drafts(rows, first_tokens, num_drafts)
             if not any(sample_one_by_one(sampled, first_tokens.records)):
                 return self._verifier.accept_later(self._graphs, step, rows, first_tokens, drafts)
             before_drafts = step.hidden[self._table.upload(drafts.token_indices(rows))]
@@ -527,7 +528,7 @@ class ModelRunner:
         sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
         step = graphs.replay(rows, sampled, when_ready=self._constrained.sample_deferred)
         if step.token_ids is None:
-            if step.needs_masks:
+            if step.masked is not None:
                 return self._constrained.sample_masked(graphs, step, sampled)
             return self._sample_or_defer(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
         if self._ranks is not None:  # only rank 0 knows how to sample

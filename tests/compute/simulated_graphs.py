@@ -138,11 +138,15 @@ class SimulatedGraphs(decode_graphs.DecodeGraphs):
 
     num_replayed = (0, 0)
 
-    def replay(self, *arguments: Any, samples_each: bool = False, **options: Any) -> decode_graphs.DecodeStep:
-        self.num_replayed = self.num_replayed[0] + 1, self.num_replayed[1] + samples_each
-        step = super().replay(*arguments, samples_each=samples_each, **options)
+    def replay_with_drafts(self, *arguments: Any) -> decode_graphs.DecodeStep:
+        self.num_replayed = self.num_replayed[0], self.num_replayed[1] + 1
+        return super().replay_with_drafts(*arguments)
+
+    def _run(self, *arguments: Any) -> decode_graphs._Graph:
+        self.num_replayed = self.num_replayed[0] + 1, self.num_replayed[1]
+        graph = super()._run(*arguments)
         # on a CPU, the tokens of a step in flight are not copied
-        return replace(step, token_ids=None if step.token_ids is None else step.token_ids.clone())
+        return replace(graph, token_ids=graph.token_ids.clone())
 
     def draw(self, step: decode_graphs.DecodeStep, logits: Tensor) -> Tensor:
         return super().draw(step, logits).clone()

@@ -55,21 +55,6 @@ def test_texts_that_repeat_nothing_get_no_proposals() -> None:
     assert not NgramProposer([]).propose(3)
 
 
-@given(token_ids=TOKENS, later=st.integers(0, 2), first=st.integers(0, 12))
-def test_a_step_does_not_wait_for_a_token_that_cannot_complete_an_ngram(
-    token_ids: list[int], later: int, first: int
-) -> None:
-    proposer = NgramProposer(list(token_ids), first=first)
-    if proposed([*token_ids, later], 1, first):
-        assert proposer.may_propose(1)
-    assert proposer.may_propose(0)
-
-
-def test_texts_that_repeat_nothing_are_not_waited_for() -> None:
-    assert not NgramProposer(list(range(100))).may_propose(1)
-    assert not NgramProposer([5]).may_propose(1)
-
-
 @given(token_ids=TOKENS, in_flight=st.lists(st.integers(0, 2), max_size=4), count=st.integers(1, 5))
 def test_proposals_follow_the_tokens_expected_in_flight(token_ids: list[int], in_flight: list[int], count: int) -> None:
     followed = proposed(token_ids, len(in_flight) + 1 + count)
