@@ -72,7 +72,7 @@ def test_against_torch(
     expected_pool = pool.float()
     plugin = importlib.import_module(f"aioengine.attention.{name}").PLUGIN
     backend, reference = plugin(shape, pool), TorchAttention(shape, expected_pool)
-    for step in ([(0, 400), (0, 290)], rows):  # a later plan may reuse parts of the first one
+    for step in ([(160, 40), (0, 400), (0, 290)], rows):  # a later plan may reuse parts of the first one
         batch = make_batch(step)
         size = len(batch.slot_mapping), num_heads + 2 * num_kv_heads, head_size
         heads = torch.randn(size, device="cuda", dtype=torch.bfloat16)
