@@ -100,7 +100,7 @@ def host_starts(lengths: Ints) -> Ints:
 
 
 def starts_of(lengths: Ints) -> Tensor:
-    """Return ``host_starts`` in pinned memory."""
+    """Return ``host_starts`` [R + 1] in pinned memory."""
     return pinned(host_starts(lengths))
 
 
