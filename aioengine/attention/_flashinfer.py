@@ -336,8 +336,8 @@ def _plan_again(
     page_size: int,
     is_causal: bool,
 ) -> bool:
-    """Plan other R rows with FlashInfer's compiled function; False: the whole ``plan`` must run. The arguments are as in
-    ``plan_paged``, with query_starts and kv_starts [R + 1].
+    """Plan other R rows with FlashInfer's compiled function; False: the whole ``plan`` must run. query_starts and
+    kv_starts: [R + 1]. kv_lengths: [R].
 
     On Hopper, only the first plan needs the whole ``plan``. It takes 0.3 ms of the host, mostly for copies to the
     device that the Hopper kernels do not read.
