@@ -173,6 +173,7 @@ class InputBuilder:
         num_outputs: int,
         extra_outputs: Ints | None = None,
         on_host: bool = False,
+        token_ids: Tensor | None = None,
     ) -> tuple[ModelInputs, ForwardBatch]:
         """Build the inputs of the model and of attention for at least one valid row.
 
@@ -182,6 +183,7 @@ class InputBuilder:
                 one token and there are no ``extra_outputs``.
             extra_outputs: [N] indices of further tokens, returned after ``row_outputs``.
             on_host: the tensors stay on the host; all tokens of the rows must be known.
+            token_ids: [T] on the device, instead of the tokens of the rows.
         """
         table, spec, page_size = self.table, model.input_spec, self.page_size
         upload = torch.from_numpy if on_host else table.upload
@@ -213,13 +215,15 @@ class InputBuilder:
         pages = indices // page_size
         # slot = page id * page size + offset, and offset = index - page * page size
         slots = [indices + (pages_RP[row_of_token, pages] - pages) * page_size for pages_RP in tables_GRP]
-        columns = {"positions": positions, "slots": slots[0], "pages": tables_GRP[0], **_id_columns(rows)}
+        columns = {"positions": positions, "slots": slots[0], "pages": tables_GRP[0]}
+        if token_ids is None:
+            columns |= _id_columns(rows)
         if outputs is not None:
             columns["outputs"] = outputs
         tensors = upload_together(upload, columns)
         inputs = model_inputs(
             model,
-            self._token_ids(tensors),
+            self._token_ids(tensors) if token_ids is None else token_ids,
             tensors["positions"],
             rows=upload(row_of_token) if spec.rows else None,
             token_types=token_types,

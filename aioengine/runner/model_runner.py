@@ -141,14 +141,14 @@ class ModelRunner:
         self._constrained = ConstrainedRows(masks, parts.device, may_force=may_force)
         self._drafts: DraftRows | None = None
         if settings.scheduler.max_drafts:
+            models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
+            has_windows = any(any(model.attention_shape.windows) for model in models)
+            self._table.has_bounds = parts.ranks is None and not has_windows
             draft_model = None
             if parts.draft is not None:
                 draft_model = DraftModel(parts.draft, self._table, sampler, processors, num_embeddings)
             kind = SentDrafts if parts.ranks is not None and parts.ranks.rank else DraftRows
             self._drafts = kind(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
-            models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
-            has_windows = any(any(model.attention_shape.windows) for model in models)
-            self._table.has_bounds = parts.ranks is None and not has_windows
             self._verifier = Verifier(
                 self._table,
                 sampler,
@@ -159,7 +159,6 @@ class ModelRunner:
                 errors=self._custom.errors,
                 read=self._drafts.read,
             )
-        self._is_closed = False
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
@@ -182,8 +181,6 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
         """Launch the step. On a CPU it is done when this returns."""
-        if self._is_closed:
-            raise RuntimeError("the runner is closed")
         if plan.closed or plan.new_rows:  # constraints must not be opened while masks are computed
             self._constrained.sample_deferred()
         with part("prepare"):
@@ -331,7 +328,6 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the memory of the pool. May be called twice. No step can be launched after it."""
-        self._is_closed = True
         if self.adapters is not None:
             self.adapters.close()
         self._kv_pool.release()

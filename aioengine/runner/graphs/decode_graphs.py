@@ -318,9 +318,7 @@ class DecodeGraphs:
         graph = self._run(rows, sampled, tokens)
         return _results(graph, slice(len(tokens.positions)), is_drawn=is_drawn)
 
-    def replay_draft(
-        self, rows: StepRows, sampled: SampledRows, number: int, num_unknown: Ints64 | None = None
-    ) -> DecodeStep:
+    def replay_draft(self, rows: StepRows, sampled: SampledRows, number: int, num_unknown: Ints64 | None) -> DecodeStep:
         """Queue a step of a draft model, which must fit. Its graph samples the draft with this number of each row.
 
         Rows without known tokens read the drafts with the previous number. num_unknown: as in ``expand_rows``.
