@@ -207,13 +207,8 @@ def _kv_pool(
 
 def _load_weights(model: Model, settings: Settings, purpose: str, report: Callable[[Progress], None]) -> int:
     """Load the weights of ``settings.model``, and return their bytes. purpose: for the progress bar."""
-    loaded = settings.model.weights
-    return weights.load(
-        model,
-        Path(loaded.path or settings.model.path),
-        load_format="auto" if loaded.path else settings.model.load_format,
-        seed=settings.random_seed,
-        report=lambda done, total: report(Progress(purpose, done, total, "B")),
+    return weights.load_newest(
+        model, settings, settings.model.weights, lambda done, total: report(Progress(purpose, done, total, "B"))
     )
 
 

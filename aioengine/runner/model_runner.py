@@ -30,7 +30,7 @@ from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
 from aioengine.runner.speculation.draft_rows import DraftRows, SentDrafts, rows_with_drafts
 from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, sample_one_by_one
-from aioengine.runner.ticket import StepDrafts, Ticket
+from aioengine.runner.ticket import NO_DRAFTS, StepDrafts, Ticket
 from aioengine.runner.timing import part
 from aioengine.runner.transfer import Ints, Readback
 from aioengine.scheduler.plan import Row, StepPlan, StepResult
@@ -185,13 +185,13 @@ class ModelRunner:
             self._constrained.sample_deferred()
         with part("prepare"):
             self._change_requests(plan)
-            plan_rows, drafts = plan.rows, None
+            plan_rows, drafts = plan.rows, NO_DRAFTS
             if self._drafts is None:
                 rows = self._read(plan_rows)
             else:
                 plan_rows, rows, drafts = self._propose(self._drafts, plan_rows)
         if self._send_plan is not None:
-            sent = plan if drafts is None else replace(plan, rows=rows_with_drafts(plan.rows, plan_rows, drafts))
+            sent = plan if self._drafts is None else replace(plan, rows=rows_with_drafts(plan.rows, plan_rows, drafts))
             self._send_plan(sent, self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
         reasons = self._failed.reasons
@@ -208,7 +208,7 @@ class ModelRunner:
             if self._table.num_pooled:
                 pooled = self._pooler.rows(plan, rows.requests)
         positions = (rows.starts + rows.counts)[rows.samples]
-        if drafts is not None and drafts.proposed:
+        if drafts.proposed:
             values = self._compute_drafts(rows, sampled, positions, drafts)
         else:
             values = Readback(self._compute(rows, sampled, pooled))
@@ -229,7 +229,7 @@ class ModelRunner:
         if self._drafts is not None:
             self._drafts.launched(ticket, plan_rows)
         if self._table.num_with_grammar:
-            self._constrained.note(ticket, sampled, positions, () if drafts is None else drafts.followed)
+            self._constrained.note(ticket, sampled, positions, drafts.followed)
         return ticket
 
     def use_grammars(self, grammars: GrammarSource) -> None:
@@ -260,10 +260,9 @@ class ModelRunner:
             self._constrained.follow(ticket)
             self._constrained.begin_masks()
         drafts = ticket.drafts
-        if self._drafts is not None and drafts is not None:
+        if self._drafts is not None:
             self._drafts.collected(ticket, values)
-        is_simple = not (ticket.failed or ticket.forced or ticket.repeated or invalid)
-        is_simple = is_simple and (drafts is None or not drafts.planned)
+        is_simple = not (ticket.failed or ticket.forced or ticket.repeated or invalid or drafts.planned)
         is_simple = is_simple and len(ticket.with_outputs) == len(ticket.sampled)
         if is_simple and FAILED not in values:
             tokens = TokenColumns(ticket.with_outputs, values[: len(ticket.sampled)], None, extras)
@@ -283,7 +282,6 @@ class ModelRunner:
         failed = {**ticket.failed, **errors}
         empty = ticket.repeated.union(ticket.without_token).difference(bad)
         tokens = TokenColumns(extras=extras)
-        drafts = drafts or StepDrafts()
         for uid in ticket.with_outputs:
             new = (*drafts.accepted.get(uid, ()), value_of.get(uid, FAILED), *ticket.forced.get(uid, ()))
             tokens.add(uid, () if uid in empty else new)
@@ -330,10 +328,8 @@ class ModelRunner:
         """Free the memory of the pool. May be called twice. No step can be launched after it."""
         if self.adapters is not None:
             self.adapters.close()
-        self._kv_pool.release()
-        if self._drafts is not None:
-            self._drafts.release()
-        if self._inputs.states is not None:
+        self.release_pools()
+        if self._inputs.states is not None:  # also on a GPU, because no graph will run
             self._inputs.states.release()
 
     def _change_requests(self, plan: StepPlan) -> None:

@@ -88,9 +88,9 @@ class DraftRows:
             (ticket,) = self._launched
             sampled = [self._requests[uid].row_index for uid in ticket.sampled if uid in self._requests]
             self._table.is_unread[sampled] = True
-            self._table.is_bound[sampled] = ticket.drafts is not None and ticket.drafts.is_counted
+            self._table.is_bound[sampled] = ticket.drafts.is_counted
         else:
-            has_drafts = any(ticket.drafts is not None and ticket.drafts.proposed for ticket in self._launched)
+            has_drafts = any(ticket.drafts.proposed for ticket in self._launched)
             if has_drafts or (self._launched and any(map(self._may_get_drafts, drafted))):
                 self._record_launched()
         drafts.planned = {row.uid: row.num_drafts for row in drafted if row.uid in self._open}
@@ -109,8 +109,6 @@ class DraftRows:
         if len(self._launched) != 1:
             return False
         (ticket,) = self._launched
-        if ticket.drafts is None:
-            return False
         if not ticket.drafts.is_counted and (ticket.drafts.proposed or self._model is not None):
             return False
         if len(rows) * (1 + self._table.max_drafts) > self._max_tokens:
@@ -170,8 +168,7 @@ class DraftRows:
             if row.num_drafts > left:
                 break
             if isinstance(tokens, NgramProposer):
-                earlier = self._launched[0].drafts if num_unknown else None
-                in_flight = None if earlier is None else earlier.proposed.get(row.uid, ())
+                in_flight = self._launched[0].drafts.proposed.get(row.uid, ()) if num_unknown else None
                 if proposed := list(tokens.propose(row.num_drafts, in_flight)):
                     drafts.proposed[row.uid] = proposed
                     left -= len(proposed)
@@ -198,7 +195,6 @@ class DraftRows:
     def launched(self, ticket: Ticket, rows: list[Row]) -> None:
         """Record a launched step, and let the draft model compute its prompts. rows: as ``propose`` returned them."""
         drafts = ticket.drafts
-        assert drafts is not None
         drafts.open = [self._open.get(uid) for uid in ticket.sampled]
         if not drafts.proposed:  # otherwise they are rejected when the tokens are known
             _reject(ticket, drafts)
@@ -218,7 +214,6 @@ class DraftRows:
     def _record(self, ticket: Ticket, values: list[int]) -> None:
         """Record the tokens of a step, and which drafts were accepted. values: ``Ticket.values``."""
         drafts = ticket.drafts
-        assert drafts is not None
         if drafts.proposed:
             _reject(ticket, drafts)
         for uid, entry, value in zip(ticket.sampled, drafts.open, values, strict=False):
@@ -236,7 +231,6 @@ class DraftRows:
         if ticket in self._launched:
             self._record(ticket, values)
             self._launched.remove(ticket)
-        assert ticket.drafts is not None
         for uid, entry in zip(ticket.sampled, ticket.drafts.open, strict=True):
             if entry is not None:
                 entry.num_rejected -= ticket.drafts.rejected.get(uid, 0)
