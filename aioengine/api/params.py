@@ -263,7 +263,7 @@ class SamplingParams(
         for name in changed:
             row, value = parameters.rows[name], _field(self, name)
             is_left_out = value is UNSET or (value is None and not row.takes_none)
-            # a default that was read from another object
+            # the default of another object, whose type shows that the user has not set it
             is_copied = isinstance(value, table.DefaultInt | table.DefaultFloat) and value == row.default
             kept = row.default if is_left_out or is_copied else row.check(name, value)
             if kept == row.default and type(kept) is type(row.default):

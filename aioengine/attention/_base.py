@@ -6,7 +6,7 @@ size, V value size, O output size, L layers, N pages of the pool, G groups of ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -303,8 +303,11 @@ class CapturableAttention(AttentionBackend, Protocol):
         """Return attention for decode steps of ``num_rows`` rows."""
         ...
 
-    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        """``attend`` into ``out`` [T, H, E]. Called between the CUDA graphs of the other operations."""
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Callable[[int], None]:
+        """Return a function of the layer: ``attend`` into ``out`` [T, H, E], with the same tensors in each layer.
+
+        It is called between the CUDA graphs of the other operations.
+        """
         ...
 
 

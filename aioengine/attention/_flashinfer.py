@@ -14,6 +14,7 @@ T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -171,7 +172,8 @@ class PrefillRows:
             columns = page_columns(lengths, layers.page_size)
             plan_paged(layers, self._paged, queries, lengths, columns, flat_pages(pages, columns[0])[1])
         if self._has_fresh:
-            plan_packed(layers, self._ragged, query_lengths[num_paged:], query_lengths[num_paged:])
+            fresh = query_lengths[num_paged:]
+            plan_packed(layers, self._ragged, fresh, fresh)
         layers.copied.record()
 
     def _plan_shared(self, page_ids: Ints, tokens: slice) -> None:
@@ -185,21 +187,30 @@ class PrefillRows:
         query_lengths, kv_lengths = np.array([[num_tokens], [num_positions]], dtype=np.int32)
         plan_packed(layers, self._prefix, query_lengths, kv_lengths, is_causal=False)
 
-    def attend(self, q: Tensor, kv: Pool, layer: int, out: Tensor) -> None:
-        """Attend: q and out [T, H, E] of these rows, keys and values [T, K, E], which are also in their slots."""
-        split, pool, sinks = self._num_paged, self._layers.pool[layer], self._layers.rules[layer].sinks
-        if self._shared is not None:
-            _, weights = self._paged.run(q[:split], pool, out=out[:split], return_lse=True)
-            tokens, indices = self._shared
-            _, num_kv_heads, _, head_size = pool[0].shape
-            keys, values = (
-                side.view(-1, head_size).index_select(0, indices).view(-1, num_kv_heads, head_size) for side in pool
-            )
-            merge(out[tokens], weights[tokens], *self._prefix.run(q[tokens], keys, values, return_lse=True))
-        elif split:
-            _run(self._paged, q[:split], pool, out=out[:split], sinks=sinks)
-        if self._has_fresh:
-            _run(self._ragged, q[split:], kv[0][split:], kv[1][split:], out=out[split:], sinks=sinks)
+    def bind(self, q: Tensor, kv: Pool, out: Tensor) -> Callable[[int], None]:
+        """Return a function of the layer, which attends: q and out [T, H, E] of these rows, keys and values [T, K, E],
+        which are also in their slots.
+        """
+        split = self._num_paged  # a slice takes 1 to 3 us of the host, so layers share them
+        paged_q, paged_out = q[:split], out[:split]
+        fresh, fresh_out = (q[split:], kv[0][split:], kv[1][split:]), out[split:]
+
+        def attend(layer: int) -> None:
+            pool, sinks = self._layers.pool[layer], self._layers.rules[layer].sinks
+            if self._shared is not None:
+                _, weights = self._paged.run(paged_q, pool, out=paged_out, return_lse=True)
+                tokens, indices = self._shared
+                _, num_kv_heads, _, head_size = pool[0].shape
+                keys, values = (
+                    side.view(-1, head_size).index_select(0, indices).view(-1, num_kv_heads, head_size) for side in pool
+                )
+                merge(out[tokens], weights[tokens], *self._prefix.run(q[tokens], keys, values, return_lse=True))
+            elif split:
+                _run(self._paged, paged_q, pool, out=paged_out, sinks=sinks)
+            if self._has_fresh:
+                _run(self._ragged, *fresh, out=fresh_out, sinks=sinks)
+
+        return attend
 
     def warm_up(self) -> None:
         """Compile the merge kernel."""
@@ -243,14 +254,18 @@ class ConvertedRows:
         plan_packed(layers, self._packed, query_lengths, kv_lengths)
         layers.copied.record()
 
-    def attend(self, q: Tensor, kv: Pool, layer: int, out: Tensor) -> None:
-        """Attend: q and out [T, H, E] of these rows. The keys and values ``kv`` are read in the pool."""
-        if self._slots is None:
-            self._over_pages.attend_into(q, *kv, layer, out=out)
-            return
-        rules = self._layers.rules[layer]
-        converted = convert(self._layers.pool[layer], self._slots, q.dtype, rules.scales)
-        _run(self._packed, q, *converted, out=out, sinks=rules.sinks)
+    def bind(self, q: Tensor, kv: Pool, out: Tensor) -> Callable[[int], None]:
+        """Return a function of the layer: q -> out [T, H, E] of these rows. ``kv`` is read in the pool."""
+        slots = self._slots
+        if slots is None:
+            return self._over_pages.bind(q, *kv, out=out)
+
+        def attend(layer: int) -> None:
+            rules = self._layers.rules[layer]
+            converted = convert(self._layers.pool[layer], slots, q.dtype, rules.scales)
+            _run(self._packed, q, *converted, out=out, sinks=rules.sinks)
+
+        return attend
 
 
 def plan_packed(
@@ -262,9 +277,10 @@ def plan_packed(
     is_causal: bool = True,
 ) -> None:
     """Plan R rows with packed keys and values, for ``query_lengths`` [R] tokens and ``kv_lengths`` [R] positions."""
+    query_starts = starts_of(query_lengths)
     wrapper.plan(
-        starts_of(query_lengths),
-        starts_of(kv_lengths),
+        query_starts,
+        query_starts if kv_lengths is query_lengths else starts_of(kv_lengths),
         *layers.heads(),
         causal=is_causal,
         **layers.plan_options,

@@ -7,7 +7,9 @@ pages of the longest row, X entries.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -202,12 +204,12 @@ class PagedAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E] -> [T, H * V]; k and v are read in the pool."""
         out = q.new_empty(*q.shape[:2], self._layers.shape.output_size)
-        self.attend_into(q, k, v, layer, out=out)
+        self._step.attend(q, layer, out=out)
         return out.flatten(1)
 
-    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        """q [T, H, E] -> out [T, H, V]; k and v are read in the pool."""
-        self._step.attend(q, layer, out=out)
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Callable[[int], None]:
+        """Return a function of the layer: q [T, H, E] -> out [T, H, V]; k and v are read in the pool."""
+        return partial(self._step.attend, q, out=out)
 
 
 class FixedDecodeRows:

@@ -13,7 +13,7 @@ C positions that tokens of an image attend to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -131,10 +131,15 @@ class ImageAttention(Generic[Inner]):
 class CapturableImageAttention(ImageAttention[CapturableAttention]):
     """Implements ``CapturableAttention``. Decode steps have no image tokens, so the inner backend computes them."""
 
-    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        """Attend with q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
-        self._inner.attend_into(q, k, v, layer, out=out)
-        self._attend_images(q, layer, out)
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Callable[[int], None]:
+        """Return a function of the layer: q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
+        inner = self._inner.bind(q, k, v, out=out)
+
+        def attend(layer: int) -> None:
+            inner(layer)
+            self._attend_images(q, layer, out)
+
+        return attend
 
     def warm_up(self) -> None:
         self._inner.warm_up()

@@ -63,7 +63,7 @@ def plan_parts(shape: AttentionShape, num_rows: int, longest: int) -> Parts:
 
 
 def first_expanded(query_lengths: Ints, kv_lengths: Ints, page_size: int, most: int) -> int:
-    """Return the first expanded row. All rows after it are expanded too, so that the tokens of each form are adjacent.
+    """Return the first expanded row. All rows after it are expanded too, because each form computes adjacent tokens.
 
     query_lengths, kv_lengths: [R]. most: maximum number of expanded positions, in whole pages.
     """

@@ -64,10 +64,15 @@ class MixedAttention(_ByLayer[Backend]):
 class MixedCapturableAttention(MixedAttention[CapturableAttention]):
     """Implements ``CapturableAttention``."""
 
-    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
-        backend, index = self._backend_of_layer[layer]
-        backend.attend_into(q, k, v, index, out=out)
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Callable[[int], None]:
+        """Return a function of the layer: q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
+        bound = {backend: backend.bind(q, k, v, out=out) for backend in self.backends}
+
+        def attend(layer: int) -> None:
+            backend, index = self._backend_of_layer[layer]
+            bound[backend](index)
+
+        return attend
 
     def warm_up(self) -> None:
         for backend in self.backends:

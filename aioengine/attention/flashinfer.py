@@ -13,6 +13,8 @@ T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -47,12 +49,17 @@ class FlashInferAttention:
         self._decode: DecodeRows | None = None
         self._slot_mapping = torch.empty(0, dtype=torch.int64, device=kv_pool.device)
         self._num_decode = 0
+        self._unplanned: ForwardBatch | None = None
 
     def prepare(self, batch: ForwardBatch) -> None:
+        self._slot_mapping = batch.slot_mapping
+        self._unplanned = batch  # planned in ``bind``, while the device computes the first operations of the step
+
+    def _plan(self, batch: ForwardBatch) -> None:
+        self._unplanned = None
         kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
         num_decode = num_decode_rows(query_lengths)
-        self._slot_mapping = batch.slot_mapping
         self._num_decode = num_decode
         self._decode = None
         if num_decode:
@@ -70,16 +77,26 @@ class FlashInferAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.attend_into(q, k, v, layer, out=out)
+        self.bind(q, k, v, out=out)(layer)
         return out.view(q.shape[0], -1)
 
-    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
-        split = self._num_decode
-        if self._decode is not None:
-            self._layers.decode(q[:split], self._decode, layer, out=out[:split])
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Callable[[int], None]:
+        """Return a function of the layer: q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
+        if self._unplanned is not None:
+            self._plan(self._unplanned)
+        split, decode, layers = self._num_decode, self._decode, self._layers
+        prefill = None
         if split < q.shape[0]:
-            self._prefill.attend(q[split:], (k[split:], v[split:]), layer, out[split:])
+            prefill = self._prefill.bind(q[split:], (k[split:], v[split:]), out[split:])
+        decode_q, decode_out = q[:split], out[:split]
+
+        def attend(layer: int) -> None:
+            if decode is not None:
+                layers.decode(decode_q, decode, layer, out=decode_out)
+            if prefill is not None:
+                prefill(layer)
+
+        return attend
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecodeRows:
         """Return attention for decode steps of ``num_rows`` rows."""

@@ -78,7 +78,7 @@ def _schema_of_class(value: Any) -> str:
 
 
 def _forbid_other_properties(schema: object) -> None:
-    """Allow only the fields of a class, even if its schema does not say so."""
+    """Forbid properties that are not fields of a class, unless its schema allows them."""
     if isinstance(schema, dict):
         keywords = cast("dict[str, object]", schema)
         if keywords.get("type") == "object" and isinstance(keywords.get("properties"), dict):

@@ -48,7 +48,7 @@ def prepare(
     """Return the fastest implementation for these experts.
 
     Args:
-        weights: on a CPU they may be copied; the caller can then free them.
+        weights: on a CPU the result may have copies of them, so the caller should keep no reference.
         dtype: of x.
         batch_invariant: on a GPU, a row of the result must not depend on the number of rows.
 

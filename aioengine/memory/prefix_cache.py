@@ -27,6 +27,7 @@ from aioengine.memory.radix import Key, Node, RadixTree, Salt
 from aioengine.memory.snapshots import Boundary, RequestSnapshots, Snapshots
 
 NEVER = 1 << 62  # a position that no request reaches
+MAX_KEPT_FREE = 512  # pages that are evicted before a prompt needs them
 
 
 class Match(NamedTuple):
@@ -86,8 +87,10 @@ class PrefixCache:
         self.enabled = enabled
         self.snapshots = snapshots
         self.num_weight_changes = 0
+        self._num_kept_free = min(MAX_KEPT_FREE, num_pages // 64)
         self._free = list(range(num_pages - 1, -1, -1))  # the last freed page is allocated first
         self._tree = RadixTree(page_size)
+        self._unannounced: list[tuple[Allocation, list[int]]] = []  # with the token ids
         self._pins: OrderedDict[int, dict[Node, None]] = OrderedDict()
         """Session -> its pinned nodes, parents first. The least recently used session comes first."""
 
@@ -119,6 +122,8 @@ class PrefixCache:
         """
         if not self.enabled:
             return Match([], None)
+        if self._unannounced:
+            self._announce()
         if self.num_weight_changes:
             salt = ("weights", self.num_weight_changes, salt)
         path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size, salt, known=known)
@@ -146,7 +151,8 @@ class PrefixCache:
     # ------------------------------------------------------------ changes
 
     def lock(self, token_ids: list[int], match: Match) -> Allocation:
-        """Lock the matched pages, allocate pages for the rest of ``token_ids``, and add the full ones as pending.
+        """Lock the matched pages, and allocate pages for the rest of ``token_ids``. Later, the full ones are added as
+        pending.
 
         Check ``num_left`` first.
         """
@@ -157,14 +163,21 @@ class PrefixCache:
         allocation.num_matched = allocation.num_ready = len(match.path)
         allocation.capacity = len(allocation.pages) * self.page_size
         if self.enabled:
-            first, parent = allocation.num_ready, allocation.path[-1] if allocation.path else self._tree.root
-            allocation.next_insert_at = (first + 1) * self.page_size
-            allocation.path += self._tree.announce(
-                parent, self._tree.keys(token_ids, first, allocation.salt), allocation.pages[first:]
-            )
+            allocation.next_insert_at = (allocation.num_ready + 1) * self.page_size
+            self._unannounced.append((allocation, token_ids))
         if self.snapshots is not None:
+            self._announce()
             allocation.snapshots = self.snapshots.begin(allocation.path, allocation.num_matched, match.missing_snapshot)
         return allocation
+
+    def after_launch(self) -> None:
+        """Do the work that need not delay the step: add the pages of its new requests as pending, and evict pages until
+        some are free for the next prompt. For a prompt of 8,000 tokens, each takes 0.4 to 0.8 ms.
+        """
+        self._announce()
+        num_missing = self._num_kept_free - len(self._free)
+        if num_missing > 0:
+            self.evict(min(num_missing, len(self._tree.unlocked)))
 
     def grow(self, allocation: Allocation) -> list[int] | None:
         """Add one page to a request and return it. If no page is left, return None and change nothing."""
@@ -177,6 +190,8 @@ class PrefixCache:
 
     def insert(self, allocation: Allocation, token_ids: list[int], num_computed: int) -> None:
         """Record that positions before ``num_computed`` have KV. Other requests can now match their full pages."""
+        if self._unannounced:
+            self._announce()
         size = self.page_size
         index = allocation.num_ready
         num_full = num_computed // size
@@ -196,6 +211,8 @@ class PrefixCache:
 
         is_invalid: the computed pages are wrong. They are freed too, unless another request uses them.
         """
+        if self._unannounced:
+            self._announce()
         if self.snapshots is not None and allocation.snapshots is not None:
             self.snapshots.end(allocation.snapshots, is_invalid=is_invalid)
             allocation.snapshots = None
@@ -279,6 +296,13 @@ class PrefixCache:
             )
 
     # ------------------------------------------------------------ private
+
+    def _announce(self) -> None:
+        for allocation, token_ids in self._unannounced:
+            path, first = allocation.path, allocation.num_matched
+            keys = self._tree.keys(token_ids, first, allocation.salt)
+            path += self._tree.announce(path[-1] if path else self._tree.root, keys, allocation.pages[first:])
+        self._unannounced.clear()
 
     def _allocate(self, count: int) -> list[int]:
         """Allocate ``count`` pages. Evicts cached pages if needed. Raises ValueError if ``num_allocatable`` is less."""

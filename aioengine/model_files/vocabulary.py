@@ -85,8 +85,9 @@ def _texts(tokenizer_path: str) -> dict[int, str]:
     file = Path(tokenizer_path) / folder_files.TOKENIZER
     tokenizer = _read(file)
     vocab = tokenizer.model.vocab
-    pairs = enumerate(_listed_texts(file, vocab)) if isinstance(vocab, list) else zip(vocab.values(), vocab, strict=True)
-    return dict(pairs) | {token.id: token.content for token in tokenizer.added_tokens}
+    texts = _listed_texts(file, vocab) if isinstance(vocab, list) else vocab
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    return dict(zip(ids, texts, strict=True)) | {token.id: token.content for token in tokenizer.added_tokens}
 
 
 def _read(file: Path) -> _Tokenizer:

@@ -80,6 +80,9 @@ _SWITCH_S = 0.0005
 """Switch interval of the GIL with LoRA: a step waits at most this long for a thread that reads an adapter. Grammar
 masks become slower."""
 
+_STATS_INTERVAL_S = 0.1
+"""Time between two messages with statistics while requests run."""
+
 _WAIT_S = 0.001
 """How long an idle scheduler waits for a grammar or an adapter before it reads messages again."""
 
@@ -286,7 +289,7 @@ class SchedulerService:
         If there is work but no step ends, return None. The supervisor then detects a stall.
         """
         is_busy = self._core.has_work
-        interval_s = self._settings.scheduler.stats_interval_s if is_busy else HEARTBEAT_S
+        interval_s = _STATS_INTERVAL_S if is_busy else HEARTBEAT_S
         has_become_idle = self._was_busy and not is_busy
         if has_become_idle and has_output and not self._has_replied:
             return None  # send the last output first; the next ``step`` follows immediately and sends the statistics

@@ -94,14 +94,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     advice = "End other processes on the GPU, or use a smaller model or a larger GPU"
     if dtype == torch.float32:
         advice += "; dtype='bfloat16' needs half"
-    options = ModelOptions(
-        dtype=dtype,
-        device=device,
-        max_positions=settings.model.context_length,
-        batch_invariant=settings.runner.batch_invariant,
-        shard=shard,
-    )
-    config, options, widened = _with_formats(settings, options)
+    config, options, widened = _options(settings, shard)
     with memory.record("the weights", advice=advice, need=_weights_bytes(settings, config, options)), torch.no_grad():
         model = _model(settings, config, options)
         if shard.group is not None:
@@ -134,15 +127,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         )
     times.end("largest_step")
     with memory.record("the KV pool and attention's workspace", advice=_LESS_POOL):
-        page_size = settings.memory.page_size
-        kv_pool = KVPool(
-            shape,
-            num_pages=pool.num_pages,
-            page_size=page_size,
-            dtype=kv_dtype,
-            device=device,
-            can_resume=settings.memory.can_release and device.type == "cuda",
-        )
+        kv_pool = _kv_pool(settings, shape, pool.num_pages, kv_dtype)
         attention = choice.build(shape, kv_pool.tensors)
         states = None
         if model.state_shape is not None:
@@ -205,15 +190,25 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     return runner
 
 
+def _kv_pool(
+    settings: Settings, shape: AttentionShape, num_pages: int, dtype: torch.dtype, *, has_page_groups: bool = True
+) -> KVPool:
+    """Allocate the memory of keys and values."""
+    return KVPool(
+        shape,
+        num_pages=num_pages,
+        page_size=settings.memory.page_size,
+        dtype=dtype,
+        device=torch.device(settings.runner.device),
+        can_resume=settings.memory.can_release and settings.runner.device == "cuda",
+        has_page_groups=has_page_groups,
+    )
+
+
 def _load_weights(model: Model, settings: Settings, purpose: str, report: Callable[[Progress], None]) -> int:
     """Load the weights of ``settings.model``, and return their bytes. purpose: for the progress bar."""
-    loaded = settings.model.weights
-    return weights.load(
-        model,
-        Path(loaded.path or settings.model.path),
-        load_format="auto" if loaded.path else settings.model.load_format,
-        seed=settings.random_seed,
-        report=lambda done, total: report(Progress(purpose, done, total, "B")),
+    return weights.load_newest(
+        model, settings, settings.model.weights, lambda done, total: report(Progress(purpose, done, total, "B"))
     )
 
 
@@ -239,15 +234,7 @@ class _LoadedDraft:
             num_slots = (FIRST_PAGE + num_pages) * settings.memory.page_size
             size = num_slots, self.model.hidden_size
             self.features.pool = torch.zeros(size, dtype=self.model.dtype, device=device)
-        kv_pool = KVPool(
-            self.shape,
-            num_pages=num_pages,
-            page_size=settings.memory.page_size,
-            dtype=kv_dtype,
-            device=device,
-            can_resume=settings.memory.can_release and device.type == "cuda",
-            has_page_groups=False,
-        )
+        kv_pool = _kv_pool(settings, self.shape, num_pages, kv_dtype, has_page_groups=False)
         return DraftParts(
             self.model,
             self.choice.build(self.shape, kv_pool.tensors),
@@ -267,24 +254,14 @@ def _load_draft(
     report: Callable[[Progress], None],
 ) -> _LoadedDraft:
     """Load a draft model. target: the model, which keeps its hidden states for a draft head."""
-    device = torch.device(settings.runner.device)
     settings = replace(
         settings, model=draft.model, runner=replace(settings.runner, attention_backend=draft.attention_backend)
     )
     check_unchanged(draft.model.files, "since the engine was made")
-    dtype = DTYPES[draft.model.dtype]
-    config, options, _ = _with_formats(
-        settings,
-        ModelOptions(
-            dtype=dtype,
-            device=device,
-            max_positions=draft.model.context_length,
-            batch_invariant=settings.runner.batch_invariant,
-        ),
-    )
+    config, options, _ = _options(settings, WHOLE)
     model = _model(settings, config, options)
-    shape = dataclasses.replace(model.attention_shape, dtype=dtype)
-    choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
+    shape = dataclasses.replace(model.attention_shape, dtype=options.dtype)
+    choice = choose_attention(settings.runner, shape, options.dtype, options.device, kv_dtype=kv_dtype, report=report)
     weights_bytes = _load_weights(model, settings, "loading the draft model", report)
     features = None
     if isinstance(model, DraftHead):
@@ -338,10 +315,15 @@ def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str) -> None
         token_logprobs.compile_kernels(vocab_size, torch.float32, device)
 
 
-def _with_formats(
-    settings: Settings, options: ModelOptions
-) -> tuple[Mapping[str, object], ModelOptions, tuple[str, ...]]:
+def _options(settings: Settings, shard: Shard) -> tuple[Mapping[str, object], ModelOptions, tuple[str, ...]]:
     """Return config.json without its quantization, the options for it, and the GGUF types that are widened."""
+    options = ModelOptions(
+        dtype=DTYPES[settings.model.dtype],
+        device=torch.device(settings.runner.device),
+        max_positions=settings.model.context_length,
+        batch_invariant=settings.runner.batch_invariant,
+        shard=shard,
+    )
     folder = Path(settings.model.path)
     config = read_config(folder)
     if config is None:

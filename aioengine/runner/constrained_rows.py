@@ -106,7 +106,7 @@ class ConstrainedRows:
             """Return token ids [R]."""
             logits = graphs.logits(step)
             with part("sample"):
-                self._masks.mask(logits, step.last_indices or range(len(rows.requests)), rows.constraints())
+                self._masks.mask(logits, step.masked or (), rows.constraints())
                 return graphs.draw(step, logits)
 
         return self.sample_or_defer(rows, sample, max_rows=graphs.max_rows)

@@ -172,6 +172,7 @@ class InputBuilder:
         num_outputs: int,
         extra_outputs: Ints | None = None,
         on_host: bool = False,
+        token_ids: Tensor | None = None,
     ) -> tuple[ModelInputs, ForwardBatch]:
         """Build the inputs of the model and of attention for at least one valid row.
 
@@ -181,6 +182,7 @@ class InputBuilder:
                 one token and there are no ``extra_outputs``.
             extra_outputs: [N] indices of further tokens, returned after ``row_outputs``.
             on_host: the tensors stay on the host; all tokens of the rows must be known.
+            token_ids: [T] on the device, instead of the tokens of the rows.
         """
         table, spec, page_size = self.table, model.input_spec, self.page_size
         upload = torch.from_numpy if on_host else table.upload
@@ -208,9 +210,11 @@ class InputBuilder:
             positions = images.positions(spans, indices)
         else:
             positions = rows.shifted(indices, spec.short_length, row_of_token)
+        if token_ids is None:
+            token_ids = upload(rows.known_ids) if on_host else self._token_ids(rows, num_tokens)
         inputs = model_inputs(
             model,
-            upload(rows.known_ids) if on_host else self._token_ids(rows, num_tokens),
+            token_ids,
             upload(positions),
             rows=upload(row_of_token) if spec.rows else None,
             token_types=token_types,

@@ -30,7 +30,7 @@ from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
 from aioengine.runner.speculation.draft_rows import DraftRows, SentDrafts, rows_with_drafts
 from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, sample_one_by_one
-from aioengine.runner.ticket import StepDrafts, Ticket
+from aioengine.runner.ticket import NO_DRAFTS, StepDrafts, Ticket
 from aioengine.runner.timing import part
 from aioengine.runner.transfer import Ints, Readback
 from aioengine.scheduler.plan import Row, StepPlan, StepResult
@@ -141,14 +141,14 @@ class ModelRunner:
         self._constrained = ConstrainedRows(masks, parts.device, may_force=may_force)
         self._drafts: DraftRows | None = None
         if settings.scheduler.max_drafts:
+            models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
+            has_windows = any(any(model.attention_shape.windows) for model in models)
+            self._table.has_bounds = parts.ranks is None and not has_windows
             draft_model = None
             if parts.draft is not None:
                 draft_model = DraftModel(parts.draft, self._table, sampler, processors, num_embeddings)
             kind = SentDrafts if parts.ranks is not None and parts.ranks.rank else DraftRows
             self._drafts = kind(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
-            models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
-            has_windows = any(any(model.attention_shape.windows) for model in models)
-            self._table.has_bounds = parts.ranks is None and not has_windows
             self._verifier = Verifier(
                 self._table,
                 sampler,
@@ -159,7 +159,6 @@ class ModelRunner:
                 errors=self._custom.errors,
                 read=self._drafts.read,
             )
-        self._is_closed = False
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
@@ -182,19 +181,17 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
         """Launch the step. On a CPU it is done when this returns."""
-        if self._is_closed:
-            raise RuntimeError("the runner is closed")
         if plan.closed or plan.new_rows:  # constraints must not be opened while masks are computed
             self._constrained.sample_deferred()
         with part("prepare"):
             self._change_requests(plan)
-            plan_rows, drafts = plan.rows, None
+            plan_rows, drafts = plan.rows, NO_DRAFTS
             if self._drafts is None:
                 rows = self._read(plan_rows)
             else:
                 plan_rows, rows, drafts = self._propose(self._drafts, plan_rows)
         if self._send_plan is not None:
-            sent = plan if drafts is None else replace(plan, rows=rows_with_drafts(plan.rows, plan_rows, drafts))
+            sent = plan if self._drafts is None else replace(plan, rows=rows_with_drafts(plan.rows, plan_rows, drafts))
             self._send_plan(sent, self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
         reasons = self._failed.reasons
@@ -211,7 +208,7 @@ class ModelRunner:
             if self._table.num_pooled:
                 pooled = self._pooler.rows(plan, rows.requests)
         positions = (rows.starts + rows.counts)[rows.samples]
-        if drafts is not None and drafts.proposed:
+        if drafts.proposed:
             values = self._compute_drafts(rows, sampled, positions, drafts)
         else:
             values = Readback(self._compute(rows, sampled, pooled))
@@ -232,7 +229,7 @@ class ModelRunner:
         if self._drafts is not None:
             self._drafts.launched(ticket, plan_rows)
         if self._table.num_with_grammar:
-            self._constrained.note(ticket, sampled, positions, () if drafts is None else drafts.followed)
+            self._constrained.note(ticket, sampled, positions, drafts.followed)
         return ticket
 
     def use_grammars(self, grammars: GrammarSource) -> None:
@@ -263,10 +260,9 @@ class ModelRunner:
             self._constrained.follow(ticket)
             self._constrained.begin_masks()
         drafts = ticket.drafts
-        if self._drafts is not None and drafts is not None:
+        if self._drafts is not None:
             self._drafts.collected(ticket, values)
-        is_simple = not (ticket.failed or ticket.forced or ticket.repeated or invalid)
-        is_simple = is_simple and (drafts is None or not drafts.planned)
+        is_simple = not (ticket.failed or ticket.forced or ticket.repeated or invalid or drafts.planned)
         is_simple = is_simple and len(ticket.with_outputs) == len(ticket.sampled)
         if is_simple and FAILED not in values:
             tokens = TokenColumns(ticket.with_outputs, values[: len(ticket.sampled)], None, extras)
@@ -286,7 +282,6 @@ class ModelRunner:
         failed = {**ticket.failed, **errors}
         empty = ticket.repeated.union(ticket.without_token).difference(bad)
         tokens = TokenColumns(extras=extras)
-        drafts = drafts or StepDrafts()
         for uid in ticket.with_outputs:
             new = (*drafts.accepted.get(uid, ()), value_of.get(uid, FAILED), *ticket.forced.get(uid, ()))
             tokens.add(uid, () if uid in empty else new)
@@ -331,13 +326,10 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the memory of the pool. May be called twice. No step can be launched after it."""
-        self._is_closed = True
         if self.adapters is not None:
             self.adapters.close()
-        self._kv_pool.release()
-        if self._drafts is not None:
-            self._drafts.release()
-        if self._inputs.states is not None:
+        self.release_pools()
+        if self._inputs.states is not None:  # also on a GPU, because no graph will run
             self._inputs.states.release()
 
     def _change_requests(self, plan: StepPlan) -> None:
@@ -351,12 +343,13 @@ class ModelRunner:
                 self._drafts.close(uid)
         for opened in plan.new_rows:
             self._failed.close(opened.uid)
-            if self._drafts is not None:
-                self._drafts.open(opened)
             try:
                 self._inputs.open(opened)
+                request = self._table.requests[opened.uid]
+                if self._drafts is not None:
+                    self._drafts.open(opened, request)
                 if opened.sampling.grammar is not None:
-                    self._constrained.open(opened, self._table.requests[opened.uid])
+                    self._constrained.open(opened, request)
             except (ValueError, TypeError, OverflowError) as error:
                 self._failed.add(opened.uid, f"cannot open the request: {error}")
         if self._table.images is not None:
@@ -444,7 +437,7 @@ class ModelRunner:
         first_tokens = self._table.sampled(sampled, rows.row_indices[rows.samples], positions - counts)
         if self._graphs is not None and self._graphs.fits(rows, has_drafts=True):
             num_drafts = None if drafts.on_device is None else counts
-            step = self._graphs.replay(rows, first_tokens, samples_each=True, num_drafts=num_drafts)
+            step = self._graphs.replay_with_drafts(rows, first_tokens, num_drafts)
             if not any(sample_one_by_one(sampled, first_tokens.records)):
                 return self._verifier.accept_later(self._graphs, step, rows, first_tokens, drafts)
             before_drafts = step.hidden[self._table.upload(drafts.token_indices(rows))]
@@ -527,7 +520,7 @@ class ModelRunner:
         sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
         step = graphs.replay(rows, sampled, when_ready=self._constrained.sample_deferred)
         if step.token_ids is None:
-            if step.needs_masks:
+            if step.masked is not None:
                 return self._constrained.sample_masked(graphs, step, sampled)
             return self._sample_or_defer(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
         if self._ranks is not None:  # only rank 0 knows how to sample

@@ -78,7 +78,8 @@ class RowTable:
         first_draft: the first index of drafts in ``last_tokens``.
         rejected: [max_rows + 1] int32 on the device, by row index: how many drafts the last step with drafts has
             rejected. The last entry is 0.
-        is_unread: [max_rows] bool: the host has not read this number yet, so the next step subtracts it.
+        is_bound: [max_rows] bool: the host has not read this number yet, so the next step subtracts it.
+        is_unread: [max_rows] bool: only the device has the last token of the row.
         has_bounds: steps may begin before the host knows how many drafts are rejected. Their positions are then upper
             bounds, and CUDA graphs subtract ``rejected``.
         sampling: [max_rows] of SAMPLING_RECORD.
@@ -109,7 +110,7 @@ class RowTable:
         self.last_tokens = torch.zeros((3 + 3 * max_drafts) * max_rows + 1, dtype=torch.int64, device=device)
         self.first_draft = (3 + 2 * max_drafts) * max_rows
         self.rejected = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
-        self.is_unread = np.zeros(max_rows, dtype=np.bool_)
+        self.is_bound, self.is_unread = np.zeros((2, max_rows), dtype=np.bool_)
         self.max_drafts = max_drafts
         self.has_bounds = False
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)

@@ -69,6 +69,9 @@ class StepDrafts:
         )
 
 
+NO_DRAFTS = StepDrafts()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Ticket:
     """A launched step.
@@ -83,7 +86,7 @@ class Ticket:
         repeated: uids of the rows whose token was already returned as a forced token.
         forced: uid -> tokens that the grammar forces after the sampled token.
         complete: uids of the rows whose grammar is complete.
-        drafts: the drafts of the step; None: the engine does not speculate.
+        drafts: the drafts of the step; ``NO_DRAFTS`` if the engine does not speculate.
     """
 
     with_outputs: list[int]
@@ -98,4 +101,4 @@ class Ticket:
     repeated: set[int] = field(default_factory=set[int])
     forced: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     complete: list[int] = field(default_factory=list[int])
-    drafts: StepDrafts | None = None
+    drafts: StepDrafts = field(kw_only=True)

@@ -382,11 +382,8 @@ class WeightLoader:
 
     def _load_all(self) -> None:
         """Load all weights again."""
-        model, loaded = self._settings.model, self._loaded
-        path, load_format = Path(loaded.path or model.path), "auto" if loaded.path else model.load_format
-        seed = self._settings.random_seed
-        weights.load(self._model, path, load_format=load_format, seed=seed, report=lambda done, total: None)
-        for file in loaded.tensor_files:
+        weights.load_newest(self._model, self._settings, self._loaded, lambda done, total: None)
+        for file in self._loaded.tensor_files:
             self._replace(self._part_of({"path": file, "is_part": True}))
 
     def _refusal(self, control: Control) -> Reply | None:

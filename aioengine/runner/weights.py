@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,16 +24,22 @@ from aioengine.runner.weight_reading import DTYPES, read_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from aioengine.model_files.checkpoint import Entry
     from aioengine.models._base import Model
+    from aioengine.settings.config import LoadedWeights, Settings
 
     Report = Callable[[int, int], None]
 
 _EXACT_TYPES = {dtype: name for name, dtype in DTYPES.items() if name not in FLOAT_BYTES}
 """dtypes that require the same dtype in the file -> their names in files."""
 _DUMMY_BLOCK = 1_048_573  # a prime, so that rows of a matrix differ
+
+
+def load_newest(model: Model, settings: Settings, loaded: LoadedWeights, report: Report) -> int:
+    """Do the same as ``load`` for the newest checkpoint of a model: the one of ``loaded``, or else of the settings."""
+    path, load_format = (loaded.path, "auto") if loaded.path else (settings.model.path, settings.model.load_format)
+    return load(model, Path(path), load_format=load_format, seed=settings.random_seed, report=report)
 
 
 def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Report) -> int:

@@ -97,6 +97,7 @@ class SchedulerCore(Generic[Ticket]):
             try:
                 with trace.launch(self._num_launched, plan) if trace else _NOTHING:
                     in_flight.append((plan, self._runner.launch(plan)))
+                self.scheduler.cache.after_launch()
             except Exception as error:
                 if board is not None:
                     board.forget()

@@ -33,6 +33,8 @@ PROBE: Final = 2
 MIN_PAUSE: Final = 8
 MAX_PAUSE: Final = 256
 """Steps of a request without drafts between two probes."""
+MAX_EMPTY_PAUSE: Final = 32
+"""The same after probes without proposals, because a text may begin to repeat itself."""
 
 
 class _Line:
@@ -89,7 +91,10 @@ class DraftCosts:
             times.with_drafts.add(num_drafts, seconds)
             times.num_since_plain += 1
         else:
-            times.plain.add(0, seconds)
+            # A step with drafts begins before the results of the step before it are read, so it delays them. The first
+            # plain step is followed by another one, because the next step is planned before a step is recorded.
+            if times.num_since_plain or not times.with_drafts.weight:
+                times.plain.add(0, seconds)
             times.num_since_plain = 0
 
     def is_plain_due(self, num_rows: int) -> bool:
@@ -164,9 +169,7 @@ class Acceptance:
         self._accepted = 0.9 * self._accepted + num_accepted if num_tried else self._accepted
         if not self._is_probe:
             self._pause = MIN_PAUSE
-        elif not num_proposed:
-            self._left = MIN_PAUSE
-        elif num_accepted < num_proposed:
+        elif num_accepted < max(num_proposed, 1):
             self._left = self._pause
-            self._pause = min(2 * self._pause, MAX_PAUSE)
+            self._pause = min(2 * self._pause, MAX_PAUSE if num_proposed else MAX_EMPTY_PAUSE)
         return num_tried

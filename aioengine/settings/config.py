@@ -389,7 +389,6 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     Attributes:
         chunk_tokens: the token budget of a step.
         depth: steps that may be in flight while the next one is launched; 0: no overlap.
-        stats_interval_s: time between two messages with statistics while requests run.
         tenant_weights: the weight of each tenant. The default is 1.
         splits_prompts: False: tokens attend in both directions, or all tokens are pooled. Then a prompt is computed in
             one step, and is not cached. A prompt longer than ``chunk_tokens`` is alone in its step.
@@ -407,7 +406,6 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     policy: str
     prefix_cache: bool
     depth: int
-    stats_interval_s: float = 0.1
     tenant_weights: dict[str, float] = {}
     decode_cost: int = 1
     splits_prompts: bool = True

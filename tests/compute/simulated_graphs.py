@@ -18,6 +18,8 @@ from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.speculation.verifier import num_accepted
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import pytest
     from torch import Tensor
 
@@ -76,8 +78,8 @@ class CapturableTorch(TorchAttention):
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedRows:
         return FixedRows(self._shape, self._pool, num_rows, buffers)
 
-    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        out.copy_(self.attend(q, k, v, layer).view_as(out))
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Callable[[int], None]:
+        return lambda layer: out.copy_(self.attend(q, k, v, layer).view_as(out))
 
 
 class Kernels:
@@ -136,11 +138,15 @@ class SimulatedGraphs(decode_graphs.DecodeGraphs):
 
     num_replayed = (0, 0)
 
-    def replay(self, *arguments: Any, samples_each: bool = False, **options: Any) -> decode_graphs.DecodeStep:
-        self.num_replayed = self.num_replayed[0] + 1, self.num_replayed[1] + samples_each
-        step = super().replay(*arguments, samples_each=samples_each, **options)
+    def replay_with_drafts(self, *arguments: Any) -> decode_graphs.DecodeStep:
+        self.num_replayed = self.num_replayed[0], self.num_replayed[1] + 1
+        return super().replay_with_drafts(*arguments)
+
+    def _run(self, *arguments: Any) -> decode_graphs._Graph:
+        self.num_replayed = self.num_replayed[0] + 1, self.num_replayed[1]
+        graph = super()._run(*arguments)
         # on a CPU, the tokens of a step in flight are not copied
-        return replace(step, token_ids=None if step.token_ids is None else step.token_ids.clone())
+        return replace(graph, token_ids=graph.token_ids.clone())
 
     def draw(self, step: decode_graphs.DecodeStep, logits: Tensor) -> Tensor:
         return super().draw(step, logits).clone()

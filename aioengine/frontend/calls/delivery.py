@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 MAX_WOKEN = 128
-"""Readers that are woken in one iteration of the loop, not counting readers of ended rows. They read in the next one,
-and the objects that they make are freed before other readers are woken. So a thousand streams do not trigger garbage
-collection at every step."""
+"""Maximum readers that are woken in one iteration of the loop, not counting readers of ended rows. They read in the
+next iteration, and free their chunks before other readers are woken. Otherwise, a thousand streams would trigger
+garbage collection at every step."""
 
 MAX_EXTRA_BYTES: Final = 256 * 1024
 """Size of the extras that are read in one iteration of the loop: 33,000 to 65,000 logprobs, some milliseconds."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aioengine.media.tokens._base import ImageModel, ImageShape
 
 MAX_AHEAD: Final = 16
-"""While the images of one prompt are prepared, so are the images of this many next prompts of the batch."""
+"""Prompts of a batch whose images are prepared at the same time."""
 
 MAX_KNOWN_TEXTS: Final = 4096
 

@@ -160,18 +160,16 @@ class Submitter:
                 return
             if self._images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):
                 prompts = prompts[:1]  # a prompt waits for its images, so it starts alone
-            encoded: list[Encoded] = []
-            for number, prompt in enumerate(prompts):
-                known = self._ids_if_known(prompt)
-                if known is not None:
-                    encoded.append(known)
-                if isinstance(known, Exception):
-                    prompts[number] = known
+            known = [self._ids_if_known(prompt) for prompt in prompts]
+            encoded: list[Encoded] = [ids for ids in known if ids is not None]
             start = self._start_rows if self._images is None else self._place_images
-            if len(encoded) == len(prompts):  # otherwise all go to the thread, so that rows start in order
+            if len(encoded) == len(prompts):
                 start(call, encoded, 0.0)
-            else:
+            else:  # all go to the thread, so that rows start in order
                 call.is_start_pending = True
+                prompts = [
+                    ids if isinstance(ids, Exception) else prompt for prompt, ids in zip(prompts, known, strict=True)
+                ]
                 self._encoder.encode(EncodeJob(prompts, partial(start, call)))
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))

@@ -31,7 +31,7 @@ from aioengine.kernels.triton.drafts import accept, move_rows
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
 from aioengine.runner.graphs.ladder import cascade_ladder, ladder
-from aioengine.runner.graphs.rearranged_rows import Cascade, ExpandedRows, SharedPrefixes, can_expand, expand_rows
+from aioengine.runner.graphs.rearranged_rows import Cascade, SharedPrefixes, TokenRows, can_expand, expand_rows
 from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.lora.pool import FixedAdapters, FixedTiles
@@ -39,7 +39,7 @@ from aioengine.runner.sampling.device_sampler import fill_fields, is_simple
 from aioengine.runner.timing import part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import numpy.typing as npt
     from torch import Tensor
@@ -111,25 +111,30 @@ class TensorAddress:
 class DecodeStep:
     """The results of a replayed step.
 
-    R: rows of the step, or tokens if each token was sampled (``DecodeGraphs.replay``).
+    R: rows of the step, or its tokens (``DecodeGraphs.replay_with_drafts``).
 
     Attributes:
-        token_ids: [R] int64, already stored in the table; None: a row needs more than a temperature. If each token was
-            sampled, they are not stored.
+        token_ids: [R] int64; None: a row needs more than a temperature. They are stored in the table already, except
+            for a step with drafts.
         hidden: [R, D].
         graph: the graph, for ``DecodeGraphs.logits``.
         order: [R] int64, the index in the graph of each row; None: rows are in order.
-        last_indices: ``order`` on the host, if rows were expanded; else None.
-        needs_masks: rows need only grammar masks beside a temperature, and nothing else reads the logits. So masks may
-            be applied to the logits in place, and ``DecodeGraphs.draw`` samples the tokens.
+        masked: the indices in the graph of the rows, if they need only grammar masks beside a temperature, and nothing
+            else reads the logits; else None. Masks may then be applied to the logits in place, and
+            ``DecodeGraphs.draw`` samples the tokens.
     """
 
     token_ids: Tensor | None
     hidden: Tensor
     graph: _Graph
     order: Tensor | None
-    needs_masks: bool = False
-    last_indices: list[int] | None = None
+    masked: list[int] | None = None
+
+
+def _results(graph: _Graph, index: Tensor | slice, *, is_drawn: bool, masked: list[int] | None = None) -> DecodeStep:
+    """Return the results of a replayed graph. index: [R] its rows with results. is_drawn: it has sampled the tokens."""
+    token_ids = graph.token_ids[index] if is_drawn else None
+    return DecodeStep(token_ids, graph.hidden[index], graph, None if isinstance(index, slice) else index, masked)
 
 
 def _fill_pages(
@@ -175,16 +180,16 @@ class DecodeGraphs:
         *,
         vocab_size: int,
         max_rows: int,
-        may_cascade: bool = True,
+        is_draft_model: bool = False,
         features: Features | None = None,
         has_ranks: bool = False,
     ) -> None:
         """inputs: builds the inputs of steps without graphs; its table, page size and states are used here too.
-        may_cascade: rows that share pages may use cascade attention.
-        features: of a draft head.
+        is_draft_model: the steps are those of ``replay_draft``. features: of a draft head.
         has_ranks: all ranks replay the same graphs, but only rank 0 knows the grammars and accepts drafts.
         """
         self._has_ranks = has_ranks
+        self._is_draft_model = is_draft_model
         table = inputs.table
         device = table.last_tokens.device
         self.max_rows = max_rows
@@ -210,10 +215,11 @@ class DecodeGraphs:
         tiles = table.adapters.tiles
         self._tiles = None if tiles is None else FixedTiles(max_rows, tiles, device)
         self._features = features
+        self._lag = int(features is not None)  # 1: a draft head, whose position p reads the token at position p + 1
         if features is not None:  # the hidden states of the head after its newest draft, by row index
             self._states = torch.zeros(len(table.sampling) + 1, model.hidden_size, dtype=model.dtype, device=device)
         self._prefixes: SharedPrefixes | None = None
-        if may_cascade and isinstance(attention, CascadeAttention):
+        if not is_draft_model and isinstance(attention, CascadeAttention):
             self._prefixes = SharedPrefixes(table, attention.cascade_limits, page_size=self._inputs.page_size)
 
     def capture(self, report: Callable[[int, int], None]) -> None:
@@ -277,100 +283,108 @@ class DecodeGraphs:
         return sum(row.count for row in rows) <= self.max_rows and is_simple(table.sampling[row_indices])
 
     def replay(
-        self,
-        rows: StepRows,
-        sampled: SampledRows,
-        *,
-        when_ready: Callable[[], None] | None = None,
-        samples_each: bool = False,
-        num_drafts: Ints64 | None = None,
-        num_sampled: Ints64 | None = None,
-        draft_number: int | None = None,
+        self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None] | None = None
     ) -> DecodeStep:
-        """Queue the step, which must fit.
+        """Queue a step, which must fit. Its graph samples the next token of each row.
 
-        Args:
-            when_ready: called before its inputs overwrite those of the previous step.
-            samples_each: sample after each token of the step, and return results for tokens instead of rows.
-            num_drafts, num_sampled: as in ``expand_rows``.
-            draft_number: of a draft model: store the sampled tokens as drafts with this number. Rows without known
-                tokens read the drafts with the previous number.
+        when_ready: called before its inputs overwrite those of the previous step.
         """
-        num_rows, table = int(rows.token_ends[-1]), self._table  # each token is a row of the graph
-        cascade = expanded = None
+        table, is_drawn = self._table, is_simple(sampled.records)
         with part("prepare"):
-            slots = table.adapters.slots(rows.row_indices)
             if rows.known_ids.size:
-                expanded = expand_rows(rows, table, num_drafts, num_sampled)
-                slots = None if slots is None else slots[expanded.row_of_token]
-            elif slots is None and self._prefixes is not None and not table.is_unread.any():
-                cascade = self._prefixes.find(rows)
-            chosen = self._choose(num_rows, cascade, slots)
+                tokens = expand_rows(rows, table)
+                tokens.targets[rows.token_ends - 1] = rows.row_indices
+            else:
+                tokens = self._one_token_rows(rows, is_drawn=is_drawn)
+        graph = self._run(rows, sampled, tokens, when_ready)
+        if tokens.cascade is not None:
+            return _results(graph, tokens.cascade.inverse, is_drawn=is_drawn)
+        lasts = rows.token_ends - 1
+        index = table.upload(lasts) if rows.known_ids.size else slice(len(lasts))
+        has_readers = table.num_with_logprobs or table.num_with_hidden_states or self._has_ranks
+        needs_masks = not (is_drawn or has_readers) and is_simple(sampled.records, aside_from=table.mask_bit)
+        return _results(graph, index, is_drawn=is_drawn, masked=lasts.tolist() if needs_masks else None)
+
+    def replay_with_drafts(self, rows: StepRows, sampled: SampledRows, num_drafts: Ints64 | None) -> DecodeStep:
+        """Queue a step with drafts, which must fit. Its graph samples after each token; ``accept`` stores the tokens.
+
+        num_drafts: as in ``expand_rows``. Returns results for tokens instead of rows.
+        """
+        is_drawn = is_simple(sampled.records)
+        with part("prepare"):
+            tokens = expand_rows(rows, self._table, num_drafts)
+            if is_drawn:  # a graph samples only after tokens with a target; this target is never read
+                tokens.targets[:] = len(self._table.last_tokens) - 1
+        graph = self._run(rows, sampled, tokens)
+        return _results(graph, slice(len(tokens.positions)), is_drawn=is_drawn)
+
+    def replay_draft(self, rows: StepRows, sampled: SampledRows, number: int, num_unknown: Ints64 | None) -> DecodeStep:
+        """Queue a step of a draft model, which must fit. Its graph samples the draft with this number of each row.
+
+        Rows without known tokens read the drafts with the previous number. num_unknown: as in ``expand_rows``.
+        """
+        table, lasts = self._table, rows.token_ends - 1
+        index: Tensor | slice = slice(len(lasts))
+        targets = table.draft_indices(number, rows.row_indices)
+        with part("prepare"):
+            if not rows.known_ids.size:
+                sources = table.draft_indices(number - 1, rows.row_indices)
+                tokens = TokenRows(slice(None), rows.starts, sources, targets)
+            else:
+                tokens = expand_rows(rows, table, num_unknown=num_unknown)
+                index = table.upload(lasts)
+                if num_unknown is None:
+                    tokens.targets[lasts] = targets
+                else:  # ``move_rows`` chooses the token of each row after which a draft is sampled
+                    tokens.targets[:] = targets[tokens.row_of_token]
+                    index -= table.rejected[table.upload(rows.row_indices)]
+        return _results(self._run(rows, sampled, tokens), index, is_drawn=is_simple(sampled.records))
+
+    def _one_token_rows(self, rows: StepRows, *, is_drawn: bool) -> TokenRows:
+        """Return rows of one token each, with cascade attention if it saves enough. is_drawn: the graph samples."""
+        table, cascade = self._table, None
+        if self._prefixes is not None and not table.is_bound.any() and table.adapters.slots(rows.row_indices) is None:
+            cascade = self._prefixes.find(rows)
+        order = slice(None) if cascade is None else cascade.order
+        row_indices = rows.row_indices[order]
+        targets = row_indices if is_drawn else np.full(len(row_indices), -1)
+        return TokenRows(order, rows.starts[order], row_indices, targets, cascade)
+
+    def _run(
+        self, rows: StepRows, sampled: SampledRows, tokens: TokenRows, when_ready: Callable[[], None] | None = None
+    ) -> _Graph:
+        """Choose the graph of a step, write its inputs, and queue it."""
+        with part("prepare"):
+            num_tokens = len(tokens.positions)
+            slots = self._table.adapters.slots(rows.row_indices[tokens.row_of_token])
+            chosen = self._choose(num_tokens, tokens.cascade, slots)
             size = chosen.num_rows
             self._copied.synchronize()
-            is_drawn = is_simple(sampled.records)
-            sources = targets = rows.row_indices if cascade is None else rows.row_indices[cascade.order]
-            if draft_number is not None:
-                sources = table.draft_indices(draft_number - 1, rows.row_indices)
-                targets = table.draft_indices(draft_number, rows.row_indices)
-            if expanded is not None:
-                sources, targets_of_rows = expanded.sources, targets
-                # before drafts are accepted, sampled tokens are stored where they are never read
-                targets = np.full(num_rows, len(table.last_tokens) - 1 if samples_each and is_drawn else -1)
-                if num_sampled is not None:  # ``move_rows`` chooses the token of the row that is sampled
-                    targets = targets_of_rows[expanded.row_of_token]
-                elif not samples_each:
-                    targets[rows.token_ends - 1] = targets_of_rows
-            places = sources, targets if is_drawn or expanded is not None or draft_number is not None else -1
-            arrays = self._host_arrays
             tables: Ints | None = None
-            if expanded is not None and (most := chosen.attention.most_tokens) > 1:
-                is_first = (expanded.positions - rows.starts[expanded.row_of_token]) % most == 0
-                tables = np.append(np.flatnonzero(is_first), np.arange(num_rows, size + 1)).astype(np.int32)
-            options = {"cascade": cascade, "expanded": expanded, "tables": tables}
-            num_used = self._fill(arrays, size, rows, sampled, places, **options)
-            columns = arrays[0][: _COLUMNS * size].reshape(_COLUMNS, size)[:, :num_rows]
-            if num_sampled is not None:  # exact rows, see ``move_rows``
-                columns[_REJECTED] = -1 - columns[_REJECTED]
-            if samples_each and expanded is not None:
-                columns[_SAMPLED] = expanded.positions + 1
+            if num_tokens > len(rows.requests) and (most := chosen.attention.most_tokens) > 1:
+                is_first = (tokens.positions - rows.starts[tokens.row_of_token]) % most == 0
+                tables = np.append(np.flatnonzero(is_first), np.arange(num_tokens, size + 1)).astype(np.int32)
+            num_used = self._fill(size, rows, sampled, tokens, tables)
             host, ends = self._host[0], _COLUMNS * size
             chosen.attention.plan(host[ends : ends + size + 1], host[_LAST_LENGTHS * size :][:size], tables)
         if when_ready is not None:
             when_ready()
         for memory, host, end in zip(self._memory, self._host, num_used, strict=True):
-            if draft_number is None:
-                memory[:end].copy_(host[:end], non_blocking=True)
-            else:  # the host must not wait for this copy before it prepares the next draft
-                memory[:end].copy_(table.upload(host[:end].numpy()))
-        if draft_number is None:
+            inputs = self._table.upload(host[:end].numpy()) if self._is_draft_model else host[:end]
+            memory[:end].copy_(inputs, non_blocking=True)
+        if not self._is_draft_model:  # the host does not wait for these copies before it prepares the next draft
             self._copied.record()
         chosen.graph.replay()
-        token_ids = chosen.token_ids[:num_rows] if is_drawn else None
-        if cascade is not None:
-            inverse = cascade.inverse
-            token_ids = None if token_ids is None else token_ids[inverse]
-            return DecodeStep(token_ids, chosen.hidden[inverse], chosen, inverse)
-        if samples_each:
-            return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None)
-        has_readers = table.num_with_logprobs or table.num_with_hidden_states or self._has_ranks
-        needs_masks = not (is_drawn or has_readers) and is_simple(sampled.records, aside_from=table.mask_bit)
-        if expanded is None:
-            return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None, needs_masks)
-        order = table.upload(rows.token_ends - 1)
-        if num_sampled is not None:
-            order -= table.rejected[table.upload(rows.row_indices)]
-        token_ids = None if token_ids is None else token_ids[order]
-        return DecodeStep(token_ids, chosen.hidden[order], chosen, order, needs_masks, (rows.token_ends - 1).tolist())
+        return chosen
 
     def draw(self, step: DecodeStep, logits: Tensor) -> Tensor:
         """Sample token ids [R] by temperature from masked logits [>= R, V], and store them in the table. ``step`` must
         be the step that was replayed last.
         """
-        num_rows = step.last_indices[-1] + 1 if step.last_indices else len(step.hidden)
+        num_rows = step.masked[-1] + 1 if step.masked else len(step.hidden)
         columns = self._columns(step.graph.num_rows)[:, :num_rows]
         token_ids = step.graph.token_ids[:num_rows]
-        targets = columns[_TARGETS if step.last_indices else _SOURCES]
+        targets = columns[_SOURCES if step.order is None else _TARGETS]
         self._kernels.sample(logits[:num_rows], Draws(columns[_FIELDS:]), token_ids, (targets, self._table.last_tokens))
         return token_ids if step.order is None else token_ids[step.order]
 
@@ -400,26 +414,16 @@ class DecodeGraphs:
         return chosen
 
     def _fill(
-        self,
-        hosts: Sequence[Ints],
-        size: int,
-        rows: StepRows,
-        sampled: SampledRows,
-        places: tuple[Ints64, Ints64 | int],
-        *,
-        cascade: Cascade | None = None,
-        expanded: ExpandedRows | None = None,
-        tables: Ints | None = None,
+        self, size: int, rows: StepRows, sampled: SampledRows, tokens: TokenRows, tables: Ints | None = None
     ) -> list[int]:
-        """Write the inputs of the graph of ``size`` rows to ``hosts``, an array [X] for each page group. Return the
-        number of integers written to each of them.
+        """Write the inputs of the graph of ``size`` rows to the host memory. Return the number of integers written for
+        each page group.
 
-        places: sources and targets [rows of the graph], see ``_SOURCES``. tables: see ``FixedDecode.plan``.
+        tables: [X + 1], see ``FixedDecode.plan``.
         """
-        page_size, ends = self._inputs.page_size, _COLUMNS * size
-        order = cascade.order if cascade else expanded.row_of_token if expanded else slice(None)
-        row_indices = rows.row_indices[order]
-        positions = expanded.positions if expanded else rows.starts[order]
+        hosts, page_size, ends = self._host_arrays, self._inputs.page_size, _COLUMNS * size
+        row_of_token, positions, cascade = tokens.row_of_token, tokens.positions, tokens.cascade
+        row_indices = rows.row_indices[row_of_token]
         num_rows = len(positions)
         table_of_row, lasts = np.arange(num_rows), slice(None)  # lasts: the last row of each page table
         if tables is not None:
@@ -432,19 +436,22 @@ class DecodeGraphs:
         pages = positions // page_size
         slots_GR = (tables_GRP[:, table_of_row, pages] - pages) * page_size + positions
         columns = hosts[0][:ends].reshape(_COLUMNS, size)
-        columns[_SOURCES, :num_rows], columns[_TARGETS, :num_rows] = places
-        columns[_POSITIONS, :num_rows] = rows.shifted(positions, self._model.input_spec.short_length, order)
+        columns[_SOURCES, :num_rows], columns[_TARGETS, :num_rows] = tokens.sources, tokens.targets
+        columns[_POSITIONS, :num_rows] = rows.shifted(positions, self._model.input_spec.short_length, row_of_token)
         if (images := self._table.images) is not None:
             columns[_POSITIONS, :num_rows] += images.deltas[row_indices]
         columns[_SLOTS, :num_rows] = slots_GR[0]
         columns[_LAST_LENGTHS, :num_rows] = positions + 1 - last_pages[table_of_row] * page_size
         columns[_TABLES, :num_rows] = table_of_row
-        is_unread, none_rejected = self._table.is_unread[row_indices], len(self._table.is_unread)
-        columns[_REJECTED, :num_rows] = np.where(is_unread, row_indices, none_rejected)
+        is_bound, none_rejected = self._table.is_bound[row_indices], len(self._table.is_bound)
+        rejected = np.where(is_bound, row_indices, none_rejected)
+        columns[_REJECTED, :num_rows] = -1 - rejected if tokens.is_exact else rejected
         fields = columns[_FIELDS:_TABLES]
         fill_fields(sampled, fields[:, : len(rows.requests)])
-        if not isinstance(order, slice):
-            fields[:, :num_rows] = fields[:, order]
+        if not isinstance(row_of_token, slice):
+            fields[:, :num_rows] = fields[:, row_of_token]
+        if not tokens.is_exact:  # otherwise ``move_rows`` compares it with the positions
+            columns[_SAMPLED, :num_rows] = positions + 1 + self._lag
         if num_rows < size:
             columns[:, num_rows:] = 0
             columns[_LAST_LENGTHS, num_rows:] = 1
@@ -491,7 +498,7 @@ class DecodeGraphs:
         columns, buffers, table = self._columns(size), self._buffers(size), self._table
         for memory in self._memory:
             memory.zero_()
-        columns[_REJECTED] = len(table.is_unread)
+        columns[_REJECTED] = len(table.is_bound)
         attention.plan_capture(np.ones(size, dtype=np.int32))
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         rows = torch.arange(size, device=self._device) if self._model.input_spec.rows else None
@@ -501,7 +508,7 @@ class DecodeGraphs:
             """Return hidden states [B, D], logits [B, V] and token ids [B], which always have the same memory."""
             if table.has_bounds:
                 pages = buffers.starts, buffers.page_ids
-                sizes = {"page_size": self._inputs.page_size, "lag": int(self._features is not None)}
+                sizes = {"page_size": self._inputs.page_size, "lag": self._lag}
                 move_rows(columns, pages, table.rejected, sampled=_SAMPLED, **sizes)
             last_tokens = table.last_tokens.index_select(0, columns[_SOURCES])
             features = None if self._features is None else self._read_features(self._features, columns)

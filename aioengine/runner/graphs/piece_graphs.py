@@ -183,10 +183,10 @@ class PieceGraphs:
         first.replay()  # the device begins while the host plans attention
         with part("prepare"):
             self._attention.prepare(batch)
-        attended = self._attended[:num_tokens]
         q, k, v = split_heads(self._heads[:num_tokens], self._model.attention_shape)
+        attend = self._attention.bind(q, k, v, out=self._attended[:num_tokens])
         for layer, graph in enumerate(later):
-            self._attention.attend_into(q, k, v, layer, out=attended)
+            attend(layer)
             graph.replay()
         return chosen.hidden[: num_outputs or len(batch.query_lengths)]
 

@@ -131,19 +131,24 @@ def _cascade(pages_RP: Pages, groups: list[CascadeGroup], table: RowTable) -> Ca
     return Cascade(order, table.upload(inverse), num_shared, pages)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpandedRows:
-    """A step in which each token has its own row.
+class TokenRows(NamedTuple):
+    """The tokens of a step, each of which is a row of a graph, in the order of the graph.
 
     Attributes:
-        row_of_token: [T] the row of the step of each token.
+        row_of_token: [T] the row of the step of each token; slice(None): each row has one token, in the same order.
         positions: [T] position of each token.
         sources: [T] index of each token in ``RowTable.last_tokens``.
+        targets: [T] index in ``RowTable.last_tokens`` of the token that is sampled after each token; -1: none.
+        cascade: None: the graph has no cascade attention.
+        is_exact: the positions are exact, and the device chooses the token of each row that counts (``move_rows``).
     """
 
-    row_of_token: Ints
+    row_of_token: Ints | slice
     positions: Ints
     sources: Ints
+    targets: Ints
+    cascade: Cascade | None = None
+    is_exact: bool = False
 
 
 def can_expand(rows: StepRows) -> bool:
@@ -153,15 +158,15 @@ def can_expand(rows: StepRows) -> bool:
 
 
 def expand_rows(
-    rows: StepRows, table: RowTable, num_drafts: Ints | None = None, num_sampled: Ints | None = None
-) -> ExpandedRows:
-    """Give each token of the step its own row. Copies the known tokens to ``RowTable.last_tokens``.
+    rows: StepRows, table: RowTable, num_drafts: Ints | None = None, num_unknown: Ints | None = None
+) -> TokenRows:
+    """Give each token of the step its own row, without targets. Copies the known tokens to ``RowTable.last_tokens``.
 
     The last tokens of a row may be only on the device (``RowTable.draft_indices``): its drafts, or for a draft model
     the tokens that the step in flight samples.
 
     num_drafts: [R] the number of these drafts; None: the host knows all drafts.
-    num_sampled: [R] the number of tokens that the step in flight may sample; None: the host knows its tokens.
+    num_unknown: [R] the number of tokens that the step in flight may sample; None: the host knows its tokens.
     """
     num_tokens, first = int(rows.token_ends[-1]), len(table.sampling)
     row_of_token = np.repeat(np.arange(len(rows.requests)), rows.counts)
@@ -170,16 +175,16 @@ def expand_rows(
     sources[np.delete(np.arange(num_tokens), unknown)] = np.arange(first, first + len(rows.known_ids))
     sources[unknown] = rows.row_indices[unknown_rows]
     table.last_tokens[first : first + len(rows.known_ids)].copy_(table.upload(rows.known_ids))
-    on_device = num_drafts if num_sampled is None else num_sampled
+    on_device = num_drafts if num_unknown is None else num_unknown
     if on_device is not None:
         row_of_last = np.repeat(np.arange(len(on_device)), on_device)
         numbers = np.arange(len(row_of_last)) - (on_device.cumsum() - on_device)[row_of_last]
         lasts = (rows.token_ends - on_device)[row_of_last] + numbers
-        if num_sampled is not None:
+        if num_unknown is not None:
             numbers = -1 - numbers
         sources[lasts] = table.draft_indices(numbers, rows.row_indices[row_of_last])
-    if num_sampled is None:  # otherwise ``num_sampled`` has this token, too
+    if num_unknown is None:  # otherwise ``num_unknown`` has this token, too
         is_unread = table.is_unread[rows.row_indices]  # only the device has the first token
         sources[(rows.token_ends - rows.counts)[is_unread]] = rows.row_indices[is_unread]
     positions = np.arange(num_tokens) + (rows.starts + rows.counts - rows.token_ends)[row_of_token]
-    return ExpandedRows(row_of_token, positions, sources)
+    return TokenRows(row_of_token, positions, sources, np.full(num_tokens, -1), is_exact=num_unknown is not None)

@@ -31,9 +31,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from aioengine.attention._base import AttentionBackend, CapturableAttention, ForwardBatch
+from aioengine.attention._base import AttentionBackend, CapturableAttention
 from aioengine.protocol.messages import RequestKind
-from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
+from aioengine.runner.inputs import InputBuilder, StepRows
 from aioengine.runner.kv_pool import FIRST_PAGE, KVPool
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.token_processors import AllowedTokenIds, Bias, MinNewTokens, Penalties
@@ -81,11 +81,13 @@ class DraftedRequest:
     """The tokens of an open request, and how many of them the draft model has computed.
 
     Attributes:
+        row: the open request.
         token_ids: all known tokens. The owner appends new ones.
         max_length: there are no drafts beyond this number of tokens.
         num_computed: positions whose keys and values the draft model has computed.
     """
 
+    row: RequestRow
     token_ids: list[int]
     max_length: int
     num_computed: int = 0
@@ -99,7 +101,6 @@ class PlannedDrafts(NamedTuple):
     """
 
     drafted: DraftedRequest
-    row: RequestRow
     count: int
     num_unknown: int = 0
 
@@ -140,6 +141,10 @@ class DraftModel:
         self._parts = parts
         self._lag = int(parts.features is not None)  # 1: position p reads the token at position p + 1
         self._table = table
+        self._page_size = parts.kv_pool.page_size
+        self._inputs = InputBuilder(
+            table.for_draft_model(), page_size=self._page_size, num_embeddings=parts.model.vocab_size
+        )
         self._sampler = sampler
         self._num_embeddings = num_embeddings
         kept: tuple[type, ...] = MinNewTokens, Bias, AllowedTokenIds, GrammarMask
@@ -147,7 +152,6 @@ class DraftModel:
         if self._has_history:
             kept += (Penalties,)
         self._kept_processors = sum(1 << i for i, processor in enumerate(processors) if isinstance(processor, kept))
-        self._page_size = parts.kv_pool.page_size
         self._is_full = np.zeros(FIRST_PAGE + parts.kv_pool.num_pages, dtype=np.bool_)  # pages computed completely
         self._unseen: dict[int, tuple[list[int], DraftedRequest | None]] = {}  # uid -> pages, until its first row
         self._graphs: DecodeGraphs | None = None
@@ -161,27 +165,23 @@ class DraftModel:
 
         model, attention = self._parts.model, self._parts.attention
         if isinstance(attention, CapturableAttention) and not model.input_spec.rows:
-            inputs = InputBuilder(
-                self._table.for_draft_model(), page_size=self._page_size, num_embeddings=model.vocab_size
-            )
-            vocab_size = min(vocab_size, model.vocab_size)
             graphs = DecodeGraphs(
                 model,
                 attention,
-                inputs,
-                vocab_size=vocab_size,
+                self._inputs,
+                vocab_size=min(vocab_size, model.vocab_size),
                 max_rows=max_rows,
-                may_cascade=False,
+                is_draft_model=True,
                 features=self._parts.features,
             )
             graphs.capture(report)
             self._graphs = graphs
 
-    def open(self, opened: NewRow) -> DraftedRequest | None:
+    def open(self, opened: NewRow, row: RequestRow) -> DraftedRequest | None:
         """Open a request. Return None if it gets no drafts."""
         drafted = None
         if opened.kind is RequestKind.GENERATE and not opened.embeds:
-            drafted = DraftedRequest(opened.token_ids.copy(), self._parts.max_length)
+            drafted = DraftedRequest(row, opened.token_ids.copy(), self._parts.max_length)
         self._unseen[opened.uid] = opened.pages, drafted
         return drafted
 
@@ -204,21 +204,21 @@ class DraftModel:
             if new:
                 self._is_full[np.array(new) + FIRST_PAGE] = False
 
-    def compute(self, spans: list[tuple[DraftedRequest, RequestRow, int]]) -> None:
+    def compute(self, spans: list[tuple[DraftedRequest, int]]) -> None:
         """Compute the known tokens of these requests up to the given numbers of positions."""
-        spans = [(drafted, row, min(end, _length(drafted) - self._lag)) for drafted, row, end in spans]
-        missing = [span for span in spans if span[0].num_computed < span[2] <= span[0].max_length]
+        spans = [(drafted, min(end, self._num_computable(drafted))) for drafted, end in spans]
+        missing = [(drafted, end) for drafted, end in spans if drafted.num_computed < end <= drafted.max_length]
         if missing:
             self._extend(missing)
 
     def can_follow(self, drafted: DraftedRequest, num_unknown: int) -> bool:
         """Return whether there can be drafts after ``num_unknown`` more tokens, with few tokens to compute first."""
-        num_missing = _length(drafted) - self._lag - drafted.num_computed
+        num_missing = self._num_computable(drafted) - drafted.num_computed
         return self._graphs is not None and num_missing + num_unknown <= 1 + self._table.max_drafts
 
-    def catch_up(self, drafted: DraftedRequest, row: RequestRow) -> None:
+    def catch_up(self, drafted: DraftedRequest) -> None:
         """Record that the known tokens were computed before the drafts of the step in flight."""
-        self._advance(drafted, row, _length(drafted) - self._lag)
+        self._advance(drafted, self._num_computable(drafted))
 
     def can_propose(self, row: Row) -> bool:
         """Return whether there can be drafts for a row. A draft head needs the hidden state of the model before the
@@ -233,44 +233,43 @@ class DraftModel:
 
     def _propose(self, planned: list[PlannedDrafts]) -> ProposedDrafts:
         """Sample the first draft of all requests, then the second, and so on: in graphs, or by ``_forward``."""
-        upload, table = self._table.upload, self._table
+        table = self._table
         ends = [one.length - self._lag for one in planned]
         for one, end in zip(planned, ends, strict=True):
             one.drafted.num_computed = min(one.drafted.num_computed, end - 1)
-        row_indices = np.array([one.row.row_index for one in planned], dtype=np.int64)
+        row_indices = np.array([one.drafted.row.row_index for one in planned], dtype=np.int64)
         lengths = np.array([one.length for one in planned], dtype=np.int64)
         counts = np.array([one.count for one in planned], dtype=np.int64)
-        requests = [_with_own_constraint(one.row) for one in planned]
-        rows = table.sampled(requests, row_indices, lengths)
-        rows.records["processors"] &= self._kept_processors
-        active = np.arange(len(planned))
+        sampled = table.sampled([_with_own_constraint(one.drafted.row) for one in planned], row_indices, lengths)
+        sampled.records["processors"] &= self._kept_processors
         drafts: list[Tensor] = []
-        hidden: Tensor | None = None  # without a graph: hidden states before the next draft of the active requests
         graphs = self._graphs if self._graphs is not None and len(planned) <= self._graphs.max_rows else None
+        hidden: Tensor | None = None  # states from which the next draft is sampled; None: a graph computes and samples
+        num_missing = sum(ends) - sum(one.drafted.num_computed for one in planned)
+        if graphs is None or num_missing > graphs.max_rows:
+            hidden = self._extend([(one.drafted, end) for one, end in zip(planned, ends, strict=True)])
+            graphs = None if self._lag else graphs  # graphs of a head read the hidden states of graphs
         for number in range(int(counts.max())):
-            sampled = rows.part(active, number)
-            token_ids = None if graphs is None else self._replay(graphs, planned, sampled, number)
-            if token_ids is None:
-                if hidden is None:
-                    spans = [(one.drafted, one.row, end) for one, end in zip(planned, ends, strict=True)]
-                    hidden = self._extend(spans)
-                    graphs = None if self._lag else graphs  # graphs of a head read the hidden states of graphs
+            if hidden is not None:
                 token_ids = self._sampler.sample(self._padded(self._parts.model.compute_logits(hidden)), sampled)
                 if graphs is not None:
                     table.store_drafts(number, sampled.row_indices, token_ids)
+            else:
+                assert graphs is not None
+                token_ids = self._replay(graphs, planned, sampled, number)
             drafts.append(token_ids)
             if any(request.constraint is not None for request in sampled.requests):
                 _follow(sampled.requests, token_ids.tolist())
             if self._has_history and sampled.records["processors"].any():
                 table.write_history(sampled, token_ids.clamp(min=0))
-            is_active = counts[active] > number + 1
-            if not is_active.all():
-                kept = upload(np.flatnonzero(is_active))
-                active, token_ids = active[is_active], token_ids[kept]
-                hidden = None if hidden is None else hidden[kept]
-            if active.size and graphs is None:
-                ones, starts = np.ones(len(active), dtype=np.int64), lengths[active] + (number - self._lag)
-                hidden = self._forward(row_indices[active], starts, ones, token_ids.clamp(min=0), hidden)
+            left = np.flatnonzero(counts > number + 1)
+            sampled, counts = sampled.part(left, 1), counts[left]
+            if graphs is not None:
+                hidden = None
+            elif hidden is not None and left.size:
+                last = sampled.positions - 1 - self._lag
+                rows, kept = self._rows(sampled.requests, last, last + 1, []), table.upload(left)
+                hidden = self._forward(rows, token_ids[kept].clamp(min=0), hidden[kept])
         return ProposedDrafts(planned, torch.cat(drafts), is_stored=graphs is not None)
 
     def by_request(self, drafts: ProposedDrafts, token_ids: list[int]) -> dict[int, list[int]]:
@@ -278,67 +277,52 @@ class DraftModel:
 
         token_ids: as ``ProposedDrafts.token_ids``, on the host.
         """
-        found: list[list[int]] = [[] for _ in drafts.planned]
+        proposed: list[list[int]] = [[] for _ in drafts.planned]
         values = iter(token_ids)
         for number in range(max(one.count for one in drafts.planned)):
-            for own, one in zip(found, drafts.planned, strict=True):
+            for own, one in zip(proposed, drafts.planned, strict=True):
                 if number < one.count:
                     own.append(next(values))
-        for own, one in zip(found, drafts.planned, strict=True):
+        for own, one in zip(proposed, drafts.planned, strict=True):
             if FAILED in own:
-                self._fail(one.drafted, one.row)
+                self._fail(one.drafted)
                 if drafts.is_stored:  # it is stored as 0, and verified like other drafts
                     own[:] = [max(token_id, 0) for token_id in own]
                 else:
                     del own[own.index(FAILED) :]
-        return {one.row.uid: own for own, one in zip(found, drafts.planned, strict=True) if own}
+        return {one.drafted.row.uid: own for own, one in zip(proposed, drafts.planned, strict=True) if own}
 
-    def _replay(
-        self, graphs: DecodeGraphs, planned: list[PlannedDrafts], sampled: SampledRows, number: int
-    ) -> Tensor | None:
+    def _replay(self, graphs: DecodeGraphs, planned: list[PlannedDrafts], sampled: SampledRows, number: int) -> Tensor:
         """Compute and sample the draft with this number, from 0 on, of these rows [R] in a CUDA graph, and store it in
-        the table. Return the drafts [R]; None: too many tokens must be computed before the first draft.
+        the table. The first one also computes all tokens before it. Return the drafts [R].
         """
-        table, num_rows = self._table, len(sampled.requests)
-        starts, known, lag = sampled.positions - 1 - self._lag, self._joined_ids([]), self._lag
-        num_sampled: Ints | None = None
+        starts, ids = sampled.positions - 1 - self._lag, list[list[int]]()
+        num_unknown: Ints | None = None
         if not number:
             starts = np.array([one.drafted.num_computed for one in planned], dtype=np.int64)
-            ids = [one.drafted.token_ids[one.drafted.num_computed + lag :] + [0] * one.num_unknown for one in planned]
-            known = self._joined_ids(ids)
+            firsts = (starts + self._lag).tolist()
+            ids = [one.drafted.token_ids[i:] + [0] * one.num_unknown for one, i in zip(planned, firsts, strict=True)]
             if planned[0].num_unknown:
-                num_sampled = np.array([one.num_unknown for one in planned], dtype=np.int64)
-        counts = sampled.positions - lag - starts
-        rows = StepRows(
-            sampled.requests,
-            sampled.row_indices,
-            starts,
-            counts,
-            token_ends=counts.cumsum(),
-            samples=counts > 0,
-            num_known=counts if known.size else np.zeros_like(counts),
-            known_ids=known,
-        )
-        if counts.sum() > graphs.max_rows:
-            return None
-        replayed = graphs.replay(rows, sampled, draft_number=number, num_sampled=num_sampled)
-        if known.size:
+                num_unknown = np.array([one.num_unknown for one in planned], dtype=np.int64)
+        rows = self._rows(sampled.requests, starts, sampled.positions - self._lag, ids)
+        step = graphs.replay_draft(rows, sampled, number, num_unknown)
+        if not number:
             for one in planned:
-                self.catch_up(one.drafted, one.row)
-        if replayed.token_ids is not None:
-            return replayed.token_ids.clone()  # the next replay overwrites them
-        logits = graphs.logits(replayed)
-        logits = logits[:num_rows] if replayed.order is None else logits[replayed.order]
+                self.catch_up(one.drafted)
+        if step.token_ids is not None:
+            return step.token_ids.clone()  # the next replay overwrites them
+        logits = graphs.logits(step)
+        logits = logits[: len(starts)] if step.order is None else logits[step.order]
         token_ids = self._sampler.sample(self._padded(logits), sampled)
-        table.store_drafts(number, sampled.row_indices, token_ids)
+        self._table.store_drafts(number, sampled.row_indices, token_ids)
         return token_ids
 
-    def accept(self, drafted: DraftedRequest, row: RequestRow, num_proposed: int, num_accepted: int) -> None:
+    def accept(self, drafted: DraftedRequest, num_proposed: int, num_accepted: int) -> None:
         """Record how many drafts were accepted, before the tokens of the step are added."""
-        end = _length(drafted) - self._lag
+        end = self._num_computable(drafted)
         if not self._lag:  # the last draft was not computed
             end += min(num_accepted, num_proposed - 1)
-        self._advance(drafted, row, end)
+        self._advance(drafted, end)
 
     def release(self) -> None:
         """Free the memory of the pool and of the hidden states, until ``resume``."""
@@ -351,89 +335,77 @@ class DraftModel:
         if self._parts.features is not None:
             self._parts.features.resume()
 
-    def _fail(self, drafted: DraftedRequest, row: RequestRow) -> None:
+    def _fail(self, drafted: DraftedRequest) -> None:
         """Propose no more drafts for a request for which the draft model gives non-finite numbers."""
         drafted.max_length = 0
-        pages = self._table.page_tables.pages(row.row_index)
+        pages = self._table.page_tables.pages(drafted.row.row_index)
         self._is_full[pages] = False
         self._parts.kv_pool.clean(pages)
 
-    def _extend(self, spans: list[tuple[DraftedRequest, RequestRow, int]]) -> Tensor:
+    def _extend(self, spans: list[tuple[DraftedRequest, int]]) -> Tensor:
         """Compute each request up to a number of positions, which is larger than ``num_computed``. Return the hidden
         states [N, D] of their last positions.
         """
         states: dict[int, Tensor] = {}
-        left = list(range(len(spans)))
-        while left:
-            budget = self._parts.max_tokens
-            counts: list[int] = []
-            for i in left:
-                count = min(spans[i][2] - spans[i][0].num_computed, budget)
-                if not count:
-                    break
-                counts.append(count)
-                budget -= count
-            chosen = [spans[i] for i in left[: len(counts)]]
-            firsts = [drafted.num_computed + self._lag for drafted, _, _ in chosen]
+        while left := [i for i, (drafted, end) in enumerate(spans) if drafted.num_computed < end]:
+            missing = np.array([spans[i][1] - spans[i][0].num_computed for i in left], dtype=np.int64)
+            counts = np.diff(missing.cumsum().clip(max=self._parts.max_tokens), prepend=0)
+            counts = counts[counts > 0]  # of the first requests, as many as fit
+            chosen = [spans[i][0] for i in left[: len(counts)]]
+            starts = np.array([drafted.num_computed for drafted in chosen], dtype=np.int64)
+            ends = starts + counts
             ids = [
-                drafted.token_ids[first : first + count]
-                for (drafted, _, _), first, count in zip(chosen, firsts, counts, strict=True)
+                drafted.token_ids[start + self._lag : end + self._lag]
+                for drafted, start, end in zip(chosen, starts.tolist(), ends.tolist(), strict=True)
             ]
-            hidden = self._forward(
-                np.array([row.row_index for _, row, _ in chosen], dtype=np.int64),
-                np.array([drafted.num_computed for drafted, _, _ in chosen], dtype=np.int64),
-                np.array(counts, dtype=np.int64),
-                self._table.upload(self._joined_ids(ids)),
-            )
-            for i, (drafted, row, _), count, state in zip(left, chosen, counts, hidden, strict=False):
-                self._advance(drafted, row, drafted.num_computed + count)
+            hidden = self._forward(self._rows([drafted.row for drafted in chosen], starts, ends, ids))
+            for i, drafted, end, state in zip(left, chosen, ends.tolist(), hidden, strict=False):
+                self._advance(drafted, end)
                 states[i] = state
-            left = [i for i in left if spans[i][0].num_computed < spans[i][2]]
         return torch.stack([states[i] for i in range(len(spans))])
 
-    def _advance(self, drafted: DraftedRequest, row: RequestRow, end: int) -> None:
+    def _num_computable(self, drafted: DraftedRequest) -> int:
+        """Return the number of positions that can be computed from the known tokens."""
+        return len(drafted.token_ids) - self._lag
+
+    def _advance(self, drafted: DraftedRequest, end: int) -> None:
         """Record that the positions before ``end`` have the keys and values of known tokens."""
         first, last = drafted.num_computed // self._page_size, end // self._page_size
         if last > first:
-            self._is_full[self._table.page_tables.tables[0, row.row_index, first:last]] = True
+            self._is_full[self._table.page_tables.tables[0, drafted.row.row_index, first:last]] = True
         drafted.num_computed = end
 
-    def _forward(
-        self, row_indices: Ints, starts: Ints, counts: Ints, token_ids: Tensor, features: Tensor | None = None
-    ) -> Tensor:
-        """Compute ``counts`` [R] tokens from positions ``starts`` [R] on, with ids [T]. Return the hidden states [R, D]
-        of the last ones.
+    def _forward(self, rows: StepRows, drafts: Tensor | None = None, features: Tensor | None = None) -> Tensor:
+        """Compute these rows, without a graph. Return the hidden states [R, D] of their last tokens.
 
-        features: [T, D] that a draft head reads instead of hidden states of the model; None: it reads these.
+        drafts: [R] the tokens of the rows; None: the host knows them.
+        features: [R, D] that a draft head reads instead of hidden states of the model; None: it reads these.
         """
-        model, attention = self._parts.model, self._parts.attention
-        page_size, upload = self._page_size, self._table.upload
-        ends, kv_lengths = counts.cumsum(), starts + counts
-        row_of_token = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(ends[-1]) + np.repeat(kv_lengths - ends, counts)
-        pages = self._table.page_tables.tables[0, row_indices, : -(-int(kv_lengths.max()) // page_size)]
-        page_indices = positions // page_size
-        slots = positions + (pages[row_of_token, page_indices] - page_indices) * page_size
-        batch = ForwardBatch(
-            slot_mapping=upload(slots),
-            page_table=upload(pages),
-            query_lengths=counts.tolist(),
-            kv_lengths=kv_lengths.tolist(),
-        )
+        model, attention, of_model = self._parts.model, self._parts.attention, self._parts.features
+        outputs, num_rows = rows.token_ends - 1, len(rows.requests)
+        inputs, batch = self._inputs.build(model, rows, outputs, num_outputs=num_rows, token_ids=drafts)
         attention.prepare(batch)
-        outputs = upload(ends - 1) if len(positions) > len(counts) else None
-        kept = self._parts.features
-        if kept is None:
-            features = None
-        elif features is None:
-            features = kept.read(batch.slot_mapping)
-        inputs = model_inputs(model, token_ids, upload(positions), outputs=outputs, features=features)
+        if of_model is not None:
+            inputs = replace(inputs, features=of_model.read(batch.slot_mapping) if features is None else features)
         return model.forward(inputs, attention)
 
-    def _joined_ids(self, ids: list[list[int]]) -> Ints:
-        """Return known tokens [T] of several rows. Tokens that the draft model does not have become its last one."""
-        token_ids = np.array([token_id for row in ids for token_id in row], dtype=np.int64)
-        return token_ids.clip(0, self._parts.model.vocab_size - 1)
+    def _rows(self, requests: list[RequestRow], starts: Ints, ends: Ints, ids: list[list[int]]) -> StepRows:
+        """Return rows [R] of the positions from starts [R] to ends [R]. ids: their tokens; empty: the device has them.
+
+        Tokens that the draft model does not have become its last one.
+        """
+        counts = ends - starts
+        known = np.array([token_id for row in ids for token_id in row], dtype=np.int64)
+        return StepRows(
+            requests,
+            np.array([request.row_index for request in requests], dtype=np.int64),
+            starts,
+            counts,
+            token_ends=counts.cumsum(),
+            samples=counts > 0,
+            num_known=counts if ids else np.zeros_like(counts),
+            known_ids=known.clip(0, self._parts.model.vocab_size - 1),
+        )
 
     def _padded(self, logits: Tensor) -> Tensor:
         """Logits [R, V] -> [R, at least ``num_embeddings``]."""
@@ -451,7 +423,3 @@ def _follow(requests: list[RequestRow], token_ids: list[int]) -> None:
         constraint = request.constraint
         if constraint is not None and not constraint.is_over and token_id != FAILED:
             constraint.advance(token_id)
-
-
-def _length(drafted: DraftedRequest) -> int:
-    return len(drafted.token_ids)

@@ -9,9 +9,8 @@ tokens of the step. Otherwise, and if the step itself cannot verify them in a CU
 step.
 
 Drafts may follow drafts of the step in flight: the device accepts them, and its graphs correct the positions. N-grams
-are looked up without the tokens in flight, see ``NgramProposer.propose``. If the graphs cannot do this, or if the step
-in flight has no drafts, the host waits for it before it proposes, except if the known tokens show that no n-gram will
-be found.
+may also follow a step without drafts. They are looked up without the tokens in flight, see ``NgramProposer.propose``.
+If the graphs cannot do this, the host waits for the step in flight before it proposes, except if no n-gram is found.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class DraftRows:
         self._launched: list[Ticket] = []  # steps whose tokens are not recorded
         self._max_tokens = sys.maxsize  # with drafts, a step does not become larger than the largest CUDA graph
 
-    def open(self, opened: NewRow) -> None:
+    def open(self, opened: NewRow, request: RequestRow) -> None:
         """Open a request, or open it again."""
-        drafted = None if self._model is None else self._model.open(opened)
+        drafted = None if self._model is None else self._model.open(opened, request)
         if opened.kind is RequestKind.GENERATE:
             tokens: NgramProposer | DraftedRequest | None = None
             if self._with_grammars or opened.sampling.grammar is None:
@@ -83,13 +82,15 @@ class DraftRows:
         if self._model is not None:
             self._model.note_pages(rows)
         drafted = [row for row in rows if row.num_drafts]
-        self._table.is_unread[:] = False
+        self._table.is_unread[:] = self._table.is_bound[:] = False
         overlaps = may_overlap and self._can_follow(drafted)
         if overlaps:
-            sampled = [self._requests[uid].row_index for uid in self._launched[0].sampled if uid in self._requests]
+            (ticket,) = self._launched
+            sampled = [self._requests[uid].row_index for uid in ticket.sampled if uid in self._requests]
             self._table.is_unread[sampled] = True
+            self._table.is_bound[sampled] = ticket.drafts.is_counted
         else:
-            has_drafts = any(ticket.drafts is not None and ticket.drafts.proposed for ticket in self._launched)
+            has_drafts = any(ticket.drafts.proposed for ticket in self._launched)
             if has_drafts or (self._launched and any(map(self._may_get_drafts, drafted))):
                 self._record_launched()
         drafts.planned = {row.uid: row.num_drafts for row in drafted if row.uid in self._open}
@@ -101,14 +102,14 @@ class DraftRows:
         return drafts
 
     def _can_follow(self, rows: list[Row]) -> bool:
-        """Return whether the drafts of these rows can follow tokens that the device accepts in the step in flight.
+        """Return whether the drafts of these rows can follow the step in flight before its tokens are known.
 
         All rows must have been in this step, and the draft model must be able to compute the missing tokens in a graph.
         """
         if len(self._launched) != 1:
             return False
         (ticket,) = self._launched
-        if ticket.drafts is None or not ticket.drafts.is_counted:
+        if not ticket.drafts.is_counted and (ticket.drafts.proposed or self._model is not None):
             return False
         if len(rows) * (1 + self._table.max_drafts) > self._max_tokens:
             return False
@@ -121,7 +122,7 @@ class DraftRows:
                 continue
             assert self._model is not None
             if row.uid in ticket.drafts.proposed:  # its drafts in flight follow all tokens that are known now
-                self._model.catch_up(entry.tokens, self._requests[row.uid])
+                self._model.catch_up(entry.tokens)
             if not self._model.can_follow(entry.tokens, _num_unknown(row, entry, entry.tokens)):
                 return False
         return True
@@ -137,8 +138,8 @@ class DraftRows:
         entry = self._open.get(row.uid)
         if entry is None or entry.tokens is None:
             return False
-        if isinstance(entry.tokens, NgramProposer):
-            return entry.tokens.may_propose(_num_unknown(row, entry, entry.tokens))
+        if isinstance(entry.tokens, NgramProposer) and _num_unknown(row, entry, entry.tokens) == 1:
+            return bool(entry.tokens.propose(row.num_drafts, ()))
         return True
 
     def with_drafts(self, rows: list[Row], drafts: StepDrafts) -> list[Row]:
@@ -167,17 +168,16 @@ class DraftRows:
             if row.num_drafts > left:
                 break
             if isinstance(tokens, NgramProposer):
-                earlier = self._launched[0].drafts if num_unknown else None
-                in_flight = None if earlier is None else earlier.proposed.get(row.uid, ())
+                in_flight = self._launched[0].drafts.proposed.get(row.uid, ()) if num_unknown else None
                 if proposed := list(tokens.propose(row.num_drafts, in_flight)):
                     drafts.proposed[row.uid] = proposed
                     left -= len(proposed)
             elif self._model is not None and self._model.can_propose(row):
-                planned.append(PlannedDrafts(tokens, self._requests[row.uid], row.num_drafts, num_unknown))
+                planned.append(PlannedDrafts(tokens, row.num_drafts, num_unknown))
                 left -= row.num_drafts
         if self._model is not None and (on_device := self._model.propose(planned)) is not None:
             drafts.on_device = on_device
-            drafts.proposed = {one.row.uid: [0] * one.count for one in on_device.planned}
+            drafts.proposed = {one.drafted.row.uid: [0] * one.count for one in on_device.planned}
             if not on_device.is_stored:
                 self.read(drafts)
 
@@ -195,27 +195,25 @@ class DraftRows:
     def launched(self, ticket: Ticket, rows: list[Row]) -> None:
         """Record a launched step, and let the draft model compute its prompts. rows: as ``propose`` returned them."""
         drafts = ticket.drafts
-        assert drafts is not None
         drafts.open = [self._open.get(uid) for uid in ticket.sampled]
         if not drafts.proposed:  # otherwise they are rejected when the tokens are known
             _reject(ticket, drafts)
         self._launched.append(ticket)
         if self._model is None:
             return
-        prompts: list[tuple[DraftedRequest, RequestRow, int]] = []
+        prompts: list[tuple[DraftedRequest, int]] = []
         for row in rows:
-            entry, request = self._open.get(row.uid), self._requests.get(row.uid)
-            if entry is None or request is None or not isinstance(entry.tokens, DraftedRequest):
+            entry = self._open.get(row.uid)
+            if entry is None or not isinstance(entry.tokens, DraftedRequest):
                 continue
             is_known = len(row.token_ids) == row.count and row.start + row.count <= len(entry.tokens.token_ids)
             if is_known and row.uid not in drafts.proposed:
-                prompts.append((entry.tokens, request, row.start + row.count))
+                prompts.append((entry.tokens, row.start + row.count))
         self._model.compute(prompts)
 
     def _record(self, ticket: Ticket, values: list[int]) -> None:
         """Record the tokens of a step, and which drafts were accepted. values: ``Ticket.values``."""
         drafts = ticket.drafts
-        assert drafts is not None
         if drafts.proposed:
             _reject(ticket, drafts)
         for uid, entry, value in zip(ticket.sampled, drafts.open, values, strict=False):
@@ -224,7 +222,7 @@ class DraftRows:
             accepted = drafts.accepted.get(uid, ())
             if uid in drafts.proposed and isinstance(entry.tokens, DraftedRequest) and self._open.get(uid) is entry:
                 assert self._model is not None
-                self._model.accept(entry.tokens, self._requests[uid], len(drafts.proposed[uid]), len(accepted))
+                self._model.accept(entry.tokens, len(drafts.proposed[uid]), len(accepted))
             if value != FAILED and uid not in ticket.repeated:
                 entry.tokens.token_ids += (*accepted, value, *ticket.forced.get(uid, ()))
 
@@ -233,7 +231,6 @@ class DraftRows:
         if ticket in self._launched:
             self._record(ticket, values)
             self._launched.remove(ticket)
-        assert ticket.drafts is not None
         for uid, entry in zip(ticket.sampled, ticket.drafts.open, strict=True):
             if entry is not None:
                 entry.num_rejected -= ticket.drafts.rejected.get(uid, 0)
@@ -256,7 +253,7 @@ class DraftRows:
 class SentDrafts(DraftRows):
     """The drafts of a rank above 0. Rank 0 proposes them, and sends them in the rows of the plan."""
 
-    def open(self, opened: NewRow) -> None:
+    def open(self, opened: NewRow, request: RequestRow) -> None:
         """Do nothing, because this rank proposes no drafts."""
 
     def propose(self, rows: list[Row], *, may_overlap: bool) -> StepDrafts:

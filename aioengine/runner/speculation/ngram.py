@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 SIZES: Final = (6, 3)
 """Lengths of the n-grams, in the order in which they are looked up. Matches shorter than three tokens are accidents."""
-PREFIX: Final = SIZES[-1] - 1
-"""Length of the shortest n-gram without its last token."""
-_INDEXED: Final = (*SIZES, PREFIX)
 MAX_INDEXED: Final = 8192
 """Tokens that a proposal adds to the index: 4 ms."""
 
@@ -44,17 +41,7 @@ class NgramProposer:
         self.token_ids = token_ids
         self._first = first
         self._num_indexed = 0
-        self._ends: tuple[dict[int, int], ...] = tuple({} for _ in _INDEXED)  # hash -> end (exclusive), for each size
-
-    def may_propose(self, num_unknown: int) -> bool:
-        """Return whether ``propose`` may find an n-gram after ``num_unknown`` more tokens.
-
-        With one unknown token, the tokens before it must have occurred. With other numbers, this is not looked up.
-        """
-        if num_unknown != 1:
-            return True
-        self._update_index()
-        return hash(tuple(self.token_ids[-PREFIX:])) in self._ends[-1]
+        self._ends: tuple[dict[int, int], ...] = tuple({} for _ in SIZES)  # hash -> end (exclusive), for each size
 
     def propose(self, count: int, in_flight: Sequence[int] | None = None) -> Sequence[int]:
         """Return the ``count`` tokens that followed the latest earlier occurrence of the last tokens, else nothing.
@@ -67,7 +54,7 @@ class NgramProposer:
         """
         token_ids, total = self.token_ids, len(self.token_ids)
         self._update_index()
-        for size, ends in zip(SIZES, self._ends, strict=False):
+        for size, ends in zip(SIZES, self._ends, strict=True):
             last = token_ids[total - size :] if total - size >= self._first else []
             end = ends.get(hash(tuple(last))) if last else None
             if end is not None and token_ids[end - size : end] == last:  # another n-gram may have the same hash
@@ -82,7 +69,7 @@ class NgramProposer:
         ``MAX_INDEXED`` new tokens, the next call continues.
         """
         token_ids, total = self.token_ids, min(len(self.token_ids), self._num_indexed + MAX_INDEXED)
-        for size, ends in zip(_INDEXED, self._ends, strict=True):
+        for size, ends in zip(SIZES, self._ends, strict=True):
             start = max(self._num_indexed, self._first + size)
             if start < total:
                 tokens = token_ids[start - size : total - 1]

@@ -92,7 +92,7 @@ class InlineChild:
     async def _run(self, settings: Settings) -> None:
         try:
             module = importlib.import_module(f"aioengine.processes.{self.role.name}_process")
-            if self.role.name == DETOKENIZER.name:
+            if self.role == DETOKENIZER:
                 service: Service = module.build_service(settings)
             else:
                 service = module.build_service(settings, self._report_progress)
@@ -162,7 +162,7 @@ class InlineLauncher:
         self._start(DETOKENIZER)
 
     def _start(self, role: Role) -> None:
-        peer = LocalSender(self._inboxes[SCHEDULER if role.name == DETOKENIZER.name else DETOKENIZER], self._epoch)
+        peer = LocalSender(self._inboxes[SCHEDULER if role == DETOKENIZER else DETOKENIZER], self._epoch)
         frontend = LocalSender(self.receiver, self._epoch)
         inbox = self._inboxes[role]
         self.children.append(InlineChild(role, self._settings, inbox=inbox, peer=peer, frontend=frontend))

@@ -22,7 +22,7 @@ from aioengine.kernels.triton import decode
 from aioengine.models._base import InputSpec
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs.decode_graphs import DecodeGraphs
-from aioengine.runner.graphs.rearranged_rows import SharedPrefixes, can_expand, expand_rows
+from aioengine.runner.graphs.rearranged_rows import SharedPrefixes, TokenRows, can_expand, expand_rows
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.rows import PageTables, RowTable
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
@@ -66,8 +66,11 @@ assert found.pages.num_pages.tolist() == [17, 3]
 for cascade in (None, found):
     ordered = cascade.order if cascade else np.arange(num_rows)
     host = np.full(4000, 77, dtype=np.int32)  # leftovers of a larger step
-    places = (rows.row_indices[ordered],) * 2
-    (num_words,) = graphs._fill([host], SIZE, rows, sampled, places, cascade=cascade)
+    graphs._host_arrays = [host]
+    indices = rows.row_indices[ordered]
+    (num_words,) = graphs._fill(
+        SIZE, rows, sampled, TokenRows(ordered, rows.starts[ordered], indices, indices, cascade)
+    )
     assert (host[num_words:] == 77).all()
     graphs._memory = [torch.from_numpy(host)]
     columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
@@ -132,9 +135,9 @@ assert can_expand(rows)
 found = expand_rows(rows, table)
 step_inputs, batch = inputs.build(model, rows, None, num_outputs=len(steps))
 host = np.full(4000, 77, dtype=np.int32)
-targets = np.full(7, -1)
-targets[rows.token_ends - 1] = rows.row_indices
-graphs._fill([host], SIZE, rows, sampled, (found.sources, targets), expanded=found)
+found.targets[rows.token_ends - 1] = rows.row_indices
+graphs._host_arrays = [host]
+graphs._fill(SIZE, rows, sampled, found)
 graphs._memory = [torch.from_numpy(host)]
 columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
 num_tokens = 7
@@ -175,7 +178,8 @@ for most in (2, 3, 4):
     is_first = (found.positions - rows.starts[found.row_of_token]) % most == 0
     tables = np.append(np.flatnonzero(is_first), [SIZE])
     host = np.full(4000, 77, dtype=np.int32)
-    graphs._fill([host], SIZE, rows, sampled, (found.sources, np.full(SIZE, -1)), expanded=found, tables=tables)
+    graphs._host_arrays = [host]
+    graphs._fill(SIZE, rows, sampled, found, tables)
     graphs._memory = [torch.from_numpy(host)]
     columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
     assert columns[2].tolist() == batch.slot_mapping.tolist()

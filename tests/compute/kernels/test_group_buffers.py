@@ -16,6 +16,7 @@ from aioengine.models._base import InputSpec
 from aioengine.settings.page_groups import PageGroups
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs.decode_graphs import DecodeGraphs
+from aioengine.runner.graphs.rearranged_rows import TokenRows
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.rows import PageTables
 from aioengine.runner.rows import RowTable
@@ -42,7 +43,9 @@ rows = inputs.columns_of([Row(uid, length - 1, 1, TOKENS) for uid, length in enu
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
 _, batch = inputs.build(model, rows, None, num_outputs=len(lengths))
 hosts = np.full((3, 4000), 77, dtype=np.int32)
-graphs._fill(hosts, SIZE, rows, sampled, (rows.row_indices, -1))
+graphs._host_arrays = [*hosts]
+tokens = TokenRows(slice(None), rows.starts, rows.row_indices, rows.row_indices)
+graphs._fill(SIZE, rows, sampled, tokens)
 graphs._memory = [*torch.from_numpy(hosts)]
 parts = graphs._buffers(SIZE).parts
 assert len(parts) == len(batch.parts) == 3

@@ -168,13 +168,10 @@ class MaskedGraphs:
         when_ready()
         runner = self._runner
         inputs, batch = runner._inputs.build(runner._model, rows, None, num_outputs=int(rows.token_ends[-1]))
-        last_indices = (rows.token_ends - 1).tolist() if rows.known_ids.size else None
-        self.num_expanded += last_indices is not None
+        self.num_expanded += bool(rows.known_ids.size)
         runner._attention.prepare(batch)
         hidden = runner._model.forward(inputs, runner._attention)
-        return SimpleNamespace(
-            hidden=hidden, sampled=sampled, token_ids=None, needs_masks=True, last_indices=last_indices
-        )
+        return SimpleNamespace(hidden=hidden, sampled=sampled, token_ids=None, masked=(rows.token_ends - 1).tolist())
 
     def logits(self, step: SimpleNamespace) -> torch.Tensor:
         return self._runner._model.compute_logits(step.hidden)
@@ -184,9 +181,7 @@ class MaskedGraphs:
         records = step.sampled.records.copy()
         records["processors"] = 0
         rows = dataclasses.replace(step.sampled, records=records)
-        token_ids = self._runner._sampler.sample(
-            logits if step.last_indices is None else logits[step.last_indices], rows
-        )
+        token_ids = self._runner._sampler.sample(logits[step.masked], rows)
         self._runner._table.write_tokens(rows, token_ids)
         return token_ids
 

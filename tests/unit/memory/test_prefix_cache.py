@@ -287,8 +287,29 @@ def test_removing_invalid_pages_keeps_the_equal_page_of_another_request() -> Non
 def test_the_integrity_check_finds_a_lost_page() -> None:
     cache = PrefixCache(num_pages=4, page_size=2)
     allocation = open_(cache, [1, 2, 3])
-    with pytest.raises(RuntimeError, match="3, not 4"):
+    with pytest.raises(RuntimeError, match="2, not 4"):
         cache.check_integrity([])
+    cache.check_integrity([allocation])
+
+
+def test_pages_of_a_new_request_are_pending_after_the_launch_or_at_the_next_match() -> None:
+    cache = PrefixCache(num_pages=8, page_size=2)
+    open_(cache, [1, 2, 3])
+    assert cache.num_cached == 0
+    cache.after_launch()
+    assert cache.num_cached == 1
+    open_(cache, [4, 5, 6])
+    assert cache.match([4, 5, 7]).pending is not None
+
+
+def test_some_pages_are_free_after_a_launch() -> None:
+    cache = PrefixCache(num_pages=128, page_size=2)
+    cache.unlock(computed(cache, list(range(256))))
+    assert cache.num_cached == 128
+    cache.after_launch()
+    assert cache.num_cached == 126
+    allocation = computed(cache, list(range(1000, 1256)))
+    cache.after_launch()  # every page is locked
     cache.check_integrity([allocation])
 
 

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.scheduler.drafting import FIRST_PLAIN, MAX_PAUSE, MIN_PAUSE, PLAIN_EVERY, PROBE, Acceptance, DraftCosts
+from aioengine.scheduler.drafting import (
+    FIRST_PLAIN,
+    MAX_EMPTY_PAUSE,
+    MAX_PAUSE,
+    PLAIN_EVERY,
+    PROBE,
+    Acceptance,
+    DraftCosts,
+)
 
 MOST = 7
 
@@ -114,11 +122,20 @@ def test_a_step_that_costs_more_even_without_proposals_needs_proposals() -> None
         if acceptance.count((0.1, 0.2), MOST):
             may_draft += 1
             acceptance.note(0, 0)
-    assert may_draft < 1000 / MIN_PAUSE + 40
+    assert may_draft < 1000 / MAX_EMPTY_PAUSE + 20
     free = Acceptance(0.5)
     for _ in range(100):  # on a CPU it costs nothing to look
         assert free.count((0.1, 0.0), MOST)
         free.note(0, 0)
+
+
+def test_the_time_of_a_plain_step_is_not_the_one_that_the_next_step_with_drafts_delays() -> None:
+    costs = DraftCosts()
+    for step in range(2, 402):
+        is_plain = step % 20 < 2
+        seconds = 1.0 if step % 20 == 0 else 1.3
+        costs.note_step(seconds, num_rows=1, num_drafts=0, may_draft=not is_plain)
+    assert costs.price(1)[1] == pytest.approx(0.3, rel=0.01)
 
 
 def test_plain_steps_are_measured_from_time_to_time() -> None:

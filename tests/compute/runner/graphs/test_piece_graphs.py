@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -59,8 +60,8 @@ def tensors(given: object) -> list[Tensor]:
 
 
 class Piecewise(TorchAttention):
-    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        out.copy_(self.attend(q, k, v, layer).view_as(out))
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Callable[[int], None]:
+        return lambda layer: out.copy_(self.attend(q, k, v, layer).view_as(out))
 
 
 def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

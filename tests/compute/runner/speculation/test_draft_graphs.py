@@ -143,3 +143,5 @@ def test_all_drafts_that_read_the_right_hidden_state_are_accepted(
     stats = world.core.scheduler.stats(0.0)
     assert 100 < stats.num_proposed_drafts == stats.num_accepted_drafts
     assert (sum(followed) > 0.6 * len(followed)) == bool(depth)
+    if algorithm == "NGRAM":  # only the first step of a request does not follow another one
+        assert sum(followed) > 0.9 * len(followed)

@@ -81,7 +81,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Proposals:
     def record(model: DraftModel, planned: list[PlannedDrafts]) -> ProposedDrafts | None:
         found = propose(model, planned)
         drafts = {} if found is None else model.by_request(found, found.token_ids.tolist())
-        seen.extend((one.drafted.token_ids.copy(), drafts[one.row.uid]) for one in planned if one.row.uid in drafts)
+        seen.extend(
+            (one.drafted.token_ids.copy(), drafts[uid]) for one in planned if (uid := one.drafted.row.uid) in drafts
+        )
         return found
 
     monkeypatch.setattr(DraftModel, "propose", record)

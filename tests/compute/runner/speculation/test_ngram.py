@@ -54,28 +54,12 @@ def test_long_prompts_are_indexed_in_parts() -> None:
     token_ids = [*range(3 * MAX_INDEXED)]
     early, late = (NgramProposer([*token_ids, *token_ids[end - 6 : end]]) for end in (MAX_INDEXED - 1, len(token_ids)))
     assert early.propose(2) == [MAX_INDEXED - 1, MAX_INDEXED]
-    assert not late.may_propose(1)
-    assert [bool(late.propose(2)) for _ in range(3)] == [False, False, True]
+    assert [bool(late.propose(2)) for _ in range(4)] == [False, False, False, True]
 
 
 def test_texts_that_repeat_nothing_get_no_proposals() -> None:
     assert not NgramProposer(list(range(100))).propose(3)
     assert not NgramProposer([]).propose(3)
-
-
-@given(token_ids=TOKENS, later=st.integers(0, 2), first=st.integers(0, 12))
-def test_a_step_does_not_wait_for_a_token_that_cannot_complete_an_ngram(
-    token_ids: list[int], later: int, first: int
-) -> None:
-    proposer = NgramProposer(list(token_ids), first=first)
-    if proposed([*token_ids, later], 1, first):
-        assert proposer.may_propose(1)
-    assert proposer.may_propose(0)
-
-
-def test_texts_that_repeat_nothing_are_not_waited_for() -> None:
-    assert not NgramProposer(list(range(100))).may_propose(1)
-    assert not NgramProposer([5]).may_propose(1)
 
 
 @given(token_ids=TOKENS, in_flight=st.lists(st.integers(0, 2), max_size=4), count=st.integers(1, 5))
