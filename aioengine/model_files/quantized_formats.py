@@ -20,9 +20,12 @@ FORMATS: Final[dict[Source, dict[str, tuple[str, ...]]]] = {
 """Source -> name of a format -> devices on which it works."""
 
 
-def check(source: Source, name: str, device: str) -> None:
-    """Raise ValueError if a format does not work on a device. The message names the formats that work there."""
+def check(source: Source, name: str, device: str, *, argument: str = "") -> None:
+    """Raise ValueError if a format does not work on a device. The message names the formats that work there.
+
+    argument: of the engine that named the format, if it is not ``source``.
+    """
     if device not in FORMATS[source].get(name, ()):
         kind = "CPU" if device == "cpu" else "GPU"
         working = ", ".join(other for other, devices in FORMATS[source].items() if device in devices)
-        raise ValueError(f"{source}={shown(name)} does not work on a {kind}; what works there: {working}")
+        raise ValueError(f"{argument or source}={shown(name)} does not work on a {kind}; what works there: {working}")

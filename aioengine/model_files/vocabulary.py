@@ -49,7 +49,7 @@ def num_token_ids(tokenizer_path: str) -> int:
     num_ids = 1 + max(chain(ids, (token.id for token in tokenizer.added_tokens)), default=-1)
     added = set(folder_files.added_texts(file.parent)) - {token.content for token in tokenizer.added_tokens}
     if added and isinstance(vocab, list):
-        added -= set(map(_text_of, vocab))
+        added -= set(_listed_texts(file, vocab))
     elif isinstance(vocab, dict):
         added -= vocab.keys()
     return num_ids + len(added)
@@ -82,10 +82,12 @@ def check_same_vocabulary(model: ModelFacts, draft: ModelFacts) -> None:
 
 def _texts(tokenizer_path: str) -> dict[int, str]:
     """Return id -> text of the tokens in tokenizer.json."""
-    tokenizer = _read(Path(tokenizer_path) / folder_files.TOKENIZER)
+    file = Path(tokenizer_path) / folder_files.TOKENIZER
+    tokenizer = _read(file)
     vocab = tokenizer.model.vocab
-    pairs = enumerate(map(_text_of, vocab)) if isinstance(vocab, list) else ((vocab[text], text) for text in vocab)
-    return dict(pairs) | {token.id: token.content for token in tokenizer.added_tokens}
+    texts = _listed_texts(file, vocab) if isinstance(vocab, list) else vocab
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    return dict(zip(ids, texts, strict=True)) | {token.id: token.content for token in tokenizer.added_tokens}
 
 
 def _read(file: Path) -> _Tokenizer:
@@ -96,9 +98,9 @@ def _read(file: Path) -> _Tokenizer:
     return tokenizer
 
 
-def _text_of(entry: msgspec.Raw) -> str:
-    """Return the text of an entry of a Unigram model."""
-    return msgspec.json.decode(entry, type=tuple[str, float])[0]
+def _listed_texts(file: Path, vocab: list[msgspec.Raw]) -> list[str]:
+    """Return the texts of a Unigram model in ``file``. Raises ValueError if an entry is no pair of text and score."""
+    return [text for text, _ in folder_files.decode_json(file, msgspec.json.encode(vocab), list[tuple[str, float]])]
 
 
 def sampled_vocab_size(settings: Settings) -> int:

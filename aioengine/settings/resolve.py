@@ -437,7 +437,10 @@ def _draft_settings(
     own = replace(config, model=draft_config)
     settings = _model_settings(own, draft, dtype)
     if settings.quantization:
-        quantized_formats.check("quantization", settings.quantization, "cuda" if is_on_gpu else "cpu")
+        device = "cuda" if is_on_gpu else "cpu"
+        quantized_formats.check(
+            "quantization", settings.quantization, device, argument="speculative_draft_model_quantization"
+        )
     backend = _attention_backend(own, draft, dtype, is_on_gpu=is_on_gpu)
     _kv_dtype(own, draft, dtype, backend, is_on_gpu=is_on_gpu)  # checks that the draft model can use it, too
     return DraftSettings(model=settings, attention_backend=backend, read_layers=read_layers)

@@ -2,7 +2,8 @@
 
 No second model is needed. The index maps the hash of each n-gram to the end of its latest occurrence. So a token
 costs the same time in a short and in a long request. The index is brought up to date only before a proposal: a request
-without proposals has no index.
+without proposals has no index. A long prompt is indexed in parts, because all requests wait meanwhile (131,072 tokens
+at once: 0.2 s).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 SIZES: Final = (6, 3)
 """Lengths of the n-grams, in the order in which they are looked up. Matches shorter than three tokens are accidents."""
+MAX_INDEXED: Final = 8192
+"""Tokens that a proposal adds to the index: 4 ms."""
 
 
 def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
@@ -62,8 +65,10 @@ class NgramProposer:
         return ()
 
     def _update_index(self) -> None:
-        """Add the n-grams that end before the last token. ``propose`` looks up the n-grams that end with it."""
-        token_ids, total = self.token_ids, len(self.token_ids)
+        """Add the n-grams that end before the last token. ``propose`` looks up the n-grams that end with it. After
+        ``MAX_INDEXED`` new tokens, the next call continues.
+        """
+        token_ids, total = self.token_ids, min(len(self.token_ids), self._num_indexed + MAX_INDEXED)
         for size, ends in zip(SIZES, self._ends, strict=True):
             start = max(self._num_indexed, self._first + size)
             if start < total:

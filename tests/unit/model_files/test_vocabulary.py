@@ -67,6 +67,13 @@ def test_invalid_tokenizer_files_are_refused(tmp_path: Path) -> None:
         num_token_ids(str(tmp_path))
 
 
+def test_invalid_entries_of_a_list_are_refused_with_the_file_name(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": [["a", 0.0], 5]}}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with pytest.raises(ValueError, match=r"tokenizer\.json' cannot be read: Expected `array`"):
+        num_token_ids(str(tmp_path))
+
+
 ADDED = {"content": "<end>", "special": True}
 
 

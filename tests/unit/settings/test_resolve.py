@@ -187,7 +187,7 @@ def test_speculation_without_its_draft_model_is_refused(arguments: dict[str, obj
         ({}, {"speculative_algorithm": None}, "has an effect only with speculative_algorithm='STANDALONE'"),
         ({"keeps_states": True}, {}, "cannot be a draft model.*cannot be taken back"),
         ({"task": "embed"}, {}, "cannot be a draft model.*does not generate text"),
-        ({}, {"speculative_draft_model_quantization": "fp8"}, "fp8"),
+        ({}, {"speculative_draft_model_quantization": "fp8"}, "^speculative_draft_model_quantization='fp8'"),
     ],
 )
 def test_draft_models_that_cannot_propose_are_refused(

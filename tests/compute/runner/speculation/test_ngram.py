@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.runner.speculation.ngram import SIZES, NgramProposer
+from aioengine.runner.speculation.ngram import MAX_INDEXED, SIZES, NgramProposer
 from aioengine.runner.speculation.verifier import num_accepted
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
@@ -48,6 +48,13 @@ def test_each_token_is_indexed_once_in_any_order_of_calls(token_ids: list[int]) 
 def test_a_period_is_repeated() -> None:
     assert NgramProposer([9, 1, 2, 3, 1, 2, 3]).propose(7) == [1, 2, 3, 1, 2, 3, 1]
     assert NgramProposer([7, 7, 7, 7]).propose(3) == [7, 7, 7]
+
+
+def test_long_prompts_are_indexed_in_parts() -> None:
+    token_ids = [*range(3 * MAX_INDEXED)]
+    early, late = (NgramProposer([*token_ids, *token_ids[end - 6 : end]]) for end in (MAX_INDEXED - 1, len(token_ids)))
+    assert early.propose(2) == [MAX_INDEXED - 1, MAX_INDEXED]
+    assert [bool(late.propose(2)) for _ in range(4)] == [False, False, False, True]
 
 
 def test_texts_that_repeat_nothing_get_no_proposals() -> None:
