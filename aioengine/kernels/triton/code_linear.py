@@ -100,37 +100,36 @@ def scaled(
 
 @triton.jit
 def _minus_zeros(words: tl.tensor, zeros: tl.tuple) -> tl.tuple:
-    """Split words [outputs, N] int16 into four codes, and return (codes - zeros [outputs, 1]) * ``_STEP``, exactly."""
+    """Split words [outputs, N] int16 into four codes, and subtract zeros [outputs, 1].
+
+    In 16 bits, a code becomes the last bits of 128 or 1024, which is subtracted with the zero. All results are exact.
+    """
     narrow = zeros[0].dtype
     if DEPENDENT and narrow != tl.float32:
         ASM: tl.constexpr = _ASM_BF16 if narrow == tl.bfloat16 else _ASM_FP16
+        ONE: tl.constexpr = 128 if narrow == tl.bfloat16 else 1024
         return tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r,r,r,r,r",
-            [words, zeros[0] * -_STEP, zeros[1] * -_STEP, zeros[2] * -_STEP, zeros[3] * -_STEP],
+            ASM, "=r,=r,=r,=r,r,r,r,r,r", [words, zeros[0] + ONE, zeros[1] + ONE, zeros[2] + ONE, zeros[3] + ONE],
             dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
         )  # fmt: skip
     codes = ()
     for index in tl.static_range(4):
-        codes += (((words >> 4 * index & 15).to(narrow) - zeros[index]) * _STEP,)
+        codes += ((words >> 4 * index & 15).to(narrow) - zeros[index],)
     return codes
 
 
-def _code_asm(kind: str, first: int, second: int) -> str:
-    """Return the instructions of ``_minus_zeros`` for two words.
-
-    If only the low 8 bits of a number of 16 bits are set, it is their value times the smallest number. So codes in bits
-    0 to 3 only need the factor ``first``, and codes in bits 4 to 7 the factor ``second``.
-    """
-    lines = [f"{{ .reg .b32 a, b, c, d; mov.b32 c, {first:#x}; mov.b32 d, {second:#x}; shr.b32 b, $4, 8;"]
+def _code_asm(kind: str, one: str) -> str:
+    """Return the instructions of ``_minus_zeros`` for two words. one: the bits of 128 or 1024."""
+    lines = ["{ .reg .b32 a;"]
     for index in range(4):
-        word, mask, factor = "$4" if index < 2 else "b", 0x00F000F0 if index % 2 else 0x000F000F, "cd"[index % 2]
-        lines.append(f"and.b32 a, {word}, {mask:#x}; fma.rn.{kind}x2 ${index}, a, {factor}, ${5 + index};")
+        lines.append(f"shr.b32 a, $4, {4 * index};")
+        lines.append(f"lop3.b32 a, a, 0x000F000F, 0x{one}{one}, 0xEA;")  # (a & mask) | one
+        lines.append(f"sub.{kind}x2 ${index}, a, ${5 + index};")
     return " ".join([*lines, "}"])
 
 
-_STEP = tl.constexpr(2.0**-9)
-_ASM_BF16 = tl.constexpr(_code_asm("bf16", 0x7D807D80, 0x7B807B80))  # 2 ** 124, 2 ** 120
-_ASM_FP16 = tl.constexpr(_code_asm("f16", 0x78007800, 0x68006800))  # 2 ** 15, 2 ** 11
+_ASM_BF16 = tl.constexpr(_code_asm("bf16", "4300"))
+_ASM_FP16 = tl.constexpr(_code_asm("f16", "6400"))
 
 
 @triton.jit
@@ -209,7 +208,7 @@ def _matmul_kernel(
                         if offsets is not None:
                             inputs = tl.dot(tl.full((OUTPUTS, PART), 1, vectors[0].dtype), vectors[index], inputs)
                         if index == 3 or (index + 1) * PART % GROUP == 0:
-                            total += products * (tl.load(scales + groups[index]) / _STEP)
+                            total += products * tl.load(scales + groups[index])
                             if offsets is not None:
                                 total += inputs * tl.load(offsets + groups[index])
                 else:

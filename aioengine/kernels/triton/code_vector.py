@@ -26,7 +26,8 @@ FEW_OUTPUTS = 4096
 def _vector_asm() -> str:
     """Return the instructions of ``_lane_sums`` for 4 words of each of two outputs, and the inputs of 4 parts.
 
-    See ``_code_asm``. The inputs are multiplied by 2 ** 66 or 2 ** 62 instead of the codes.
+    A number in bf16 of which only the low 8 bits are set is their value times 2 ** -133. So a code that is masked in
+    place is the code times 2 ** -133 or 2 ** -129. The inputs are multiplied by 2 ** 66 or 2 ** 62 first.
     """
     lines = ["{ .reg .b32 a<4>, b<2>; .reg .f32 s<4>; mov.f32 s0, 0f00000000;"]
     lines += [f"mov.f32 s{index}, s0;" for index in (1, 2, 3)]
