@@ -6,10 +6,10 @@ the CPU has no instructions for that. Both give a row the same bits for every T.
 of x once, and other weights for each product, ``BLOCK_OUTPUTS`` outputs at a time.
 
 On a GPU, up to 256 rows in 16 bits use our own kernels. With 8-bit weights and groups of a multiple of 128 inputs, the
-inputs become sums of two 8-bit numbers, which is nearly exact (``byte_linear``). Else the weight is converted in
-registers. For more rows, in fp32, for other sizes, and with ``batch_invariant``, the weight is dequantized in memory
-first. With more than 64 rows and fp8 weights with a scale per output or block, bf16 inputs are rounded to fp8, with a
-scale per row, or per row and 128 inputs.
+inputs of several rows become sums of two 8-bit numbers, which is nearly exact (``byte_linear``). Else the weight is
+converted in registers. For more rows, in fp32, for other sizes, and with ``batch_invariant``, the weight is dequantized
+in memory first. With more than 64 rows and fp8 weights with a scale per output or block, bf16 inputs are rounded to
+fp8, with a scale per row, or per row and 128 inputs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from aioengine.kernels import int8_linear, linear
+from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.codes import FP8, MIDDLE, Codes, copy_in_place, pack_nibbles
 from aioengine.kernels.linear import Matmul, Product
 from aioengine.kernels.triton import launcher
@@ -49,7 +50,7 @@ def prepare(
     """
     if launcher.serves(codes.packed):
         matmul = _OnDevice(codes, bias, batch_invariant=batch_invariant)
-        return Product(matmul, matmul.restore, matmul.update)
+        return Product(matmul, matmul.restore, matmul.update, matmul.gated)
     if codes.packed.device.type != "cpu":
         return Product(lambda x: functional.linear(x, codes.dequantized(x.dtype), bias), lambda: codes)
     if codes.packed.dtype == FP8:
@@ -167,10 +168,8 @@ class _OnDevice:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, O]."""
         codes, bias, num_rows = self._codes, self._bias, x.shape[0]
-        if self._order is not None:
-            x = x[:, self._order]
-        x = x.contiguous()
-        if num_rows == 1 and self._serves_vector:
+        x = self._ordered(x)
+        if self._is_vector(x):
             return self._kernels.vector_matmul(x, codes, bias)
         if self._serves_bytes and self._byte_kernels.is_fast(codes, x):
             return self._byte_kernels.matmul(x, codes, bias, self._num_done)
@@ -186,6 +185,20 @@ class _OnDevice:
         if self._batch_invariant:
             return linear.prepare(weight, bias, batch_invariant=True)(x)
         return functional.linear(x, weight, bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """[T, D] -> silu(first half of the outputs) * (second half), [T, O / 2]."""
+        if self._codes.bits == 4 and self._is_vector(x):
+            return self._kernels.vector_matmul(self._ordered(x), self._codes, self._bias, is_gated=True)
+        return activate_and_mul(self(x), "silu")
+
+    def _is_vector(self, x: Tensor) -> bool:
+        """Return whether x [T, D] has one row, and the kernel for one row supports it."""
+        return self._serves_vector and len(x) == 1 and x.dtype == torch.bfloat16
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        """Return x [T, D] in the order of the codes."""
+        return (x if self._order is None else x[:, self._order]).contiguous()
 
 
 def _scales_of_fp8(codes: DeviceCodes) -> Tensor | None:

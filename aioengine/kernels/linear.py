@@ -120,11 +120,13 @@ class Product(NamedTuple, Generic[_Weight]):
     Attributes:
         restore: returns its weight as it was before it was prepared.
         update: replaces weight and bias [O] at the addresses that CUDA graphs contain; None: prepare again instead.
+        gated: [T, I] -> silu(first half of the outputs) * (second half), [T, O / 2]; None: no kernel fuses this.
     """
 
     matmul: Matmul
     restore: Callable[[], _Weight]
     update: Callable[[_Weight, Tensor | None], None] | None = None
+    gated: Matmul | None = None
 
 
 class Packing(NamedTuple):

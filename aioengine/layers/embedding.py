@@ -146,8 +146,8 @@ class TableShard(Layer):
     def __call__(self, input_ids: Tensor) -> Tensor:
         """[T] int64 ids -> [T, D]. Each rank looks up the ids that it has."""
         rows = input_ids - self._first
-        is_missing = (rows < 0) | (rows >= self._num_rows)
-        embeddings = self._rows(rows.masked_fill_(is_missing, 0)).masked_fill_(is_missing.unsqueeze(1), 0)
+        own = rows.clamp(0, self._num_rows - 1)
+        embeddings = self._rows(own).masked_fill_((own != rows).unsqueeze(1), 0)
         return embeddings if self._group is None else self._group.all_reduce(embeddings)
 
     def as_head(self) -> Matmul:

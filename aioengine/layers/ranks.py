@@ -22,7 +22,9 @@ from aioengine.kernels.triton.launcher import is_installed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.triton.rank_sums import Handle, Inboxes
+    from aioengine.kernels.triton.rank_messages import Handle
+    from aioengine.kernels.triton.rank_sums import Inboxes
+    from aioengine.kernels.triton.sampling import RankSampling
 
 _LOOPBACK: Final = "127.0.0.1"
 _NO_TIMEOUT: Final = timedelta(days=7)
@@ -36,6 +38,8 @@ class RankGroup:
 
     Attributes:
         rank: the index of this process. size: the number of ranks.
+        sampling: samples from the logits of all ranks without gathering them; None: the GPUs cannot reach each other's
+            memory.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class RankGroup:
         self._device = device
         self._batch_invariant = batch_invariant
         self._inboxes: list[Inboxes] = []  # by their number of rows, ascending
+        self.sampling: RankSampling | None = None
         self._store = store = c10d.FileStore(store_file, size)
         if device.type == "cpu":
             gloo = c10d.ProcessGroupGloo
@@ -65,35 +70,52 @@ class RankGroup:
             self._backend = c10d.ProcessGroupNCCL(store, rank, size, nccl_options)
         self.all_reduce_min(0)  # the first operation connects the ranks
 
-    def open_inboxes(self, max_rows: int, num_columns: int, dtype: torch.dtype) -> None:
-        """Use own kernels for sums [T, num_columns] of up to ``max_rows`` rows, if the GPUs reach each other's memory.
+    def open_inboxes(
+        self,
+        max_rows: int,
+        num_columns: int,
+        dtype: torch.dtype,
+        *,
+        max_sampled_rows: int = 0,
+        num_embeddings: int = 0,
+    ) -> None:
+        """Use own kernels for sums [T, num_columns] of up to ``max_rows`` rows, and to sample up to
+        ``max_sampled_rows`` rows of logits, if the GPUs reach each other's memory.
 
         Each rank sends its rows to all others. So with more than two ranks, sums of many rows are left to NCCL, which
         moves fewer bytes.
         """
-        if self._device.type == "cpu" or dtype.itemsize != 2 or num_columns % 2 or not is_installed():
+        if self._device.type == "cpu" or not is_installed():
             return
         from aioengine.kernels.triton.rank_sums import Inboxes
+        from aioengine.kernels.triton.sampling import RankSampling
 
         kinds = [(_FEW_ROWS // (self.size - 1), False)]
         if self.size == 2:
             kinds.append((max_rows, True))
-        made = [
+        if dtype.itemsize != 2 or num_columns % 2:
+            kinds.clear()
+        inboxes = [
             Inboxes(self.rank, self.size, num_rows, num_columns, has_flags=has_flags, device=self._device)
             for num_rows, has_flags in kinds
         ]
-        own: list[Handle] = []
+        memory, sampling = [own.memory for own in inboxes], None
+        if max_sampled_rows:
+            sizes = {"max_rows": max_sampled_rows, "num_embeddings": num_embeddings}
+            sampling = RankSampling(self.rank, self.size, **sizes, device=self._device)
+            memory.append(sampling.memory)
+        own_handles: list[Handle] = []
         is_open = False
         with suppress(RuntimeError):
-            own = [inboxes.share() for inboxes in made]
-        handles_of_ranks = self._exchange(own)  # also without handles, because the other ranks wait for them
+            own_handles = [own.share() for own in memory]
+        handles_of_ranks = self._exchange(own_handles)  # also without handles: the other ranks wait for them
         with suppress(RuntimeError):
             if all(handles_of_ranks):
-                for inboxes, *handles in zip(made, *handles_of_ranks, strict=True):
-                    inboxes.open(handles)
+                for own, *handles in zip(memory, *handles_of_ranks, strict=True):
+                    own.open(handles, self.rank)
                 is_open = True
         if self.all_reduce_min(is_open):
-            self._inboxes = made
+            self._inboxes, self.sampling = inboxes, sampling
 
     def _exchange(self, own: list[Handle]) -> list[list[Handle]]:
         """Give the handles of this rank to all ranks, and return the handles of each rank, in order."""

@@ -158,6 +158,14 @@ class Model(Layer, metaclass=ABCMeta):
         A classifier maps pooled hidden states to one score per class. A model without a head returns its input.
         """
 
+    def compute_own_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [S, D] -> logits [S, W] of the tokens of this rank."""
+        return self.compute_logits(hidden)
+
+    def gather_logits(self, own: Tensor) -> Tensor:
+        """Logits [S, W] of each rank -> logits [S, V]."""
+        return own
+
 
 @runtime_checkable
 class VisionModel(Protocol):

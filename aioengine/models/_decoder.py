@@ -179,17 +179,25 @@ class DecoderModel(Model):
         """[S, D] -> logits [S, V], or scores of a classifier. Without a head, return ``hidden``."""
         if self.task is Task.EMBED:
             return hidden
-        assert self._logits is not None, "finish_loading was not called"
-        logits = self._logits(hidden)
         if self.task is Task.CLASSIFY:
-            return logits
-        if self._shard.group is not None:
-            # the parts of all ranks must have the same size
-            num_missing = -(-self.vocab_size // self._shard.size) - logits.shape[1]
-            padded = functional.pad(logits, (0, num_missing)) if num_missing else logits
-            logits = self._shard.group.all_gather(padded)[:, : self.vocab_size]
-        logits, cap = _scaled(logits, self._config.logits_scale), self._config.logits_cap
+            assert self._logits is not None, "finish_loading was not called"
+            return self._logits(hidden)
+        return self.gather_logits(self.compute_own_logits(hidden))
+
+    def compute_own_logits(self, hidden: Tensor) -> Tensor:
+        """See ``Model``: [S, D] -> [S, W]."""
+        assert self._logits is not None, "finish_loading was not called"
+        logits, cap = _scaled(self._logits(hidden), self._config.logits_scale), self._config.logits_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def gather_logits(self, own: Tensor) -> Tensor:
+        """See ``Model``: [S, W] -> [S, V]."""
+        if self._shard.group is None:
+            return own
+        # the parts of all ranks must have the same size
+        num_missing = -(-self.vocab_size // self._shard.size) - own.shape[1]
+        padded = functional.pad(own, (0, num_missing)) if num_missing else own
+        return self._shard.group.all_gather(padded)[:, : self.vocab_size]
 
 
 def attention_shape(config: DecoderConfig, options: ModelOptions) -> AttentionShape:

@@ -155,15 +155,17 @@ def plan_for_ranks(plan: StepPlan, failed: Collection[int]) -> StepPlan:
         new_rows=[_without_sampling(row) for row in plan.new_rows if row.uid not in failed],
         closed=plan.closed,
         snapshots=[(uid, snapshot) for uid, snapshot in plan.snapshots if uid not in failed],
+        needs_logits=plan.needs_logits,
     )
 
 
 def _without_sampling(row: NewRow) -> NewRow:
-    """Remove the parameters that only rank 0 needs: of sampling, and of logprobs of output tokens.
+    """Remove the parameters that only rank 0 needs: of logits processors, and of logprobs of output tokens.
 
     Hidden states and prompt logprobs are kept, because they decide which outputs a step computes.
     """
-    sampling = Sampling(seed=0, temperature=0.0, hidden_states=row.sampling.hidden_states)
+    full = row.sampling
+    sampling = Sampling(seed=full.seed, temperature=full.temperature, hidden_states=full.hidden_states)
     rules = row.logprobs
     has_prompt_logprobs = rules is not None and (rules.start >= 0 or row.kind is RequestKind.SCORE)
     return replace(row, sampling=sampling, logprobs=rules if has_prompt_logprobs else None)

@@ -65,11 +65,15 @@ class LinearSpec(NamedTuple):
         return {"bias": torch.empty(sum(self.sizes), dtype=self.dtype, device=self.device)} if self.has_bias else {}
 
     def prepared(
-        self, matmul: Matmul, restore: Callable[[], Tensors], update: Callable[[Tensors], None] | None = None
+        self,
+        matmul: Matmul,
+        restore: Callable[[], Tensors],
+        update: Callable[[Tensors], None] | None = None,
+        gated: Matmul | None = None,
     ) -> Prepared:
-        """Return a layer without a fused kernel for its gates."""
-        gated = (lambda x: activate_and_mul(matmul(x), "silu")) if self.is_gated else None
-        return Prepared(matmul, restore, gated, update)
+        """Return a layer. gated: fuses ``matmul`` with the activation of gates."""
+        gated = gated or (lambda x: activate_and_mul(matmul(x), "silu"))
+        return Prepared(matmul, restore, gated if self.is_gated else None, update)
 
 
 class LinearFormat(Protocol):
@@ -161,8 +165,8 @@ class CodesFormat(LinearFormat):
         """See ``LinearFormat``."""
         bias = tensors.get("bias")
         others = {} if bias is None else {"bias": bias}
-        matmul, restore, replace = code_linear.prepare(
+        matmul, restore, replace, gated = code_linear.prepare(
             self.codes(layer, tensors), bias, layer.dtype, batch_invariant=layer.batch_invariant
         )
         update = None if replace is None else lambda new: replace(self.codes(layer, new), new.get("bias"))
-        return layer.prepared(matmul, lambda: self.tensors(layer, restore()) | others, update)
+        return layer.prepared(matmul, lambda: self.tensors(layer, restore()) | others, update, gated)

@@ -143,8 +143,9 @@ class StoredFormat(CodesFormat):
                 assert part.update is not None
                 part.update(codes, bias)
 
+        matmul, gated = (joined, None) if len(parts) > 1 else (parts[0].matmul, parts[0].gated)
         can_update = all(part.update is not None for part in parts)
-        return layer.prepared(joined if len(parts) > 1 else parts[0].matmul, restore, update if can_update else None)
+        return layer.prepared(matmul, restore, update if can_update else None, gated)
 
     def _parts(self, layer: LinearSpec, tensors: Tensors) -> list[tuple[Codes, Tensor | None]]:
         """Return codes [O, D] and bias [O] of the layer, or of each part if these have different orders of inputs."""

@@ -98,9 +98,15 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     with memory.record("the weights", advice=advice, need=_weights_bytes(settings, config, options)), torch.no_grad():
         model = _model(settings, config, options)
         if shard.group is not None:
-            shard.group.open_inboxes(settings.scheduler.max_step_tokens, model.hidden_size, dtype)
+            shard.group.open_inboxes(
+                settings.scheduler.max_step_tokens,
+                model.hidden_size,
+                dtype,
+                max_sampled_rows=settings.runner.cuda_graph_max_rows,
+                num_embeddings=model.vocab_size,
+            )
         if device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
-            _compile_sampling(model, vocab_size, settings.runner.logprobs_mode)
+            _compile_sampling(model, vocab_size, settings.runner.logprobs_mode, shard.size)
         times.end("device")
         shape = dataclasses.replace(model.attention_shape, dtype=dtype)
         choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
@@ -303,13 +309,14 @@ def _take_adapters(
         )
 
 
-def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str) -> None:
+def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str, num_ranks: int) -> None:
     """Compile the sampling kernels, which take the longest, while FlashInfer is imported and weights are read."""
     from aioengine.runner.sampling import device_sampler  # imports Triton
 
     width, device = model.vocab_size, torch.device("cuda")
     vocab_size = min(vocab_size, width)
-    device_sampler.compile_kernels(vocab_size=vocab_size, num_embeddings=width, dtype=model.dtype, device=device)
+    sizes = {"vocab_size": vocab_size, "num_embeddings": width, "num_ranks": num_ranks}
+    device_sampler.compile_kernels(**sizes, dtype=model.dtype, device=device)
     token_logprobs.compile_kernels(width, model.dtype, device)
     if logprobs_mode == "processed":
         token_logprobs.compile_kernels(vocab_size, torch.float32, device)

@@ -16,6 +16,7 @@ import torch
 from aioengine.attention._base import ForwardBatch
 from aioengine.models._base import Model, ModelInputs
 from aioengine.runner.images import Span
+from aioengine.runner.transfer import upload_together
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 
 if TYPE_CHECKING:
@@ -210,15 +211,23 @@ class InputBuilder:
             positions = images.positions(spans, indices)
         else:
             positions = rows.shifted(indices, spec.short_length, row_of_token)
+        tables_GRP = table.page_tables.of_step(rows.row_indices, rows.starts, -(-int(kv_lengths.max()) // page_size))
+        pages = indices // page_size
+        # slot = page id * page size + offset, and offset = index - page * page size
+        slots = [indices + (pages_RP[row_of_token, pages] - pages) * page_size for pages_RP in tables_GRP]
+        columns = {"positions": positions, "slots": slots[0], "pages": tables_GRP[0]}
         if token_ids is None:
-            token_ids = upload(rows.known_ids) if on_host else self._token_ids(rows, num_tokens)
+            columns |= _id_columns(rows)
+        if outputs is not None:
+            columns["outputs"] = outputs
+        tensors = upload_together(upload, columns)
         inputs = model_inputs(
             model,
-            token_ids,
-            upload(positions),
+            self._token_ids(tensors) if token_ids is None else token_ids,
+            tensors["positions"],
             rows=upload(row_of_token) if spec.rows else None,
             token_types=token_types,
-            outputs=None if outputs is None else upload(outputs),
+            outputs=tensors.get("outputs"),
             adapters=table.adapters.of_step(rows.row_indices, row_of_token, outputs),
         )
         if self.states is not None:
@@ -227,13 +236,9 @@ class InputBuilder:
             inputs = self._with_embeds(model, rows, inputs)
         if images and spans:
             inputs = images.add_features(spans, inputs, upload)
-        tables_GRP = table.page_tables.of_step(rows.row_indices, rows.starts, -(-int(kv_lengths.max()) // page_size))
-        pages = indices // page_size
-        # slot = page id * page size + offset, and offset = index - page * page size
-        slots = [indices + (pages_RP[row_of_token, pages] - pages) * page_size for pages_RP in tables_GRP]
         batch = ForwardBatch(
-            slot_mapping=upload(slots[0]),
-            page_table=upload(tables_GRP[0]),
+            slot_mapping=tensors["slots"],
+            page_table=tensors["pages"],
             query_lengths=rows.counts.tolist(),
             kv_lengths=kv_lengths.tolist(),
             host_pages=tables_GRP[0],
@@ -284,18 +289,27 @@ class InputBuilder:
                 self.table.num_with_embeds -= 1
         return inputs if embeddings is inputs.embeddings else replace(inputs, token_ids=None, embeddings=embeddings)
 
-    def _token_ids(self, rows: StepRows, num_tokens: int) -> Tensor:
-        """Return the token ids [T] int64 on the device: known ids of the plan, and last tokens from the device."""
-        upload = self.table.upload
-        if len(rows.known_ids) == num_tokens:
-            return upload(rows.known_ids)
-        last_tokens = self.table.last_tokens
-        if not rows.known_ids.size:  # only decode rows: the device has their tokens
-            return last_tokens.index_select(0, upload(rows.row_indices))
-        unknown_rows, unknown = rows.unknown_tokens()
-        unknown_ids = last_tokens.index_select(0, upload(rows.row_indices[unknown_rows]))
-        ids = np.zeros(num_tokens, dtype=np.int64)
-        ids[np.delete(np.arange(num_tokens), unknown)] = rows.known_ids
-        token_ids = upload(ids)
-        token_ids[upload(unknown)] = unknown_ids
-        return token_ids
+    def _token_ids(self, tensors: dict[str, Tensor]) -> Tensor:
+        """Return the token ids [T] int64, from tensors as in ``_id_columns``."""
+        if "unknown" not in tensors:
+            return tensors["ids"]
+        last_ids = self.table.last_tokens.index_select(0, tensors["unknown_rows"])
+        if "ids" not in tensors:
+            return last_ids
+        tensors["ids"][tensors["unknown"]] = last_ids
+        return tensors["ids"]
+
+
+def _id_columns(rows: StepRows) -> dict[str, Ints]:
+    """Return the token ids [T] of the plan. If only the device has X of them, also return their indices and the row
+    indices of their requests. If it has all of them, return no ids.
+    """
+    num_tokens, known_ids = int(rows.token_ends[-1]), rows.known_ids
+    if len(known_ids) == num_tokens:
+        return {"ids": known_ids}
+    unknown_rows, unknown = rows.unknown_tokens()
+    columns = {"unknown": unknown, "unknown_rows": rows.row_indices[unknown_rows]}
+    if known_ids.size:
+        columns["ids"] = np.zeros(num_tokens, dtype=np.int64)
+        columns["ids"][np.delete(np.arange(num_tokens), unknown)] = known_ids
+    return columns

@@ -24,7 +24,7 @@ from aioengine.runner.inputs import InputBuilder, StepRows
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.pooler import PooledRows, Pooler
-from aioengine.runner.request_row import why_no_token
+from aioengine.runner.request_row import is_simple, why_no_token
 from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
@@ -121,12 +121,13 @@ class ModelRunner:
             max_drafts=settings.scheduler.max_drafts,
         )
         self._inputs = InputBuilder(self._table, parts.states, page_size=pool.page_size, num_embeddings=num_embeddings)
-        sampler = _sampler_class(parts.device)(
+        sampler = _sampler_class(parts.device, parts.ranks)(
             vocab_size=vocab_size, num_embeddings=num_embeddings, table=self._table, processors=processors
         )
         self._ranks = parts.ranks
         self._sampler = sampler if parts.ranks is None else RankSampler(sampler, parts.ranks)
         self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
+        self._needs_logits = False  # the ranks cannot sample the step together
         processor = self._sampler if settings.runner.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processor)
         self._hidden_states = HiddenStates(self._table.upload)
@@ -170,7 +171,7 @@ class ModelRunner:
 
         assert isinstance(self._attention, CapturableAttention)
         parts = self._model, self._attention, self._inputs
-        graphs = DecodeGraphs(*parts, vocab_size=self._vocab_size, max_rows=max_rows, has_ranks=self._ranks is not None)
+        graphs = DecodeGraphs(*parts, vocab_size=self._vocab_size, max_rows=max_rows, ranks=self._ranks)
         graphs.capture(report)
         self._graphs = graphs
         self._constrained.max_tokens = graphs.max_rows
@@ -190,9 +191,11 @@ class ModelRunner:
                 rows = self._read(plan_rows)
             else:
                 plan_rows, rows, drafts = self._propose(self._drafts, plan_rows)
+        self._needs_logits = plan.needs_logits
         if self._send_plan is not None:
-            sent = plan if self._drafts is None else replace(plan, rows=rows_with_drafts(plan.rows, plan_rows, drafts))
-            self._send_plan(sent, self._failed.reasons)
+            self._needs_logits = not self._may_sample_together(rows)
+            sent_rows = plan.rows if self._drafts is None else rows_with_drafts(plan.rows, plan_rows, drafts)
+            self._send_plan(replace(plan, rows=sent_rows, needs_logits=self._needs_logits), self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
         reasons = self._failed.reasons
         failed = {row.uid: reasons[row.uid] for row in plan.rows if row.uid in reasons} if reasons else {}
@@ -516,6 +519,12 @@ class ModelRunner:
             self._logprobs.add_prompts(hidden[num_outputs + num_hidden : first_draft], prompts)
         return self._pooler.states(hidden, rows), hidden[first_draft:]
 
+    def _may_sample_together(self, rows: StepRows) -> bool:
+        """Return whether the ranks can sample the tokens of a step without gathering the logits."""
+        if self._ranks is None or self._ranks.sampling is None or self._table.num_with_logprobs:
+            return False
+        return is_simple(self._table.sampling[rows.row_indices])
+
     def _num_padded(self, num_rows: int) -> int:
         """Return the row count of the next larger captured decode step. For a matmul with a new row count, CUDA may
         load a kernel, which waits for all queued work.
@@ -526,14 +535,10 @@ class ModelRunner:
         """Run a decode step that has a graph. Return token ids [R]; None: they are sampled later."""
         sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
         step = graphs.replay(rows, sampled, when_ready=self._constrained.sample_deferred)
-        if step.token_ids is None:
-            if step.masked is not None:
-                return self._constrained.sample_masked(graphs, step, sampled)
+        if step.masked is not None:
+            return self._constrained.sample_masked(graphs, step, sampled)
+        if step.token_ids is None or self._needs_logits:
             return self._sample_or_defer(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
-        if self._ranks is not None:  # only rank 0 knows how to sample
-            self._ranks.broadcast(step.token_ids)
-            if self._ranks.rank:
-                self._table.write_tokens(sampled, step.token_ids)
         if self._table.num_with_logprobs:
             self._logprobs.add_sampled(graphs.logits(step), sampled, step.token_ids, step.order)
         if self._table.num_with_hidden_states:
@@ -573,11 +578,11 @@ class ModelRunner:
         return self._model.compute_logits(padded)[:num_rows]
 
 
-def _sampler_class(device: torch.device) -> type[Sampler | DeviceSampler]:
+def _sampler_class(device: torch.device, ranks: RankGroup | None) -> Callable[..., Sampler | DeviceSampler]:
     if device.type == "cpu":
         return Sampler
     if find_spec("triton") is None:
         raise ValueError("device='cuda' needs the package triton, which torch's CUDA wheels install")
     from aioengine.runner.sampling.device_sampler import DeviceSampler
 
-    return DeviceSampler
+    return partial(DeviceSampler, num_ranks=1 if ranks is None else ranks.size)

@@ -152,6 +152,14 @@ class SampledRows:
         return SampledRows(requests, self.row_indices[chosen], self.positions[chosen] + later, self.records[chosen])
 
 
+def is_simple(records: npt.NDArray[np.void], *, aside_from: int = 0) -> bool:
+    """Return whether rows need only a temperature. records: [R] of SAMPLING_RECORD. aside_from: bits of processors to
+    ignore.
+    """
+    processors = records["processors"] & ~aside_from
+    return not (processors.any() or (records["is_truncated"] & ~records["is_greedy"]).any())
+
+
 class RowConstraint(Protocol):
     """The tokens that a grammar allows at one position of a request.
 

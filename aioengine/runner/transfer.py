@@ -57,6 +57,23 @@ def upload_to(device: torch.device) -> Upload:
     return torch.from_numpy if device.type == "cpu" else PinnedUpload(device)
 
 
+def upload_together(upload: Upload, columns: dict[str, npt.NDArray[Any]]) -> dict[str, Tensor]:
+    """Copy int64 or int32 arrays [...] to the device at once, because each copy takes up to 60 us of the host."""
+    if not isinstance(upload, PinnedUpload):
+        return {name: upload(column) for name, column in columns.items()}
+    sizes = [2 * -(-column.nbytes // _ALIGNMENT) for column in columns.values()]  # int64 numbers
+    packed = np.empty(sum(sizes), dtype=np.int64)
+    start = 0
+    for column, size in zip(columns.values(), sizes, strict=True):
+        packed[start : start + size].view(column.dtype)[: column.size] = column.ravel()
+        start += size
+    tensors: dict[str, Tensor] = {}
+    for (name, column), part in zip(columns.items(), upload(packed).split(sizes), strict=True):
+        tensor = part if column.dtype == np.int64 else part.view(torch.int32)
+        tensors[name] = tensor if tensor.shape == column.shape else tensor[: column.size].view(column.shape)
+    return tensors
+
+
 def host_copy(values: Tensor) -> Tensor:
     """Copy [...] to the host. The result is valid once the queued work is done. On a CPU it is the same tensor."""
     if not values.is_cuda:

@@ -85,12 +85,14 @@ class StepPlan(Struct, array_like=True, gc=False):
 
     closed: uids. The runner may not know a uid (because a launch failed), or its row may still be in flight.
     snapshots: (uid of a row, id of the snapshot to which the state after this row is copied).
+    needs_logits: set by rank 0 for the other ranks: it samples from the logits of all ranks.
     """
 
     rows: list[Row]
     new_rows: list[NewRow] = []
     closed: list[int] = []
     snapshots: list[tuple[int, int]] = []
+    needs_logits: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -39,6 +39,7 @@ from aioengine.settings.memory_model import (
     SAMPLED_ROWS,
     PoolDemand,
     format_bytes,
+    inbox_bytes,
     kv_cache,
     num_parameters,
     reserved_bytes,
@@ -74,7 +75,8 @@ class Plan(Struct, frozen=True, kw_only=True):
             read by the usual names of sizes and as if no layer had a window. With sliding windows: the average of a
             request of the context length, because old pages are freed.
         state_bytes_per_request: recurrent states of a request. Their snapshots make the pool smaller.
-        activations_bytes: estimate for the largest step, with CUDA graphs, adapter slots and cached image features.
+        activations_bytes: estimate for the largest step, with CUDA graphs, adapter slots, cached image features and
+            the inboxes of ranks.
         tp_size: the number of ranks. ``num_parameters`` is the number of parameters of all of them.
         dp_size: the number of replicas. The KV pool, its tokens and ``max_requests`` are of one replica.
         device_memory: all memory of the GPU, or the free memory of the machine for a CPU, divided by the ranks of all
@@ -225,6 +227,8 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     if is_on_cpu:
         num_bytes = int((device_memory - num_weights_bytes) * share)
     else:
+        max_rows = settings.scheduler.max_step_tokens
+        activations += inbox_bytes(num_ranks, itemsize, max_rows=max_rows, num_columns=family.hidden_size)
         num_bytes = int(device_memory * share) - _CUDA_BYTES - num_weights_bytes - activations
     length = settings.model.context_length
     states = state_bytes(family, itemsize)

@@ -85,7 +85,7 @@ class CapturableTorch(TorchAttention):
 class Kernels:
     """Replaces ``SamplingKernels``."""
 
-    def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, *, max_rows: int, vocab_size: int, **_: object) -> None:
         table: Any = SimpleNamespace(sampling=np.zeros(max_rows))
         self._sampler = Sampler(vocab_size=vocab_size, num_embeddings=vocab_size, table=table, processors=())
 

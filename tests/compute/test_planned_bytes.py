@@ -27,6 +27,7 @@ from aioengine.quantization.gguf import gguf_formats
 from aioengine.quantization.online import online_formats
 from aioengine.quantization.stored import formats
 from aioengine.runner.weights import fill_dummy
+from aioengine.settings.memory_model import inbox_bytes
 from tests.compute.models.test_gguf import random_blocks
 from tests.compute.quantized import METHODS
 
@@ -47,6 +48,15 @@ def memory() -> dict[int, int]:
         elif tensor.device.type == "cpu":
             found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return found
+
+
+def test_inbox_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from aioengine.kernels.triton.rank_sums import Inboxes
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    inboxes = Inboxes(0, 2, 100, 96, has_flags=True, device=CPU)
+    assert inboxes.memory.num_bytes == inbox_bytes(2, 2, max_rows=100, num_columns=96)
 
 
 def prepare_for(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

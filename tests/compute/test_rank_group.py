@@ -33,13 +33,14 @@ class FakeInboxes:
     ) -> None:
         self.failing, self.rank, self.max_rows, self.has_flags = failing, rank, max_rows, has_flags
         self.handles: list[tuple[int, bool]] = []
+        self.memory = self
 
     def share(self) -> tuple[int, bool]:
         time.sleep(0.05 * self.rank)  # rank 0 must not read what rank 1 gave for other inboxes
         self._work("share")
         return self.rank, self.has_flags
 
-    def open(self, handles: list[tuple[int, bool]]) -> None:
+    def open(self, handles: list[tuple[int, bool]], rank: int) -> None:
         self._work("open")
         self.handles = handles
 

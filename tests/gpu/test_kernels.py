@@ -205,7 +205,9 @@ def test_sampling() -> None:
     fields[2] = positions
     fields[3] = (1 / temperatures).view(np.int32)
     fields[4, :4] = 1
-    kernels = SamplingKernels(max_rows=num_rows, vocab_size=vocab_size, device=torch.device("cuda"))
+    kernels = SamplingKernels(
+        max_rows=num_rows, vocab_size=vocab_size, num_embeddings=vocab_size, device=torch.device("cuda")
+    )
     out = torch.empty(num_rows, dtype=torch.int64, device="cuda")
     indices = torch.randperm(num_rows, dtype=torch.int32, device="cuda")
     tokens = torch.full((num_rows + 1,), 7, dtype=torch.int64, device="cuda")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aioengine import models
 from aioengine.kernels import code_linear
+from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.model_files.quantization import split_config
 from aioengine.models._base import Model, ModelOptions
@@ -90,13 +91,16 @@ def random_codes(bits: int, shape: tuple[int, int], group: int) -> Codes:
 def test_products_of_codes_match_the_reference(bits: int, group: int, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     codes, bias = random_codes(bits, shape, group), torch.randn(shape[0], device=CUDA, dtype=torch.bfloat16)
-    matmul = code_linear.prepare(codes, bias, torch.bfloat16).matmul
+    product = code_linear.prepare(codes, bias, torch.bfloat16)
     weight = codes.dequantized(torch.float32)
     for num_rows in (1, 3, 16, 33, 64, 65, 300):
         x = torch.randn(num_rows, shape[1], device=CUDA, dtype=torch.bfloat16)
         expected = x.float() @ weight.T + bias.float()
-        error = (matmul(x).float() - expected).norm() / expected.norm()
+        result = product.matmul(x)
+        error = (result.float() - expected).norm() / expected.norm()
         assert error < 5e-3, (num_rows, error)
+        assert product.gated is not None
+        torch.testing.assert_close(product.gated(x), activate_and_mul(result, "silu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])

@@ -15,13 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.codes import MIDDLE, PIECES, Codes, piece_of
+from aioengine.kernels.codes import FP8, MIDDLE, PIECES, Codes, piece_of
+from aioengine.kernels.triton import code_vector, skinny_linear
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.skinny_linear import vector, with_other_splits
+from aioengine.kernels.triton.skinny_linear import with_other_splits
 
 MAX_ROWS = 256
-LEAST_ROWS = 16
+LEAST_ROWS = 8
 ROWS = 64
 """Maximum rows of a program."""
 OUTPUTS = 64
@@ -99,41 +100,55 @@ def scaled(
 
 @triton.jit
 def _minus_zeros(words: tl.tensor, zeros: tl.tuple) -> tl.tuple:
-    """Split words [outputs, N] int16 into four codes, and subtract zeros [outputs, 1].
-
-    In 16 bits, a code becomes the last bits of 128 or 1024, which is subtracted with the zero. All results are exact.
-    """
+    """Split words [outputs, N] int16 into four codes, and return (codes - zeros [outputs, 1]) * ``_STEP``, exactly."""
     narrow = zeros[0].dtype
     if DEPENDENT and narrow != tl.float32:
         ASM: tl.constexpr = _ASM_BF16 if narrow == tl.bfloat16 else _ASM_FP16
-        ONE: tl.constexpr = 128 if narrow == tl.bfloat16 else 1024
         return tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r,r,r,r,r", [words, zeros[0] + ONE, zeros[1] + ONE, zeros[2] + ONE, zeros[3] + ONE],
+            ASM, "=r,=r,=r,=r,r,r,r,r,r",
+            [words, zeros[0] * -_STEP, zeros[1] * -_STEP, zeros[2] * -_STEP, zeros[3] * -_STEP],
             dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
         )  # fmt: skip
     codes = ()
     for index in tl.static_range(4):
-        codes += ((words >> 4 * index & 15).to(narrow) - zeros[index],)
+        codes += (((words >> 4 * index & 15).to(narrow) - zeros[index]) * _STEP,)
     return codes
 
 
-def _asm(kind: str, one: str) -> str:
-    """Return the instructions that split two words into codes plus 128 or 1024, and subtract zeros plus this.
+def _code_asm(kind: str, first: int, second: int) -> str:
+    """Return the instructions of ``_minus_zeros`` for two words.
 
-    kind: the type; "": subtract nothing. one: the bits of 128 or 1024.
+    If only the low 8 bits of a number of 16 bits are set, it is their value times the smallest number. So codes in bits
+    0 to 3 only need the factor ``first``, and codes in bits 4 to 7 the factor ``second``.
     """
-    lines = ["{ .reg .b32 a;"]
+    lines = [f"{{ .reg .b32 a, b, c, d; mov.b32 c, {first:#x}; mov.b32 d, {second:#x}; shr.b32 b, $4, 8;"]
     for index in range(4):
-        lines.append(f"shr.b32 a, $4, {4 * index};")
-        lines.append(f"lop3.b32 {'a' if kind else f'${index}'}, a, 0x000F000F, 0x{one}{one}, 0xEA;")  # (a & mask) | one
-        if kind:
-            lines.append(f"sub.{kind}x2 ${index}, a, ${5 + index};")
+        word, mask, factor = "$4" if index < 2 else "b", 0x00F000F0 if index % 2 else 0x000F000F, "cd"[index % 2]
+        lines.append(f"and.b32 a, {word}, {mask:#x}; fma.rn.{kind}x2 ${index}, a, {factor}, ${5 + index};")
     return " ".join([*lines, "}"])
 
 
-_ASM_PLUS = tl.constexpr(_asm("", "4300"))
-_ASM_BF16 = tl.constexpr(_asm("bf16", "4300"))
-_ASM_FP16 = tl.constexpr(_asm("f16", "6400"))
+_STEP = tl.constexpr(2.0**-9)
+_ASM_BF16 = tl.constexpr(_code_asm("bf16", 0x7D807D80, 0x7B807B80))  # 2 ** 124, 2 ** 120
+_ASM_FP16 = tl.constexpr(_code_asm("f16", 0x78007800, 0x68006800))  # 2 ** 15, 2 ** 11
+
+
+@triton.jit
+def _narrowed(numbers: tl.tensor, vectors: tl.tensor) -> tl.tensor:
+    """Convert int8 or fp8 numbers to the dtype of ``vectors``, exactly."""
+    if DEPENDENT and numbers.dtype == tl.int8 and vectors.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(_ASM_INT8, "=r,=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return numbers.to(tl.float32).to(vectors.dtype)
+
+
+_ASM_INT8 = tl.constexpr(
+    # bytes 0 and 1, then 2 and 3: 128 + (low 7 bits), minus 128 or 256
+    """{ .reg .b32 a, b;
+    prmt.b32 a, $2, 0, 0x4140;
+    lop3.b32 b, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA; sub.bf16x2 $0, b, a;
+    prmt.b32 a, $2, 0, 0x4342;
+    lop3.b32 b, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA; sub.bf16x2 $1, b, a; }"""
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -150,58 +165,64 @@ def _matmul_kernel(
     rows = first_row + tl.arange(0, ROWS)[None, :]
     tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     known = tl.minimum(outputs, num_outputs - 1)
-    lines = known.to(tl.int64) * (SIZE if BITS == 8 else SIZE // 4)
+    PER_ITEM: tl.constexpr = 1 if BITS == 8 else 4
+    PART: tl.constexpr = PIECE // 4
+    lines = weight + known.to(tl.int64) * (SIZE // PER_ITEM)
     is_row = rows < num_rows
     wait_and_start_next()
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in tl.range(first, first + SIZE // SPLITS, BLOCK, num_stages=STAGES):
-        group = known + start // GROUP * num_outputs
         if BITS == 8:
             columns = start + tl.arange(0, BLOCK)
-            numbers = tl.load(weight + lines + columns[None, :]).to(tl.float32)
+            group = known + start // GROUP * num_outputs
+            numbers = tl.load(lines + columns[None, :])
             vectors = tl.load(x + rows * SIZE + columns[:, None], mask=is_row, other=0.0)
-            if GROUP % BLOCK == 0 and offsets is None:
-                total += tl.dot(numbers.to(x.dtype.element_ty), vectors) * tl.load(scales + group)
+            if GROUP == SIZE and offsets is None:
+                total = tl.dot(_narrowed(numbers, vectors), vectors, total)
+            elif GROUP % BLOCK == 0 and offsets is None:
+                total += tl.dot(_narrowed(numbers, vectors), vectors) * tl.load(scales + group)
             else:
                 groups = group + tl.arange(0, (BLOCK + GROUP - 1) // GROUP)[None, :] * num_outputs
-                numbers = scaled(numbers, scales, None, offsets, groups, None, -1)
-                total = tl.dot(numbers.to(x.dtype.element_ty), vectors, total)
+                numbers = scaled(numbers.to(tl.float32), scales, None, offsets, groups, None, -1)
+                total = tl.dot(numbers.to(vectors.dtype), vectors, total)
         else:
-            tl.static_assert(BLOCK == PIECE)
-            PART: tl.constexpr = PIECE // 4
-            words = tl.load(weight + lines + start // 4 + tl.arange(0, PART)[None, :])
-            columns = x + rows * SIZE + start + tl.arange(0, PART)[:, None]
-            groups, vectors = (), ()
-            for index in tl.static_range(4):
-                groups += (group + index * PART // GROUP * num_outputs,)
-                vectors += (tl.load(columns + index * PART, mask=is_row, other=0.0),)
-            if zeros is not None or ZERO >= 0:
-                if zeros is None:
-                    zero = tl.full((OUTPUTS, 1), ZERO, x.dtype.element_ty)
-                else:
-                    zero = tl.load(zeros + group).to(x.dtype.element_ty)
-                own_zeros = (zero,)
-                for index in tl.static_range(1, 4):
-                    if zeros is not None and GROUP < PIECE:
-                        zero = tl.load(zeros + groups[index]).to(x.dtype.element_ty)
+            for piece in tl.static_range(BLOCK // PIECE):
+                place = start + piece * PIECE
+                words = tl.load(lines + place // 4 + tl.arange(0, PART)[None, :])
+                columns = x + rows * SIZE + place + tl.arange(0, PART)[:, None]
+                groups, vectors, own_zeros = (), (), ()
+                for index in tl.static_range(4):
+                    groups += (known + (place + index * PART) // GROUP * num_outputs,)
+                    vectors += (tl.load(columns + index * PART, mask=is_row, other=0.0),)
+                    if zeros is None:
+                        zero = tl.full((OUTPUTS, 1), max(ZERO, 0), vectors[0].dtype)
+                    elif index * PART % GROUP == 0:
+                        zero = tl.load(zeros + groups[index]).to(vectors[0].dtype)
                     own_zeros += (zero,)
-                codes = _minus_zeros(words, own_zeros)
-                for index in tl.static_range(4):
-                    if index * PART % GROUP == 0:
-                        products = tl.dot(codes[index], vectors[index])
-                    else:
+                if table is None:
+                    codes = _minus_zeros(words, own_zeros)
+                    for index in tl.static_range(4):
+                        if index * PART % GROUP == 0:
+                            products = tl.zeros((OUTPUTS, ROWS), tl.float32)
+                            inputs = tl.zeros((OUTPUTS, ROWS), tl.float32)
                         products = tl.dot(codes[index], vectors[index], products)
-                    if index == 3 or (index + 1) * PART % GROUP == 0:
-                        total += products * tl.load(scales + groups[index])
-            else:
-                for index in tl.static_range(4):
-                    part = numbers_of(words >> 4 * index & 15, table, scales)
-                    part = scaled(part, scales, None, offsets, groups[index], None, -1)
-                    total = tl.dot(part.to(x.dtype.element_ty), vectors[index], total)
+                        if offsets is not None:
+                            inputs = tl.dot(tl.full((OUTPUTS, PART), 1, vectors[0].dtype), vectors[index], inputs)
+                        if index == 3 or (index + 1) * PART % GROUP == 0:
+                            total += products * (tl.load(scales + groups[index]) / _STEP)
+                            if offsets is not None:
+                                total += inputs * tl.load(offsets + groups[index])
+                else:
+                    for index in tl.static_range(4):
+                        part = numbers_of(words >> 4 * index & 15, table, scales)
+                        part = scaled(part, scales, None, offsets, groups[index], None, -1)
+                        total = tl.dot(part.to(vectors[0].dtype), vectors[index], total)
     is_last = True
     if SPLITS > 1:
         total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
     if is_last:
+        if BITS == 8 and GROUP == SIZE and offsets is None:
+            total *= tl.load(scales + known)
         if bias is not None:
             total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
         inside = is_row & (outputs < num_outputs)
@@ -211,111 +232,22 @@ def _matmul_kernel(
 _matmul = KernelLauncher(_matmul_kernel)
 
 
-@triton.jit
-def _plus_128(words: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Split words [outputs, N] int16 into four codes plus 128, in fp32."""
-    if DEPENDENT:
-        parts = tl.inline_asm_elementwise(
-            _ASM_PLUS, "=r,=r,=r,=r,r", [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        parts = (words & 15) + 128, (words >> 4 & 15) + 128, (words >> 8 & 15) + 128, (words >> 12 & 15) + 128
-    return parts[0].to(tl.float32), parts[1].to(tl.float32), parts[2].to(tl.float32), parts[3].to(tl.float32)
-
-
-@triton.jit
-def _scaled_sums(
-    products: tl.tensor, vectors: tl.tensor, group: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor,
-    ZERO: tl.constexpr, COUNT: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Sum products [outputs, N] of inputs [1, N] with codes plus 128 in COUNT pieces, and scale them.
-
-    group: indices [outputs, COUNT] of the scales.
-    """
-    WIDTH: tl.constexpr = products.shape[1] // COUNT
-    sums = tl.sum(tl.reshape(products, (products.shape[0], COUNT, WIDTH)), 2)
-    inputs = tl.sum(tl.reshape(vectors, (1, COUNT, WIDTH)), 2)
-    if zeros is not None:
-        sums -= (tl.load(zeros + group) + 128) * inputs
-    else:
-        sums -= (tl.maximum(ZERO, 0) + 128) * inputs
-    sums *= tl.load(scales + group)
-    if offsets is not None:
-        sums += tl.load(offsets + group) * inputs
-    return sums
-
-
-@triton.jit
-def _code_vector_kernel(
-    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, bias: tl.tensor,
-    out: tl.tensor, num_outputs: tl.tensor,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    known = tl.minimum(outputs, num_outputs - 1)[:, None]
-    COUNT: tl.constexpr = BLOCK // PIECE
-    PART: tl.constexpr = PIECE // 4
-    words = tl.arange(0, BLOCK // 4)
-    columns = words // PART * PIECE + words % PART
-    lines = weight + known.to(tl.int64) * (SIZE // 4) + words[None, :]
-    wait_and_start_next()
-    total = tl.zeros((OUTPUTS, COUNT), tl.float32)
-    for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=2):
-        codes = _plus_128(tl.load(lines + start // 4, eviction_policy="evict_first"))
-        vectors = ()
-        for index in tl.static_range(4):
-            vectors += (tl.load(x + start + columns + index * PART).to(tl.float32)[None, :],)
-        first = start + tl.arange(0, COUNT)[None, :] * PIECE
-        if GROUP >= PIECE:
-            group = known + first // GROUP * num_outputs
-            products = codes[0] * vectors[0] + codes[1] * vectors[1] + codes[2] * vectors[2] + codes[3] * vectors[3]
-            inputs = vectors[0] + vectors[1] + vectors[2] + vectors[3]
-            total += _scaled_sums(products, inputs, group, scales, offsets, zeros, ZERO, COUNT)
-        else:
-            for index in tl.static_range(4):
-                group = known + (first + index * PART) // GROUP * num_outputs
-                products = codes[index] * vectors[index]
-                total += _scaled_sums(products, vectors[index], group, scales, offsets, zeros, ZERO, COUNT)
-    result = tl.sum(total, 1)
-    if bias is not None:
-        result += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
-    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=outputs < num_outputs)
-
-
-_code_vector = KernelLauncher(_code_vector_kernel)
-
-
 def serves_vector(codes: DeviceCodes) -> bool:
-    """Return whether ``vector_matmul`` supports codes that ``serves`` accepts."""
-    return codes.table is None if codes.bits == 4 else codes.scales.shape[0] == 1 and codes.offsets is None
+    """Return whether ``vector_matmul`` supports codes that ``serves`` accepts, with inputs in bf16."""
+    if codes.bits == 4:
+        return codes.table is None and code_vector.serves(codes.shape[0], codes.group)
+    return codes.numbers.dtype == FP8 and len(codes.scales) == 1
 
 
-def vector_matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None) -> Tensor:
-    """x [1, I], codes [O, I] that ``serves_vector`` accepts, bias [O] -> [1, O]."""
-    num_outputs, size = codes.shape
-    outputs, block, num_warps = _vector_programs(num_outputs, size, codes.bits)
-    out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    grid = -(-num_outputs // outputs), 1, 1
+def vector_matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, *, is_gated: bool = False) -> Tensor:
+    """x [1, I] bf16, codes [O, I], bias [O] -> [1, O].
+
+    is_gated: for 4-bit codes, return silu(first half of the outputs) * (second half), [1, O / 2].
+    """
     if codes.bits == 8:
-        tensors, sizes = (codes.scales, bias), (size, outputs, block)
-    else:
-        tensors = codes.scales, codes.offsets, codes.zeros, bias
-        sizes = size, codes.group, codes.zero, outputs, block
-    key = (x.dtype, codes.numbers.dtype, num_outputs, sizes, num_warps, *(own is None for own in tensors))
-    kernel = vector if codes.bits == 8 else _code_vector
-    arguments = (x, codes.numbers, *tensors, out, num_outputs, *sizes)
-    kernel(grid, (*key, *alignments(x, codes.numbers)), arguments, options(num_warps))
-    return out
-
-
-def _vector_programs(num_outputs: int, size: int, bits: int) -> tuple[int, int, int]:
-    """Return (outputs per program, inputs per block, warps), measured as in ``shape_of_programs``."""
-    is_large = num_outputs >= MANY_OUTPUTS
-    if bits == 8:
-        return (4, 4096, 4) if is_large else (4, 1024, 4)
-    block = max(block for block in (128, 256, 512, 1024, 2048) if size % block == 0)
-    return (8, block, 2) if is_large else (16, block, 8)
+        return skinny_linear.vector_matmul(x, codes.numbers, bias, codes.scales)
+    tensors = codes.scales, codes.offsets, codes.zeros, bias
+    return code_vector.matmul(x, codes.numbers, tensors, codes.group, codes.zero, is_gated=is_gated)
 
 
 def serves(size: int, group: int, bits: int) -> bool:
@@ -325,20 +257,27 @@ def serves(size: int, group: int, bits: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def shape_of_programs(num_outputs: int, size: int, bits: int, num_rows: int) -> Programs:
+def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_rows: int) -> Programs:
     """Return (outputs per program, inputs per block, splits, stages, warps, rows per program).
 
     Measured on an H200 for the layers of an 8B model.
     """
     rows = min(max(next_power_of_2(num_rows), LEAST_ROWS), ROWS)
-    is_small = num_rows <= ROWS and (num_outputs < MANY_OUTPUTS or (bits == 8 and num_rows > LEAST_ROWS))
+    is_small = num_rows <= ROWS and (num_outputs < MANY_OUTPUTS or bits == 8)
     outputs = OUTPUTS if is_small else 2 * OUTPUTS
     tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
     splits, enough = 1, 2 * PROCESSORS if is_small else PROCESSORS
     while splits < MAX_SPLITS and tiles * splits < enough and size % (2 * splits * PIECES[0]) == 0:
         splits *= 2
-    stages = 5 if bits == 4 and splits == 1 and num_rows <= ROWS // 2 else 4 if splits == 1 else 3
-    return outputs, PIECES[0], splits, stages, 8 if bits == 8 and not is_small else 4, rows
+    if bits == 8:
+        stages, has_long_blocks = 4 if splits == 1 else 3, num_rows == 1 and group % (2 * PIECES[0]) == 0
+    else:
+        stages = 5 if num_rows <= ROWS // 2 else 4 if splits == 1 else 3
+        has_long_blocks = rows == ROWS // 2 or (rows == LEAST_ROWS and not is_small)
+    num_warps = 8 if bits == 8 and not is_small else 4
+    if has_long_blocks and size % (2 * splits * PIECES[0]) == 0:
+        return outputs, 2 * PIECES[0], splits, min(stages, 4 if bits == 8 else 3), num_warps, rows
+    return outputs, PIECES[0], splits, stages, num_warps, rows
 
 
 def num_tiles(num_outputs: int, num_rows: int = MAX_ROWS) -> int:
@@ -350,7 +289,7 @@ def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor)
     """x [T, I], codes [O, I], bias [O] -> [T, O]. num_done: [num_tiles] int32 zeros, which are zeros again after."""
     num_outputs, size = codes.shape
     num_rows = x.shape[0]
-    programs = shape_of_programs(num_outputs, size, codes.bits, num_rows)
+    programs = shape_of_programs(num_outputs, size, codes.group, codes.bits, num_rows)
     outputs, block, splits, stages, num_warps, rows = programs
     grid = -(-num_outputs // outputs), splits, -(-num_rows // rows)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)

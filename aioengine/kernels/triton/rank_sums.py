@@ -1,10 +1,9 @@
 """Sums over the ranks of tensor parallelism, on GPUs of one machine that can reach each other's memory.
 
-A message is one row of a rank's part of the sum. The rank writes it into the inboxes of all other ranks, which count
-the messages of each row. If there are few rows, each word of a message has two values of 16 bits and the count, as in
-NCCL's protocol LL. The receiver reads the words until all have the expected count. So the ranks need no other signal,
-and a sum takes as long as one transfer. If there are many rows, the words have only the two values, which halves the
-bytes, and a flag with the count follows each row.
+A message (``rank_messages``) is one row of a rank's part of the sum. The rank writes it into the inboxes of all other
+ranks, which count the messages of each row. If there are few rows, each word has two values of 16 bits and the count.
+If there are many rows, the words have only the two values, which halves the bytes, and a flag with the count follows
+each row.
 
 An inbox has two lines for a row of each other rank, used in turns. A rank sends message n + 2 of a row after it has
 received message n + 1, which the other rank sent after its kernel of message n had ended. So no message is overwritten
@@ -23,10 +22,9 @@ import triton.language as tl
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.rank_messages import SharedMemory, message, received
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 
@@ -48,14 +46,14 @@ def _packed(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 @triton.jit
 def _sum_kernel(
     parts: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
-    epsilon: tl.tensor, inboxes: tl.tensor, flags: tl.tensor, counts: tl.tensor,
+    epsilon: tl.tensor, inboxes: tl.tensor, flags_offset: tl.tensor, counts: tl.tensor,
     RANK: tl.constexpr, SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, HAS_FLAGS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the sum of a row over the ranks. With a residual, add the sum to it, and store its RMS norm instead.
 
     parts, residual, out: [R, D]; weight: [D]. inboxes: [SIZE] addresses of the inboxes, each with lines
-    [2, SIZE - 1, MAX_ROWS, X]: the second axis is the sender, without the owner of the inbox. flags: [SIZE] addresses
-    of the flags of these lines, int32. counts: [MAX_ROWS] int32, the messages of each row so far.
+    [2, SIZE - 1, MAX_ROWS, X]: the second axis is the sender, without the owner of the inbox. flags_offset: of the
+    flags of these lines, int32. counts: [MAX_ROWS] int32, the messages of each row so far.
     """
     DTYPE: tl.constexpr = parts.dtype.element_ty
     WORDS: tl.constexpr = tl.pointer_type(tl.int32)
@@ -75,9 +73,11 @@ def _sum_kernel(
     start_next_and_wait()
     count = tl.load(counts + row) + 1
     own = tl.load(parts.to(WORDS, bitcast=True) + words, mask=mask, other=0)
+    if residual is not None:  # not later: it would be read after the messages have arrived
+        old = tl.load(residual.to(WORDS, bitcast=True) + words, mask=mask, other=0)
     own_message = own
     if not HAS_FLAGS:
-        own_message = (own.to(tl.int64) & 0xFFFFFFFF) | (count.to(tl.int64) << 32)
+        own_message = message(own, count)
     # The line of the first other rank. After 2 ** 31 messages, counts are negative: then ``%`` would be, too.
     place = (count & 1) * ((SIZE - 1) * MAX_ROWS) + row
     for peer in tl.static_range(SIZE):
@@ -87,33 +87,30 @@ def _sum_kernel(
             tl.store(inbox + line * num_words + columns, own_message, mask=mask)
             if HAS_FLAGS:
                 tl.debug_barrier()  # all threads must have stored before one sets the flag
-                flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + line
+                flag = (tl.load(inboxes + peer) + flags_offset).to(tl.pointer_type(tl.int32)) + line
                 tl.atomic_xchg(flag, count, sem="release", scope="sys")
     own_inbox = tl.load(inboxes + RANK).to(tl.pointer_type(own_message.dtype))
     low = tl.zeros((BLOCK,), tl.float32)
     high = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(SIZE):
-        received = own
+        words_of_peer = own
         if peer != RANK:
             line = place + (peer - (peer > RANK)) * MAX_ROWS
             words_in = own_inbox + line * num_words + columns
             if HAS_FLAGS:
-                flag = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + line
+                flag = (tl.load(inboxes + RANK) + flags_offset).to(tl.pointer_type(tl.int32)) + line
                 while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != count:
                     pass
                 tl.debug_barrier()
-            message = tl.load(words_in, mask=mask, other=0, volatile=True)
-            if not HAS_FLAGS:
-                while tl.max((mask & ((message >> 32) != count)).to(tl.int32), 0) != 0:
-                    message = tl.load(words_in, mask=mask, other=0, volatile=True)
-            received = message.to(tl.int32)
-        low_part, high_part = _unpacked(received, DTYPE)
+                words_of_peer = tl.load(words_in, mask=mask, other=0, volatile=True)
+            else:
+                words_of_peer = received(words_in, mask, count)
+        low_part, high_part = _unpacked(words_of_peer, DTYPE)
         low += low_part
         high += high_part
     tl.store(counts + row, count)
     low_sum, high_sum = low.to(DTYPE), high.to(DTYPE)
     if residual is not None:
-        old = tl.load(residual.to(WORDS, bitcast=True) + words, mask=mask, other=0)
         low_old, high_old = _unpacked(old, DTYPE)
         low_sum = (low_old + low_sum.to(tl.float32)).to(DTYPE)
         high_sum = (high_old + high_sum.to(tl.float32)).to(DTYPE)
@@ -130,12 +127,14 @@ def _sum_kernel(
 MANY_ROWS = 1024
 """From this number of rows on, programs of few threads are faster. Measured on two H200s."""
 _sum = KernelLauncher(_sum_kernel)
-Handle = tuple[object, ...]
-"""The CUDA IPC handle of a storage: the arguments of ``UntypedStorage._new_shared_cuda`` between first and last."""
 
 
 class Inboxes:
-    """The memory into which the ranks write their parts of sums [R, D] in 16 bits."""
+    """The memory into which the ranks write their parts of sums [R, D] in 16 bits.
+
+    Attributes:
+        memory: of the inbox.
+    """
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class Inboxes:
         has_flags: bool,
         device: torch.device,
     ) -> None:
-        """Allocate the inbox of this rank. Before the first sum, ``open`` the inboxes of all ranks.
+        """Allocate the inbox of this rank. Before the first sum, open ``memory``.
 
         Args:
             max_rows: maximum R of a sum.
@@ -158,21 +157,9 @@ class Inboxes:
         self._max_rows, self._num_columns, self._has_flags = max_rows, num_columns, has_flags
         num_lines = 2 * (size - 1) * max_rows
         self._lines_bytes = num_lines * (num_columns // 2) * (4 if has_flags else 8)
-        # the flags, of 4 bytes each, are behind the lines
-        self._own = torch.zeros(self._lines_bytes + 4 * num_lines, dtype=torch.uint8, device=device)
         self._counts = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        torch.cuda.synchronize(device)  # it must be zeros before another rank writes
-
-    def share(self) -> Handle:
-        """Return the handle of the inbox. Raises RuntimeError if this GPU cannot share its memory."""
-        _device, *handle, _must_wait = self._own.untyped_storage()._share_cuda_()
-        return tuple(handle)
-
-    def open(self, handles: Sequence[Handle]) -> None:
-        """Open the inboxes of all ranks, in order. Raises RuntimeError if this GPU cannot reach their memory."""
-        self._opened = [self._own if rank == self._rank else _opened(handle) for rank, handle in enumerate(handles)]
-        self._inboxes = torch.tensor([inbox.data_ptr() for inbox in self._opened], device=self._own.device)
-        self._flags = self._inboxes + self._lines_bytes
+        # the flags, of 4 bytes each, are behind the lines
+        self.memory = SharedMemory(self._lines_bytes + 4 * num_lines, device)
 
     def serves(self, parts: Tensor) -> bool:
         """Return whether ``parts`` [...] can be added here."""
@@ -193,17 +180,10 @@ class Inboxes:
         num_rows, num_columns = parts.shape
         block = next_power_of_2(num_columns // 2)
         constants = self._rank, self._size, self._max_rows, self._has_flags, block
-        memory = self._inboxes, self._flags, self._counts
+        memory = self.memory.addresses, self._lines_bytes, self._counts
         arguments = (parts, residual, weight, out, num_columns, epsilon, *memory, *constants)
         aligned = alignments(parts, parts if residual is None else residual)
         key = (parts.dtype, None if weight is None else weight.dtype, num_columns, *constants, *aligned)
         num_warps = 4 if num_rows >= MANY_ROWS else min(max(block // 128, 1), 16)
         _sum((num_rows, 1, 1), (*key, num_warps), arguments, options(num_warps))
         return out
-
-
-def _opened(handle: Handle) -> Tensor:
-    """Return the bytes [X] of another rank's inbox. Its memory is on that rank's GPU, although its device is ours."""
-    must_wait = False  # for an event of the owner
-    memory = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle, must_wait)
-    return torch.empty(0, dtype=torch.uint8, device="cuda").set_(memory, 0, (memory.nbytes(),))

@@ -4,6 +4,10 @@ The token of a row depends only on its logits, seed and position, because the su
 vocabulary size. Truncation rules and random numbers equal ``truncation`` and ``philox`` in ``runner.sampling``.
 The probability mass is accumulated over blocks of ``BLOCK`` tokens, then within the chosen block.
 
+Each rank of tensor parallelism has a part of the vocabulary, and a block belongs to one part. The ranks send the
+maximum and the mass of their blocks to all others (``rank_messages``), so all of them choose the same block. The rank
+that has this block sends the token. The tokens are the same as those of all logits on one rank.
+
 Truncation compares weights: probabilities relative to the largest one, in fp32. Their bits as integers have the same
 order, because no weight is negative. A threshold is found by bisection over these bits; 0x3F800000 is 1.0, the largest
 weight, and the threshold -1 is below all weights.
@@ -20,7 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
+from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2, options
+from aioengine.kernels.triton.rank_messages import SharedMemory, message, received
 
 BLOCK = tl.constexpr(2048)
 LOOP_BLOCK = tl.constexpr(8192)
@@ -74,52 +80,86 @@ def _larger(first: tl.tensor, second: tl.tensor) -> tl.tensor:
     return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
 
 
+@triton.jit
+def _tokens_of(block: tl.tensor, part_size: tl.tensor, num_tokens: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the token ids of a block, and which of them it has."""
+    blocks_of_part = tl.cdiv(part_size, BLOCK)
+    first = block // blocks_of_part * part_size
+    tokens = first + block % blocks_of_part * BLOCK + tl.arange(0, BLOCK)
+    return tokens, tokens < tl.minimum(first + part_size, num_tokens)
+
+
+@triton.jit
+def _line(inboxes: tl.tensor, rank: tl.constexpr, place: tl.tensor) -> tl.tensor:
+    """Return the address of a line in the inbox of a rank."""
+    return tl.load(inboxes + rank).to(tl.pointer_type(tl.int64)) + place
+
+
 @triton.jit(do_not_specialize=["field_stride"], do_not_specialize_on_alignment=["fields", "indices"])
 def _blocks_kernel(
-    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, fields: tl.tensor, field_stride: tl.tensor,
-    maxima: tl.tensor, argmax: tl.tensor, sums: tl.tensor, indices: tl.tensor,
+    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, part_size: tl.tensor, fields: tl.tensor,
+    field_stride: tl.tensor, maxima: tl.tensor, masses: tl.tensor, num_blocks: tl.tensor, indices: tl.tensor,
+    inboxes: tl.tensor, counts: tl.tensor, RANK: tl.constexpr, SIZE: tl.constexpr, MAX_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store for each block of a row its largest logit (NaN if it contains NaN), the mass relative to this logit, and in
-    greedy rows the index of this logit.
+    """Store for each block of a row its largest logit (NaN if it contains NaN), and the mass relative to this logit. In
+    greedy rows, store the index of this logit instead of the mass, as int32 bits. With ``inboxes``, send them.
     """
-    row, block = tl.program_id(0), tl.program_id(1)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < num_tokens
+    row, block = tl.program_id(0), tl.program_id(1) + RANK * tl.num_programs(1)
+    tokens, inside = _tokens_of(block, part_size, num_tokens)
+    start_next_and_wait()
     if indices is not None:
         inside = inside & (tl.load(indices + row) >= 0)
-    x = tl.load(logits + row.to(tl.int64) * row_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
+    own = logits + row.to(tl.int64) * row_stride + (tokens - RANK * part_size)
+    x = tl.load(own, mask=inside, other=-float("inf")).to(tl.float32)
     largest = tl.reduce(x, 0, _larger)
     scale = tl.load(fields + 3 * field_stride + row).to(tl.float32, bitcast=True)
     base = tl.where(largest == -float("inf"), 0.0, largest)
-    mass = tl.sum(tl.exp((x - base) * scale), 0)
-    out = row * tl.num_programs(1) + block
-    tl.store(maxima + out, largest)
-    tl.store(sums + out, mass)
+    mass = tl.sum(tl.exp((x - base) * scale), 0).to(tl.int32, bitcast=True)
     if tl.load(fields + 4 * field_stride + row) != 0:
-        tl.store(argmax + out, tl.min(tl.where(x == largest, columns, num_tokens), 0))
+        mass = tl.min(tl.where(x == largest, tokens, num_tokens), 0)
+    if inboxes is None:
+        tl.store(maxima + row * num_blocks + block, largest)
+        tl.store(masses + row * num_blocks + block, mass)
+    else:
+        count = tl.load(counts + row) + 1
+        place = ((count & 1) * MAX_ROWS + row) * (2 * num_blocks + 1) + block
+        for peer in tl.static_range(SIZE):
+            line = _line(inboxes, peer, place)
+            tl.store(line, message(largest.to(tl.int32, bitcast=True), count))
+            tl.store(line + num_blocks, message(mass, count))
 
 
 @triton.jit(
     do_not_specialize=["field_stride"], do_not_specialize_on_alignment=["fields", "out", "indices", "last_tokens"]
 )
 def _pick_kernel(
-    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, fields: tl.tensor, field_stride: tl.tensor,
-    maxima: tl.tensor, argmax: tl.tensor, sums: tl.tensor, out: tl.tensor, num_blocks: tl.tensor, indices: tl.tensor,
-    last_tokens: tl.tensor,
-    BLOCKS: tl.constexpr,
+    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, part_size: tl.tensor, fields: tl.tensor,
+    field_stride: tl.tensor, maxima: tl.tensor, masses: tl.tensor, num_blocks: tl.tensor, indices: tl.tensor,
+    inboxes: tl.tensor, counts: tl.tensor, out: tl.tensor, last_tokens: tl.tensor,
+    RANK: tl.constexpr, SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the token of a row: greedy or sampled. It is -1 if a logit is NaN or +inf, or if no logit is finite."""
     row = tl.program_id(0)
     blocks = tl.arange(0, BLOCKS)
     inside = blocks < num_blocks
-    largest = tl.load(maxima + row * num_blocks + blocks, mask=inside, other=-float("inf"))
+    start_next_and_wait()
+    if inboxes is None:
+        largest = tl.load(maxima + row * num_blocks + blocks, mask=inside, other=-float("inf"))
+        bits = tl.load(masses + row * num_blocks + blocks, mask=inside, other=0)
+    else:
+        count = tl.load(counts + row) + 1
+        place = ((count & 1) * MAX_ROWS + row) * (2 * num_blocks + 1)
+        line = _line(inboxes, RANK, place)
+        largest = received(line + blocks, inside, count).to(tl.float32, bitcast=True)
+        largest = tl.where(inside, largest, -float("inf"))
+        bits = received(line + num_blocks + blocks, inside, count)
     is_bad = tl.max((largest != largest).to(tl.int32), 0) > 0
     top = tl.max(largest, 0)
     is_bad = is_bad | (top == float("inf")) | (top == -float("inf"))
     is_greedy = tl.load(fields + 4 * field_stride + row) != 0
     scale = tl.load(fields + 3 * field_stride + row).to(tl.float32, bitcast=True)
 
-    mass = tl.load(sums + row * num_blocks + blocks, mask=inside, other=0.0)
+    mass = tl.where(is_greedy, 0, bits).to(tl.float32, bitcast=True)
     mass = tl.where(inside, mass * tl.exp((largest - top) * scale), 0.0).to(tl.float64)
     cumulated = tl.cumsum(mass, 0)
     target = _uniform(fields, field_stride, row) * tl.max(cumulated, 0)
@@ -128,21 +168,31 @@ def _pick_kernel(
     best = tl.min(tl.where(largest == top, blocks, BLOCKS), 0)
     block = tl.where(is_bad, 0, tl.where(is_greedy, best, drawn))
 
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    in_row = columns < num_tokens
-    x = tl.load(logits + row.to(tl.int64) * row_stride + columns, mask=in_row, other=-float("inf")).to(tl.float32)
+    tokens, in_block = _tokens_of(block, part_size, num_tokens)
+    is_own = block // tl.cdiv(part_size, BLOCK) == RANK
+    if inboxes is not None:
+        in_block = in_block & is_own
+    own = logits + row.to(tl.int64) * row_stride + (tokens - RANK * part_size)
+    x = tl.load(own, mask=in_block, other=-float("inf")).to(tl.float32)
     inner = tl.exp((x - top) * scale).to(tl.float64)
     before = tl.sum(tl.where(blocks == block, cumulated - mass, 0.0), 0)
     above = tl.cumsum(inner, 0) + before > target
-    # The fallback is the last token with a mass: rounding may leave no column above the target. Otherwise it is never
-    # smaller than the sampled token, which is the first column above the target.
-    fallback = tl.max(tl.where(inner > 0.0, columns, 0), 0)
-    token = tl.min(tl.where(above, columns, fallback), 0)
-    token = tl.where(is_greedy, tl.load(argmax + row * num_blocks + block), token)
-    tl.store(out + row, tl.where(is_bad, -1, token).to(tl.int64))
+    # The fallback is the last token with a mass: rounding may leave no token above the target. Otherwise it is never
+    # smaller than the sampled token, which is the first token above the target.
+    fallback = tl.max(tl.where(inner > 0.0, tokens, 0), 0)
+    token = tl.min(tl.where(above, tokens, fallback), 0)
+    token = tl.where(is_greedy, tl.sum(tl.where(blocks == block, bits, 0), 0), token)
+    token = tl.where(is_bad, -1, token)
+    if inboxes is not None:
+        if is_own:
+            for peer in tl.static_range(SIZE):
+                tl.store(_line(inboxes, peer, place) + 2 * num_blocks, message(token, count))
+        token = tl.sum(received(line + 2 * num_blocks + tl.arange(0, 1), tl.arange(0, 1) == 0, count), 0)
+        tl.store(counts + row, count)
+    tl.store(out + row, token.to(tl.int64))
     if indices is not None:
         index = tl.load(indices + row)
-        tl.store(last_tokens + index, tl.where(is_bad, 0, token).to(tl.int64), mask=index >= 0)
+        tl.store(last_tokens + index, tl.maximum(token, 0).to(tl.int64), mask=index >= 0)
 
 
 @triton.jit
@@ -279,15 +329,54 @@ _pick = KernelLauncher(_pick_kernel)
 _truncated = KernelLauncher(_truncated_kernel)
 
 
+def _sizes(vocab_size: int, num_embeddings: int, num_parts: int) -> tuple[int, int]:
+    """Return the tokens of a part, and the blocks of all parts. See ``SamplingKernels``."""
+    part_size = vocab_size if num_parts == 1 else triton.cdiv(num_embeddings, num_parts)
+    return part_size, num_parts * triton.cdiv(part_size, BLOCK.value)
+
+
+class RankSampling:
+    """What a rank needs to sample from its part of the vocabulary, for up to ``max_rows`` rows.
+
+    Attributes:
+        counts: [max_rows] int32, the messages of each row so far.
+        memory: of the inbox, with lines [2, max_rows, 2 * num_blocks + 1]: maximum and mass of each block, and the
+            token. The two lines of a row are used in turns, as in ``rank_sums``.
+    """
+
+    def __init__(self, rank: int, size: int, *, max_rows: int, num_embeddings: int, device: torch.device) -> None:
+        """Allocate the inbox. num_embeddings: tokens of all ranks."""
+        self.rank, self.size, self.max_rows = rank, size, max_rows
+        _, num_blocks = _sizes(0, num_embeddings, size)
+        self.counts = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.memory = SharedMemory(8 * 2 * max_rows * (2 * num_blocks + 1), device)
+
+
 class SamplingKernels:
     """The kernels and their scratch memory, for up to ``max_rows`` rows of logits."""
 
-    def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self._num_blocks = triton.cdiv(vocab_size, BLOCK.value)
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        vocab_size: int,
+        num_embeddings: int,
+        device: torch.device,
+        num_parts: int = 1,
+        ranks: RankSampling | None = None,
+    ) -> None:
+        """Allocate the scratch memory.
+
+        Args:
+            vocab_size: tokens that may be sampled.
+            num_embeddings: tokens of the model.
+            num_parts: number of ranks.
+            ranks: the logits are the part of this rank, and all ranks sample at the same time.
+        """
+        self._vocab_size, self._ranks = vocab_size, ranks
+        self._part_size, self._num_blocks = _sizes(vocab_size, num_embeddings, num_parts)
         self._maxima = torch.empty(max_rows, self._num_blocks, device=device)
-        self._argmax = torch.empty(max_rows, self._num_blocks, dtype=torch.int32, device=device)
-        self._sums = torch.empty(max_rows, self._num_blocks, device=device)
+        self._masses = torch.empty(max_rows, self._num_blocks, dtype=torch.int32, device=device)
 
     def sample(
         self, logits: Tensor, draws: Draws, out: Tensor, last_tokens: tuple[Tensor, Tensor] | None = None
@@ -298,15 +387,19 @@ class SamplingKernels:
         0 for a bad row. A row with index -1 is skipped: its token is -1. Not supported together with rules.
         """
         num_rows, num_blocks, blocks = len(logits), self._num_blocks, next_power_of_2(self._num_blocks)
-        inputs = (logits, logits.stride(0), self._vocab_size, draws.fields, draws.fields.stride(0), self._maxima)
-        key = logits.dtype, logits.stride(0), self._vocab_size, logits.data_ptr() % 16
+        sizes = logits.stride(0), self._vocab_size, self._part_size
+        fields = draws.fields, draws.fields.stride(0)
         indices, tokens = last_tokens or (None, None)
-        arguments = (*inputs, self._argmax, self._sums, indices)
-        _blocks((num_rows, num_blocks, 1), (*key, indices is None), arguments, {"num_warps": 1})
-        arguments = (*inputs, self._argmax, self._sums, out, num_blocks, indices, tokens, blocks)
-        _pick((num_rows, 1, 1), (*key, indices is None), arguments, {"num_warps": 8})
+        inputs = (logits, *sizes, *fields, self._maxima, self._masses, num_blocks, indices)
+        ranks = self._ranks
+        inbox = (None, None) if ranks is None else (ranks.memory.addresses, ranks.counts)
+        constants = (0, 1, 0) if ranks is None else (ranks.rank, ranks.size, ranks.max_rows)
+        key = (logits.dtype, *sizes, num_blocks, logits.data_ptr() % 16, indices is None, *constants)
+        grid = num_rows, num_blocks // constants[1], 1
+        _blocks(grid, key, (*inputs, *inbox, *constants), options(1))
+        _pick((num_rows, 1, 1), key, (*inputs, *inbox, out, tokens, *constants, blocks), options(8))
         if draws.rules is not None:
-            arguments = (*inputs, num_blocks, *draws.rules, out, blocks)
+            arguments = (logits, *sizes[:2], *fields, self._maxima, num_blocks, *draws.rules, out, blocks)
             _truncated((len(draws.rules[0]), 1, 1), key, arguments, {"num_warps": 16})
 
     def run_all(self, logits: Tensor) -> None:

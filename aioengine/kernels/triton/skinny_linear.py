@@ -86,9 +86,14 @@ vector = KernelLauncher(vector_kernel)
 _gated_vector = KernelLauncher(_gated_vector_kernel)
 
 
+MANY_OUTPUTS = 16_384
+
+
 @lru_cache(maxsize=256)
-def shape_of_vector_programs(num_outputs: int, size: int) -> tuple[int, int, int]:
+def shape_of_vector_programs(num_outputs: int, size: int, bits: int = 16) -> tuple[int, int, int]:
     """Return (rows per program, columns per block, warps). Measured on an H200 for the layers of 0.6B and 8B models."""
+    if bits == 8:
+        return 4, 4096 if num_outputs >= MANY_OUTPUTS else 1024, 4
     if size <= 1024:
         return 4, 512, 4
     if num_outputs <= 1024:
@@ -96,13 +101,13 @@ def shape_of_vector_programs(num_outputs: int, size: int) -> tuple[int, int, int
     return 4, 1024, 4
 
 
-def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [1, I], weight [O, I], bias [O] -> [1, O]."""
+def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
+    """x [1, I], weight [O, I], bias [O] -> [1, O]. scales: [1, O] fp32, of a weight in fp8."""
     num_outputs, size = weight.shape
-    rows, block, num_warps = shape_of_vector_programs(num_outputs, size)
+    rows, block, num_warps = shape_of_vector_programs(num_outputs, size, 8 * weight.itemsize)
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    arguments = (x, weight, None, bias, out, num_outputs, size, rows, block)
-    key = (x.dtype, weight.shape, rows, block, num_warps, bias is None, *alignments(x, weight))
+    arguments = (x, weight, scales, bias, out, num_outputs, size, rows, block)
+    key = (x.dtype, weight.dtype, weight.shape, rows, block, num_warps, bias is None, *alignments(x, weight))
     vector((-(-num_outputs // rows), 1, 1), key, arguments, options(num_warps))
     return out
 

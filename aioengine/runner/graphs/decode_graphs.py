@@ -14,7 +14,10 @@ The graph subtracts the rejected drafts first (``kernels.triton.drafts``).
 A graph samples each row with its temperature only. If rows need more (top-k, penalties...), the step uses the hidden
 states of the graph and samples outside of it.
 
-R rows of a step, B rows of its graph, D model size, P pages of the longest row, G page groups after the first.
+With several ranks, each computes the logits of its part of the vocabulary, and the ranks sample together.
+
+R rows of a step, B rows of its graph, D model size, W tokens of a rank, P pages of the longest row, G page groups after
+the first.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from aioengine.runner.graphs.rearranged_rows import Cascade, SharedPrefixes, Tok
 from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.lora.pool import FixedAdapters, FixedTiles
-from aioengine.runner.sampling.device_sampler import fill_fields, is_simple
+from aioengine.runner.request_row import is_simple
+from aioengine.runner.sampling.device_sampler import fill_fields
 from aioengine.runner.timing import part
 
 if TYPE_CHECKING:
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.kernels.adapter_types import AdapterTiles
+    from aioengine.layers.ranks import RankGroup
     from aioengine.models._base import Model
     from aioengine.models._features import Features
     from aioengine.runner.request_row import SampledRows
@@ -70,7 +75,7 @@ class _Graph:
     """A captured step of ``num_rows`` rows, which writes hidden [B, D] and token_ids [B].
 
     Attributes:
-        logits: [B, V], in memory that other graphs use too; valid until the next replay.
+        logits: [B, W] of this rank, in memory that other graphs use too; valid until the next replay.
         cascade_attention: ``attention`` of a graph with cascade attention, else None.
         planned: the cascade for which the graph was last planned.
     """
@@ -182,13 +187,13 @@ class DecodeGraphs:
         max_rows: int,
         is_draft_model: bool = False,
         features: Features | None = None,
-        has_ranks: bool = False,
+        ranks: RankGroup | None = None,
     ) -> None:
         """inputs: builds the inputs of steps without graphs; its table, page size and states are used here too.
         is_draft_model: the steps are those of ``replay_draft``. features: of a draft head.
-        has_ranks: all ranks replay the same graphs, but only rank 0 knows the grammars and accepts drafts.
+        ranks: all ranks replay the same graphs, but only rank 0 knows the grammars and accepts drafts.
         """
-        self._has_ranks = has_ranks
+        self._has_ranks = ranks is not None
         self._is_draft_model = is_draft_model
         table = inputs.table
         device = table.last_tokens.device
@@ -208,7 +213,15 @@ class DecodeGraphs:
         self._host = [*host]
         self._host_arrays: list[Ints] = [*host.numpy()]
         self._copied = torch.cuda.Event()
-        self._kernels = SamplingKernels(max_rows=max_rows, vocab_size=vocab_size, device=device)
+        self._samples = ranks is None or ranks.sampling is not None
+        self._kernels = SamplingKernels(
+            max_rows=max_rows,
+            vocab_size=vocab_size,
+            num_embeddings=model.vocab_size,
+            device=device,
+            num_parts=1 if ranks is None else ranks.size,
+            ranks=None if ranks is None else ranks.sampling,
+        )
         self._graphs: dict[int, _Graph] = {}
         self._graphs_with_adapters: dict[int, _Graph] = {}
         self._cascade_graphs: list[_Graph] = []  # ascending
@@ -394,8 +407,10 @@ class DecodeGraphs:
         accept(spans, token_ids, sources, self._table.last_tokens, self._table.rejected)
 
     def logits(self, step: DecodeStep) -> Tensor:
-        """Return the logits [>= R, V] of the last replayed step, by rows of its graph (``DecodeStep.order``)."""
-        return step.graph.logits.tensor(self._device)
+        """Return the logits [>= R, V] of the last replayed step, by rows of its graph (``DecodeStep.order``). All ranks
+        call it together.
+        """
+        return self._model.gather_logits(step.graph.logits.tensor(self._device))
 
     def _choose(self, num_rows: int, cascade: Cascade | None, slots: Ints | None) -> _Graph:
         """Return the graph for a step. slots: [rows of the graph] adapter slots; None: all rows use the base model."""
@@ -505,7 +520,7 @@ class DecodeGraphs:
         adapters = None if tiles is None else FixedAdapters(tiles, tiles)
 
         def compute() -> tuple[Tensor, Tensor, Tensor]:
-            """Return hidden states [B, D], logits [B, V] and token ids [B], which always have the same memory."""
+            """Return hidden states [B, D], logits [B, W] and token ids [B], which always have the same memory."""
             if table.has_bounds:
                 pages = buffers.starts, buffers.page_ids
                 sizes = {"page_size": self._inputs.page_size, "lag": self._lag}
@@ -523,8 +538,10 @@ class DecodeGraphs:
                 targets = columns[_TARGETS]
                 row_indices = self._row_indices(targets).masked_fill(targets < 0, len(table.sampling))
                 self._states.index_copy_(0, row_indices.long(), hidden)
-            logits = self._model.compute_logits(hidden)
-            self._kernels.sample(logits, Draws(columns[_FIELDS:]), token_ids, (columns[_TARGETS], table.last_tokens))
+            logits = self._model.compute_own_logits(hidden)
+            if self._samples:
+                draws, targets = Draws(columns[_FIELDS:]), columns[_TARGETS]
+                self._kernels.sample(logits, draws, token_ids, (targets, table.last_tokens))
             return hidden, logits, token_ids
 
         return compute

@@ -286,21 +286,25 @@ class PaddedInputs:
         """
         num_tokens, num_outputs = len(batch.slot_mapping), num_outputs or len(batch.query_lengths)
         into = self.inputs
-        into.positions[..., :num_tokens].copy_(inputs.positions)
-        for target, source in (
-            (into.token_ids, inputs.token_ids),
-            (into.embeddings, inputs.embeddings),
-            (into.rows, inputs.rows),
-        ):
-            if target is not None and source is not None:
-                target[:num_tokens].copy_(source)
-        for slots, group in zip(self.slots, batch.parts or (batch,), strict=True):
-            slots[:num_tokens].copy_(group.slot_mapping)
-        if num_tokens < self.slots.shape[1]:
-            self.slots[:, num_tokens:].zero_()
         assert into.outputs is not None
         assert inputs.outputs is not None
-        into.outputs[:num_outputs].copy_(inputs.outputs[:num_outputs])
+        copies = [
+            (into.positions[..., :num_tokens], inputs.positions),
+            (into.outputs[:num_outputs], inputs.outputs[:num_outputs]),
+        ]
+        copies += [
+            (target[:num_tokens], source)
+            for target, source in ((into.token_ids, inputs.token_ids), (into.rows, inputs.rows))
+            if target is not None and source is not None
+        ]
+        groups = zip(self.slots, batch.parts or (batch,), strict=True)
+        copies += [(slots[:num_tokens], group.slot_mapping) for slots, group in groups]
+        targets, sources = zip(*copies, strict=True)
+        torch._foreach_copy_(targets, sources)  # one kernel  # pyright: ignore[reportPrivateImportUsage]
+        if into.embeddings is not None and inputs.embeddings is not None:
+            into.embeddings[:num_tokens].copy_(inputs.embeddings)
+        if num_tokens < self.slots.shape[1]:
+            self.slots[:, num_tokens:].zero_()
         into.outputs[num_outputs:].zero_()  # leftover indices of a larger step may be out of range
         if self.states is not None:
             assert into.states is not None

@@ -45,26 +45,30 @@ def fill_fields(rows: SampledRows, out: npt.NDArray[np.int32]) -> None:
     out[4] = is_greedy
 
 
-def is_simple(records: npt.NDArray[np.void], *, aside_from: int = 0) -> bool:
-    """Return whether rows need only a temperature. records: [R] of SAMPLING_RECORD. aside_from: bits of processors to
-    ignore.
-    """
-    processors = records["processors"] & ~aside_from
-    return not (processors.any() or (records["is_truncated"] & ~records["is_greedy"]).any())
-
-
 class DeviceSampler:
     """Samples tokens below ``vocab_size``. The logits may be wider (``num_embeddings``)."""
 
     def __init__(
-        self, *, vocab_size: int, num_embeddings: int, table: RowTable, processors: tuple[LogitsProcessor, ...]
+        self,
+        *,
+        vocab_size: int,
+        num_embeddings: int,
+        table: RowTable,
+        processors: tuple[LogitsProcessor, ...],
+        num_ranks: int = 1,
     ) -> None:
         self._vocab_size = vocab_size
         counts = TokenCounts(table, width=num_embeddings)
         self._processors = [counts if isinstance(processor, Penalties) else processor for processor in processors]
         self._device = table.last_tokens.device
         self._upload = table.upload
-        self._kernels = SamplingKernels(max_rows=SAMPLED_ROWS, vocab_size=vocab_size, device=self._device)
+        self._kernels = SamplingKernels(
+            max_rows=SAMPLED_ROWS,
+            vocab_size=vocab_size,
+            num_embeddings=num_embeddings,
+            device=self._device,
+            num_parts=num_ranks,
+        )
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
         """Sample one token id per row of logits [S, >= V] -> [S] int64 on the same device; -1 for a bad row."""
@@ -113,10 +117,14 @@ class DeviceSampler:
         return scores
 
 
-def compile_kernels(*, vocab_size: int, num_embeddings: int, dtype: torch.dtype, device: torch.device) -> None:
+def compile_kernels(
+    *, vocab_size: int, num_embeddings: int, dtype: torch.dtype, device: torch.device, num_ranks: int
+) -> None:
     """Compile all kernels that ``DeviceSampler`` and CUDA graphs may launch for logits of this dtype."""
     with compile_only():
-        kernels = SamplingKernels(max_rows=1, vocab_size=vocab_size, device=device)
+        kernels = SamplingKernels(
+            max_rows=1, vocab_size=vocab_size, num_embeddings=num_embeddings, device=device, num_parts=num_ranks
+        )
         logits = torch.zeros(1, num_embeddings, dtype=dtype, device=device)
         kernels.run_all(logits)
         masks = torch.zeros(1, -(-num_embeddings // 32), dtype=torch.int32, device=device)

@@ -41,7 +41,7 @@ table = RowTable(
     page_tables=PageTables(max_rows=64, max_row_pages=60),
     num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=64
 )
-model = SimpleNamespace(input_spec=InputSpec(), features=None)
+model = SimpleNamespace(input_spec=InputSpec(), features=None, vocab_size=9)
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
 graphs = DecodeGraphs(model, None, inputs, vocab_size=9, max_rows=SIZE)
 order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()

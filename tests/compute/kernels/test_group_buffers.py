@@ -30,7 +30,7 @@ table = RowTable(
     num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=8
 )
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
-model = SimpleNamespace(input_spec=InputSpec(), features=None)
+model = SimpleNamespace(input_spec=InputSpec(), features=None, vocab_size=9)
 graphs = DecodeGraphs(model, None, inputs, vocab_size=9, max_rows=SIZE)
 order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()
 lengths = [1, 4, 5, 37, 60]

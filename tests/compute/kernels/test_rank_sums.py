@@ -7,6 +7,8 @@ import pytest
 from tests.compute.interpreted import run_compiled, run_interpreted
 
 SETUP = """
+from types import SimpleNamespace
+
 import torch
 
 from aioengine.kernels.norms import rms_norm
@@ -21,11 +23,13 @@ def inboxes(rank, has_flags):
     made._max_rows, made._rank, made._size, made._num_columns = ROWS, rank, SIZE, COLUMNS
     made._has_flags = has_flags
     dtype = torch.int32 if has_flags else torch.int64
-    made.memory = [torch.zeros(2, SIZE - 1, ROWS, COLUMNS // 2, dtype=dtype) for _ in range(SIZE)]
-    made.flags = [torch.zeros(2, SIZE - 1, ROWS, dtype=torch.int32) for _ in range(SIZE)]
+    num_lines = 2 * (SIZE - 1) * ROWS
+    made._lines_bytes = num_lines * COLUMNS // 2 * dtype.itemsize
+    own = [torch.zeros(made._lines_bytes + 4 * num_lines, dtype=torch.uint8) for _ in range(SIZE)]
+    made.lines = [inbox[: made._lines_bytes].view(dtype).view(2, SIZE - 1, ROWS, COLUMNS // 2) for inbox in own]
+    made.flags = [inbox[made._lines_bytes :].view(torch.int32).view(2, SIZE - 1, ROWS) for inbox in own]
     made._counts = torch.zeros(ROWS, dtype=torch.int32)
-    made._inboxes = torch.tensor([inbox.data_ptr() for inbox in made.memory])
-    made._flags = torch.tensor([flags.data_ptr() for flags in made.flags])
+    made.memory = SimpleNamespace(addresses=torch.tensor([inbox.data_ptr() for inbox in own]))
     return made
 """
 
@@ -48,7 +52,7 @@ def check(has_flags, dtype, tolerance, first=0):
 
         for row, count in enumerate(counts.tolist()):
             for index, peer in enumerate((0, 2)):
-                made.memory[1][count % 2, index, row] = message(peer, row)
+                made.lines[1][count % 2, index, row] = message(peer, row)
                 made.flags[1][count % 2, index, row] = count
         expected = sum(part.float() for part in parts).to(dtype)
         if number % 2:
@@ -62,7 +66,7 @@ def check(has_flags, dtype, tolerance, first=0):
             torch.testing.assert_close(normed, rms_norm(total, weight, epsilon), atol=2 * tolerance, rtol=0.02)
         for row, count in enumerate(counts.tolist()):  # what the other ranks received
             for peer, index in ((0, 0), (2, 1)):
-                assert torch.equal(made.memory[peer][count % 2, index, row], message(1, row))
+                assert torch.equal(made.lines[peer][count % 2, index, row], message(1, row))
                 assert made.flags[peer][count % 2, index, row] == count * has_flags
         assert torch.equal(made._counts[:num_rows], counts)
 

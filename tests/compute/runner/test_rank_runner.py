@@ -141,7 +141,7 @@ def test_a_failed_step_breaks_the_ranks(folder: Path, monkeypatch: pytest.Monkey
     assert uid not in world.ended
 
 
-def test_other_ranks_get_no_failed_rows_and_no_sampling() -> None:
+def test_other_ranks_get_no_failed_rows_and_only_temperatures() -> None:
     sampling = Sampling(3, top_p=0.5, hidden_states=LAST_STATES, custom_processor="a:B")
     plan = StepPlan(
         rows=[Row(1, 0, 2, TOKENS, [5, 6]), Row(2, 0, 2, TOKENS, [7, 8]), Row(3, 0, 1, TOKENS, [9])],
@@ -152,13 +152,15 @@ def test_other_ranks_get_no_failed_rows_and_no_sampling() -> None:
         ],
         closed=[0],
         snapshots=[(1, 4), (2, 5)],
+        needs_logits=True,
     )
-    greedy = Sampling(0, temperature=0.0, hidden_states=LAST_STATES)
+    simple = Sampling(3, hidden_states=LAST_STATES)
     assert plan_for_ranks(plan, {2}) == StepPlan(
         rows=[plan.rows[0], plan.rows[2]],
-        new_rows=[NewRow(1, greedy, 2, [5, 6]), NewRow(3, greedy, 1, [9], logprobs=LogprobRules(start=0))],
+        new_rows=[NewRow(1, simple, 2, [5, 6]), NewRow(3, simple, 1, [9], logprobs=LogprobRules(start=0))],
         closed=[0],
         snapshots=[(1, 4)],
+        needs_logits=True,
     )
 
 

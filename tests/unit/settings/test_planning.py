@@ -297,6 +297,20 @@ def test_plan_has_the_sizes_of_one_rank(tmp_path: Path) -> None:
         aioengine.plan(path, device="cuda", device_memory="80GiB", tp_size=3)
 
 
+def test_plan_counts_the_inboxes_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def activations(device: str, num_ranks: int) -> int:
+        plan = aioengine.plan(
+            folder(tmp_path), device=device, device_memory="80GiB", tp_size=num_ranks, chunked_prefill_size=2048
+        )
+        return plan.activations_bytes
+
+    cases = [("cuda", 1), ("cuda", 2), ("cuda", 4), ("cpu", 2)]
+    with_inboxes = [activations(*case) for case in cases]
+    monkeypatch.setattr(planning, "inbox_bytes", lambda *_, **__: 0)
+    added = [total - activations(*case) for total, case in zip(with_inboxes, cases, strict=True)]
+    assert added == [0, 2 * 2048 * (2 * 4096 + 4), 0, 0]
+
+
 def test_ranks_on_a_cpu_share_its_memory(tmp_path: Path) -> None:
     one, two = (aioengine.plan(folder(tmp_path), device="cpu", device_memory="80GiB", tp_size=n) for n in (1, 2))
     assert two.device_memory == one.device_memory // 2
