@@ -212,7 +212,7 @@ class ModelRunner:
                 pooled = self._pooler.rows(plan, rows.requests)
         positions = (rows.starts + rows.counts)[rows.samples]
         if drafts.proposed:
-            values = self._compute_drafts(rows, sampled, positions, drafts)
+            values = self._compute_drafts(rows, sampled, positions, drafts, pooled)
         else:
             values = Readback(self._compute(rows, sampled, pooled))
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
@@ -427,7 +427,12 @@ class ModelRunner:
         return not any(sample_one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
 
     def _compute_drafts(
-        self, rows: StepRows, sampled: list[RequestRow], positions: Ints, drafts: StepDrafts
+        self,
+        rows: StepRows,
+        sampled: list[RequestRow],
+        positions: Ints,
+        drafts: StepDrafts,
+        pooled: PooledRows | None,
     ) -> Readback:
         """Run forward, and sample at the positions of the drafts. Return ``Ticket.values`` [R].
 
@@ -447,6 +452,8 @@ class ModelRunner:
             hidden = step.hidden[self._table.upload(rows.token_ends - 1)]
         else:
             hidden, before_drafts = self._forward(rows, drafts)
+        if pooled is not None:  # these rows have no graph
+            self._pooler.pool(hidden, pooled)
         is_sampled = self._table.upload(np.flatnonzero(rows.samples))
         values = self._verifier.verify(hidden[is_sampled], before_drafts, first_tokens, drafts)
         positions += np.array([len(drafts.accepted[request.uid]) for request in sampled]) - counts

@@ -10,7 +10,16 @@ from msgspec.structs import replace
 
 from aioengine.constraints.grammars import Grammars
 from aioengine.protocol.columns import DRAFTS
-from aioengine.protocol.messages import ALL_STATES, LAST_STATES, FinishCode, Limits, Sampling, Submit, TextRules
+from aioengine.protocol.messages import (
+    ALL_STATES,
+    LAST_STATES,
+    FinishCode,
+    Limits,
+    RequestKind,
+    Sampling,
+    Submit,
+    TextRules,
+)
 from aioengine.protocol.packed_logprobs import LogprobRules
 from tests.compute.rank_threads import ranked_world
 from tests.compute.runner_world import World, make_settings, save_model, with_draft
@@ -203,6 +212,23 @@ def test_answers_of_two_ranks_equal_their_answers_without_drafts(
     folders: dict[str, Path], family: str, num_pages: int, max_drafts: int, depth: int, changes: dict[str, str]
 ) -> None:
     check(folders, family, 24, num_pages, max_drafts, depth, changes, num_ranks=2)
+
+
+@pytest.mark.parametrize("draft", ["", "equal", "EAGLE3"])
+def test_texts_are_encoded_beside_drafts(folders: dict[str, Path], draft: str) -> None:
+    """Prompts that get a vector or a distribution are computed in steps with drafts."""
+    settings = [settings_of(folders["drafted"], depth=0, num_pages=256, max_drafts=most) for most in (0, 3)]
+    if draft:
+        head = draft if draft in LAYERS else ""
+        settings[1] = with_draft(settings[1], folders[draft], max_drafts=3, head=head, read_layers=LAYERS.get(head, ()))
+    submits = [Submit(1, [1, 2, 3] * 5, Sampling(1, allowed_token_ids=(1, 2)), Limits(60), TextRules())]
+    for uid, kind in enumerate([RequestKind.POOL, RequestKind.SCORE] * 8, start=2):
+        score = LogprobRules(start=-1, num_top=0, token_ids=(5, 6)) if kind is RequestKind.SCORE else None
+        submits.append(Submit(uid, [uid, *range(20)], Sampling(uid), Limits(1), TextRules(), kind=kind, logprobs=score))
+    plain, storm = (run(each, submits, seed=3) for each in settings)
+    compare(plain, storm)
+    assert all(storm.world.extras[uid] for uid in range(2, 18) if uid not in storm.cut)
+    assert storm.world.core.scheduler.stats(0.0).num_proposed_drafts > 0
 
 
 MORE_CASES = [
