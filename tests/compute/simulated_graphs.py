@@ -79,7 +79,10 @@ class CapturableTorch(TorchAttention):
         return FixedRows(self._shape, self._pool, num_rows, buffers)
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Callable[[int], None]:
-        return lambda layer: out.copy_(self.attend(q, k, v, layer).view_as(out))
+        def attend(layer: int) -> None:
+            out.copy_(self.attend(q, k, v, layer).view_as(out))
+
+        return attend
 
 
 class Kernels:
