@@ -29,7 +29,6 @@ from aioengine.attention._gpu_rows import (
     FixedDecodeRows,
     attention_layers,
     flat_pages,
-    host_starts,
     page_columns,
     pinned,
     starts_of,
@@ -170,8 +169,8 @@ class PrefillRows:
                     pages, lengths = pages.clone(), lengths.copy()
                     pages[first:end, : rest.shape[1]] = rest
                     lengths[first:end] -= num_pages * layers.page_size
-            starts = starts_of(-(-lengths // layers.page_size))
-            plan_paged(layers, self._paged, queries, lengths, starts, flat_pages(pages, starts)[1])
+            columns = page_columns(lengths, layers.page_size)
+            plan_paged(layers, self._paged, queries, lengths, columns, flat_pages(pages, columns[0])[1])
         if self._has_fresh:
             fresh = query_lengths[num_paged:]
             plan_packed(layers, self._ragged, fresh, fresh)
@@ -278,11 +277,10 @@ def plan_packed(
     is_causal: bool = True,
 ) -> None:
     """Plan R rows with packed keys and values, for ``query_lengths`` [R] tokens and ``kv_lengths`` [R] positions."""
-    starts = host_starts(query_lengths), host_starts(kv_lengths)
-    if _plan_again(layers, wrapper, *starts, kv_lengths, page_size=1, is_causal=is_causal):
-        return
+    query_starts = starts_of(query_lengths)
     wrapper.plan(
-        *map(pinned, starts),
+        query_starts,
+        query_starts if kv_lengths is query_lengths else starts_of(kv_lengths),
         *layers.heads(),
         causal=is_causal,
         **layers.plan_options,
@@ -297,73 +295,29 @@ def plan_paged(
     wrapper: BatchPrefillWithPagedKVCacheWrapper,
     query_lengths: Ints,
     kv_lengths: Ints,
-    page_starts: Tensor,
+    columns: tuple[Tensor, Tensor],
     page_ids: Tensor,
     *,
     is_causal: bool = True,
 ) -> None:
     """Plan R rows of ``query_lengths`` [R] tokens and ``kv_lengths`` [R] positions, both may be 0.
 
-    page_starts: [R + 1], start of each row in ``page_ids``, on the host. page_ids: the concatenated page tables [X], on
-    the device. The caller waits for ``FlashInferLayers.copied`` before this call, and records it afterwards.
+    columns: ``page_columns`` of the rows. page_ids: the concatenated page tables [X], on the device.
+    The caller waits for ``FlashInferLayers.copied`` before this call, and records it afterwards.
     """
-    starts, page_size = host_starts(query_lengths), layers.page_size
-    if _plan_again(layers, wrapper, starts, page_starts.numpy(), kv_lengths, page_size=page_size, is_causal=is_causal):
-        wrapper._paged_kv_indices_buf = page_ids
-        return
     wrapper.plan(
-        pinned(starts),
-        page_starts,
+        starts_of(query_lengths),
+        columns[0],
         page_ids,
-        page_columns(kv_lengths, page_size)[1],
+        columns[1],
         *layers.heads(),
-        page_size,
+        layers.page_size,
         causal=is_causal,
         **layers.plan_options,
         window_left=layers.window_left,
         seq_lens=pinned(kv_lengths),
         max_token_per_sequence=int(query_lengths.max()),
     )
-
-
-def _plan_again(
-    layers: FlashInferLayers,
-    wrapper: BatchPrefillWithRaggedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper,
-    query_starts: Ints,
-    kv_starts: Ints,
-    kv_lengths: Ints,
-    *,
-    page_size: int,
-    is_causal: bool,
-) -> bool:
-    """Plan other R rows with FlashInfer's compiled function; False: the whole ``plan`` must run. query_starts and
-    kv_starts: [R + 1]. kv_lengths: [R].
-
-    On Hopper, only the first plan needs the whole ``plan``. It takes 0.3 ms of the host, mostly for copies to the
-    device that the Hopper kernels do not read.
-    """
-    is_planned = getattr(wrapper, "_plan_info", None) is not None
-    if not is_planned or wrapper._backend != "fa3" or wrapper.is_cuda_graph_enabled:
-        return False
-    num_heads, num_kv_heads, head_size = layers.heads()
-    wrapper._qo_indptr_last = num_tokens = int(query_starts[-1])
-    wrapper._plan_info = wrapper._cached_module.plan(
-        wrapper._float_workspace_buffer,
-        wrapper._int_workspace_buffer,
-        wrapper._pin_memory_int_workspace_buffer,
-        *map(torch.from_numpy, (query_starts, kv_starts, kv_lengths)),
-        num_tokens,
-        len(kv_lengths),
-        num_heads,
-        num_kv_heads,
-        page_size,
-        False,  # not in a CUDA graph
-        head_size,
-        head_size,
-        is_causal,
-        layers.window_left,
-    )
-    return True
 
 
 class FixedFlashInferCascade(FixedDecodeRows):
@@ -403,10 +357,10 @@ class FixedFlashInferCascade(FixedDecodeRows):
         row_ends = np.append(pages.row_ends, np.int32(self._num_rows))
         query_lengths = np.pad(np.diff(row_ends, prepend=np.int32(0)), (0, missing - 1))
         kv_lengths = np.pad(pages.num_pages, (0, missing)) * np.int32(layers.page_size)
-        page_starts = starts_of(-(-kv_lengths // layers.page_size))
+        columns = page_columns(kv_lengths, layers.page_size)
         page_ids = uploaded(pages.page_ids, layers.device)
         layers.copied.synchronize()
-        plan_paged(layers, self._wrapper, query_lengths, kv_lengths, page_starts, page_ids, is_causal=False)
+        plan_paged(layers, self._wrapper, query_lengths, kv_lengths, columns, page_ids, is_causal=False)
         layers.copied.record()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:

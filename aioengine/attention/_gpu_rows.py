@@ -94,14 +94,9 @@ def uploaded(column: Ints, device: torch.device) -> Tensor:
     return pinned(column).to(device, non_blocking=True)
 
 
-def host_starts(lengths: Ints) -> Ints:
-    """Return the start of each of R rows and the end of the last one: [R + 1]."""
-    return np.concatenate(([0], lengths)).cumsum(dtype=np.int32)
-
-
 def starts_of(lengths: Ints) -> Tensor:
-    """Return ``host_starts`` [R + 1] in pinned memory."""
-    return pinned(host_starts(lengths))
+    """Return the start of each of R rows and the end of the last one: [R + 1] int32 on the host."""
+    return pinned(np.concatenate(([0], lengths)).cumsum(dtype=np.int32))
 
 
 def tiles_of(query_lengths: Ints, size: int) -> Ints:

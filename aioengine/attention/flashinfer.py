@@ -105,8 +105,7 @@ class FlashInferAttention:
     def warm_up(self) -> None:
         """Plan and run each kind of step once, to compile kernels."""
         # With a quantized pool, FlashInfer computes only steps of at least ``MIN_FRESH_TOKENS`` tokens.
-        # Prompts are planned twice, because later plans run other code.
-        counts = (1, 2, MIN_FRESH_TOKENS, MIN_FRESH_TOKENS + 1) if self._layers.is_quantized else (1, 2, 3)
+        counts = (1, 2, MIN_FRESH_TOKENS) if self._layers.is_quantized else (1, 2)
         for count in counts:
             run_once(self, self._layers, 1, count)
         if isinstance(self._prefill, PrefillRows) and self._layers.shape.common_window is None:
