@@ -88,7 +88,6 @@ class RankGroup:
         if self._device.type == "cpu" or not is_installed():
             return
         from aioengine.kernels.triton.rank_sums import Inboxes
-        from aioengine.kernels.triton.sampling import RankSampling
 
         kinds = [(_FEW_ROWS // (self.size - 1), False)]
         if self.size == 2:
@@ -101,6 +100,8 @@ class RankGroup:
         ]
         memory, sampling = [own.memory for own in inboxes], None
         if max_sampled_rows:
+            from aioengine.kernels.triton.sampling import RankSampling
+
             sizes = {"max_rows": max_sampled_rows, "num_embeddings": num_embeddings}
             sampling = RankSampling(self.rank, self.size, **sizes, device=self._device)
             memory.append(sampling.memory)
