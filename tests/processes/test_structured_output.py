@@ -151,6 +151,7 @@ async def test_answers_are_the_same_when_the_scheduler_is_killed(engine: Engine,
 
 async def count_steps(engine: Engine, name: str, *, return_logprob: bool) -> tuple[dict[str, Any], int]:
     """An answer, and the number of its steps."""
+    await until(lambda: not engine.stats()["num_running"])  # the statistics of earlier requests have arrived
     before = engine.stats()
     params = {"max_new_tokens": 64, **REQUESTS[name]}
     answer = await engine.async_generate("Who? ", params, return_logprob=return_logprob)
