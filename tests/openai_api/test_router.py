@@ -337,7 +337,7 @@ def test_event_id_with_too_many_tokens_loses_only_logprobs(server: Served) -> No
 
 
 def test_stream_that_another_request_continues_ends_with_an_error(server: Served) -> None:
-    body = {"prompt": "Hi", "max_tokens": 300, "ignore_eos": True, "stream": True, "resume_ttl": 20}
+    body = {"prompt": "Hi", "max_tokens": 1900, "ignore_eos": True, "stream": True, "resume_ttl": 20}
     stream = partial(server.client.stream, "POST", "/v1/completions", json=body)
     with stream() as response:
         first = events(response)
