@@ -21,6 +21,7 @@ from aioengine.kernels.triton.skinny_linear import activated
 MAX_OUTPUTS = 8
 """Of a program."""
 FEW_OUTPUTS = 4096
+"""With up to this number of outputs, programs of ``MAX_OUTPUTS`` are faster, otherwise programs of half of them."""
 
 
 def _vector_asm() -> str:
@@ -60,9 +61,9 @@ def _lane_sums(first: tl.tensor, second: tl.tensor, vectors: tl.tuple) -> tuple[
     Args:
         vectors: four bf16 pairs [1, 4 N] int32 for each word. Pair i is for the codes at bits 4 i and 4 i + 16.
 
-    Each lane of a warp holds 4 neighboring words. For tensor cores, the words of 4 lanes are
-    two rows of a matrix, and the inputs of 4 lanes are a column of another one. Only 16 of the 128 results multiply a
-    row by its own inputs. One of the 4 lanes has two of them, and the others return 0.
+    Each lane of a warp holds 4 neighboring words. For tensor cores, the words of 4 lanes are two rows of a matrix, and
+    the inputs of 4 lanes are a column of another one. Only 16 of the 128 results multiply a row by its own inputs. One
+    of the 4 lanes has two of them, and the others return 0.
     """
     HEIGHT: tl.constexpr = first.shape[0]
     LANES: tl.constexpr = first.shape[1] // 4
@@ -102,7 +103,9 @@ def _code_vector_kernel(
     SIZE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
     GATED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """GATED: see ``_matmul_kernel``."""
+    """A program computes OUTPUTS outputs: the two halves are adjacent. GATED: they are gates, and what they multiply
+    (``code_linear.vector_matmul``).
+    """
     HEIGHT: tl.constexpr = OUTPUTS // 2
     LANES: tl.constexpr = BLOCK // 32
     outputs = tl.program_id(0) * (HEIGHT if GATED else OUTPUTS) + tl.arange(0, HEIGHT)

@@ -97,7 +97,7 @@ def _attend_split(
         span: begin and end of the split, number of splits of its row, index of the first of these.
         row_tokens: index of the first token of the row, number of tokens, number of positions before the last page, and
             pointer to the number on the last page of the first token.
-        ALL_HEADS: query heads of a stored split. ROWS: for the query heads of TOKENS tokens, the most of the row.
+        ALL_HEADS: query heads of a stored split. TOKENS: maximum tokens of the row. ROWS: holds their query heads.
     """
     begin, end, count, first_split = span
     first_token, num_tokens, full, last_lengths = row_tokens
@@ -164,7 +164,7 @@ def _decode_kernel(
     HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     MORE_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """ROWS: for the query heads of one token. MORE_ROWS: of TOKENS tokens."""
+    """ROWS: holds the query heads of one token, which take less time with fewer rows. MORE_ROWS: of TOKENS tokens."""
     split = splits + tl.program_id(1)
     row = tl.load(split).to(tl.int64)
     if row >= 0:

@@ -7,7 +7,6 @@ from tests.compute.interpreted import run_compiled, run_interpreted
 PROGRAM = """
 import torch
 
-from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.kernels.triton.code_linear import (
     dequantize, device_codes, matmul, num_tiles, serves, serves_vector, vector_matmul
