@@ -111,8 +111,8 @@ async def test_cancelled_call_logs_no_error_when_it_fails_later(
 @pytest.mark.parametrize(
     "options",
     [
-        {"dp_size": 2, "load_balance_method": "round_robin"},
-        pytest.param({}, marks=pytest.mark.slow),
+        {},
+        pytest.param({"dp_size": 2, "load_balance_method": "round_robin"}, marks=pytest.mark.slow),
         pytest.param({"tp_size": 2}, marks=pytest.mark.slow),
     ],
 )

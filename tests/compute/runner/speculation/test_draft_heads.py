@@ -99,7 +99,7 @@ def check(proposals: Proposals, plain: PlainHead) -> None:
         assert (logits.amax(1) - logits[range(len(drafts)), drafts]).max() < 0.05
 
 
-@pytest.mark.parametrize("chunk_tokens", [5, 512])
+@pytest.mark.parametrize("chunk_tokens", [5, pytest.param(512, marks=pytest.mark.slow)])
 def test_proposals_are_those_of_plain_torch(case: Case, chunk_tokens: int, recorded: Proposals) -> None:
     settings = replace(case.settings, scheduler=replace(case.settings.scheduler, chunk_tokens=chunk_tokens))
     prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 2, 31))]
