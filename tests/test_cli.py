@@ -335,6 +335,7 @@ def test_a_damaged_model_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_an_error_of_a_process_is_shown_without_its_traceback() -> None:
     done = run("generate", "x", "--mem-fraction-static", "1e-9")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)

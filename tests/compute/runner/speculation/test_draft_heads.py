@@ -109,6 +109,7 @@ def test_proposals_are_those_of_plain_torch(case: Case, chunk_tokens: int, recor
     check(recorded, case.plain)
 
 
+@pytest.mark.parametrize("case", ["speculators", "eagle", "mtp"], indirect=True)
 def test_proposals_after_prefix_hits_are_those_of_plain_torch(case: Case, recorded: Proposals) -> None:
     world = World(case.settings)
     planner, prompt = world.core.scheduler._planner, prompt_of(1)
@@ -144,6 +145,7 @@ def test_all_drafts_that_read_the_right_hidden_state_are_accepted(
     assert (max(world.num_cached.values()) > 28) != is_small
 
 
+@pytest.mark.parametrize("case", ["eagle3", "mtp"], indirect=True)
 def test_released_memory_of_a_head_is_free_until_it_is_resumed(case: Case) -> None:
     world = World(case.settings)
     world.answers([prompt_of(1)], max_new_tokens=20)

@@ -99,7 +99,7 @@ def test_prefix_hits_on_pages_without_drafts_are_computed_by_the_draft_model(fol
 def test_pages_that_another_request_had_before_are_not_taken_for_computed(folders: Folders) -> None:
     world = World(with_draft(make_settings(folders.model, num_pages=64), folders.draft))
     planner, costs = world.core.scheduler._planner, world.core.scheduler._draft_costs
-    for seed in range(8):  # each request evicts the pages of earlier ones
+    for seed in range(4):  # each request evicts the pages of earlier ones
         planner._draft_costs = None
         (first,) = world.answers([prompt_of(seed)], max_new_tokens=100)
         planner._draft_costs = costs
