@@ -84,12 +84,14 @@ def _sum_kernel(
         if peer != RANK:
             line = place + (RANK - (peer < RANK)) * MAX_ROWS
             inbox = tl.load(inboxes + peer).to(tl.pointer_type(own_message.dtype))
+            inbox = tl.multiple_of(inbox, 16)
             tl.store(inbox + line * num_words + columns, own_message, mask=mask)
             if HAS_FLAGS:
                 tl.debug_barrier()  # all threads must have stored before one sets the flag
                 flag = (tl.load(inboxes + peer) + flags_offset).to(tl.pointer_type(tl.int32)) + line
                 tl.atomic_xchg(flag, count, sem="release", scope="sys")
     own_inbox = tl.load(inboxes + RANK).to(tl.pointer_type(own_message.dtype))
+    own_inbox = tl.multiple_of(own_inbox, 16)
     low = tl.zeros((BLOCK,), tl.float32)
     high = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(SIZE):
