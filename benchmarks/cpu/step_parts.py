@@ -70,7 +70,7 @@ PARTS: list[tuple[object, str, str]] = [
     (EmbeddingTable, "__call__", "embedding"),
     (RotaryEmbedding, "tables", "rotary tables"),
     (RMSNorm, "__call__", "norms"),
-    (RMSNorm, "after", "norms"),
+    (RMSNorm, "of_sum", "norms"),
     (attention_layers, "rotate_heads", "rotation and KV write"),
     (FusedAttention, "attend", "attention"),
     (TorchAttention, "attend", "attention"),
