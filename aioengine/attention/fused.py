@@ -324,6 +324,7 @@ class FusedAttention:
         self._new_slots = torch.empty(0)
         self._decode: DecodeUnits | None = None
         self._calls: list[_DecodeCall] = []
+        self._shapes: tuple[int, list[tuple[int, int]]] = 0, []
         self._memory = kv_pool.new_empty(0)
         # padded queries of all rows, and a view without padding
         self._queries = self._own_queries = torch.empty(0, dtype=torch.float32 if is_wide else dtype)
@@ -359,17 +360,21 @@ class FusedAttention:
         return out
 
     def _prepare_decode(self, decode: DecodeUnits) -> None:
-        """Allocate the memory of decode calls, which all layers use."""
-        most = max(units.pages.numel() for units in decode.units) * self.page_size * self._stored_size
+        """Allocate the memory of decode calls, which all layers use, unless the last step had the same shapes."""
+        shapes = decode.num_rows, [(units.pages.numel(), units.width) for units in decode.units]
+        if shapes == self._shapes:
+            self._calls = [call._replace(units=units) for call, units in zip(self._calls, decode.units, strict=True)]
+            return
+        self._shapes, self._calls = shapes, []
+        page_numbers = self.page_size * self._stored_size
+        most = max(num_pages for num_pages, _ in shapes[1]) * page_numbers
         if self._memory.numel() < most:
             self._memory = self._memory.new_empty(most)
-        self._calls = []
         for units in decode.units:
-            memory = self._memory[: units.pages.numel() * self.page_size * self._stored_size]
+            memory = self._memory[: units.pages.numel() * page_numbers].view(-1, page_numbers)
             stored = memory.view(2, -1, self._num_kv_heads, units.width, self._stored_size)
             is_plain = stored.dtype == self._dtype == self._queries.dtype
-            sides = stored.unbind(0) if is_plain else None
-            self._calls.append(_DecodeCall(units, memory.view(units.pages.numel(), -1), stored, sides))
+            self._calls.append(_DecodeCall(units, memory, stored, stored.unbind(0) if is_plain else None))
         shape = (decode.num_rows, self._num_kv_heads, self._group + self._padding, self._head_size)
         self._queries = self._queries.new_zeros(shape)
         self._own_queries = self._queries[:, :, : self._group]
