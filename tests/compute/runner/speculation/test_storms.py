@@ -75,7 +75,7 @@ def settings_of(folder: Path, *, depth: int, num_pages: int, max_drafts: int, **
     kv_dtype = changes.pop("kv_dtype", None)
     return replace(
         settings,
-        scheduler=replace(settings.scheduler, max_drafts=max_drafts, max_running=16),
+        scheduler=replace(settings.scheduler, max_drafts=max_drafts, has_ngrams=True, max_running=16),
         memory=replace(settings.memory, kv_dtype=kv_dtype),
         runner=replace(settings.runner, logits_processors=(ADD,), **changes),
     )
