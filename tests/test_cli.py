@@ -352,6 +352,7 @@ def test_chat_answers_each_line_of_its_input(run_here: Run) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_an_adapter_answers(run_here: Run, tmp_path: Path) -> None:
     layers = {f"model.layers.{i}.mlp.down_proj": (256, 896) for i in range(4)}
     write_adapter(tmp_path, rank=8, layers=layers, config={"lora_alpha": 400})

@@ -239,7 +239,7 @@ def test_wrong_tensors_of_an_adapter_are_refused(engine: Engine, case: Case) -> 
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), {"dp_size": 2, "load_balance_method": "round_robin"}]
+    "options", [{}, pytest.param({"dp_size": 2, "load_balance_method": "round_robin"}, marks=pytest.mark.slow)]
 )
 async def test_adapter_by_tensor_survives_a_lost_scheduler(case: Case, options: dict[str, Any]) -> None:
     limits = {"max_lora_rank": 16, "lora_target_modules": "all", "enable_lora": True}

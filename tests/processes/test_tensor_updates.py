@@ -49,30 +49,37 @@ def buckets(tensors: dict[str, Tensor], size: int = 6) -> list[list[tuple[str, T
     return [pairs[start : start + size] for start in range(0, len(pairs), size)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tp_size": 2},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"dp_size": 2, "load_balance_method": "round_robin"}, marks=pytest.mark.slow),
-    ],
-)
+async def check_running_requests(
+    engine: AsyncEngine, tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    tasks = [started(engine, prompt, 200) for prompt in PROMPTS]
+    await until_tokens(engine, 30)
+    transposed = {name: tensor.t().contiguous().t() for name, tensor in tensors["v2"].items() if tensor.dim() == 2}
+    result = await engine.update_weights_from_tensor({**tensors["v2"], **transposed}, weight_version="v2")
+    assert result == (True, "", 3)
+    await until_tokens(engine, 120)
+    assert await engine.begin_weight_update()
+    for bucket in buckets(tensors["v3"]):
+        assert await engine.update_weights_from_tensor(bucket)
+    assert await engine.end_weight_update(weight_version="v3") == (True, "")
+    for prompt, task in zip(PROMPTS, tasks, strict=True):
+        assert reference.check(prompt, await task) == ["default", "v2", "v3"]
+
+
+@live
 async def test_tensors_replace_the_weights_of_running_requests(
+    engine: AsyncEngine, tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    await check_running_requests(engine, tensors, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"tp_size": 2}, {"dp_size": 2, "load_balance_method": "round_robin"}])
+async def test_tensors_replace_the_weights_of_all_ranks_and_replicas(
     versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference, options: dict[str, Any]
 ) -> None:
     async with engine_of(versions, **options) as engine:
-        tasks = [started(engine, prompt, 200) for prompt in PROMPTS]
-        await until_tokens(engine, 30)
-        transposed = {name: tensor.t().contiguous().t() for name, tensor in tensors["v2"].items() if tensor.dim() == 2}
-        result = await engine.update_weights_from_tensor({**tensors["v2"], **transposed}, weight_version="v2")
-        assert result == (True, "", 3)
-        await until_tokens(engine, 120)
-        assert await engine.begin_weight_update()
-        for bucket in buckets(tensors["v3"]):
-            assert await engine.update_weights_from_tensor(bucket)
-        assert await engine.end_weight_update(weight_version="v3") == (True, "")
-        for prompt, task in zip(PROMPTS, tasks, strict=True):
-            assert reference.check(prompt, await task) == ["default", "v2", "v3"]
+        await check_running_requests(engine, tensors, reference)
 
 
 @live

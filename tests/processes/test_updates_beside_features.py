@@ -116,6 +116,7 @@ async def test_adapters_change_the_new_weights(
     assert await engine.unload_lora_adapter("own")
 
 
+@pytest.mark.slow
 def test_http_streams_continue_with_new_weights(tmp_path: Path) -> None:
     tensors = load_file(DEMO_MODEL / WEIGHTS)
     layer = next(name for name in sorted(tensors) if name.endswith("o_proj.weight"))
