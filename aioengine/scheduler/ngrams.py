@@ -8,8 +8,7 @@ indexed in parts, because all requests wait meanwhile (131,072 tokens at once: 0
 
 from __future__ import annotations
 
-import operator
-from itertools import cycle, islice, takewhile
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -23,8 +22,12 @@ MAX_INDEXED: Final = 4096
 
 def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
     """Return the length of the common prefix of two sequences."""
-    is_equal = map(operator.eq, left, right)
-    return sum(1 for _ in takewhile(bool, is_equal))
+    count = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
 
 
 class NgramProposer:
