@@ -26,7 +26,7 @@ from torch.nn import functional
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
-    from aioengine.kernels.triton.rank_messages import Sender
+    from aioengine.kernels.triton.rank_parts import Sender
 
 BLOCK = 64
 """Maximum rows of a matmul with a weight that is not packed; more rows are split."""

@@ -38,7 +38,7 @@ from aioengine.layers.ranks import RankGroup
 rank, COLUMNS = int(sys.argv[1]), 1024
 group = RankGroup(rank, 2, store_file=sys.argv[2], device=torch.device("cuda"), batch_invariant=False)
 group.open_inboxes(3000, COLUMNS, torch.bfloat16)
-assert len(group._inboxes) == 2
+assert group._inboxes is not None
 with torch.inference_mode():
     for number, num_rows in enumerate([1, 32, 33, 200, 3000, 3001, 1] * 30):
         generator = torch.Generator("cuda").manual_seed(number)

@@ -1,14 +1,7 @@
 """Sums over the ranks of tensor parallelism, on GPUs of one machine that can reach each other's memory.
 
-A message (``rank_messages``) is one row of a rank's part of the sum. The rank writes it into the inboxes of all ranks,
-which count the messages of each row. If there are few rows, each word has two values of 16 bits and the count. The
-kernel that computes the parts can send them (``Inboxes.sender``). Then the kernel of the sum starts beside it, and only
-waits and adds. If there are many rows, the words have only the two values, which halves the bytes, and a flag with the
-count follows each row. Then a rank does not send to itself.
-
-An inbox has two lines for a row of each rank, used in turns. A rank sends message n + 2 of a row after it has
-received message n + 1, which the other rank sent after its kernel of message n had ended. So no message is overwritten
-before it is read.
+Each rank sends its part of a row (``rank_parts``) to all others. The kernel that computes the parts can send them
+(``Inboxes.sender``), also to its own rank. Then the kernel of the sum starts beside it, and only waits and adds.
 
 R rows, D columns, X words of a row.
 """
@@ -23,32 +16,36 @@ import triton.language as tl
 
 from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.rank_messages import SharedMemory, addresses_of, message, packed, received, unpacked
+from aioengine.kernels.triton.rank_messages import SharedMemory
+from aioengine.kernels.triton.rank_parts import (
+    MAX_SENT_ROWS,
+    addresses_of,
+    line_of,
+    packed,
+    received,
+    send,
+    unpacked,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from aioengine.kernels.triton.rank_messages import Sender
+    from aioengine.kernels.triton.rank_parts import Sender
 
 
 @triton.jit
 def _sum_kernel(
     parts: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
-    epsilon: tl.tensor, inboxes: tl.tensor, flags_offset: tl.tensor, counts: tl.tensor,
-    RANKS: tl.constexpr, HAS_FLAGS: tl.constexpr, IS_SENT: tl.constexpr, BLOCK: tl.constexpr,
+    epsilon: tl.tensor, inboxes: tl.tensor, turns: tl.tensor,
+    RANKS: tl.constexpr, IS_SENT: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the sum of a row over the ranks. With a residual, add the sum to it, and store its RMS norm instead.
 
-    parts, residual, out: [R, D]; weight: [D]. inboxes: [ranks] addresses of the inboxes, each with lines
-    [2, senders, MAX_ROWS, X]; with flags, the owner of the inbox is no sender. flags_offset: of the flags of these
-    lines, int32. counts: [MAX_ROWS] int32, the messages of each row so far. IS_SENT: the previous kernel sent the
-    parts.
+    parts, residual, out: [R, D]; weight: [D]. inboxes: [ranks] addresses. turns: of each row, int32. IS_SENT: the
+    previous kernel sent the parts.
     """
-    RANK: tl.constexpr = RANKS[0]
-    SIZE: tl.constexpr = RANKS[1]
-    MAX_ROWS: tl.constexpr = RANKS[2]
     DTYPE: tl.constexpr = parts.dtype.element_ty
     WORDS: tl.constexpr = tl.pointer_type(tl.int32)
     row = tl.program_id(0).to(tl.int64)
@@ -69,51 +66,27 @@ def _sum_kernel(
         start_next()  # the previous kernel has waited for all others before it let this one start
     else:
         start_next_and_wait()
-    count = tl.load(counts + row) + 1
+    # These loads bypass L1: an earlier kernel wrote the values, and this one may not have waited for its end.
+    turn = tl.load(turns + row, cache_modifier=".cg")
     if not IS_SENT:
-        own = tl.load(parts.to(WORDS, bitcast=True) + words, mask=mask, other=0)
-    if residual is not None:  # not later: it would be read after the messages have arrived
-        old = tl.load(residual.to(WORDS, bitcast=True) + words, mask=mask, other=0)
-    # After 2 ** 31 messages, counts are negative: then ``%`` would be, too.
-    place = (count & 1) * ((SIZE - HAS_FLAGS) * MAX_ROWS) + row
-    if HAS_FLAGS:
-        for peer in tl.static_range(SIZE):
-            if peer != RANK:
-                line = place + (RANK - (peer < RANK)) * MAX_ROWS
-                inbox = tl.multiple_of(tl.load(inboxes + peer).to(WORDS), 16)
-                tl.store(inbox + line * num_words + columns, own, mask=mask)
-                tl.debug_barrier()  # all threads must have stored before one sets the flag
-                flag = (tl.load(inboxes + peer) + flags_offset).to(WORDS) + line
-                tl.atomic_xchg(flag, count, sem="release", scope="sys")
-        own_inbox = tl.multiple_of(tl.load(inboxes + RANK).to(WORDS), 16)
-        low = tl.zeros((BLOCK,), tl.float32)
-        high = tl.zeros((BLOCK,), tl.float32)
-        for peer in tl.static_range(SIZE):
-            words_of_peer = own
-            if peer != RANK:
-                line = place + (peer - (peer > RANK)) * MAX_ROWS
-                flag = (tl.load(inboxes + RANK) + flags_offset).to(WORDS) + line
-                while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != count:
-                    pass
-                tl.debug_barrier()
-                words_of_peer = tl.load(own_inbox + line * num_words + columns, mask=mask, other=0, volatile=True)
-            low_part, high_part = unpacked(words_of_peer, DTYPE)
-            low += low_part
-            high += high_part
-    else:
-        if not IS_SENT:
-            inbox = tl.multiple_of(addresses.to(tl.pointer_type(tl.int64)), 16)[:, None]
-            line = place + RANK * MAX_ROWS
-            is_peer = (tl.arange(0, addresses.shape[0]) < SIZE)[:, None] & mask[None, :]
-            tl.store(inbox + line * num_words + columns[None, :], message(own, count)[None, :], mask=is_peer)
-        senders = tl.arange(0, addresses.shape[0])[:, None]
-        own_inbox = tl.multiple_of(tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64)), 16)
-        lines = own_inbox + (place + senders * MAX_ROWS) * num_words + columns[None, :]
-        low_parts, high_parts = unpacked(received(lines, (senders < SIZE) & mask[None, :], count), DTYPE)
-        low, high = tl.sum(low_parts, 0), tl.sum(high_parts, 0)
+        own = tl.load(parts.to(WORDS, bitcast=True) + words, mask=mask, other=0)[None, :]
+    if residual is not None:  # not later: it would be read after the parts have arrived
+        old = tl.load(residual.to(WORDS, bitcast=True) + words, mask=mask, other=0, cache_modifier=".cg")
+    places, inside = words[None, :], mask[None, :]
+    if not IS_SENT:
+        send(own, places, inside, tl.zeros((1, 1), tl.int32) + turn, num_words, addresses, RANKS, False)
+    senders = tl.arange(0, addresses.shape[0])[:, None]
+    lines = line_of(senders, RANKS[0], turn, RANKS).to(tl.int64) * num_words
+    inbox = tl.multiple_of(tl.load(inboxes + RANKS[0]).to(WORDS), 16)
+    is_sent = (senders < RANKS[1]) & ((senders != RANKS[0]) | IS_SENT)
+    found = received(inbox + lines + places, is_sent & inside)
+    if not IS_SENT:
+        found = tl.where(senders == RANKS[0], own, found)
+    low_parts, high_parts = unpacked(found, DTYPE)
+    low, high = tl.sum(low_parts, 0), tl.sum(high_parts, 0)
     if IS_SENT:
         wait()  # the next kernel relies on the end of all earlier ones
-    tl.store(counts + row, count)
+    tl.store(turns + row, 1 - turn)
     low_sum, high_sum = low.to(DTYPE), high.to(DTYPE)
     if residual is not None:
         low_old, high_old = unpacked(old, DTYPE)
@@ -141,40 +114,27 @@ class Inboxes:
         memory: of the inbox.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        max_rows: int,
-        num_columns: int,
-        *,
-        has_flags: bool,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, rank: int, size: int, max_rows: int, num_columns: int, device: torch.device) -> None:
         """Allocate the inbox of this rank. Before the first sum, open ``memory``.
 
         Args:
             max_rows: maximum R of a sum.
             num_columns: D, an even number.
-            has_flags: for many rows: words without counts, and a flag for each row.
         """
-        self._ranks = rank, size, max_rows
-        self._num_columns, self._has_flags = num_columns, has_flags
+        self._ranks, self._num_columns = (rank, size, max_rows), num_columns
         self._is_sent = False
-        num_lines = 2 * (size - has_flags) * max_rows
-        self._lines_bytes = num_lines * (num_columns // 2) * (4 if has_flags else 8)
-        self._counts = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        # the flags, of 4 bytes each, are behind the lines
-        self.memory = SharedMemory(self._lines_bytes + 4 * num_lines, device)
+        self._turns = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        num_lines = 2 * ((size - 1) * max_rows + MAX_SENT_ROWS.value)
+        self.memory = SharedMemory(num_lines * num_columns * 2, device, filled=0xFF)
 
     def serves(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Return whether tensors of this shape can be added here."""
         return dtype.itemsize == 2 and shape[1:] == (self._num_columns,) and shape[0] <= self._ranks[2]
 
     def sender(self) -> Sender:
-        """Return how a product sends its result [R, D]. Its sum must be the next sum here."""
+        """Return how a product sends its result [R, D] with R <= ``MAX_SENT_ROWS``. The next sum must be its sum."""
         self._is_sent = True
-        return self.memory.addresses, self._counts, self._ranks
+        return self.memory.addresses, self._turns, self._ranks
 
     def all_reduce(self, parts: Tensor) -> Tensor:
         """Return the sum over the ranks, rounded once: contiguous parts [R, D] -> [R, D]."""
@@ -189,10 +149,9 @@ class Inboxes:
         out = torch.empty_like(parts)
         num_rows, num_columns = parts.shape
         block = next_power_of_2(num_columns // 2)
-        constants = self._ranks, self._has_flags, self._is_sent, block
+        constants = self._ranks, self._is_sent, block
         self._is_sent = False
-        memory = self.memory.addresses, self._lines_bytes, self._counts
-        arguments = (parts, residual, weight, out, num_columns, epsilon, *memory, *constants)
+        arguments = (parts, residual, weight, out, num_columns, epsilon, self.memory.addresses, self._turns, *constants)
         aligned = alignments(parts, parts if residual is None else residual)
         key = (parts.dtype, None if weight is None else weight.dtype, num_columns, *constants, *aligned)
         num_warps = 4 if num_rows >= MANY_ROWS else min(max(block // 128, 1), 16)

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.rank_messages import NO_SENDER, Sender, addresses_of, send_tile
+from aioengine.kernels.triton.rank_parts import NO_SENDER, Sender, addresses_of, send_tile
 
 
 @triton.jit
 def products(
-    lines: tl.tensor, is_row: tl.tensor, x: tl.tensor, counts: tl.tensor | None, SIZE: tl.constexpr,
+    lines: tl.tensor, is_row: tl.tensor, x: tl.tensor, turns: tl.tensor | None, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Return the products [rows] of matrix rows with x, and the first of ``counts``, 0 for None. lines: pointers
+    """Return the products [rows] of matrix rows with x, and the first of ``turns``, 0 for None. lines: pointers
     [rows, 1] to the rows.
 
     The next kernel can start as soon as x is complete, so it may read x without waiting (``adapter_linear``).
@@ -37,9 +37,9 @@ def products(
     pointers = lines + columns[None, :]
     part = tl.load(pointers, mask=is_row & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
     wait_and_start_next()
-    count = 0
-    if counts is not None:
-        count = tl.load(counts)
+    turn = 0
+    if turns is not None:
+        turn = tl.load(turns)
     vector = tl.load(x + columns, mask=columns < SIZE, other=0.0)
     total = part.to(tl.float32) * vector.to(tl.float32)[None, :]
     for start in tl.range(BLOCK, SIZE, BLOCK, loop_unroll_factor=4):
@@ -47,13 +47,13 @@ def products(
         part = tl.load(pointers + start, mask=is_row & inside[None, :], other=0.0, eviction_policy="evict_first")
         vector = tl.load(x + start + columns, mask=inside, other=0.0)
         total += part.to(tl.float32) * vector.to(tl.float32)[None, :]
-    return tl.sum(total, 1), count
+    return tl.sum(total, 1), turn
 
 
 @triton.jit
 def vector_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
-    inboxes: tl.tensor, counts: tl.tensor, RANKS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    inboxes: tl.tensor, turns: tl.tensor, RANKS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute ``ROWS`` outputs, and multiply them by ``scales`` if there are any. With ``inboxes``, send them to the
@@ -63,7 +63,7 @@ def vector_kernel(
         addresses = addresses_of(inboxes, RANKS)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lines = weight + rows[:, None].to(tl.int64) * SIZE
-    result, count = products(lines, rows[:, None] < num_outputs, x, counts, SIZE, BLOCK)
+    result, turn = products(lines, rows[:, None] < num_outputs, x, turns, SIZE, BLOCK)
     if scales is not None:
         result *= tl.load(scales + rows, mask=rows < num_outputs, other=0.0)
     if bias is not None:
@@ -72,7 +72,7 @@ def vector_kernel(
     if inboxes is not None:
         first = tl.program_id(0) * ROWS
         row = tl.zeros((1, 1), tl.int32)
-        send_tile(result[None, :], row == 0, row + count + 1, row, first, num_outputs, addresses, RANKS)
+        send_tile(result[None, :], row == 0, row + turn, row, first, num_outputs, addresses, RANKS)
     tl.store(out + rows, result, mask=rows < num_outputs)
 
 
@@ -175,7 +175,7 @@ def with_other_splits(
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor, out: tl.tensor,
-    num_rows: tl.tensor, num_outputs: tl.tensor, inboxes: tl.tensor, counts: tl.tensor, RANKS: tl.constexpr,
+    num_rows: tl.tensor, num_outputs: tl.tensor, inboxes: tl.tensor, turns: tl.tensor, RANKS: tl.constexpr,
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -192,8 +192,8 @@ def _skinny_kernel(
         addresses = addresses_of(inboxes, RANKS)
     wait_and_start_next()  # not earlier: the next kernel may read x without waiting (adapter_linear)
     if inboxes is not None:
-        lines_of_rows = tl.arange(0, ROWS)[:, None]
-        numbers = tl.load(counts + lines_of_rows, mask=lines_of_rows < num_rows, other=0) + 1
+        down = tl.arange(0, ROWS)[:, None]
+        turns_down = tl.load(turns + down, mask=down < num_rows, other=0)
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in tl.range(0, SIZE // SPLITS, BLOCK, num_stages=STAGES):
         part = tl.load(lines + start + columns[None, :])
@@ -208,8 +208,8 @@ def _skinny_kernel(
             total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
         result = total.to(out.dtype.element_ty)
         if inboxes is not None:
-            is_row = lines_of_rows < num_rows
-            send_tile(tl.trans(result), is_row, numbers, lines_of_rows, tile * OUTPUTS, num_outputs, addresses, RANKS)
+            is_row = down < num_rows
+            send_tile(tl.trans(result), is_row, turns_down, down, tile * OUTPUTS, num_outputs, addresses, RANKS)
         tl.store(out + rows * num_outputs + outputs, result, mask=inside)
 
 
