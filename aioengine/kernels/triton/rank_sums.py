@@ -1,9 +1,13 @@
 """Sums over the ranks of tensor parallelism, on GPUs of one machine that can reach each other's memory.
 
-Each rank sends its part of a row (``rank_parts``) to all others. The kernel that computes the parts can send them
-(``Inboxes.sender``), also to its own rank. Then the kernel of the sum starts beside it, and only waits and adds.
+A part is one row of a rank, in words of two values of 16 bits. Each rank writes its part into the inboxes of all
+others. A word of an inbox is ``EMPTY`` until it arrives. The receiver reads the words until none is empty, and empties
+them again. So the ranks need no other signal, and a part takes as long as one transfer.
 
-R rows, D columns, X words of a row.
+An inbox has two lines for a row of each other rank, used in turns. A rank sends part n + 2 of a row after it has
+received part n + 1, which the other rank sent after its kernel of part n had ended. So that line is empty then.
+
+R rows, D columns, X words of a row, P ranks padded to a power of 2.
 """
 
 from __future__ import annotations
@@ -14,37 +18,54 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
+from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.rank_messages import SharedMemory
-from aioengine.kernels.triton.rank_parts import (
-    MAX_SENT_ROWS,
-    addresses_of,
-    line_of,
-    packed,
-    received,
-    send,
-    unpacked,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from aioengine.kernels.triton.rank_parts import Sender
+EMPTY = tl.constexpr(-1)
+"""Two NaN. They are sent as another NaN."""
+NAN = tl.constexpr(0x7FFF7FFF)
+
+
+@triton.jit
+def _unpacked(words: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the values in the low and the high half of int32 words [...], as fp32."""
+    low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _packed(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """Return int32 words [X] with two values of 16 bits each."""
+    low_bits = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low_bits | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _received(words: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Wait until no word [P, X] is empty, empty them, and return them."""
+    found = tl.load(words, mask=mask, other=0, volatile=True)
+    while tl.max((found == EMPTY).to(tl.int32)) != 0:
+        found = tl.load(words, mask=mask, other=0, volatile=True)
+    tl.store(words, EMPTY, mask=mask)
+    return found
 
 
 @triton.jit
 def _sum_kernel(
     parts: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
     epsilon: tl.tensor, inboxes: tl.tensor, turns: tl.tensor,
-    RANKS: tl.constexpr, IS_SENT: tl.constexpr, BLOCK: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the sum of a row over the ranks. With a residual, add the sum to it, and store its RMS norm instead.
 
-    parts, residual, out: [R, D]; weight: [D]. inboxes: [ranks] addresses. turns: of each row, int32. IS_SENT: the
-    previous kernel sent the parts.
+    parts, residual, out: [R, D]; weight: [D]. inboxes: [SIZE] addresses of the inboxes, each with lines
+    [2, SIZE - 1, MAX_ROWS, X]: the second axis is the sender, without the owner of the inbox. turns: [MAX_ROWS] int32,
+    the next of the two lines of each row.
     """
     DTYPE: tl.constexpr = parts.dtype.element_ty
     WORDS: tl.constexpr = tl.pointer_type(tl.int32)
@@ -60,46 +81,39 @@ def _sum_kernel(
             high_scale = tl.load(weight + 2 * columns + 1, mask=mask, other=0.0)
         else:
             scales = tl.load(weight.to(WORDS, bitcast=True) + columns, mask=mask, other=0)
-            low_scale, high_scale = unpacked(scales, DTYPE)
-    addresses = addresses_of(inboxes, RANKS)
-    if IS_SENT:
-        start_next()  # the previous kernel has waited for all others before it let this one start
-    else:
-        start_next_and_wait()
-    # These loads bypass L1: an earlier kernel wrote the values, and this one may not have waited for its end.
-    turn = tl.load(turns + row, cache_modifier=".cg")
-    if not IS_SENT:
-        own = tl.load(parts.to(WORDS, bitcast=True) + words, mask=mask, other=0)[None, :]
+            low_scale, high_scale = _unpacked(scales, DTYPE)
+    ranks = tl.arange(0, triton.next_power_of_2(SIZE))
+    addresses = tl.multiple_of(tl.load(inboxes + ranks, mask=ranks < SIZE, other=0).to(WORDS), 16)
+    own_inbox = tl.multiple_of(tl.load(inboxes + RANK).to(WORDS), 16)
+    start_next_and_wait()
+    turn = tl.load(turns + row)
+    own = tl.load(parts.to(WORDS, bitcast=True) + words, mask=mask, other=0)[None, :]
     if residual is not None:  # not later: it would be read after the parts have arrived
-        old = tl.load(residual.to(WORDS, bitcast=True) + words, mask=mask, other=0, cache_modifier=".cg")
-    places, inside = words[None, :], mask[None, :]
-    if not IS_SENT:
-        send(own, places, inside, tl.zeros((1, 1), tl.int32) + turn, num_words, addresses, RANKS, False)
-    senders = tl.arange(0, addresses.shape[0])[:, None]
-    lines = line_of(senders, RANKS[0], turn, RANKS).to(tl.int64) * num_words
-    inbox = tl.multiple_of(tl.load(inboxes + RANKS[0]).to(WORDS), 16)
-    is_sent = (senders < RANKS[1]) & ((senders != RANKS[0]) | IS_SENT)
-    found = received(inbox + lines + places, is_sent & inside)
-    if not IS_SENT:
-        found = tl.where(senders == RANKS[0], own, found)
-    low_parts, high_parts = unpacked(found, DTYPE)
+        old = tl.load(residual.to(WORDS, bitcast=True) + words, mask=mask, other=0)
+    peers = ranks[:, None]
+    inside = (peers < SIZE) & (peers != RANK) & mask[None, :]
+    first_line = turn * (SIZE - 1) * MAX_ROWS + row
+    sent_lines = first_line + (RANK - (peers < RANK).to(tl.int64)) * MAX_ROWS
+    places = sent_lines * num_words + columns[None, :]
+    tl.store(addresses[:, None] + places, tl.where(own == EMPTY, NAN, own), mask=inside)
+    lines = first_line + (peers - (peers > RANK).to(tl.int64)) * MAX_ROWS
+    found = _received(own_inbox + lines * num_words + columns[None, :], inside)
+    low_parts, high_parts = _unpacked(tl.where(peers == RANK, own, found), DTYPE)
     low, high = tl.sum(low_parts, 0), tl.sum(high_parts, 0)
-    if IS_SENT:
-        wait()  # the next kernel relies on the end of all earlier ones
     tl.store(turns + row, 1 - turn)
     low_sum, high_sum = low.to(DTYPE), high.to(DTYPE)
     if residual is not None:
-        low_old, high_old = unpacked(old, DTYPE)
+        low_old, high_old = _unpacked(old, DTYPE)
         low_sum = (low_old + low_sum.to(tl.float32)).to(DTYPE)
         high_sum = (high_old + high_sum.to(tl.float32)).to(DTYPE)
-        tl.store(residual.to(WORDS, bitcast=True) + words, packed(low_sum, high_sum), mask=mask)
+        tl.store(residual.to(WORDS, bitcast=True) + words, _packed(low_sum, high_sum), mask=mask)
         low, high = low_sum.to(tl.float32), high_sum.to(tl.float32)
         inverse = 1.0 / tl.sqrt_rn(tl.sum(low * low + high * high, 0) / num_columns + eps)
         low, high = low * inverse, high * inverse
         if weight.dtype.element_ty != tl.float32:  # round before the product, too
             low, high = low.to(DTYPE).to(tl.float32), high.to(DTYPE).to(tl.float32)
         low_sum, high_sum = (low * low_scale).to(DTYPE), (high * high_scale).to(DTYPE)
-    tl.store(out.to(WORDS, bitcast=True) + words, packed(low_sum, high_sum), mask=mask)
+    tl.store(out.to(WORDS, bitcast=True) + words, _packed(low_sum, high_sum), mask=mask)
 
 
 MANY_ROWS = 1024
@@ -121,20 +135,15 @@ class Inboxes:
             max_rows: maximum R of a sum.
             num_columns: D, an even number.
         """
-        self._ranks, self._num_columns = (rank, size, max_rows), num_columns
-        self._is_sent = False
+        self._rank, self._size = rank, size
+        self._max_rows, self._num_columns = max_rows, num_columns
         self._turns = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        num_lines = 2 * ((size - 1) * max_rows + MAX_SENT_ROWS.value)
-        self.memory = SharedMemory(num_lines * num_columns * 2, device, filled=0xFF)
+        self.memory = SharedMemory(2 * (size - 1) * max_rows * num_columns * 2, device, filled=0xFF)
 
-    def serves(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Return whether tensors of this shape can be added here."""
-        return dtype.itemsize == 2 and shape[1:] == (self._num_columns,) and shape[0] <= self._ranks[2]
-
-    def sender(self) -> Sender:
-        """Return how a product sends its result [R, D] with R <= ``MAX_SENT_ROWS``. The next sum must be its sum."""
-        self._is_sent = True
-        return self.memory.addresses, self._turns, self._ranks
+    def serves(self, parts: Tensor) -> bool:
+        """Return whether ``parts`` [...] can be added here."""
+        has_columns = parts.dtype.itemsize == 2 and parts.shape[1:] == (self._num_columns,)
+        return has_columns and len(parts) <= self._max_rows
 
     def all_reduce(self, parts: Tensor) -> Tensor:
         """Return the sum over the ranks, rounded once: contiguous parts [R, D] -> [R, D]."""
@@ -149,8 +158,7 @@ class Inboxes:
         out = torch.empty_like(parts)
         num_rows, num_columns = parts.shape
         block = next_power_of_2(num_columns // 2)
-        constants = self._ranks, self._is_sent, block
-        self._is_sent = False
+        constants = self._rank, self._size, self._max_rows, block
         arguments = (parts, residual, weight, out, num_columns, epsilon, self.memory.addresses, self._turns, *constants)
         aligned = alignments(parts, parts if residual is None else residual)
         key = (parts.dtype, None if weight is None else weight.dtype, num_columns, *constants, *aligned)
