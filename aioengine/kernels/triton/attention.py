@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
@@ -56,6 +56,10 @@ EVEN_SPLITS = tl.constexpr(32)
 """Number of splits of this size. After that, each doubling of the positions has half as many splits."""
 ROWS = 64
 """Query rows of a tile, unless one token has more. 64 is the minimum for Hopper's fastest instructions."""
+LARGE_ROWS = 128
+"""Query rows of a tile in 16 bits on Hopper and newer."""
+LARGE_STAGES = 5
+"""Stages of such a tile: the keys of a block are loaded two blocks before, and their page ids two blocks before that."""
 DECODE_ROWS = 16
 """Query rows of a tile of a decode step in 16 bits."""
 BLOCK = 64
@@ -193,6 +197,20 @@ def _attend_block(
 
 
 @triton.jit
+def _nothing_in_split(ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tuple:
+    """Return the state before the first block of a split. Each column of its totals has the sum of weights."""
+    highest, _, sums = nothing_attended(ROWS, COLUMNS)
+    return highest, tl.zeros((ROWS, ONES), tl.float32), sums
+
+
+@triton.jit
+def _totaled(state: tl.tuple) -> tl.tuple:
+    """Return the state of a split as ``merged`` takes it."""
+    highest, totals, sums = state
+    return highest, tl.max(totals, 1), sums
+
+
+@triton.jit
 def _attend_split(
     inputs: tl.tuple, page_ids: tl.tensor, start: tl.tensor, stop: tl.tensor, last: tl.tensor, first_seen: tl.tensor,
     all_see: tl.tensor,
@@ -202,8 +220,7 @@ def _attend_split(
     to positions up to ``last``. inputs: see ``_tile_inputs``. first_seen: the first position that any query row attends
     to. all_see: all query rows attend to the positions before this one, unless there is a window.
     """
-    highest, _, sums = nothing_attended(SIZES.rows, SIZES.columns)
-    state = highest, tl.zeros((inputs[0].shape[0], ONES), tl.float32), sums
+    state = _nothing_in_split(SIZES.rows, SIZES.columns)
     seen = last, first_seen, stop
     if SIZES.window:
         start += tl.maximum(first_seen - start, 0) // SIZES.block * SIZES.block
@@ -214,8 +231,7 @@ def _attend_split(
         start = whole
     for first in tl.range(start, stop, SIZES.block):
         state = _attend_block(state, inputs, page_ids, first, seen, SIZES, True)
-    highest, totals, sums = state
-    return highest, tl.max(totals, 1), sums
+    return _totaled(state)
 
 
 @triton.jit
@@ -283,16 +299,32 @@ def _attend_kernel(
     all_see = length - count + tile_start + 1
     first_seen = tl.maximum(all_see - SIZES.window, 0)
     page_ids += first_page
+    # one loop over the blocks of all splits, so that the loads of the next split overlap with the end of this one
+    whole, state = nothing_attended(SIZES.rows, SIZES.columns), _nothing_in_split(SIZES.rows, SIZES.columns)
+    index = first_split(first_seen) if SIZES.window else tl.full((), 0, tl.int32)
+    end = split_start(index + 1)
+    start = first_seen // SIZES.block * SIZES.block
+    seen = last, first_seen, stop
+    if not SIZES.window:
+        unmasked = all_see // SIZES.block * SIZES.block
+        for first in tl.range(0, unmasked, SIZES.block):
+            if IN_SPLITS:
+                if first == end:
+                    whole, state = merged(whole, _totaled(state)), _nothing_in_split(SIZES.rows, SIZES.columns)
+                    index += 1
+                    end = split_start(index + 1)
+            state = _attend_block(state, inputs, page_ids, first, seen, SIZES, False)
+        start = unmasked
+    for first in tl.range(start, stop, SIZES.block):
+        if IN_SPLITS:
+            if first == end:
+                whole, state = merged(whole, _totaled(state)), _nothing_in_split(SIZES.rows, SIZES.columns)
+                index += 1
+                end = split_start(index + 1)
+        state = _attend_block(state, inputs, page_ids, first, seen, SIZES, True)
+    state = _totaled(state)
     if IN_SPLITS:
-        state = nothing_attended(SIZES.rows, SIZES.columns)
-        index = first_split(first_seen) if SIZES.window else tl.full((), 0, tl.int32)
-        while split_start(index) < stop:
-            start, end = split_start(index), tl.minimum(split_start(index + 1), stop)
-            split = _attend_split(inputs, page_ids, start, end, last, first_seen, all_see, SIZES)
-            state = merged(state, split)
-            index += 1
-    else:
-        state = _attend_split(inputs, page_ids, 0, stop, last, first_seen, all_see, SIZES)
+        state = merged(whole, state)
     targets = tokens * SIZES.num_heads + heads
     store_attended(out, targets, is_member, state, sinks, heads, scales, SIZES.value_size)
 
@@ -384,13 +416,14 @@ def head_group(num_heads: int, pool: Pool) -> HeadGroup:
         tile = AttentionTile(16, 32, 4, 1) if keys.dtype == torch.float32 else AttentionTile(ROWS, BLOCK, 8, 2)
         return HeadGroup(tile, tile, min(num_heads, tile.rows))
     group = num_heads // keys.shape[1]
-    rows = max(ROWS, next_power_of_2(group))
+    least = next_power_of_2(group)
     is_wide = next_power_of_2(keys.shape[3]) * max(keys.itemsize, 2) > 256
-    tile = AttentionTile(rows, BLOCK, 8, 2) if is_wide else AttentionTile(rows, BLOCK, 4, 3)
+    tile = AttentionTile(max(ROWS, least), BLOCK, *((8, 2) if is_wide else (4, 3)))
     if keys.dtype == torch.float32 or keys.itemsize == 1:
         return HeadGroup(tile, tile, group)
-    decode_tile = AttentionTile(max(DECODE_ROWS, next_power_of_2(group)), BLOCK, 4, tile.num_stages)
-    return HeadGroup(tile, decode_tile, group)
+    if has_dependent_launch() and not is_wide:  # enough shared memory
+        tile = AttentionTile(max(LARGE_ROWS, least), BLOCK, 8, LARGE_STAGES)
+    return HeadGroup(tile, AttentionTile(max(DECODE_ROWS, least), BLOCK, 4, tile.num_stages), group)
 
 
 def _sizes(q: Tensor, pool: Pool, heads: int, tile: AttentionTile, rules: ScoreRules) -> _Sizes:
