@@ -59,7 +59,9 @@ ROWS = 64
 LARGE_ROWS = 128
 """Query rows of a tile in 16 bits on Hopper and newer."""
 LARGE_STAGES = 5
-"""Stages of such a tile: the keys of a block are loaded two blocks before, and their page ids two blocks before that."""
+"""Stages of such a tile: keys are loaded two blocks ahead, and their page ids two blocks before that. With 3 or 4
+stages, a block would wait for its keys.
+"""
 DECODE_ROWS = 16
 """Query rows of a tile of a decode step in 16 bits."""
 BLOCK = 64
@@ -211,27 +213,43 @@ def _totaled(state: tl.tuple) -> tl.tuple:
 
 
 @triton.jit
-def _attend_split(
-    inputs: tl.tuple, page_ids: tl.tensor, start: tl.tensor, stop: tl.tensor, last: tl.tensor, first_seen: tl.tensor,
-    all_see: tl.tensor,
-    SIZES: tl.constexpr,
+def _next_split(
+    whole: tl.tuple, state: tl.tuple, index: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+) -> tuple[tl.tuple, tl.tuple, tl.tensor]:
+    """Merge the state of split ``index`` into ``whole``. Return it, the state of the next split, and its index."""
+    return merged(whole, _totaled(state)), _nothing_in_split(ROWS, COLUMNS), index + 1
+
+
+@triton.jit
+def _attend_positions(
+    inputs: tl.tuple, page_ids: tl.tensor, index: tl.tensor, start: tl.tensor, stop: tl.tensor, last: tl.tensor,
+    first_seen: tl.tensor, all_see: tl.tensor,
+    SIZES: tl.constexpr, IN_SPLITS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """Return the state of each query row after positions start to stop (see ``nothing_attended``). A query row attends
-    to positions up to ``last``. inputs: see ``_tile_inputs``. first_seen: the first position that any query row attends
-    to. all_see: all query rows attend to the positions before this one, unless there is a window.
+    to positions up to ``last``. inputs: see ``_tile_inputs``. index: the split of the first position. first_seen: the
+    first position that any query row attends to. all_see: all query rows attend to the positions before this one,
+    unless there is a window. IN_SPLITS: merge the splits; otherwise the positions are computed as one split.
+
+    One loop computes the blocks of all splits, so that keys of the next split are loaded during the end of a split.
     """
-    state = _nothing_in_split(SIZES.rows, SIZES.columns)
+    whole, state = nothing_attended(SIZES.rows, SIZES.columns), _nothing_in_split(SIZES.rows, SIZES.columns)
     seen = last, first_seen, stop
     if SIZES.window:
         start += tl.maximum(first_seen - start, 0) // SIZES.block * SIZES.block
     else:
-        whole = start + tl.maximum(tl.minimum(all_see, stop) - start, 0) // SIZES.block * SIZES.block
-        for first in tl.range(start, whole, SIZES.block):
+        masked = start + tl.maximum(tl.minimum(all_see, stop) - start, 0) // SIZES.block * SIZES.block
+        for first in tl.range(start, masked, SIZES.block):
+            if IN_SPLITS and first == split_start(index + 1):
+                whole, state, index = _next_split(whole, state, index, SIZES.rows, SIZES.columns)
             state = _attend_block(state, inputs, page_ids, first, seen, SIZES, False)
-        start = whole
+        start = masked
     for first in tl.range(start, stop, SIZES.block):
+        if IN_SPLITS and first == split_start(index + 1):
+            whole, state, index = _next_split(whole, state, index, SIZES.rows, SIZES.columns)
         state = _attend_block(state, inputs, page_ids, first, seen, SIZES, True)
-    return _totaled(state)
+    state = _totaled(state)
+    return merged(whole, state) if IN_SPLITS else state
 
 
 @triton.jit
@@ -299,32 +317,8 @@ def _attend_kernel(
     all_see = length - count + tile_start + 1
     first_seen = tl.maximum(all_see - SIZES.window, 0)
     page_ids += first_page
-    # one loop over the blocks of all splits, so that the loads of the next split overlap with the end of this one
-    whole, state = nothing_attended(SIZES.rows, SIZES.columns), _nothing_in_split(SIZES.rows, SIZES.columns)
     index = first_split(first_seen) if SIZES.window else tl.full((), 0, tl.int32)
-    end = split_start(index + 1)
-    start = first_seen // SIZES.block * SIZES.block
-    seen = last, first_seen, stop
-    if not SIZES.window:
-        unmasked = all_see // SIZES.block * SIZES.block
-        for first in tl.range(0, unmasked, SIZES.block):
-            if IN_SPLITS:
-                if first == end:
-                    whole, state = merged(whole, _totaled(state)), _nothing_in_split(SIZES.rows, SIZES.columns)
-                    index += 1
-                    end = split_start(index + 1)
-            state = _attend_block(state, inputs, page_ids, first, seen, SIZES, False)
-        start = unmasked
-    for first in tl.range(start, stop, SIZES.block):
-        if IN_SPLITS:
-            if first == end:
-                whole, state = merged(whole, _totaled(state)), _nothing_in_split(SIZES.rows, SIZES.columns)
-                index += 1
-                end = split_start(index + 1)
-        state = _attend_block(state, inputs, page_ids, first, seen, SIZES, True)
-    state = _totaled(state)
-    if IN_SPLITS:
-        state = merged(whole, state)
+    state = _attend_positions(inputs, page_ids, index, 0, stop, last, first_seen, all_see, SIZES, IN_SPLITS)
     targets = tokens * SIZES.num_heads + heads
     store_attended(out, targets, is_member, state, sinks, heads, scales, SIZES.value_size)
 
@@ -354,7 +348,7 @@ def _splits_kernel(
     index = first_index + tl.program_id(2)
     while split_start(index) < length:
         start, end = split_start(index), tl.minimum(split_start(index + 1), length)
-        state = _attend_split(inputs, page_ids, start, end, last, first_seen, length, SIZES)
+        state = _attend_positions(inputs, page_ids, index, start, end, last, first_seen, length, SIZES, False)
         targets = (row * max_splits + index) * SIZES.num_heads + heads
         store_split(split_sums, split_marks, targets, state, is_member, SIZES.value_size)
         index += num_programs
