@@ -29,14 +29,14 @@ from aioengine.attention._gpu_rows import (
 )
 from aioengine.attention._latent import AdaptiveLatentAttention
 from aioengine.kernels.triton import attention as kernels
-from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, head_group, num_splits
+from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, head_group, num_splits, split_size
 
 ENOUGH_PROGRAMS = 256
 """Number of programs that keeps a GPU busy. With fewer (row, kv head) pairs, more than two programs compute each."""
 LONG_ROW_PROGRAMS = 8
 """Minimum programs per pair if rows may be long: one long row among short rows would finish much later than they do."""
 MANY_PROGRAMS = 1024
-"""With this number of pairs or more, long rows have two programs, too."""
+"""With this number of pairs or more, one program computes each."""
 MAX_SPLITS_BYTES = 512 << 20
 """Limit of the results of splits before they are merged."""
 
@@ -46,9 +46,16 @@ def num_programs(layers: AttentionLayers, num_rows: int, max_splits: int) -> int
     shape = layers.shape
     pairs = num_rows * -(-shape.num_heads // head_group(shape.num_heads, layers.pool[0]).heads)
     num_bytes = 4 * num_rows * max_splits * shape.num_heads * (shape.output_size + 2)
-    is_long = max_splits > EVEN_SPLITS.value and pairs < MANY_PROGRAMS
-    wanted = max(-(-ENOUGH_PROGRAMS // pairs), LONG_ROW_PROGRAMS if is_long else 2)
-    return 1 if num_bytes > MAX_SPLITS_BYTES else max(min(max_splits, wanted), 2)
+    if num_bytes > MAX_SPLITS_BYTES or pairs >= MANY_PROGRAMS:
+        return 1
+    least = LONG_ROW_PROGRAMS if max_splits > EVEN_SPLITS.value else 2
+    return min(max_splits, max(-(-ENOUGH_PROGRAMS // pairs), least))
+
+
+def max_splits_of(layers: AttentionLayers, length: int) -> int:
+    """Return the number of splits of a decode row of ``length`` positions."""
+    pool = layers.pool[0]
+    return num_splits(length, split_size(pool, head_group(layers.shape.num_heads, pool).decode_tile))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +93,10 @@ class TritonAttention(PagedAttention):
         kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
         rows, _ = paged_rows(batch, query_lengths, kv_lengths, layers.page_size)
-        max_splits = num_splits(int(kv_lengths.max()))
+        max_splits = max_splits_of(layers, int(kv_lengths.max()))
         programs = num_programs(layers, len(kv_lengths), max_splits) if int(query_lengths.max()) == 1 else 1
         group = head_group(layers.shape.num_heads, layers.pool[0])
-        tiles = uploaded(tiles_of(query_lengths, group.tokens), layers.device)
+        tiles = uploaded(tiles_of(query_lengths, group.tokens)[::-1].copy(), layers.device)  # the longest ones first
         num_done = _num_done(layers, len(kv_lengths))
         self._prepared = _TritonStep(layers, batch.slot_mapping, rows, tiles, num_done, max_splits, programs)
 
@@ -99,7 +106,7 @@ class TritonAttention(PagedAttention):
         numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=layers.device)
         tiles = torch.stack((numbers[:-1], torch.zeros_like(numbers[:-1])), dim=1)
         rows = PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
-        max_splits = num_splits(buffers.max_pages * layers.page_size)
+        max_splits = max_splits_of(layers, buffers.max_pages * layers.page_size)
         programs = num_programs(layers, num_rows, max_splits)
         num_done = _num_done(layers, num_rows)
         step = _TritonStep(layers, buffers.slot_mapping, rows, tiles, num_done, max_splits, programs)

@@ -46,7 +46,7 @@ from aioengine.kernels.triton import decode
 from tests.compute.stepping import make_batch, write_and_attend
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 64, 16, 100
-kernels.SPLIT, kernels.EVEN_SPLITS = tl.constexpr(64), tl.constexpr(4)  # short rows have several splits
+kernels.EVEN_SPLITS, kernels.PER_DOUBLING = tl.constexpr(4), tl.constexpr(2)  # short rows have several splits
 torch.manual_seed(0)
 for dtype, scales, rules in (
     (torch.float32, (), {}),
