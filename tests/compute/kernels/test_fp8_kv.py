@@ -152,8 +152,8 @@ for window, rows, num_planned in (
     q, k, v = torch.randn(len(batch.slot_mapping), 8, HEAD_SIZE).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     backend.prepare(batch)
     reference.prepare(batch)
-    assert planned == num_planned
     result, expected = write_and_attend(backend, q, k, v, 0), write_and_attend(reference, q, k, v, 0)
+    assert planned == num_planned
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 """
 WRITES = """
