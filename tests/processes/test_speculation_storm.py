@@ -99,6 +99,7 @@ async def check(folders: Folders, algorithm: str, *, num_requests: int, num_answ
     assert num_drafts > num_answers // 2
 
 
+@pytest.mark.slow
 async def test_answers_with_drafts_and_kills_are_those_of_the_plain_engine(folders: Folders) -> None:
     await check(folders, "NGRAM", num_requests=30, num_answers=100, num_kills=1)
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from aioengine.runner.sampling.sampler import FAILED, Sampler
-from aioengine.runner.speculation.ngram import num_equal
 from aioengine.runner.transfer import Ints, Readback
+from aioengine.scheduler.ngrams import num_equal
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """Proposes drafts by prompt lookup: if the last tokens of a request occurred before, the tokens after them may follow.
 
-No second model is needed. The index maps the hash of each n-gram to the end of its latest occurrence. So a token
-costs the same time in a short and in a long request. The index is brought up to date only before a proposal: a request
-without proposals has no index. A long prompt is indexed in parts, because all requests wait meanwhile (131,072 tokens
-at once: 0.2 s).
+The scheduler looks them up before it plans a step, so a step without proposals is a plain step. The index maps the hash
+of each n-gram to the end of its latest occurrence. So a token costs the same time in a short and in a long request. The
+index is brought up to date only before a lookup: a request that is never looked up has no index. A long prompt is
+indexed in parts, because all requests wait meanwhile (131,072 tokens at once: 0.2 s).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SIZES: Final = (6, 3)
 """Lengths of the n-grams, in the order in which they are looked up. Matches shorter than three tokens are accidents."""
 MAX_INDEXED: Final = 8192
-"""Tokens that a proposal adds to the index: 4 ms."""
+"""Tokens that a lookup adds to the index: 4 ms."""
 
 
 def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
@@ -37,20 +37,21 @@ class NgramProposer:
     __slots__ = ("_ends", "_first", "_num_indexed", "token_ids")
 
     def __init__(self, token_ids: list[int], *, first: int = 0) -> None:
-        """first: index of the first token with an id, after a prompt given as embeddings."""
+        """first: tokens before this index are not looked up."""
         self.token_ids = token_ids
         self._first = first
         self._num_indexed = 0
         self._ends: tuple[dict[int, int], ...] = tuple({} for _ in SIZES)  # hash -> end (exclusive), for each size
 
-    def propose(self, count: int, in_flight: Sequence[int] | None = None) -> Sequence[int]:
-        """Return the ``count`` tokens that followed the latest earlier occurrence of the last tokens, else nothing.
+    def propose(self, count: int, in_flight: Sequence[int] | None = None) -> list[int]:
+        """Return the newest token, and the ``count`` tokens that followed the latest earlier occurrence of the last
+        tokens. Empty: there is no such occurrence.
 
         The longest n-gram that occurred before decides. If fewer tokens followed it, they are repeated, because the
         text then has this period.
 
         in_flight: the drafts of the step in flight, whose tokens are not known yet; None: there is no such step. It is
-        expected to sample the tokens that followed the earlier occurrence. So the tokens after these are returned.
+        expected to sample the tokens that followed the earlier occurrence. So the last of these is the newest token.
         """
         token_ids, total = self.token_ids, len(self.token_ids)
         self._update_index()
@@ -61,8 +62,8 @@ class NgramProposer:
                 length = count if in_flight is None else len(in_flight) + 1 + count
                 following = [*islice(cycle(token_ids[end : end + length]), length)]
                 num_sampled = 0 if in_flight is None else num_equal(in_flight, following) + 1
-                return following[num_sampled : num_sampled + count]
-        return ()
+                return [last[-1], *following][num_sampled : num_sampled + 1 + count]
+        return []
 
     def _update_index(self) -> None:
         """Add the n-grams that end before the last token. ``propose`` looks up the n-grams that end with it. After
