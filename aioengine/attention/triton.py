@@ -35,21 +35,34 @@ ENOUGH_PROGRAMS = 256
 """Number of programs that keeps a GPU busy. With fewer (row, kv head) pairs, more than two programs compute each."""
 LONG_ROW_PROGRAMS = 8
 """Minimum programs per pair if rows may be long: one long row among short rows would finish much later than they do."""
+MOST_ALONE = 2048
+"""Positions of a row that one program computes if there are enough pairs."""
 MANY_PROGRAMS = 1024
 """With this number of pairs or more, one program computes each."""
 MAX_SPLITS_BYTES = 512 << 20
 """Limit of the results of splits before they are merged."""
 
 
+def num_pairs(layers: AttentionLayers, num_rows: int) -> int:
+    """Return the number of pairs of a row and a tile of its heads."""
+    num_heads = layers.shape.num_heads
+    return num_rows * -(-num_heads // head_group(num_heads, layers.pool[0]).heads)
+
+
 def num_programs(layers: AttentionLayers, num_rows: int, max_splits: int) -> int:
     """Return the number of programs for the splits of a decode row and kv head; 1: use ``attend``."""
-    shape = layers.shape
-    pairs = num_rows * -(-shape.num_heads // head_group(shape.num_heads, layers.pool[0]).heads)
+    shape, pairs = layers.shape, num_pairs(layers, num_rows)
     num_bytes = 4 * num_rows * max_splits * shape.num_heads * (shape.output_size + 2)
     if num_bytes > MAX_SPLITS_BYTES or pairs >= MANY_PROGRAMS:
         return 1
     least = LONG_ROW_PROGRAMS if max_splits > EVEN_SPLITS.value else 2
     return min(max_splits, max(-(-ENOUGH_PROGRAMS // pairs), least))
+
+
+def most_alone(layers: AttentionLayers, num_rows: int) -> int:
+    """Return ``most_alone`` of ``attend_splits``."""
+    is_alone = layers.shape.value_size is None and num_pairs(layers, num_rows) >= ENOUGH_PROGRAMS
+    return MOST_ALONE if is_alone else 0
 
 
 def max_splits_of(layers: AttentionLayers, length: int) -> int:
@@ -66,13 +79,14 @@ class _TritonStep(PagedStep):
         tiles: [X, 2] int32, as in ``kernels.triton.attention.attend``.
         num_done: as in ``attend_splits``.
         max_splits: number of splits of the longest row.
-        num_programs: see ``num_programs``; 1 if a row has several tokens.
+        num_programs: see ``num_programs``; 1 if a row has several tokens. most_alone: as in ``attend_splits``.
     """
 
     tiles: Tensor
     num_done: Tensor
     max_splits: int
     num_programs: int
+    most_alone: int
 
     def attend(self, q: Tensor, layer: int, *, out: Tensor) -> None:
         """Attend with q [T, H, E] to the pool of a layer -> out [T, H, V]."""
@@ -81,7 +95,7 @@ class _TritonStep(PagedStep):
             in_splits = shape.batch_invariant or shape.value_size is None
             kernels.attend(q, pool, self.rows, self.tiles, scale=shape.scale, out=out, rules=rules, in_splits=in_splits)
         else:
-            splits = {"max_splits": self.max_splits, "num_programs": self.num_programs}
+            splits = {"max_splits": self.max_splits, "num_programs": self.num_programs, "most_alone": self.most_alone}
             kernels.attend_splits(q, pool, self.rows, self.num_done, **splits, scale=shape.scale, out=out, rules=rules)
 
 
@@ -98,7 +112,9 @@ class TritonAttention(PagedAttention):
         group = head_group(layers.shape.num_heads, layers.pool[0])
         tiles = uploaded(tiles_of(query_lengths, group.tokens)[::-1].copy(), layers.device)  # the longest ones first
         num_done = _num_done(layers, len(kv_lengths))
-        self._prepared = _TritonStep(layers, batch.slot_mapping, rows, tiles, num_done, max_splits, programs)
+        self._prepared = _TritonStep(
+            layers, batch.slot_mapping, rows, tiles, num_done, max_splits, programs, most_alone(layers, len(kv_lengths))
+        )
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> PagedAttention:
         """Return attention for decode steps of ``num_rows`` rows."""
@@ -109,7 +125,9 @@ class TritonAttention(PagedAttention):
         max_splits = max_splits_of(layers, buffers.max_pages * layers.page_size)
         programs = num_programs(layers, num_rows, max_splits)
         num_done = _num_done(layers, num_rows)
-        step = _TritonStep(layers, buffers.slot_mapping, rows, tiles, num_done, max_splits, programs)
+        step = _TritonStep(
+            layers, buffers.slot_mapping, rows, tiles, num_done, max_splits, programs, most_alone(layers, num_rows)
+        )
         return PagedAttention(layers, step)
 
     def warm_up(self) -> None:

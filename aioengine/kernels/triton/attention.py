@@ -103,12 +103,14 @@ def split_start(index: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def first_split(first_seen: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Return the split that contains position ``first_seen``."""
-    index = tl.full((), 0, tl.int32)
-    while split_start(index + 1, SIZE) <= first_seen:
-        index += 1
-    return index
+def split_of(position: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Return the split that contains a position."""
+    even = position // SIZE
+    doublings = tl.full((), 0, tl.int32)
+    while even >= 2 * EVEN_SPLITS << doublings:
+        doublings += 1
+    later = (even >> doublings) // (EVEN_SPLITS // PER_DOUBLING) + PER_DOUBLING * (doublings - 1) + EVEN_SPLITS
+    return tl.where(even < EVEN_SPLITS, even, later)
 
 
 @triton.jit
@@ -312,7 +314,7 @@ def _attend_kernel(
     if IN_SPLITS:
         index = tl.full((), FIRST, tl.int32)
         if SIZES.window:
-            index = tl.maximum(index, first_split(first_seen, SIZES.split))
+            index = tl.maximum(index, split_of(first_seen, SIZES.split))
         while split_start(index, SIZES.split) < stop:
             start, end = split_start(index, SIZES.split), tl.minimum(split_start(index + 1, SIZES.split), stop)
             split = _attend_positions(inputs, page_ids, start, end, last, first_seen, all_see, SIZES)
@@ -323,16 +325,19 @@ def _attend_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["max_splits", "num_programs"],
+    do_not_specialize=["max_splits", "num_programs", "most_alone"],
     do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids", "num_done"],
 )
 def _splits_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor,
     page_ids: tl.tensor, num_done: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor,
     sinks: tl.tensor, scales: tl.tensor, scale: tl.tensor, max_splits: tl.tensor, num_programs: tl.tensor,
+    most_alone: tl.tensor,
     SIZES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute every ``num_programs``-th split of a tile. The program that finishes last merges all splits."""
+    """Compute every ``num_programs``-th split of a tile. The program that finishes last merges all splits. The first
+    program alone computes a row of up to ``most_alone`` positions.
+    """
     start_next_and_wait()
     row = tl.program_id(0).to(tl.int64)
     first_page, length = pages_of(row, page_starts, last_lengths, SIZES.page_size)
@@ -343,24 +348,30 @@ def _splits_kernel(
     last = tl.zeros_like(members) + (length - 1)
     first_seen = tl.maximum(length - SIZES.window, 0)
     page_ids += first_page
-    first_index = first_split(first_seen, SIZES.split) if SIZES.window else tl.full((), 0, tl.int32)
-    index = first_index + tl.program_id(2)
-    while split_start(index, SIZES.split) < length:
-        start, end = split_start(index, SIZES.split), tl.minimum(split_start(index + 1, SIZES.split), length)
-        state = _attend_positions(inputs, page_ids, start, end, last, first_seen, 0, SIZES)
-        targets = (row * max_splits + index) * SIZES.num_heads + heads
-        store_split(split_sums, split_marks, targets, state, is_member, SIZES.value_size)
-        index += num_programs
-    tl.debug_barrier()  # all threads must have stored before one increments the counter
-    done = num_done + row * tl.num_programs(1) + tl.program_id(1)
-    if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
-        tl.store(done, 0)
-        whole, index = nothing_attended(SIZES.rows, SIZES.columns), first_index
+    if length <= most_alone:
+        if tl.program_id(2) == 0:
+            whole = _attend_positions(inputs, page_ids, 0, length, last, first_seen, 0, SIZES)
+            targets = row * SIZES.num_heads + heads
+            store_attended(out, targets, is_member, whole, sinks, heads, scales, SIZES.value_size)
+    else:
+        first_index = split_of(first_seen, SIZES.split) if SIZES.window else tl.full((), 0, tl.int32)
+        index = first_index + tl.program_id(2)
         while split_start(index, SIZES.split) < length:
-            sources = (row * max_splits + index) * SIZES.num_heads + heads  # the loads bypass L1
-            whole = with_split(whole, split_sums, split_marks, sources, is_member, SIZES.value_size, ".cg")
-            index += 1
-        store_attended(out, row * SIZES.num_heads + heads, is_member, whole, sinks, heads, scales, SIZES.value_size)
+            start, end = split_start(index, SIZES.split), tl.minimum(split_start(index + 1, SIZES.split), length)
+            state = _attend_positions(inputs, page_ids, start, end, last, first_seen, 0, SIZES)
+            targets = (row * max_splits + index) * SIZES.num_heads + heads
+            store_split(split_sums, split_marks, targets, state, is_member, SIZES.value_size)
+            index += num_programs
+        tl.debug_barrier()  # all threads must have stored before one increments the counter
+        done = num_done + row * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+            tl.store(done, 0)
+            whole, count = nothing_attended(SIZES.rows, SIZES.columns), split_of(length - 1, SIZES.split) + 1
+            for other in tl.range(first_index, count, loop_unroll_factor=4):
+                sources = (row * max_splits + other) * SIZES.num_heads + heads  # the loads bypass L1
+                whole = with_split(whole, split_sums, split_marks, sources, is_member, SIZES.value_size, ".cg")
+            targets = row * SIZES.num_heads + heads
+            store_attended(out, targets, is_member, whole, sinks, heads, scales, SIZES.value_size)
 
 
 _attend = KernelLauncher(_attend_kernel)
@@ -483,6 +494,7 @@ def attend_splits(
     *,
     max_splits: int,
     num_programs: int,
+    most_alone: int = 0,
     scale: float,
     out: Tensor,
     rules: ScoreRules = NO_RULES,
@@ -492,7 +504,8 @@ def attend_splits(
     Args:
         num_done: [R * H] int32 counters, which are zeros before and after.
         max_splits: of the longest row.
-        num_programs: per row and tile.
+        num_programs: per row and tile. most_alone: one program computes rows of up to this length. Not in latent
+            attention.
     """
     num_rows, num_heads, value_size = out.shape
     sums = torch.empty(num_rows, max_splits, num_heads, value_size, dtype=torch.float32, device=q.device)
@@ -500,7 +513,7 @@ def attend_splits(
     group = head_group(num_heads, pool)
     sizes = _sizes(q, pool, group.heads, group.decode_tile, rules)
     tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, num_done, sums, stats, out, rules.sinks)
-    numbers = rules.scales, rules.factor(scale), max_splits, num_programs
+    numbers = rules.scales, rules.factor(scale), max_splits, num_programs, most_alone
     grid = num_rows, -(-num_heads // group.heads), num_programs
     key = (q.dtype, pool[0].dtype, sizes, rules.tensors_key, *alignments(q, *pool, sums, stats, out))
     _splits(grid, key, (*tensors, *numbers, sizes), group.decode_tile.launch_options)
