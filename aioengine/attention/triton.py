@@ -38,7 +38,7 @@ LONG_ROW_PROGRAMS = 8
 MOST_ALONE = 2048
 """Positions of a row that one program computes if there are enough pairs."""
 MANY_PROGRAMS = 1024
-"""With this number of pairs or more, one program computes each."""
+"""With this number of pairs or more, long rows have two programs, too."""
 MAX_SPLITS_BYTES = 512 << 20
 """Limit of the results of splits before they are merged."""
 
@@ -53,10 +53,9 @@ def num_programs(layers: AttentionLayers, num_rows: int, max_splits: int) -> int
     """Return the number of programs for the splits of a decode row and kv head; 1: use ``attend``."""
     shape, pairs = layers.shape, num_pairs(layers, num_rows)
     num_bytes = 4 * num_rows * max_splits * shape.num_heads * (shape.output_size + 2)
-    if num_bytes > MAX_SPLITS_BYTES or pairs >= MANY_PROGRAMS:
-        return 1
-    least = LONG_ROW_PROGRAMS if max_splits > EVEN_SPLITS.value else 2
-    return min(max_splits, max(-(-ENOUGH_PROGRAMS // pairs), least))
+    is_long = max_splits > EVEN_SPLITS.value and pairs < MANY_PROGRAMS
+    wanted = max(-(-ENOUGH_PROGRAMS // pairs), LONG_ROW_PROGRAMS if is_long else 2)
+    return 1 if num_bytes > MAX_SPLITS_BYTES else min(max_splits, wanted)
 
 
 def most_alone(layers: AttentionLayers, num_rows: int) -> int:

@@ -224,14 +224,15 @@ def _attend_positions(
 ) -> tl.tuple:  # fmt: skip
     """Return the state of each query row after positions start to stop (see ``nothing_attended``). A query row attends
     to positions up to ``last``. inputs: see ``_tile_inputs``. first_seen: the first position that any query row attends
-    to. all_see: all query rows attend to the positions before this one, unless there is a window.
+    to. all_see: all query rows attend to the positions before this one, unless there is a window; None: not used. One
+    loop is faster for few blocks.
     """
     whole = nothing_attended(SIZES.rows, SIZES.columns)
     block = whole[0], tl.zeros((inputs[0].shape[0], ONES), tl.float32), whole[2]
     seen = last, first_seen, stop
     if SIZES.window:
         start += tl.maximum(first_seen - start, 0) // SIZES.block * SIZES.block
-    else:
+    elif all_see is not None:
         masked = start + tl.maximum(tl.minimum(all_see, stop) - start, 0) // SIZES.block * SIZES.block
         for first in tl.range(start, masked, SIZES.block):
             whole, block = _attend_block(whole, block, inputs, page_ids, first, seen, SIZES, False)
@@ -304,8 +305,8 @@ def _attend_kernel(
     inputs = _tile_inputs(q, keys, values, tokens, heads, is_member, scales, scale, SIZES)
     last = length - count + tl.minimum(token, count - 1)
     stop = length - count + tl.minimum(tile_start + TOKENS, count)
-    first_seen = tl.maximum(length - count + tile_start + 1 - SIZES.window, 0)
-    all_see = tl.where(count > 1, length - count + tile_start + 1, 0)  # one loop is faster for one token
+    all_see = length - count + tile_start + 1
+    first_seen = tl.maximum(all_see - SIZES.window, 0)
     page_ids += first_page
     # splits of one block are merged as blocks: one loop needs no registers for a third state
     FIRST: tl.constexpr = 1 if SIZES.more else EVEN_SPLITS
@@ -350,7 +351,7 @@ def _splits_kernel(
     page_ids += first_page
     if length <= most_alone:
         if tl.program_id(2) == 0:
-            whole = _attend_positions(inputs, page_ids, 0, length, last, first_seen, 0, SIZES)
+            whole = _attend_positions(inputs, page_ids, 0, length, last, first_seen, None, SIZES)
             targets = row * SIZES.num_heads + heads
             store_attended(out, targets, is_member, whole, sinks, heads, scales, SIZES.value_size)
     else:
@@ -358,7 +359,7 @@ def _splits_kernel(
         index = first_index + tl.program_id(2)
         while split_start(index, SIZES.split) < length:
             start, end = split_start(index, SIZES.split), tl.minimum(split_start(index + 1, SIZES.split), length)
-            state = _attend_positions(inputs, page_ids, start, end, last, first_seen, 0, SIZES)
+            state = _attend_positions(inputs, page_ids, start, end, last, first_seen, None, SIZES)
             targets = (row * max_splits + index) * SIZES.num_heads + heads
             store_split(split_sums, split_marks, targets, state, is_member, SIZES.value_size)
             index += num_programs
