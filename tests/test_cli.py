@@ -636,8 +636,3 @@ def test_engines_refuse_unknown_arguments() -> None:
     for face in (Engine, AsyncEngine):
         with pytest.raises(TypeError, match="unknown argument"):
             face(no_such_argument=1)
-
-
-def test_the_program_is_installed_under_its_name() -> None:
-    text = Path(ROOT / "pyproject.toml").read_text()
-    assert 'aioengine = "aioengine.cli:main"' in text

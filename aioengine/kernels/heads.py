@@ -26,17 +26,17 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
-def _rope_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Change x [T, H, E] to ``rope`` of x, with cos and sin [T, 1, E]."""
+def _rope_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Write ``rope`` of x to out, [T, H, E] each, with cos and sin [T, 1, E]. They may be the same tensor."""
     wide = x.float()
     swapped = wide.roll(x.shape[-1] // 2, -1)
-    x.copy_(wide.mul_(cos).addcmul_(swapped, sin))
+    out.copy_(wide.mul_(cos).addcmul_(swapped, sin))
 
 
 def as_parts(heads: Tensor, num_heads: int) -> Heads:
     """Return q [T, H, E], k and v [T, K, E] as views of heads [T, H + 2 K, E]."""
     num_kv_heads = (heads.shape[1] - num_heads) // 2
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k, v = torch.split_with_sizes(heads, (num_heads, num_kv_heads, num_kv_heads), 1)  # ``split`` takes 5 us longer
     return q, k, v
 
 
@@ -69,12 +69,12 @@ def rotate_heads(
         q, k, v = as_parts(heads if kv_target is None or kv_target.heads is None else kv_target.heads, num_heads)
     else:
         q, k, v = as_parts(heads, num_heads)
-        rotated = heads[:, : -k.shape[1]]
+        rotated = source = heads[:, : -k.shape[1]]
         if norms is not None:
             query_weight, key_weight, epsilon = norms
             weights = torch.cat((query_weight.expand(num_heads, -1), key_weight.expand(k.shape[1], -1)))
-            rotated.copy_(rms_norm(rotated, weights, epsilon))
-        _rope_in_place(rotated, *tables)
+            source = rms_norm(rotated, weights, epsilon)
+        _rope_into(rotated, source, *tables)
         if kv_target is not None:
             q, k, v = _written(q, k, v, kv_target)
     if target is not None and not isinstance(target, KVTarget):

@@ -169,8 +169,8 @@ def _try_packings(out_features: int, in_features: int, dtype: torch.dtype, *, ha
     """
     has_unit = dtype == torch.bfloat16 and has_matrix_unit()
     slow: Sequence[int] = ()
-    if dtype == torch.bfloat16 and 2 * out_features * in_features > CACHED_BYTES:
-        slow = range(1, FAST_ROWS) if has_unit else slow_counts(torch.get_num_threads())
+    if dtype == torch.bfloat16 and not has_unit and 2 * out_features * in_features > CACHED_BYTES:
+        slow = slow_counts(torch.get_num_threads())
     most = max(BLOCK, MAX_TRIED_ELEMENTS // out_features)
     counts = [count for count in TILED_COUNTS if count not in slow and count <= most]
     trial = Trial(out_features, in_features, dtype)
@@ -365,8 +365,8 @@ def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
     def in_pieces(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
         num_rows = x.shape[0]
-        if num_rows <= most and sizes[num_rows] >= num_rows:
-            return _padded(matmul, x, sizes[num_rows])
+        if num_rows <= most and (size := sizes[num_rows]) >= num_rows:
+            return matmul(x) if size == num_rows else _padded(matmul, x, size)
         pieces: list[Tensor] = []
         while num_rows := x.shape[0]:
             size = sizes[min(num_rows, most)]
