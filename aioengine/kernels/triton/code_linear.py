@@ -100,36 +100,51 @@ def scaled(
 
 @triton.jit
 def _minus_zeros(words: tl.tensor, zeros: tl.tuple) -> tl.tuple:
-    """Split words [outputs, N] int16 into four codes, and subtract zeros [outputs, 1].
-
-    In 16 bits, a code becomes the last bits of 128 or 1024, which is subtracted with the zero. All results are exact.
-    """
+    """Split words [outputs, N] int16 into four codes, and return (codes - zeros [outputs, 1]) * ``_STEP``, exactly."""
     narrow = zeros[0].dtype
     if DEPENDENT and narrow != tl.float32:
         ASM: tl.constexpr = _ASM_BF16 if narrow == tl.bfloat16 else _ASM_FP16
-        ONE: tl.constexpr = 128 if narrow == tl.bfloat16 else 1024
         return tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r,r,r,r,r", [words, zeros[0] + ONE, zeros[1] + ONE, zeros[2] + ONE, zeros[3] + ONE],
+            ASM, "=r,=r,=r,=r,r,r,r,r,r",
+            [words, zeros[0] * -_STEP, zeros[1] * -_STEP, zeros[2] * -_STEP, zeros[3] * -_STEP],
             dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
         )  # fmt: skip
     codes = ()
     for index in tl.static_range(4):
-        codes += ((words >> 4 * index & 15).to(narrow) - zeros[index],)
+        codes += (((words >> 4 * index & 15).to(narrow) - zeros[index]) * _STEP,)
     return codes
 
 
-def _code_asm(kind: str, one: str) -> str:
-    """Return the instructions of ``_minus_zeros`` for two words. one: the bits of 128 or 1024."""
-    lines = ["{ .reg .b32 a;"]
+def _code_asm(kind: str, first: int, second: int) -> str:
+    """Return the instructions of ``_minus_zeros`` for two words.
+
+    If only the low 8 bits of a number of 16 bits are set, it is their value times the smallest number. So codes in bits
+    0 to 3 only need the factor ``first``, and codes in bits 4 to 7 the factor ``second``.
+    """
+    lines = [f"{{ .reg .b32 a, b, c, d; mov.b32 c, {first:#x}; mov.b32 d, {second:#x}; shr.b32 b, $4, 8;"]
     for index in range(4):
-        lines.append(f"shr.b32 a, $4, {4 * index};")
-        lines.append(f"lop3.b32 a, a, 0x000F000F, 0x{one}{one}, 0xEA;")  # (a & mask) | one
-        lines.append(f"sub.{kind}x2 ${index}, a, ${5 + index};")
+        word, mask, factor = "$4" if index < 2 else "b", 0x00F000F0 if index % 2 else 0x000F000F, "cd"[index % 2]
+        lines.append(f"and.b32 a, {word}, {mask:#x}; fma.rn.{kind}x2 ${index}, a, {factor}, ${5 + index};")
     return " ".join([*lines, "}"])
 
 
-_ASM_BF16 = tl.constexpr(_code_asm("bf16", "4300"))
-_ASM_FP16 = tl.constexpr(_code_asm("f16", "6400"))
+_STEP = tl.constexpr(2.0**-9)
+_ASM_BF16 = tl.constexpr(_code_asm("bf16", 0x7D807D80, 0x7B807B80))  # 2 ** 124, 2 ** 120
+_ASM_FP16 = tl.constexpr(_code_asm("f16", 0x78007800, 0x68006800))  # 2 ** 15, 2 ** 11
+
+
+@triton.jit
+def _joined(codes: tl.tuple, first: tl.constexpr, COUNT: tl.constexpr) -> tl.tensor:
+    """Join COUNT of the codes [outputs, N] that ``_minus_zeros`` returns: [outputs, COUNT * N]."""
+    OUTPUTS: tl.constexpr = codes[0].shape[0]
+    N: tl.constexpr = codes[0].shape[1]
+    if COUNT == 1:
+        joined = codes[first]
+    elif COUNT == 2:
+        joined = tl.permute(tl.join(codes[first], codes[first + 1]), (0, 2, 1))
+    else:
+        joined = tl.permute(tl.join(tl.join(codes[0], codes[2]), tl.join(codes[1], codes[3])), (0, 2, 3, 1))
+    return tl.reshape(joined, (OUTPUTS, COUNT * N))
 
 
 @triton.jit
@@ -166,6 +181,7 @@ def _matmul_kernel(
     known = tl.minimum(outputs, num_outputs - 1)
     PER_ITEM: tl.constexpr = 1 if BITS == 8 else 4
     PART: tl.constexpr = PIECE // 4
+    WIDTH: tl.constexpr = min(GROUP, PIECE)
     lines = weight + known.to(tl.int64) * (SIZE // PER_ITEM)
     is_row = rows < num_rows
     wait_and_start_next()
@@ -188,34 +204,32 @@ def _matmul_kernel(
             for piece in tl.static_range(BLOCK // PIECE):
                 place = start + piece * PIECE
                 words = tl.load(lines + place // 4 + tl.arange(0, PART)[None, :])
-                columns = x + rows * SIZE + place + tl.arange(0, PART)[:, None]
-                groups, vectors, own_zeros = (), (), ()
+                groups = ()
                 for index in tl.static_range(4):
                     groups += (known + (place + index * PART) // GROUP * num_outputs,)
-                    vectors += (tl.load(columns + index * PART, mask=is_row, other=0.0),)
-                    if zeros is None:
-                        zero = tl.full((OUTPUTS, 1), max(ZERO, 0), vectors[0].dtype)
-                    elif index * PART % GROUP == 0:
-                        zero = tl.load(zeros + groups[index]).to(vectors[0].dtype)
-                    own_zeros += (zero,)
+                columns = x + rows * SIZE + place
                 if table is None:
-                    codes = _minus_zeros(words, own_zeros)
+                    own_zeros = ()
                     for index in tl.static_range(4):
-                        if index * PART % GROUP == 0:
-                            products = tl.zeros((OUTPUTS, ROWS), tl.float32)
-                            inputs = tl.zeros((OUTPUTS, ROWS), tl.float32)
-                        products = tl.dot(codes[index], vectors[index], products)
+                        if zeros is None:
+                            zero = tl.full((OUTPUTS, 1), max(ZERO, 0), x.dtype.element_ty)
+                        elif index * PART % GROUP == 0:
+                            zero = tl.load(zeros + groups[index]).to(x.dtype.element_ty)
+                        own_zeros += (zero,)
+                    codes = _minus_zeros(words, own_zeros)
+                    for index in tl.static_range(0, 4, WIDTH // PART):
+                        vectors = tl.load(columns + (tl.arange(0, WIDTH) + index * PART)[:, None], mask=is_row, other=0.0)
+                        products = tl.dot(_joined(codes, index, WIDTH // PART), vectors)
+                        total += products * (tl.load(scales + groups[index]) / _STEP)
                         if offsets is not None:
-                            inputs = tl.dot(tl.full((OUTPUTS, PART), 1, vectors[0].dtype), vectors[index], inputs)
-                        if index == 3 or (index + 1) * PART % GROUP == 0:
-                            total += products * tl.load(scales + groups[index])
-                            if offsets is not None:
-                                total += inputs * tl.load(offsets + groups[index])
+                            inputs = tl.dot(tl.full((OUTPUTS, WIDTH), 1, vectors.dtype), vectors)
+                            total += inputs * tl.load(offsets + groups[index])
                 else:
                     for index in tl.static_range(4):
+                        vectors = tl.load(columns + (tl.arange(0, PART) + index * PART)[:, None], mask=is_row, other=0.0)
                         part = numbers_of(words >> 4 * index & 15, table, scales)
                         part = scaled(part, scales, None, offsets, groups[index], None, -1)
-                        total = tl.dot(part.to(vectors[0].dtype), vectors[index], total)
+                        total = tl.dot(part.to(vectors.dtype), vectors, total)
     is_last = True
     if SPLITS > 1:
         total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
