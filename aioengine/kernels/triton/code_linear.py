@@ -99,52 +99,64 @@ def scaled(
 
 
 @triton.jit
-def _minus_zeros(words: tl.tensor, zeros: tl.tuple) -> tl.tuple:
-    """Split words [outputs, N] int16 into four codes, and return (codes - zeros [outputs, 1]) * ``_STEP``, exactly."""
-    narrow = zeros[0].dtype
-    if DEPENDENT and narrow != tl.float32:
+def _weights_of(
+    words: tl.tensor, vectors: tl.tensor, known: tl.tensor, place: tl.tensor, num_outputs: tl.tensor, scales: tl.tensor,
+    offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor, GROUP: tl.constexpr, ZERO: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Convert words [outputs, N] int16 of a piece to weights [outputs, 4 N], rounded to the dtype of ``vectors``.
+
+    known: the outputs [outputs, 1]. place: the first column.
+    """
+    OUTPUTS: tl.constexpr = words.shape[0]
+    PART: tl.constexpr = words.shape[1]
+    narrow = vectors.dtype
+    FAST: tl.constexpr = DEPENDENT and table is None and narrow != tl.float32
+    weights, operands = (), ()
+    for index in tl.static_range(4):
+        group = known + (place + index * PART) // GROUP * num_outputs
+        if FAST:
+            if index * PART % GROUP == 0:
+                zero = tl.full((OUTPUTS, 1), max(ZERO, 0), tl.float32) if zeros is None else tl.load(zeros + group)
+                zero = (zero * -_STEP).to(narrow)
+                scale = (tl.load(scales + group) / _STEP).to(narrow)
+                offset = tl.full((OUTPUTS, 1), 0, narrow) if offsets is None else tl.load(offsets + group).to(narrow)
+            operands += (zero, scale, offset)
+        else:
+            numbers = numbers_of(words >> 4 * index & 15, table, scales)
+            weights += (scaled(numbers, scales, zeros, offsets, group, None, ZERO).to(narrow),)
+    if FAST:
         ASM: tl.constexpr = _ASM_BF16 if narrow == tl.bfloat16 else _ASM_FP16
-        return tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r,r,r,r,r",
-            [words, zeros[0] * -_STEP, zeros[1] * -_STEP, zeros[2] * -_STEP, zeros[3] * -_STEP],
+        weights = tl.inline_asm_elementwise(
+            ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [
+                words, operands[0], operands[1], operands[2], operands[3], operands[4], operands[5], operands[6],
+                operands[7], operands[8], operands[9], operands[10], operands[11],
+            ],
             dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
         )  # fmt: skip
-    codes = ()
-    for index in tl.static_range(4):
-        codes += (((words >> 4 * index & 15).to(narrow) - zeros[index]) * _STEP,)
-    return codes
+    joined = tl.join(tl.join(weights[0], weights[2]), tl.join(weights[1], weights[3]))
+    return tl.reshape(tl.permute(joined, (0, 2, 3, 1)), (OUTPUTS, 4 * PART))
 
 
-def _code_asm(kind: str, first: int, second: int) -> str:
-    """Return the instructions of ``_minus_zeros`` for two words.
+def _weights_asm(kind: str, first: int, second: int) -> str:
+    """Return the instructions that convert two words, with four zeros, scales and offsets for each.
 
     If only the low 8 bits of a number of 16 bits are set, it is their value times the smallest number. So codes in bits
-    0 to 3 only need the factor ``first``, and codes in bits 4 to 7 the factor ``second``.
+    0 to 3 only need the factor ``first``, and codes in bits 4 to 7 the factor ``second``, to become codes times
+    ``_STEP``.
     """
     lines = [f"{{ .reg .b32 a, b, c, d; mov.b32 c, {first:#x}; mov.b32 d, {second:#x}; shr.b32 b, $4, 8;"]
     for index in range(4):
         word, mask, factor = "$4" if index < 2 else "b", 0x00F000F0 if index % 2 else 0x000F000F, "cd"[index % 2]
-        lines.append(f"and.b32 a, {word}, {mask:#x}; fma.rn.{kind}x2 ${index}, a, {factor}, ${5 + index};")
+        zero, scale, offset = (f"${5 + 3 * index + operand}" for operand in range(3))
+        lines.append(f"and.b32 a, {word}, {mask:#x}; fma.rn.{kind}x2 a, a, {factor}, {zero};")
+        lines.append(f"fma.rn.{kind}x2 ${index}, a, {scale}, {offset};")
     return " ".join([*lines, "}"])
 
 
 _STEP = tl.constexpr(2.0**-9)
-_ASM_BF16 = tl.constexpr(_code_asm("bf16", 0x7D807D80, 0x7B807B80))  # 2 ** 124, 2 ** 120
-_ASM_FP16 = tl.constexpr(_code_asm("f16", 0x78007800, 0x68006800))  # 2 ** 15, 2 ** 11
-
-
-@triton.jit
-def _joined(codes: tl.tuple, first: tl.constexpr, COUNT: tl.constexpr) -> tl.tensor:
-    """Join COUNT of the codes [outputs, N] that ``_minus_zeros`` returns: [outputs, COUNT * N]."""
-    OUTPUTS: tl.constexpr = codes[0].shape[0]
-    N: tl.constexpr = codes[0].shape[1]
-    if COUNT == 1:
-        joined = codes[first]
-    elif COUNT == 2:
-        joined = tl.permute(tl.join(codes[first], codes[first + 1]), (0, 2, 1))
-    else:
-        joined = tl.permute(tl.join(tl.join(codes[0], codes[2]), tl.join(codes[1], codes[3])), (0, 2, 3, 1))
-    return tl.reshape(joined, (OUTPUTS, COUNT * N))
+_ASM_BF16 = tl.constexpr(_weights_asm("bf16", 0x7D807D80, 0x7B807B80))  # 2 ** 124, 2 ** 120
+_ASM_FP16 = tl.constexpr(_weights_asm("f16", 0x78007800, 0x68006800))  # 2 ** 15, 2 ** 11
 
 
 @triton.jit
@@ -181,7 +193,6 @@ def _matmul_kernel(
     known = tl.minimum(outputs, num_outputs - 1)
     PER_ITEM: tl.constexpr = 1 if BITS == 8 else 4
     PART: tl.constexpr = PIECE // 4
-    WIDTH: tl.constexpr = min(GROUP, PIECE)
     lines = weight + known.to(tl.int64) * (SIZE // PER_ITEM)
     is_row = rows < num_rows
     wait_and_start_next()
@@ -204,32 +215,11 @@ def _matmul_kernel(
             for piece in tl.static_range(BLOCK // PIECE):
                 place = start + piece * PIECE
                 words = tl.load(lines + place // 4 + tl.arange(0, PART)[None, :])
-                groups = ()
-                for index in tl.static_range(4):
-                    groups += (known + (place + index * PART) // GROUP * num_outputs,)
-                columns = x + rows * SIZE + place
-                if table is None:
-                    own_zeros = ()
-                    for index in tl.static_range(4):
-                        if zeros is None:
-                            zero = tl.full((OUTPUTS, 1), max(ZERO, 0), x.dtype.element_ty)
-                        elif index * PART % GROUP == 0:
-                            zero = tl.load(zeros + groups[index]).to(x.dtype.element_ty)
-                        own_zeros += (zero,)
-                    codes = _minus_zeros(words, own_zeros)
-                    for index in tl.static_range(0, 4, WIDTH // PART):
-                        vectors = tl.load(columns + (tl.arange(0, WIDTH) + index * PART)[:, None], mask=is_row, other=0.0)
-                        products = tl.dot(_joined(codes, index, WIDTH // PART), vectors)
-                        total += products * (tl.load(scales + groups[index]) / _STEP)
-                        if offsets is not None:
-                            inputs = tl.dot(tl.full((OUTPUTS, WIDTH), 1, vectors.dtype), vectors)
-                            total += inputs * tl.load(offsets + groups[index])
-                else:
-                    for index in tl.static_range(4):
-                        vectors = tl.load(columns + (tl.arange(0, PART) + index * PART)[:, None], mask=is_row, other=0.0)
-                        part = numbers_of(words >> 4 * index & 15, table, scales)
-                        part = scaled(part, scales, None, offsets, groups[index], None, -1)
-                        total = tl.dot(part.to(vectors.dtype), vectors, total)
+                vectors = tl.load(x + rows * SIZE + place + tl.arange(0, PIECE)[:, None], mask=is_row, other=0.0)
+                weights = _weights_of(
+                    words, vectors, known, place, num_outputs, scales, offsets, zeros, table, GROUP, ZERO
+                )
+                total = tl.dot(weights, vectors, total)
     is_last = True
     if SPLITS > 1:
         total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
