@@ -77,38 +77,50 @@ def _mxfp4_weights(
 
 
 @triton.jit
+def _weights_of(
+    words: tl.tensor, codes: tl.tuple, lines: tl.tensor, start: tl.tensor, inputs: tl.tensor, STORED: tl.constexpr
+) -> tl.tensor:
+    """Convert words [outputs, N] to weights [outputs, N * per_word] in the dtype of the inputs."""
+    _, scales, zeros, offsets, table, num_lines = codes
+    WIDTH: tl.constexpr = STORED.width
+    if STORED.per_word == 1:
+        RUNS: tl.constexpr = words.shape[1] // STORED.group
+        COUNT: tl.constexpr = RUNS if STORED.num_groups > 1 and RUNS > 1 else 1
+        places = _places(lines, num_lines, start, COUNT, words.shape[1] // COUNT, STORED)
+        numbers = numbers_of(words, table, scales)
+        weights = scaled(numbers, scales, zeros, offsets, places, None, STORED.zero).to(inputs.dtype)
+    else:
+        RUNS: tl.constexpr = words.shape[1] // WIDTH
+        parts = ()
+        if DEPENDENT and scales.dtype.element_ty == tl.uint8 and inputs.dtype == tl.bfloat16:
+            parts = _mxfp4_weights(words, scales, lines, num_lines, start, RUNS, STORED)
+        else:
+            for index in tl.static_range(4):
+                numbers = numbers_of(words >> 4 * index & 15, table, scales)
+                places = _places(lines, num_lines, start + index * WIDTH, RUNS, 4 * WIDTH, STORED)
+                parts += (scaled(numbers, scales, zeros, offsets, places, None, STORED.zero).to(inputs.dtype),)
+        joined = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+        joined = tl.reshape(joined, (words.shape[0], RUNS, WIDTH, 2, 2))
+        weights = tl.reshape(tl.permute(joined, (0, 1, 3, 4, 2)), (words.shape[0], 4 * words.shape[1]))
+    return weights
+
+
+@triton.jit
 def add_products(
-    total: tl.tensor, codes: tl.tuple, lines: tl.tensor, start: tl.tensor, inputs: tl.tuple,
+    total: tl.tensor, codes: tl.tuple, lines: tl.tensor, start: tl.tensor, inputs: tl.tensor,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Add the products of weight lines [outputs] with BLOCK inputs from ``start`` on to total [outputs, rows].
+    """Add the products of weight lines [outputs] with inputs [BLOCK, rows] to total [outputs, rows].
 
-    codes: weight, scales, zeros, offsets, table and number of lines. inputs: [BLOCK / per_word, rows] for each column
-    of the words.
+    codes: weight, scales, zeros, offsets, table and number of lines. start: the first input.
     """
-    weight, scales, zeros, offsets, table, num_lines = codes
     PER_WORD: tl.constexpr = 1 if STORED is None else STORED.per_word
-    columns = tl.arange(0, BLOCK // PER_WORD)
-    inside = start // PER_WORD + columns < SIZE // PER_WORD
-    pointers = weight + lines[:, None] * (SIZE // PER_WORD) + (start // PER_WORD + columns)[None, :]
-    words = loaded(pointers, inside[None, :], IS_WHOLE)
-    if STORED is None:
-        total = tl.dot(words, inputs[0], total, input_precision="ieee")
-    else:
-        IS_MXFP4: tl.constexpr = DEPENDENT and scales.dtype.element_ty == tl.uint8 and inputs[0].dtype == tl.bfloat16
-        RUNS: tl.constexpr = BLOCK // (4 * STORED.width) if PER_WORD == 4 else BLOCK // STORED.group
-        COUNT: tl.constexpr = RUNS if PER_WORD == 4 or (STORED.num_groups > 1 and RUNS > 1) else 1
-        if IS_MXFP4:
-            weights = _mxfp4_weights(words, scales, lines, num_lines, start, COUNT, STORED)
-        for index in tl.static_range(PER_WORD):
-            if IS_MXFP4:
-                part = weights[index]
-            else:
-                numbers = numbers_of(words >> 4 * index & 15 if PER_WORD == 4 else words, table, scales)
-                places = _places(lines, num_lines, start + index * STORED.width, COUNT, BLOCK // COUNT, STORED)
-                part = scaled(numbers, scales, zeros, offsets, places, None, STORED.zero).to(inputs[0].dtype)
-            total = tl.dot(part, inputs[index], total, input_precision="ieee")
-    return total
+    columns = start // PER_WORD + tl.arange(0, BLOCK // PER_WORD)
+    pointers = codes[0] + lines[:, None] * (SIZE // PER_WORD) + columns[None, :]
+    weights = loaded(pointers, (columns < SIZE // PER_WORD)[None, :], IS_WHOLE)
+    if STORED is not None:
+        weights = _weights_of(weights, codes, lines, start, inputs, STORED)
+    return tl.dot(weights, inputs, total, input_precision="ieee")
 
 
 @triton.jit

@@ -71,8 +71,6 @@ def _tiled_kernel(
     the order of pairs. tiles: expert, start and end of the pairs in ``order``.
     """
     IS_GATED: tl.constexpr = GATE is not None
-    PER_WORD: tl.constexpr = 1 if STORED is None else STORED.per_word
-    WIDTH: tl.constexpr = 1 if STORED is None else STORED.width
     codes = (weight, scales, zeros, offsets, table, num_lines)
     num_blocks = tl.cdiv(NUM_OUTPUTS, OUTPUTS)  # a constant, so that the compiler knows that stores are aligned
     tile = tl.program_id(0) // num_blocks
@@ -87,17 +85,12 @@ def _tiled_kernel(
         vectors = (pairs // TOP_K if IS_GATED else rows).to(tl.int64) * SIZE
         lines = expert.to(tl.int64) * ((2 if IS_GATED else 1) * NUM_OUTPUTS)
         lines += tl.where(outputs < NUM_OUTPUTS, outputs, 0)
-        columns = tl.arange(0, BLOCK // PER_WORD)
-        if PER_WORD > 1:
-            columns = columns // WIDTH * (PER_WORD * WIDTH) + columns % WIDTH
+        columns = tl.arange(0, BLOCK)
         x_pointers = x + vectors[None, :] + columns[:, None]
         total, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
         IS_WHOLE: tl.constexpr = SIZE % BLOCK == 0
         for start in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
-            inside = (start + columns < SIZE)[:, None]
-            inputs = ()
-            for index in tl.static_range(PER_WORD):
-                inputs += (loaded(x_pointers + start + index * WIDTH, inside, IS_WHOLE),)
+            inputs = loaded(x_pointers + start, (start + columns < SIZE)[:, None], IS_WHOLE)
             total = add_products(total, codes, lines, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
             if IS_GATED:
                 up = add_products(up, codes, lines + NUM_OUTPUTS, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
