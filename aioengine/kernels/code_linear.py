@@ -188,7 +188,7 @@ class _OnDevice:
 
     def gated(self, x: Tensor) -> Tensor:
         """[T, D] -> silu(first half of the outputs) * (second half), [T, O / 2]."""
-        if self._codes.bits == 4 and self._is_vector(x):
+        if self._is_vector(x) and (self._bias is None or self._codes.bits == 4):
             return self._kernels.vector_matmul(self._ordered(x), self._codes, self._bias, is_gated=True)
         return activate_and_mul(self(x), "silu")
 

@@ -245,12 +245,14 @@ def serves_vector(codes: DeviceCodes) -> bool:
 def vector_matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, *, is_gated: bool = False) -> Tensor:
     """x [1, I] bf16, codes [O, I], bias [O] -> [1, O].
 
-    is_gated: for 4-bit codes, return silu(first half of the outputs) * (second half), [1, O / 2].
+    is_gated: return silu(first half of the outputs) * (second half), [1, O / 2]. 8-bit codes must have no bias then.
     """
-    if codes.bits == 8:
-        return skinny_linear.vector_matmul(x, codes.numbers, bias, codes.scales)
-    tensors = codes.scales, codes.offsets, codes.zeros, bias
-    return code_vector.matmul(x, codes.numbers, tensors, codes.group, codes.zero, is_gated=is_gated)
+    if codes.bits == 4:
+        tensors = codes.scales, codes.offsets, codes.zeros, bias
+        return code_vector.matmul(x, codes.numbers, tensors, codes.group, codes.zero, is_gated=is_gated)
+    if is_gated:
+        return skinny_linear.gated_vector_matmul(x, codes.numbers, codes.scales)
+    return skinny_linear.vector_matmul(x, codes.numbers, bias, codes.scales)
 
 
 def serves(size: int, group: int, bits: int) -> bool:
