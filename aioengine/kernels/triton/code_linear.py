@@ -32,8 +32,8 @@ MAX_SPLITS = 4
 PROCESSORS = 132
 """Of an H200."""
 PIECE = tl.constexpr(PIECES[0])
-LINES, WORDS = 4, 256
-"""Lines of a program that dequantizes 4-bit codes, and words of 4 codes of each line."""
+LINES = 64
+"""Lines of a program that dequantizes 4-bit codes."""
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
 _MAX_ZERO = 64
@@ -99,43 +99,68 @@ def scaled(
 
 
 @triton.jit
-def _weights_of(
-    words: tl.tensor, vectors: tl.tensor, known: tl.tensor, place: tl.tensor, num_outputs: tl.tensor, scales: tl.tensor,
+def weights_of(
+    words: tl.tensor, like: tl.tensor, lines: tl.tensor, start: tl.tensor, num_lines: tl.tensor, scales: tl.tensor,
     offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor, GROUP: tl.constexpr, ZERO: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Convert words [outputs, N] int16 of a piece to weights [outputs, 4 N], rounded to the dtype of ``vectors``.
+) -> tl.tuple:  # fmt: skip
+    """Convert words [lines, N] int16 of a piece of 4-bit codes to four parts of the weights, each [lines, N].
 
-    known: the outputs [outputs, 1]. place: the first column.
+    like: a tensor; weights are rounded to its dtype. lines: outputs, [lines, 1], of num_lines. start: the first column.
+    GROUP, ZERO: see ``DeviceCodes``.
     """
-    OUTPUTS: tl.constexpr = words.shape[0]
-    PART: tl.constexpr = words.shape[1]
-    narrow = vectors.dtype
-    FAST: tl.constexpr = DEPENDENT and table is None and narrow != tl.float32
-    weights, operands = (), ()
+    N: tl.constexpr = words.shape[1]
+    IS_SAME: tl.constexpr = GROUP // (4 * N) * (4 * N) == GROUP  # all parts are in the same group
+    narrow = like.dtype
+    IS_MXFP4: tl.constexpr = scales.dtype.element_ty == tl.uint8
+    HAS_FACTORS: tl.constexpr = DEPENDENT and table is None and not IS_MXFP4 and narrow != tl.float32
+    factors, weights = (), ()
     for index in tl.static_range(4):
-        group = known + (place + index * PART) // GROUP * num_outputs
-        if FAST:
-            if index * PART % GROUP == 0:
-                zero = tl.full((OUTPUTS, 1), max(ZERO, 0), tl.float32) if zeros is None else tl.load(zeros + group)
+        if index == 0 or not IS_SAME:
+            columns = start + index * N
+            if GROUP // N * N != GROUP:
+                columns = columns + tl.arange(0, N)[None, :]
+            group = lines + columns // GROUP * num_lines
+        if HAS_FACTORS:
+            if index == 0 or not IS_SAME:
+                zero = (
+                    tl.full((words.shape[0], 1), max(ZERO, 0), tl.float32) if zeros is None else tl.load(zeros + group)
+                )
                 zero = (zero * -_STEP).to(narrow)
                 scale = (tl.load(scales + group) / _STEP).to(narrow)
-                offset = tl.full((OUTPUTS, 1), 0, narrow) if offsets is None else tl.load(offsets + group).to(narrow)
-            operands += (zero, scale, offset)
+                offset = tl.full(scale.shape, 0, narrow) if offsets is None else tl.load(offsets + group).to(narrow)
+            factors += (zero, scale, offset)
+        elif DEPENDENT and IS_MXFP4 and narrow == tl.bfloat16:
+            if index == 0 or not IS_SAME:
+                scale = as_scales(tl.load(scales + group)).to(narrow)
+            factors += (scale,)
         else:
             numbers = numbers_of(words >> 4 * index & 15, table, scales)
             weights += (scaled(numbers, scales, zeros, offsets, group, None, ZERO).to(narrow),)
-    if FAST:
+    if len(factors) == 4:
+        weights = tl.inline_asm_elementwise(
+            _ASM_MXFP4_SCALED, "=r,=r,=r,=r,r,r,r,r,r", [words, factors[0], factors[1], factors[2], factors[3]],
+            dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif len(factors) == 12:
         ASM: tl.constexpr = _ASM_BF16 if narrow == tl.bfloat16 else _ASM_FP16
         weights = tl.inline_asm_elementwise(
             ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r",
             [
-                words, operands[0], operands[1], operands[2], operands[3], operands[4], operands[5], operands[6],
-                operands[7], operands[8], operands[9], operands[10], operands[11],
+                words, factors[0], factors[1], factors[2], factors[3], factors[4], factors[5], factors[6], factors[7],
+                factors[8], factors[9], factors[10], factors[11],
             ],
             dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
         )  # fmt: skip
-    joined = tl.join(tl.join(weights[0], weights[2]), tl.join(weights[1], weights[3]))
-    return tl.reshape(tl.permute(joined, (0, 2, 3, 1)), (OUTPUTS, 4 * PART))
+    return weights
+
+
+@triton.jit
+def joined(parts: tl.tuple) -> tl.tensor:
+    """Join the parts of ``weights_of``: [lines, 4 N]."""
+    LINES: tl.constexpr = parts[0].shape[0]
+    N: tl.constexpr = parts[0].shape[1]
+    pairs = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+    return tl.reshape(tl.permute(pairs, (0, 2, 3, 1)), (LINES, 4 * N))
 
 
 def _weights_asm(kind: str, first: int, second: int) -> str:
@@ -216,10 +241,10 @@ def _matmul_kernel(
                 place = start + piece * PIECE
                 words = tl.load(lines + place // 4 + tl.arange(0, PART)[None, :])
                 vectors = tl.load(x + rows * SIZE + place + tl.arange(0, PIECE)[:, None], mask=is_row, other=0.0)
-                weights = _weights_of(
+                parts = weights_of(
                     words, vectors, known, place, num_outputs, scales, offsets, zeros, table, GROUP, ZERO
                 )
-                total = tl.dot(weights, vectors, total)
+                total = tl.dot(joined(parts), vectors, total)
     is_last = True
     if SPLITS > 1:
         total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
@@ -261,28 +286,52 @@ def serves(size: int, group: int, bits: int) -> bool:
     return size % PIECES[0] == 0 and (group % PIECES[0] == 0 or (group >= least and PIECES[0] % group == 0))
 
 
+def max_rows(codes: DeviceCodes) -> int:
+    """Return the maximum number of rows with which ``matmul`` is faster than dequantizing the weight first."""
+    return 2 * MAX_ROWS if codes.bits == 4 and codes.table is None else MAX_ROWS
+
+
 @lru_cache(maxsize=1024)
 def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_rows: int) -> Programs:
     """Return (outputs per program, inputs per block, splits, stages, warps, rows per program).
 
     Measured on an H200 for the layers of an 8B model.
     """
+    block = PIECES[0]
     rows = min(max(next_power_of_2(num_rows), LEAST_ROWS), ROWS)
-    is_small = num_rows <= ROWS and (num_outputs < MANY_OUTPUTS or bits == 8)
-    outputs = OUTPUTS if is_small else 2 * OUTPUTS
-    tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
-    splits, enough = 1, 2 * PROCESSORS if is_small else PROCESSORS
-    while splits < MAX_SPLITS and tiles * splits < enough and size % (2 * splits * PIECES[0]) == 0:
-        splits *= 2
+    is_large, is_small = num_outputs >= MANY_OUTPUTS, num_rows <= ROWS
     if bits == 8:
-        stages, has_long_blocks = 4 if splits == 1 else 3, num_rows == 1 and group % (2 * PIECES[0]) == 0
+        outputs, num_warps = (OUTPUTS, 4) if is_small else (2 * OUTPUTS, 8)
+        tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
+        splits = _num_splits(tiles, size, 2 * PROCESSORS if is_small else PROCESSORS, size // MAX_SPLITS)
+        stages = 4 if splits == 1 else 3
+        has_long_blocks = num_rows == 1 and group % (2 * block) == 0
     else:
-        stages = 5 if num_rows <= ROWS // 2 else 4 if splits == 1 else 3
-        has_long_blocks = rows == ROWS // 2 or (rows == LEAST_ROWS and not is_small)
-    num_warps = 8 if bits == 8 and not is_small else 4
-    if has_long_blocks and size % (2 * splits * PIECES[0]) == 0:
-        return outputs, 2 * PIECES[0], splits, min(stages, 4 if bits == 8 else 3), num_warps, rows
-    return outputs, PIECES[0], splits, stages, num_warps, rows
+        enough, least = PROCESSORS, 2048
+        if is_small:
+            outputs, stages, num_warps = 2 * OUTPUTS if is_large else OUTPUTS, 4, 4
+            if not is_large:
+                enough, least = 480 if size > 8192 and rows < ROWS else 240, 512
+        elif num_rows > MAX_ROWS or (is_large and num_rows > 2 * ROWS):
+            outputs, rows, stages, num_warps = 2 * OUTPUTS, 4 * ROWS, 3, 8
+        else:
+            outputs, rows, stages, num_warps = OUTPUTS, 2 * ROWS, 3, 4
+        tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
+        splits = _num_splits(tiles, size, enough, least)
+        has_long_blocks = rows == ROWS // 2 and (is_large or (tiles * splits > 2 * PROCESSORS and splits == 4))
+        has_long_blocks |= rows == LEAST_ROWS and is_large
+        stages = 3 if has_long_blocks else stages
+    if has_long_blocks and size % (2 * splits * block) == 0:
+        block *= 2
+    return outputs, block, splits, stages, num_warps, rows
+
+
+def _num_splits(tiles: int, size: int, enough: int, least: int) -> int:
+    """Return into how many parts of at least ``least`` inputs a product is split, to have ``enough`` programs."""
+    splits = 1
+    while tiles * splits < enough and size >= 2 * splits * least and size % (2 * splits * PIECES[0]) == 0:
+        splits *= 2
+    return splits
 
 
 def num_tiles(num_outputs: int, num_rows: int = MAX_ROWS) -> int:
@@ -380,7 +429,7 @@ def _mxfp4_asm(*, has_scales: bool) -> str:
     return " ".join([*lines, "}"])
 
 
-ASM_MXFP4_SCALED = tl.constexpr(_mxfp4_asm(has_scales=True))
+_ASM_MXFP4_SCALED = tl.constexpr(_mxfp4_asm(has_scales=True))
 _ASM_MXFP4 = tl.constexpr(_mxfp4_asm(has_scales=False))
 
 
@@ -423,20 +472,18 @@ def _dequantize_words_kernel(
     weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor, out: tl.tensor,
     num_outputs: tl.tensor,
     SIZE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr,
-    WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Dequantize words of four 4-bit codes, whose columns are WIDTH apart."""
+    """Dequantize a piece of 4-bit codes, which has WIDTH words, of some lines."""
     start_next_and_wait()
-    lines = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
-    places = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
-    inside = (lines < num_outputs) & (places < SIZE // 4)
-    words = tl.load(weight + lines * (SIZE // 4) + places, mask=inside, other=0)
-    columns = places // WIDTH * (4 * WIDTH) + places % WIDTH
-    numbers = numbers_of_words(words, table, scales, 4)
+    lines = tl.program_id(1) * LINES + tl.arange(0, LINES)[:, None]
+    lines = tl.minimum(lines, num_outputs - 1)  # beyond the end, repeat the last one
+    places = lines.to(tl.int64) * (SIZE // 4) + tl.program_id(0) * WIDTH
+    words = tl.load(weight + places + tl.arange(0, WIDTH)[None, :])
+    start = tl.program_id(0) * (4 * WIDTH)
+    like = tl.zeros((1,), out.dtype.element_ty)
+    parts = weights_of(words, like, lines, start, num_outputs, scales, offsets, zeros, table, GROUP, ZERO)
     for index in tl.static_range(4):
-        group = lines + ((columns + index * WIDTH) // GROUP).to(tl.int64) * num_outputs
-        values = scaled(numbers[index], scales, zeros, offsets, group, inside, ZERO)
-        tl.store(out + lines * SIZE + columns + index * WIDTH, values.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + places * 4 + (tl.arange(0, WIDTH) + index * WIDTH)[None, :], parts[index])
 
 
 _dequantize = KernelLauncher(_dequantize_kernel)
@@ -454,6 +501,7 @@ def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
         arguments = (*tensors[:3], out, num_outputs, size, codes.group, 1024)
         _dequantize((num_outputs, -(-size // 1024), 1), key, arguments, options(4))
     else:
-        arguments = (*tensors, out, num_outputs, size, codes.group, codes.zero, piece_of(size) // 4, LINES, WORDS)
-        _dequantize_words((-(-num_outputs // LINES), -(-size // (4 * WORDS)), 1), key, arguments, options(4))
+        piece = piece_of(size)
+        arguments = (*tensors, out, num_outputs, size, codes.group, codes.zero, piece // 4, LINES)
+        _dequantize_words((size // piece, -(-num_outputs // LINES), 1), key, arguments, options(4))
     return out

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aioengine.kernels.codes import piece_of
 from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
 from aioengine.kernels.triton.code_linear import DeviceCodes, dequantize
 from aioengine.kernels.triton.dependent import wait_and_start_next
@@ -232,10 +233,9 @@ VECTOR_PARTS = 48
 
 
 CODE_TILES = (
-    (8, ExpertTile(16, 64, 128, 3, 4), ExpertTile(16, 64, 128, 3, 4)),
-    (20, ExpertTile(32, 64, 64, 4, 4), ExpertTile(32, 128, 64, 4, 8)),
-    (48, ExpertTile(64, 128, 64, 4, 8), ExpertTile(64, 128, 64, 4, 8)),
-    (math.inf, ExpertTile(128, 128, 128, 2, 8), ExpertTile(128, 128, 64, 3, 8)),
+    (8, ExpertTile(16, 64, 64, 5, 4), ExpertTile(16, 64, 64, 5, 4)),
+    (40, ExpertTile(32, 64, 64, 4, 4), ExpertTile(32, 128, 64, 4, 8)),
+    (math.inf, ExpertTile(64, 128, 64, 4, 8), ExpertTile(64, 128, 64, 4, 8)),
 )
 """As ``TILES``, for codes; the fastest on an H200 for gpt-oss-20b in MXFP4."""
 MANY_PAIRS = 256
@@ -300,8 +300,7 @@ def _multiply_tiles(
     out = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
     max_tiles = tiling.tiles.shape[1]
     tensors = x, *stored.arguments, bias, out, tiling.order, tiling.tiles, tiling.num_tiles
-    # A block has all columns of the words that a thread loads at once.
-    block = tile.block if stored.how is None else max(tile.block, stored.how.per_word * stored.how.width)
+    block = piece_of(size) if stored.how is not None and stored.how.per_word == 4 else tile.block
     sizes = num_outputs, size, top_k, tile.rows, tile.outputs, block, tile.stages
     arguments = (*tensors, max_tiles, *sizes, gate, stored.how)
     key = x.dtype, *stored.key, tile, top_k, gate, bias is None, *alignments(x)
