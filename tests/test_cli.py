@@ -335,6 +335,7 @@ def test_a_damaged_model_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_an_error_of_a_process_is_shown_without_its_traceback() -> None:
     done = run("generate", "x", "--mem-fraction-static", "1e-9")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
@@ -351,6 +352,7 @@ def test_chat_answers_each_line_of_its_input(run_here: Run) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_an_adapter_answers(run_here: Run, tmp_path: Path) -> None:
     layers = {f"model.layers.{i}.mlp.down_proj": (256, 896) for i in range(4)}
     write_adapter(tmp_path, rank=8, layers=layers, config={"lora_alpha": 400})
@@ -634,8 +636,3 @@ def test_engines_refuse_unknown_arguments() -> None:
     for face in (Engine, AsyncEngine):
         with pytest.raises(TypeError, match="unknown argument"):
             face(no_such_argument=1)
-
-
-def test_the_program_is_installed_under_its_name() -> None:
-    text = Path(ROOT / "pyproject.toml").read_text()
-    assert 'aioengine = "aioengine.cli:main"' in text

@@ -232,8 +232,11 @@ class FixedDecodeRows:
             buffers.last_lengths if buffers.are_bounds or self.most_tokens > 1 else None,
             self.most_tokens,
         )
-        self._splits = torch.empty(num_columns, num_entries, dtype=torch.int32, pin_memory=True)
-        self._copied = torch.cuda.Event()
+        # A draft model plans the steps of all drafts before the first of these plans is copied.
+        shape_of_splits = 2 * buffers.most_tokens, num_columns, num_entries
+        self._pinned_splits = [*torch.empty(shape_of_splits, dtype=torch.int32, pin_memory=True)]
+        self._copied = [torch.cuda.Event() for _ in self._pinned_splits]
+        self._number = 0
 
     def plan_capture(self, kv_lengths: Ints) -> None:
         """Plan the capture, for rows of ``kv_lengths`` [R] positions, all on page 0."""
@@ -248,22 +251,20 @@ class FixedDecodeRows:
         if tables is not None:
             page_starts, last_numbers = page_starts[: len(tables)], last_numbers[tables[1:] - 1]
         lengths = (page_starts[1:] - page_starts[:-1] - 1) * self._layers.page_size + last_numbers
-        shape, num_entries = self._layers.shape, self._splits.shape[1]
-        if self.most_tokens > 1:
-            firsts = np.arange(len(lengths) + 1) if tables is None else tables
-            num_used = max_splits(len(lengths), shape.num_kv_heads)  # more splits would only be merged
-            splits = np.full(self._splits.shape, -1, dtype=np.int32)
-            splits[:COLUMNS, :num_used] = plan_splits(lengths, num_used)
-            splits[COLUMNS:, :num_used] = firsts[splits[0, :num_used]], np.diff(firsts)[splits[0, :num_used]]
-        else:
-            splits = plan_splits(lengths, num_entries, shape.common_window)
-        if self._rows.last_lengths is not None:  # steps of drafts are planned before earlier plans are copied
-            self._rows.splits.copy_(pinned(splits), non_blocking=True)
-            return
-        self._copied.synchronize()  # do not overwrite the previous plan while it is being copied
-        self._splits.numpy()[:] = splits
-        self._rows.splits.copy_(self._splits, non_blocking=True)
-        self._copied.record()
+        shape = self._layers.shape
+        num_used = max_splits(len(lengths), shape.num_kv_heads)  # more splits would only be merged
+        splits = plan_splits(lengths, num_used, shape.common_window)
+        self._number = (self._number + 1) % len(self._pinned_splits)
+        pinned_plan, copied = self._pinned_splits[self._number], self._copied[self._number]
+        copied.synchronize()  # do not overwrite an earlier plan while it is being copied
+        plan, rows = pinned_plan.numpy(), splits[0]
+        plan[:COLUMNS, :num_used], plan[:COLUMNS, num_used:] = splits, -1
+        if tables is not None:
+            plan[COLUMNS:, :num_used] = tables[rows], np.diff(tables)[rows]
+        elif self.most_tokens > 1:
+            plan[COLUMNS], plan[COLUMNS + 1] = rows, 1
+        self._rows.splits.copy_(pinned_plan, non_blocking=True)
+        copied.record()
 
     def target(self, layer: int) -> KVTarget:
         return self._layers.target(self._slots, layer)

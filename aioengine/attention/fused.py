@@ -276,11 +276,13 @@ class _DecodeCall(NamedTuple):
     Attributes:
         memory: receives the pages, [2 * U * K * P, numbers of a page].
         stored: a view of it, keys and values [2, U, K, C, E] as stored.
+        sides: keys and values [U, K, C, E] as views of it; None: they are stored in another dtype than the kernel's.
     """
 
     units: WorkUnits
     memory: Tensor
     stored: Tensor
+    sides: tuple[Tensor, ...] | None
 
 
 class FusedAttention:
@@ -322,6 +324,7 @@ class FusedAttention:
         self._new_slots = torch.empty(0)
         self._decode: DecodeUnits | None = None
         self._calls: list[_DecodeCall] = []
+        self._shapes: tuple[int, list[tuple[int, int]]] = 0, []
         self._memory = kv_pool.new_empty(0)
         # padded queries of all rows, and a view without padding
         self._queries = self._own_queries = torch.empty(0, dtype=torch.float32 if is_wide else dtype)
@@ -357,15 +360,21 @@ class FusedAttention:
         return out
 
     def _prepare_decode(self, decode: DecodeUnits) -> None:
-        """Allocate the memory of decode calls, which all layers use."""
-        most = max(units.pages.numel() for units in decode.units) * self.page_size * self._stored_size
+        """Allocate the memory of decode calls, which all layers use, unless the last step had the same shapes."""
+        shapes = decode.num_rows, [(units.pages.numel(), units.width) for units in decode.units]
+        if shapes == self._shapes:
+            self._calls = [call._replace(units=units) for call, units in zip(self._calls, decode.units, strict=True)]
+            return
+        self._shapes, self._calls = shapes, []
+        page_numbers = self.page_size * self._stored_size
+        most = max(num_pages for num_pages, _ in shapes[1]) * page_numbers
         if self._memory.numel() < most:
             self._memory = self._memory.new_empty(most)
-        self._calls = []
         for units in decode.units:
-            memory = self._memory[: units.pages.numel() * self.page_size * self._stored_size]
+            memory = self._memory[: units.pages.numel() * page_numbers].view(-1, page_numbers)
             stored = memory.view(2, -1, self._num_kv_heads, units.width, self._stored_size)
-            self._calls.append(_DecodeCall(units, memory.view(units.pages.numel(), -1), stored))
+            is_plain = stored.dtype == self._dtype == self._queries.dtype
+            self._calls.append(_DecodeCall(units, memory, stored, stored.unbind(0) if is_plain else None))
         shape = (decode.num_rows, self._num_kv_heads, self._group + self._padding, self._head_size)
         self._queries = self._queries.new_zeros(shape)
         self._own_queries = self._queries[:, :, : self._group]
@@ -390,7 +399,8 @@ class FusedAttention:
             merged = _combine(*self._decode_sums(decode, queries, layer), sinks)
         if self._padding:
             merged = merged[:, :, : self._group]
-        return merged.to(q.dtype).reshape(decode.num_rows, -1)
+        merged = merged.reshape(decode.num_rows, -1)
+        return merged if merged.dtype == q.dtype else merged.to(q.dtype)
 
     def _decode_sums(self, decode: DecodeUnits, queries: Tensor, layer: int) -> Sums:
         """queries [R, K, M, E] -> sums [X, R, K, M, ...], without weight in slots that a row does not use."""
@@ -408,7 +418,7 @@ class FusedAttention:
         """queries [R, K, M, E] -> sums [U, K, M, ...]."""
         units = call.units
         torch.index_select(self._pages[layer], 0, units.pages, out=call.memory)
-        keys, values = from_stored(call.stored, self._dtype).to(self._queries.dtype).unbind(0)
+        keys, values = call.sides or from_stored(call.stored, self._dtype).to(self._queries.dtype).unbind(0)
         chosen = queries if units.rows is None else queries.index_select(0, units.rows)
         if units.hidden is not None:
             assert self._decode is not None

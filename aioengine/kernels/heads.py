@@ -36,7 +36,7 @@ def _rope_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def as_parts(heads: Tensor, num_heads: int) -> Heads:
     """Return q [T, H, E], k and v [T, K, E] as views of heads [T, H + 2 K, E]."""
     num_kv_heads = (heads.shape[1] - num_heads) // 2
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k, v = torch.split_with_sizes(heads, (num_heads, num_kv_heads, num_kv_heads), 1)  # ``split`` takes 5 us longer
     return q, k, v
 
 

@@ -46,20 +46,25 @@ with signed ones, and it would round the large sums of unsigned ones.
 """
 
 
+def _rounded(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return x [T, D] as integers up to ``most`` [T, D] fp32, and the scale of each token [T, 1] fp32."""
+    wide = x.float()
+    scales = wide.abs().amax(-1, keepdim=True).clamp_min_(MIN_LARGEST).div_(most)
+    return (wide / scales).round_(), scales
+
+
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize x [T, D] per token -> integers [T, D] int8 and scales [T, 1] fp32."""
-    wide = x.float()
-    scales = wide.abs().amax(-1, keepdim=True).clamp_min_(MIN_LARGEST).div_(MAX_INT8)
-    return (wide / scales).round_().to(torch.int8), scales
+    numbers, scales = _rounded(x, MAX_INT8)
+    return numbers.to(torch.int8), scales
 
 
 def quantize_to_16_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize x [T, D] per token -> high parts, then low parts [2 T, D] int8, and scales [T, 1] fp32."""
-    wide = x.float()
-    largest = wide.abs().amax(-1, keepdim=True).clamp_min_(MIN_LARGEST)
-    numbers = (wide * (MAX_INT16 / largest)).round_().to(torch.int16)
-    parts = torch.stack((numbers + PART // 2 >> PART_BITS, numbers))
-    return parts.to(torch.int8).flatten(0, 1), largest.div_(MAX_INT16)  # the conversion keeps the low 8 bits
+    rounded, scales = _rounded(x, MAX_INT16)
+    numbers = rounded.to(torch.int16)
+    high = (numbers + PART // 2).bitwise_right_shift_(PART_BITS)
+    return torch.cat((high.to(torch.int8), numbers.to(torch.int8))), scales  # the conversion keeps the low 8 bits
 
 
 def prepare(

@@ -17,13 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from time import perf_counter
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from aioengine.kernels.triton import launcher
+
+if TYPE_CHECKING:
+    from aioengine.kernels.triton.rank_messages import Sender
 
 BLOCK = 64
 """Maximum rows of a matmul with a weight that is not packed; more rows are split."""
@@ -166,8 +169,8 @@ def _try_packings(out_features: int, in_features: int, dtype: torch.dtype, *, ha
     """
     has_unit = dtype == torch.bfloat16 and has_matrix_unit()
     slow: Sequence[int] = ()
-    if dtype == torch.bfloat16 and 2 * out_features * in_features > CACHED_BYTES:
-        slow = range(1, FAST_ROWS) if has_unit else slow_counts(torch.get_num_threads())
+    if dtype == torch.bfloat16 and not has_unit and 2 * out_features * in_features > CACHED_BYTES:
+        slow = slow_counts(torch.get_num_threads())
     most = max(BLOCK, MAX_TRIED_ELEMENTS // out_features)
     counts = [count for count in TILED_COUNTS if count not in slow and count <= most]
     trial = Trial(out_features, in_features, dtype)
@@ -315,15 +318,17 @@ class DeviceMatmul:
         self._by_library = _by_library(weight, bias)
         self._kernels = skinny_linear
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, I] -> [T, O]."""
+    def __call__(self, x: Tensor, new_sender: Callable[[], Sender] | None = None) -> Tensor:
+        """[T, I] -> [T, O]. new_sender: if there is an own kernel for T rows, it sends the result to other ranks."""
         num_rows = x.shape[0]
         if num_rows <= self._kernels.MAX_ROWS and x.is_contiguous():
-            if num_rows == 1:
-                return self._kernels.vector_matmul(x, self.weight, self.bias)
             programs = self._kernels.shape_of_programs(*self.weight.shape, num_rows) if self._is_narrow else None
+            sender = new_sender() if new_sender and (num_rows == 1 or programs) else self._kernels.NO_SENDER
+            if num_rows == 1:
+                return self._kernels.vector_matmul(x, self.weight, self.bias, sender=sender)
             if programs is not None:
-                return self._kernels.matmul(x, self.weight, self.bias, programs=programs, num_done=self._num_done)
+                done = self._num_done
+                return self._kernels.matmul(x, self.weight, self.bias, programs=programs, num_done=done, sender=sender)
         return self._by_library(x)
 
 
@@ -355,11 +360,13 @@ def _invariant(weight: Tensor, bias: Tensor | None) -> Matmul:
 
 def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
     """Wrap ``matmul`` so that it only sees the row counts in ``counts`` (ascending): pads or splits the rows."""
-    most, sizes = counts[-1], _first_pieces(counts)
+    most, sizes, fitting = counts[-1], _first_pieces(counts), frozenset(counts)
 
     def in_pieces(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
         num_rows = x.shape[0]
+        if num_rows in fitting:
+            return matmul(x)
         if num_rows <= most and sizes[num_rows] >= num_rows:
             return _padded(matmul, x, sizes[num_rows])
         pieces: list[Tensor] = []

@@ -16,12 +16,14 @@ import msgspec
 import torch
 from torch._C import _distributed_c10d as c10d  # the objects behind torch.distributed, without its global state
 
+from aioengine.kernels.linear import DeviceMatmul
 from aioengine.kernels.norms import add_rms_norm
 from aioengine.kernels.triton.launcher import is_installed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioengine.kernels.linear import Matmul
     from aioengine.kernels.triton.rank_messages import Handle
     from aioengine.kernels.triton.rank_sums import Inboxes
     from aioengine.kernels.triton.sampling import RankSampling
@@ -126,7 +128,15 @@ class RankGroup:
 
     def _inboxes_for(self, parts: Tensor) -> Inboxes | None:
         """Return the inboxes that can add ``parts`` [...]; None: NCCL or gloo adds them."""
-        return next((inboxes for inboxes in self._inboxes if inboxes.serves(parts)), None)
+        return next((inboxes for inboxes in self._inboxes if inboxes.serves(parts.shape, parts.dtype)), None)
+
+    def product(self, matmul: Matmul, x: Tensor) -> Tensor:
+        """Return matmul(x) [T, D], the parts of the next sum. The kernels for few rows send them to the other ranks."""
+        if isinstance(matmul, DeviceMatmul) and self._inboxes:
+            few = self._inboxes[0]
+            if few.serves((len(x), len(matmul.weight)), x.dtype):
+                return matmul(x, few.sender)
+        return matmul(x)
 
     def add_rms_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
         """Add the sum of ``parts`` over the ranks to the residual in place, [T, D] each, and return the norm of the

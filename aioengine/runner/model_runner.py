@@ -187,20 +187,20 @@ class ModelRunner:
         with part("prepare"):
             self._change_requests(plan)
             plan_rows, drafts = plan.rows, NO_DRAFTS
-            if self._drafts is None:
+            if self._drafts is None or self._drafts.is_plain(plan_rows):
                 rows = self._read(plan_rows)
             else:
                 plan_rows, rows, drafts = self._propose(self._drafts, plan_rows)
         self._needs_logits = plan.needs_logits
         if self._send_plan is not None:
             self._needs_logits = not self._may_sample_together(rows)
-            sent_rows = plan.rows if self._drafts is None else rows_with_drafts(plan.rows, plan_rows, drafts)
+            sent_rows = plan.rows if drafts is NO_DRAFTS else rows_with_drafts(plan.rows, plan_rows, drafts)
             self._send_plan(replace(plan, rows=sent_rows, needs_logits=self._needs_logits), self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
         reasons = self._failed.reasons
         failed = {row.uid: reasons[row.uid] for row in plan.rows if row.uid in reasons} if reasons else {}
         if not rows.requests:
-            return Ticket(with_outputs, [], [], Readback(torch.empty(0, dtype=torch.int64)), failed, drafts=drafts)
+            return Ticket(with_outputs, [], [], Readback(torch.empty(0, dtype=torch.int64)), failed, drafts=NO_DRAFTS)
         sampled = rows.requests
         without_token: list[RequestRow] = []
         pooled: PooledRows | None = None
@@ -252,7 +252,7 @@ class ModelRunner:
             values = ticket.values.wait()
         except Exception:
             if self._drafts is not None:
-                self._drafts.failed(ticket)
+                self._drafts.forget(ticket)
             raise
         extras, invalid = ([], set[int]()) if ticket.logprobs is None else ticket.logprobs.extras()
         if ticket.hidden_states is not None:

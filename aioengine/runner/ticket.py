@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from aioengine.runner.pooler import PooledRows
     from aioengine.runner.request_row import OpenConstraint, RequestRow
     from aioengine.runner.speculation.draft_model import DraftedRequest, ProposedDrafts
-    from aioengine.runner.speculation.ngram import NgramProposer
     from aioengine.runner.transfer import Ints, Readback
 
     ConstrainedToken = tuple[int, int, RequestRow, OpenConstraint]
@@ -25,11 +24,11 @@ class OpenDrafts:
     """The drafts of an open request.
 
     Attributes:
-        tokens: its known tokens, for proposals; None: it gets no proposals.
+        tokens: its known tokens, for the draft model; None: this proposes no drafts for it.
         num_rejected: drafts rejected in flight, which the scheduler does not know yet.
     """
 
-    tokens: NgramProposer | DraftedRequest | None
+    tokens: DraftedRequest | None
     num_rejected: int = 0
 
 

@@ -7,7 +7,8 @@ as the token that it may save.
 
 The n-th draft of a request is accepted with the probability ``rate ** n``, because all drafts before it must be
 accepted, too. A row gets the drafts that are worth more than their price. A request whose drafts do not pay gets none,
-and a *probe* from time to time, ever more rarely. All functions are pure: times are arguments.
+and a *probe* from time to time, ever more rarely. If nothing is found to propose, it is also looked for ever more
+rarely. All functions are pure: times are arguments.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ PROBE: Final = 2
 MIN_PAUSE: Final = 8
 MAX_PAUSE: Final = 256
 """Steps of a request without drafts between two probes."""
+EMPTY_STEPS: Final = 8
+"""After each of so many steps without proposals in a row, the pause before the next attempt grows by a step."""
 MAX_EMPTY_PAUSE: Final = 32
-"""The same after probes without proposals, because a text may begin to repeat itself."""
 
 
 class _Line:
@@ -80,12 +82,14 @@ class DraftCosts:
     def __init__(self) -> None:
         self.rate = 0.5
         self._times: dict[int, _Times] = {}  # bit length of the number of rows -> times
+        self._prices: dict[int, tuple[float, float]] = {}  # number of rows -> prices, since the last step
 
     def note_step(self, seconds: float, *, num_rows: int, num_drafts: int, may_draft: bool) -> None:
         """Record a step of decode rows.
 
         num_drafts: drafts that were proposed. may_draft: whether any row could have drafts; False: a plain step.
         """
+        self._prices.clear()
         times = self._times_of(num_rows)
         if may_draft:
             times.with_drafts.add(num_drafts, seconds)
@@ -107,69 +111,84 @@ class DraftCosts:
     def price(self, num_rows: int) -> tuple[float, float]:
         """Return the price of a draft, and the price per row of a step that may have drafts, in tokens.
 
-        Unknown prices are 0, so drafting begins at once. The second price exists even without proposals, for example if
-        a step cannot overlap the one before.
+        Unknown prices are 0, so drafting begins at once. The second price exists for example if a step cannot overlap
+        the one before.
         """
-        times = self._times_of(num_rows)
-        plain, line = times.plain, times.with_drafts
-        slope, base_s = line.slope(), plain.mean_s
-        if slope is not None:
-            base_s = line.mean_s - slope * line.mean_drafts
-        elif plain.weight and line.mean_drafts:
-            slope = max(0.0, (line.mean_s - plain.mean_s) / line.mean_drafts)
-        elif plain.weight and line.weight:
-            base_s = line.mean_s
-        plain_s = plain.mean_s or base_s
-        if plain_s <= 0:
-            return 0.0, 0.0
-        return (slope or 0.0) * num_rows / plain_s, max(0.0, base_s - plain_s) / plain_s
+        if (prices := self._prices.get(num_rows)) is None:
+            prices = self._prices[num_rows] = _prices(self._times_of(num_rows), num_rows)
+        return prices
 
     def note_drafts(self, num_tried: int, num_accepted: int) -> None:
         """Record drafts of any request, see ``Acceptance.note``."""
         self.rate += 0.02 * num_tried * (num_accepted / num_tried - self.rate)
 
     def _times_of(self, num_rows: int) -> _Times:
-        return self._times.setdefault(num_rows.bit_length(), _Times())
+        size = num_rows.bit_length()
+        if (times := self._times.get(size)) is None:
+            times = self._times[size] = _Times()
+        return times
+
+
+def _prices(times: _Times, num_rows: int) -> tuple[float, float]:
+    """See ``DraftCosts.price``."""
+    plain, line = times.plain, times.with_drafts
+    slope, base_s = line.slope(), plain.mean_s
+    if slope is not None:
+        base_s = line.mean_s - slope * line.mean_drafts
+    elif plain.weight and line.mean_drafts:
+        slope = max(0.0, (line.mean_s - plain.mean_s) / line.mean_drafts)
+    elif plain.weight and line.weight:
+        base_s = line.mean_s
+    plain_s = plain.mean_s or base_s
+    if plain_s <= 0:
+        return 0.0, 0.0
+    return (slope or 0.0) * num_rows / plain_s, max(0.0, base_s - plain_s) / plain_s
 
 
 class Acceptance:
     """How often drafts of a request are proposed and accepted."""
 
-    __slots__ = ("_accepted", "_is_probe", "_left", "_pause", "_proposes", "_tried")
+    __slots__ = ("_accepted", "_is_probe", "_left", "_num_empty", "_pause", "_tried")
 
     def __init__(self, rate: float) -> None:
         """rate: assumed until drafts of this request are tried."""
         self._tried, self._accepted = PRIOR_WEIGHT, PRIOR_WEIGHT * rate
-        self._proposes = 1.0  # share of the steps with drafts, if they were allowed
+        self._num_empty = 0  # steps without proposals since the last proposal
         self._pause = MIN_PAUSE
         self._left = 0  # steps of the pause that are left
         self._is_probe = False
 
+    def is_paused(self) -> bool:
+        """Return whether its next row gets no drafts. Call it once for each row, and ``count`` if it is not paused."""
+        self._left -= 1
+        return self._left >= 0
+
     def count(self, prices: tuple[float, float], most: int) -> int:
         """Return how many drafts its next row gets, up to ``most``."""
-        if self._left:
-            self._left -= 1
-            return 0
         price, price_of_row = prices
         rate = min(self._accepted / self._tried, 0.99)
         count = most
         if price > 0:
             count = min(most, int(log(price) / log(rate))) if 0 < price < rate else 0
-        gain = sum(rate**n - price for n in range(1, count + 1))
-        self._is_probe = self._proposes * gain <= price_of_row
+        gain = rate * (1 - rate**count) / (1 - rate) - price * count
+        self._is_probe = gain <= price_of_row
         return min(most, PROBE) if self._is_probe else count
 
     def note(self, num_proposed: int, num_accepted: int) -> int:
         """Record a row that could have drafts. Return the number of drafts that were tried: after the first rejected
         draft, the others were not.
         """
+        if not num_proposed:
+            self._num_empty += 1
+            self._left = min(self._num_empty // EMPTY_STEPS, MAX_EMPTY_PAUSE)
+            return 0
         num_tried = min(num_proposed, num_accepted + 1)
-        self._proposes += 0.1 * (bool(num_proposed) - self._proposes)
-        self._tried = 0.9 * self._tried + num_tried if num_tried else self._tried
-        self._accepted = 0.9 * self._accepted + num_accepted if num_tried else self._accepted
+        self._num_empty = 0
+        self._tried = 0.9 * self._tried + num_tried
+        self._accepted = 0.9 * self._accepted + num_accepted
         if not self._is_probe:
             self._pause = MIN_PAUSE
-        elif num_accepted < max(num_proposed, 1):
+        elif num_accepted < num_proposed:
             self._left = self._pause
-            self._pause = min(2 * self._pause, MAX_PAUSE if num_proposed else MAX_EMPTY_PAUSE)
+            self._pause = min(2 * self._pause, MAX_PAUSE)
         return num_tried

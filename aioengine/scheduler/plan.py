@@ -4,10 +4,11 @@ A row means: compute ``count`` positions from ``start`` on. Prefill, chunked pre
 decode are the same case. A decode row has no token ids, because a step in flight may still sample its token: the runner
 uses the newest token that it holds for this request.
 
-A row can end with *drafts*: positions for which the runner may propose tokens. It accepts the first drafts that equal
-the tokens it samples, and rejects the others. The next plan does not wait for this decision: it assumes that all drafts
-were accepted. So ``start`` is an upper bound if an earlier row in flight has drafts. The runner computes the row from
-``start`` minus the drafts rejected in flight. ``Scheduler.apply`` subtracts them too.
+A row can end with *drafts*: tokens that the scheduler has looked up (n-grams), or positions for which the runner may
+propose tokens. It accepts the first drafts that equal the tokens it samples, and rejects the others. The next plan does
+not wait for this decision: it assumes that all drafts were accepted. So ``start`` is an upper bound if an earlier row
+in flight has drafts. The runner computes the row from ``start`` minus the drafts rejected in flight.
+``Scheduler.apply`` subtracts them too.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Row(Struct, array_like=True, gc=False):
         prompt.
     new_pages: pages appended to the page table of the request since its last row.
     num_drafts: the last positions of the row that are drafts.
+    drafts: the newest token before the drafts, then the drafts; empty: the runner proposes them. If a step in flight
+        still samples the newest token, this is the token that it is expected to sample.
     """
 
     uid: int
@@ -46,6 +49,7 @@ class Row(Struct, array_like=True, gc=False):
     token_ids: list[int] = []
     new_pages: list[int] = []
     num_drafts: int = 0
+    drafts: list[int] = []
 
 
 class NewRow(Struct, array_like=True, gc=False):

@@ -5,7 +5,8 @@ So decoding requests advance in every step, however long the prompts are. The re
 the prompts of running requests, then among waiting requests that can be admitted. ``request`` defines ``decodes``,
 ``has_forced`` and ``holds_last``, which decide the kind of a row.
 
-A decode row has more than one position if it has forced tokens or drafts (``drafting`` decides). The next plan assumes
+A decode row has more than one position if it has forced tokens or drafts (``drafting`` decides how many, ``ngrams``
+which ones if no draft model proposes them). The next plan assumes
 that all drafts are accepted, and allocates pages for them. Rejected drafts lower the counts of the request when their
 result is applied; the request keeps the pages for its next tokens.
 """
@@ -20,6 +21,7 @@ from aioengine.memory.windowed_cache import WindowedCache
 from aioengine.protocol.messages import RequestKind
 from aioengine.scheduler.admission import Admission, ImageBudget, Refusal, TokenBudget
 from aioengine.scheduler.drafting import Acceptance, DraftCosts
+from aioengine.scheduler.ngrams import NgramProposer
 from aioengine.scheduler.plan import DISTRIBUTION, NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan
 from aioengine.scheduler.request import Request
 from aioengine.scheduler.request_states import Requests
@@ -88,9 +90,9 @@ class Planner:
         self._is_overlapped = is_overlapped
         prompts: list[Request] = []
         rows, requests, allocations = flight.plan.rows, flight.requests, flight.allocations
-        prices = None  # of drafts; None: this step should have no drafts
-        if (costs := self._draft_costs) is not None and not costs.is_plain_due(len(self._requests.running)):
-            prices = costs.price(len(self._requests.running))
+        costs = self._draft_costs  # None: this step should have no drafts
+        if costs is not None and costs.is_plain_due(len(self._requests.running)):
+            costs = None
         for request in self._requests.running:
             start = request.num_computed
             if request.decodes:
@@ -104,8 +106,8 @@ class Planner:
                 if request.allocation.capacity >= request.num_tokens or self._allocate_chunk(request):
                     prompts.append(request)
                 continue
-            if prices is not None or not request.decodes:  # drafts may be added, or there are forced tokens
-                num_drafts = 0 if prices is None else self._num_drafts(request, prices)
+            if costs is not None or not request.decodes:  # drafts may be added, or there are forced tokens
+                num_drafts = 0 if costs is None else self._num_drafts(request, costs)
                 if num_drafts or not request.decodes:
                     if (row := self._row_of_several_tokens(request, flight, num_drafts)) is not None:
                         flight.add(row, request)
@@ -134,12 +136,31 @@ class Planner:
                 if snapshot_id != NO_SNAPSHOT:
                     flight.plan.snapshots.append((row.uid, snapshot_id))
 
-    def _num_drafts(self, request: Request, prices: tuple[float, float]) -> int:
-        """Return how many drafts this request gets."""
+    def _num_drafts(self, request: Request, costs: DraftCosts) -> int:
+        """Return how many drafts this request gets, and look them up if they are n-grams."""
         if request.acceptance is None:
-            assert self._draft_costs is not None
-            request.acceptance = Acceptance(self._draft_costs.rate)
-        return request.acceptance.count(prices, self._settings.max_drafts)
+            request.acceptance = Acceptance(costs.rate)
+        elif request.acceptance.is_paused():
+            return 0
+        count = request.acceptance.count(costs.price(len(self._requests.running)), self._settings.max_drafts)
+        if not count or not self._settings.has_ngrams:
+            return count
+        submit, in_flight = request.submit, None
+        if self._settings.depth and submit.sampling.grammar is not None:
+            return 0  # a step in flight may sample a forced token again
+        if num_unknown := request.num_tokens - len(request.token_ids):
+            in_flight = request.drafts[1:] if request.num_drafts else []
+            if num_unknown > 1 + len(in_flight):  # of several steps in flight
+                return 0
+        if request.ngrams is None:
+            # embeddings have no ids, and images have ids only for the prefix cache
+            first = max((image.start + image.num_tokens for image in submit.media), default=0)
+            request.ngrams = NgramProposer(request.token_ids, first=request.num_prompt if submit.embeds else first)
+        request.drafts = request.ngrams.propose(count, in_flight)
+        if not request.drafts:
+            request.acceptance.note(0, 0)
+            return 0
+        return len(request.drafts) - 1
 
     def _row_of_several_tokens(self, request: Request, flight: Flight, num_drafts: int) -> Row | None:
         """Return a row for the forced tokens of a request, or its newest token, and up to ``num_drafts`` drafts after
@@ -178,7 +199,8 @@ class Planner:
                 num_drafts = capacity - end
             else:
                 pages += new_pages
-        return Row(request.uid, start, end - start + num_drafts, TOKENS, token_ids, pages, num_drafts)
+        request.drafts = request.drafts[: 1 + num_drafts] if num_drafts else []
+        return Row(request.uid, start, end - start + num_drafts, TOKENS, token_ids, pages, num_drafts, request.drafts)
 
     def _grow(self, request: Request) -> list[int] | None:
         """Allocate pages for the next position, preempting other requests if none is left. Return None if the request

@@ -17,6 +17,7 @@ from aioengine.memory.radix import Node, Salt
 from aioengine.protocol.messages import ALL_STATES, End, FinishCode, Media, RequestKind, Submit
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.scheduler.drafting import Acceptance
+from aioengine.scheduler.ngrams import NgramProposer
 
 NO_PAGES = Allocation()  # the allocation of every request that is not running; never changed
 
@@ -84,6 +85,7 @@ class Request:
     num_drafts: drafts of its rows in flight. Until they are accepted, ``num_tokens`` and ``num_computed`` are upper
         bounds.
     acceptance: of its drafts; None: it had none.
+    ngrams: looks up its drafts; None: it had none. drafts: ``Row.drafts`` of its newest row with drafts.
     admitted_at: time of its first admission. num_cached: prompt tokens that it took from the prefix cache then.
     num_charged: tokens charged to its tenant. is_text_open: whether its first token was reported.
     """
@@ -101,6 +103,8 @@ class Request:
         self.num_computed = 0
         self.num_drafts = 0
         self.acceptance: Acceptance | None = None
+        self.ngrams: NgramProposer | None = None
+        self.drafts: list[int] = []
         self.short_length = short_length
         self.max_tokens = max_tokens
         self.next_limit = min(max_tokens, short_length + 1) if self.num_tokens <= short_length else max_tokens

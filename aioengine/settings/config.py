@@ -398,6 +398,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
         snapshot_tokens: snapshots of recurrent states are taken at multiples of this number, which is a multiple of the
             page size; 0: the model has no states.
         max_drafts: maximum drafts of a decode row, after its known tokens. Must be 0 for models with states.
+        has_ngrams: drafts are n-grams, which the scheduler looks up; otherwise the runner proposes them.
     """
 
     max_running: int
@@ -413,6 +414,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     snapshot_tokens: int = 0
     short_length: int = 0
     max_drafts: int = 0
+    has_ngrams: bool = False
 
     @property
     def min_tokens(self) -> int:

@@ -18,6 +18,7 @@ from aioengine.settings.config import (
     DEFAULT_GROUP_SIZE,
     EAGLE,
     EAGLE3,
+    NGRAM,
     STANDALONE,
     TRANSFORMERS,
     DeviceConfig,
@@ -360,6 +361,7 @@ def _scheduler_settings(config: EngineConfig, model: ModelFacts, *, is_on_gpu: b
         tenant_weights=wanted.tenant_weights,
         decode_cost=GPU_DECODE_COST if is_on_gpu else 1,
         max_drafts=_max_drafts(config, model),
+        has_ngrams=config.speculation.algorithm == NGRAM,
         snapshot_tokens=-(-SNAPSHOT_TOKENS[is_on_gpu] // page_size) * page_size if model.keeps_states else 0,
     )
 

@@ -4,7 +4,7 @@
     python -m benchmarks.cpu.speculation --models /tmp/bench-models --rows 1 8
     python -m benchmarks.cpu.speculation --models /tmp/bench-models --draft-model accepted
 
-copied   a story twice, cut in the second copy, greedy: drafts continue the copy as long as the model does
+copied   a story twice, cut after a word of the second copy, greedy: drafts continue the copy as long as the model does
 forced   one token again and again (``logit_bias``): every draft is accepted
 new      temperature 1.5: hardly any tokens repeat, and no draft is accepted
 
@@ -71,9 +71,12 @@ def write_models(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def prompt_of(kind: str) -> str:
-    """Return a story, and its first third again if the model shall continue the copy."""
+    """Return a story, and its first third again if the model shall continue the copy.
+
+    Inside a word, the tokens of the copy would differ from those of the story, and the model would not continue it.
+    """
     text = "".join(segment.text for segment in story(random.Random(0))).replace(END_OF_TEXT, "")
-    return f"{text}\n\n{text[: len(text) // 3]}" if kind == "copied" else text
+    return f"{text}\n\n{text[: len(text) // 3].rpartition(' ')[0]}" if kind == "copied" else text
 
 
 def params_of(kind: str, num_new: int) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """The parts of a decode step on a CPU: time, share and operator calls, beside the limits of the machine.
 
-    python -m benchmarks.cpu.step_parts --models /tmp/bench-models [--model small] [--rows 1 32] [--dtype bfloat16]
+    python -m benchmarks.cpu.step_parts --models /tmp/bench-models [--model small] [--rows 1 32] [--quantization int8]
 
 Scheduler and runner run in one process, with random weights and greedy rows. For each number of rows it prints:
 
 - the time of a step, the CPU time of the main thread in it, and the time of all its matmuls alone in the same order
   (minimum and median)
 - the time to read the weights and the KV cache at the rate at which all threads read memory
+- the calls of Python functions, and of C functions from Python
 - for each part of the runner: operator calls from Python, operator calls in all (with the calls that operators make),
   and the smallest CPU time of the main thread, with about 0.5 us for each look at the clock
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
+import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -29,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from aioengine.api.args import engine_config
 from aioengine.attention.fused import FusedAttention
 from aioengine.attention.torch import TorchAttention
+from aioengine.child_process.host import keep_freed_memory
 from aioengine.kernels import gated_linear
 from aioengine.layers import attention as attention_layers
 from aioengine.layers.embedding import EmbeddingTable
@@ -70,7 +73,7 @@ PARTS: list[tuple[object, str, str]] = [
     (EmbeddingTable, "__call__", "embedding"),
     (RotaryEmbedding, "tables", "rotary tables"),
     (RMSNorm, "__call__", "norms"),
-    (RMSNorm, "after", "norms"),
+    (RMSNorm, "of_sum", "norms"),
     (attention_layers, "rotate_heads", "rotation and KV write"),
     (FusedAttention, "attend", "attention"),
     (TorchAttention, "attend", "attention"),
@@ -201,6 +204,18 @@ def count_calls(steps: Steps, clock: Clock) -> tuple[Counter[str], Counter[str],
     return direct, total, operators
 
 
+def count_python_calls(steps: Steps) -> Counter[str]:
+    """Return the calls of a step by kind: of Python functions ("call"), and of C functions from Python ("c_call")."""
+    kinds: Counter[str] = Counter()
+    plan = steps.scheduler.schedule(0.0)
+    assert plan is not None, "no request is left"
+    sys.setprofile(lambda frame, kind, _argument: kinds.update((kind,) if frame.f_code.co_name != "timed" else ()))
+    result = steps.runner.collect(steps.runner.launch(plan))
+    sys.setprofile(None)
+    steps.scheduler.apply(result, 0.0)
+    return kinds
+
+
 def times_of_parts(steps: Steps, clock: Clock, num_steps: int) -> dict[str, float]:
     """Return the smallest microseconds of each part."""
     times: dict[str, list[float]] = defaultdict(list)
@@ -225,6 +240,7 @@ def replay_matmuls(clock: Clock) -> float:
 
 
 def measure(steps: Steps, clock: Clock, options: argparse.Namespace, rate: float) -> None:
+    python = count_python_calls(steps)
     direct, total, operators = count_calls(steps, clock)
     parts = times_of_parts(steps, clock, options.steps)
     walls: list[float] = []
@@ -244,6 +260,7 @@ def measure(steps: Steps, clock: Clock, options: argparse.Namespace, rate: float
         f"({statistics.median(matmuls):.3f}); reading the weights {limit:.3f} at {rate / 1e9:.1f} GB/s, "
         f"{limit / min(walls):.2f} of the step"
     )
+    print(f"  {python['call']} calls of Python functions, {python['c_call']} of C functions")
     print(f"  {'part':<40}{'calls':>8}{'in all':>8}{'us':>10}")
     for part, microseconds in sorted(parts.items(), key=lambda entry: -entry[1]):
         print(f"  {part:<40}{direct[part]:>8}{total[part]:>8}{microseconds:>10.1f}")
@@ -259,13 +276,16 @@ def main() -> None:
     parser.add_argument("--model", choices=[*MODELS], nargs="+", default=[*MODELS])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--quantization", choices=["int8", "int4"])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--operators", action="store_true", help="print the calls by operator")
     options = parser.parse_args()
+    keep_freed_memory()
     clock = Clock()
     for name in options.model:
         folder = write_config(options.models / f"{name}-config", MODELS[name])
         arguments: dict[str, object] = {"device": "cpu", "dtype": options.dtype, "load_format": "dummy"}
+        arguments["quantization"] = options.quantization
         arguments |= {"context_length": 2048, "max_running_requests": sum(options.rows)}
         config = engine_config(str(folder), arguments | {"max_total_tokens": sum(options.rows) * 512})
         settings = resolve(config, find_facts(config.model), device_facts())

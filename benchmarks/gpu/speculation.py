@@ -4,6 +4,8 @@
     python -m benchmarks.gpu.speculation --models /tmp/bench-models --cases draft --rows 1 --profile
 
 draft     model b and a draft model of one layer, which is always accepted: 4 drafts, 512 tokens in
+eagle3    model b and an EAGLE-3 head, which uses the model's output head: 4 drafts, 512 tokens in. This output head is
+          zero, so both always choose the same token, and all drafts are accepted
 ngram     model a repeats its last token, and n-grams are always accepted: 4 drafts, 512 tokens in
 new-a     model a, temperature 1: nothing repeats, and n-grams propose nothing
 new-b     the same with model b
@@ -44,6 +46,7 @@ class Case(NamedTuple):
     """A model, the arguments of speculation, and its workload.
 
     first_zeroed: ``o_proj`` and ``down_proj`` are zero in this and all later layers; None: in no layer.
+    has_zero_head: the output head is zero.
     """
 
     model: str
@@ -51,10 +54,12 @@ class Case(NamedTuple):
     first_zeroed: int | None
     temperature: float
     rows: tuple[int, ...]
+    has_zero_head: bool = False
 
 
 CASES = {
     "draft": Case("b", {"speculative_algorithm": "STANDALONE", "speculative_num_steps": 4}, 1, 0.0, (1, 32)),
+    "eagle3": Case("b", {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 4}, None, 0.0, (1, 32), True),
     "ngram": Case("a", NGRAM, 0, 0.0, (1, 32)),
     "new-a": Case("a", NGRAM, None, 1.0, (1,)),
     "new-b": Case("b", NGRAM, None, 1.0, (1, 8, 32, 128, 256)),
@@ -62,7 +67,9 @@ CASES = {
 
 
 def draft_folder(folder: Path) -> Path:
-    """Write the config of a draft model of one layer. Dummy weights depend on their names: it is the first layer."""
+    """Write the config of a draft model or head of one layer. Dummy weights depend on their names: the layer of a draft
+    model is the first layer of the model.
+    """
     target = folder.with_name(f"{folder.name}-draft")
     target.mkdir(exist_ok=True)
     config = {**json.loads((folder / "config.json").read_text(encoding="utf-8")), "num_hidden_layers": 1}
@@ -79,10 +86,13 @@ async def zero_layers(engine: AsyncEngine, config: dict[str, Any], first: int) -
     }
     zeros = {name: torch.zeros(hidden, size, dtype=torch.bfloat16) for name, size in sizes.items()}
     for layer in range(first, config["num_hidden_layers"]):
-        tensors = {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in zeros.items()}
-        outcome = await engine.update_weights_from_tensor(tensors)
-        if not outcome.success:
-            raise RuntimeError(outcome.message)
+        await set_weights(engine, {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in zeros.items()})
+
+
+async def set_weights(engine: AsyncEngine, tensors: dict[str, torch.Tensor]) -> None:
+    outcome = await engine.update_weights_from_tensor(tensors)
+    if not outcome.success:
+        raise RuntimeError(outcome.message)
 
 
 class Times:
@@ -154,7 +164,7 @@ async def run(name: str, options: argparse.Namespace) -> None:
     config: dict[str, Any] = MODELS[case.model]
     folder = write_folder(options.models, case.model)
     arguments = dict(case.arguments)
-    if arguments["speculative_algorithm"] == "STANDALONE":
+    if arguments["speculative_algorithm"] != "NGRAM":
         arguments["speculative_draft_model_path"] = str(draft_folder(folder))
     rows = [count for count in case.rows if options.rows is None or count in options.rows]
     shared: dict[str, Any] = {
@@ -167,9 +177,12 @@ async def run(name: str, options: argparse.Namespace) -> None:
     await asyncio.gather(*(engine.start() for engine in engines))
     print(f"{name}: started in {time.perf_counter() - started:.1f} s", flush=True)
     try:
-        if case.first_zeroed is not None:
-            for engine in engines:
+        for engine in engines:
+            if case.first_zeroed is not None:
                 await zero_layers(engine, config, case.first_zeroed)
+            if case.has_zero_head:
+                zeros = torch.zeros(config["vocab_size"], config["hidden_size"], dtype=torch.bfloat16)
+                await set_weights(engine, {"lm_head.weight": zeros})
         for count in rows:
             await compare(name, engines, case, count, options)
     finally:

@@ -137,7 +137,7 @@ def with_draft(
     draft = DraftSettings(model=model, attention_backend="torch", read_layers=read_layers)
     return replace(
         settings,
-        scheduler=replace(settings.scheduler, max_drafts=max_drafts),
+        scheduler=replace(settings.scheduler, max_drafts=max_drafts, has_ngrams=False),
         runner=replace(settings.runner, draft=draft),
     )
 

@@ -30,6 +30,7 @@ from tests.compute.quantized import assert_close, rounded
 from tests.compute.runner_world import LATENT_SIZES, save_model
 from tests.compute.stepping import Stepper
 from tests.kit import decoders
+from tests.kit.grids import grid
 from tests.kit.tiny_sizes import SIZES
 
 CPU = torch.device("cpu")
@@ -127,8 +128,7 @@ def test_inputs_that_groups_do_not_divide_get_smaller_groups_or_int8() -> None:
     ]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize(("case", "method"), grid([(case,) for case in CONFIGS], [(method,) for method in METHODS]))
 def test_logits_are_those_of_rounded_weights(case: str, method: Method) -> None:
     """At the end the weights are loaded again."""
     raw = CONFIGS[case]().to_dict()

@@ -7,12 +7,14 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from aioengine.protocol.messages import FinishCode, Limits
+from aioengine.protocol.messages import FinishCode, Limits, Media
 from aioengine.settings.page_groups import PageGroups
 from aioengine.testing.fake_runner import FakeModel
 from tests.core.core_world import World, random_requests, settings_of, submit_of
 
+ZEROS = FakeModel(vocab_size=1, accepts="3")
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 
@@ -189,3 +191,18 @@ def test_rejected_drafts_leave_pages_with_their_request(depth: int) -> None:
     assert most <= 4 + (1 + depth) * 4
     assert sum(len(row.new_pages) for plan in world.runner.plans for row in plan.rows) <= (6 + 30 + 3) // 4
     world.check_all_over()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_only_rows_with_a_repeated_ngram_have_drafts(depth: int) -> None:
+    world = World(settings_of(depth=depth, max_drafts=3, has_ngrams=True), 64, page_size=4, model=ZEROS)
+    image = Media(3, 4, 4, b"digest", "")
+    for uid, prompt in {1: [0, 0, 0], 2: [*range(20, 30)], 3: [0, 0, 0, 9, 9, 9, 9, 0, 0]}.items():
+        submit = submit_of(uid, prompt, limits=Limits(2 if uid == 2 else 12))
+        world.submit(replace(submit, media=[image] if uid == 3 else []))
+    world.run()
+    rows = [row for plan in world.runner.plans for row in plan.rows if not row.token_ids]
+    assert {row.uid for row in rows if row.num_drafts} == {1, 3}
+    for row in rows:
+        assert row.count == 1 + row.num_drafts
+        assert row.drafts == ([0] * row.count if row.num_drafts else [])  # and no key of an image

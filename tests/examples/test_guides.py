@@ -32,6 +32,7 @@ from aioengine import AsyncEngine, Engine
 from aioengine.cli import batch, benchmark, commands, main
 from aioengine.frontend.startup import blueprint_of
 from aioengine.settings.config import EngineConfig
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.kit.image_models import add_image_files
 from tests.kit.pages import GUIDES, README, Block, blocks, place
 from tests.kit.source import ROOT
@@ -143,6 +144,9 @@ async def test_the_pieces_of_a_page_run(
     page: Path, engine: AsyncEngine, llm: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the pages do not remove their temporary folders
+    if page == GUIDES / "README.md":  # it only starts and ends the engines of the other pages
+        monkeypatch.setattr(aioengine, "Engine", fake_engine)
+        monkeypatch.setattr(aioengine, "AsyncEngine", fake_async_engine)
     await run_pieces(page, {"engine": engine, "llm": llm, "asyncio": asyncio})
 
 

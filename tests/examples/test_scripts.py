@@ -43,7 +43,7 @@ SCRIPTS = {
     "13_reinforcement.py": r"default: mean reward 0\.\d+\nstep-1: .*step-5: mean reward 0\.\d+",
 }
 ALONE = "03_async.py"
-"""Runs in a process of its own. The others run in the process of the tests, because imports take seconds."""
+"""Also runs in a process of its own. All run in the process of the tests, because imports take seconds."""
 OWN_ENGINES = ("12_quantization.py", "13_reinforcement.py")
 """The other scripts share an engine, because each start takes seconds."""
 TRAINED = {
@@ -66,6 +66,7 @@ def test_an_example_is_short(name: str) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_script_runs_in_a_process_of_its_own() -> None:
     """In Python's development mode, with warnings as errors."""
     command = [sys.executable, "-X", "dev", "-W", "error", str(EXAMPLES / ALONE)]
@@ -103,7 +104,7 @@ def llm() -> Iterator[Engine]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in (ALONE, *OWN_ENGINES)])
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in OWN_ENGINES])
 def test_a_script_runs_on_a_shared_engine(
     name: str, llm: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from PIL import Image
 
 from aioengine import AsyncEngine
 from aioengine.frontend.engine_parts import Blueprint
 from aioengine.media.tokens._base import find_image_model
+from aioengine.protocol.messages import Submit
 from aioengine.settings.config import MediaConfig, TextSettings
 from aioengine.testing.fake_engine import FakeSetup
 from aioengine.tokenization.tokenizer import Tokenizer
@@ -62,3 +64,17 @@ def intake(engine: AsyncEngine) -> Any:
 
 def media_folder(engine: AsyncEngine) -> Path:
     return Path(intake(engine)._folder.path)
+
+
+def record_submits(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[Submit]:
+    """Return a list that gets the requests that reach the processes."""
+    found: list[Submit] = []
+    submitter = engine._run.frontend.calls.submitter
+    send = submitter._send
+
+    def record(submits: list[Submit]) -> None:
+        found.extend(submits)
+        send(submits)
+
+    monkeypatch.setattr(submitter, "_send", record)
+    return found

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from tests.kit.constrained_answers import constrained_engine
 from tests.openai_api.serving import Served, served
 from tests.openai_api.test_tools import ANSWERS
+
+if TYPE_CHECKING:
+    import anthropic
 
 TOOLS: Any = [
     {
@@ -31,6 +33,8 @@ def server() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Iterator[anthropic.Anthropic]:
+    import anthropic  # takes two seconds, and all workers read this file
+
     with anthropic.Anthropic(base_url=server.url, api_key="secret", max_retries=0) as client:
         yield client
 
@@ -98,6 +102,8 @@ def test_streamed_message_equals_the_whole_one(client: anthropic.Anthropic) -> N
 
 
 def test_errors_have_the_form_of_anthropic(server: Served, client: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match="temperature"):
         client.messages.create(model="fake", max_tokens=3, messages=messages("Hi"), extra_body={"temperature": 9})
     with pytest.raises(anthropic.NotFoundError):

@@ -139,7 +139,7 @@ def test_vectors_and_scores_use_the_adapter(engine: Engine, case: Case) -> None:
     assert scores[0] != scores[1]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_slot_and_few_pages_give_the_same_tokens(case: Case, num_ranks: int, tmp_path: Path) -> None:
     folder = save_adapter(demo_model(), tmp_path / "short-lived")
     few = {**ARGUMENTS, "max_total_tokens": 160, "chunked_prefill_size": 16, "max_running_requests": 4}
@@ -239,7 +239,7 @@ def test_wrong_tensors_of_an_adapter_are_refused(engine: Engine, case: Case) -> 
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), {"dp_size": 2, "load_balance_method": "round_robin"}]
+    "options", [{}, pytest.param({"dp_size": 2, "load_balance_method": "round_robin"}, marks=pytest.mark.slow)]
 )
 async def test_adapter_by_tensor_survives_a_lost_scheduler(case: Case, options: dict[str, Any]) -> None:
     limits = {"max_lora_rank": 16, "lora_target_modules": "all", "enable_lora": True}

@@ -60,7 +60,14 @@ def run(closed: str, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
 
 
-@pytest.mark.parametrize(("program", "closed"), [*((SYNC, closed) for closed in CLOSED), (ASYNC, CLOSED[-1])])
+@pytest.mark.parametrize(
+    ("program", "closed"),
+    [
+        *(pytest.param(SYNC, closed, marks=pytest.mark.slow) for closed in CLOSED[:-1]),
+        (SYNC, CLOSED[-1]),
+        (ASYNC, CLOSED[-1]),
+    ],
+)
 def test_an_engine_works_and_its_children_have_streams_of_their_own(program: str, closed: str, tmp_path: Path) -> None:
     written = tmp_path / "written"
     done = run(closed, "-c", program, str(written))

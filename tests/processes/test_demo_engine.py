@@ -97,9 +97,8 @@ def test_batch_cache_and_order_change_nothing(engine: Engine, alone: list[tuple[
     assert engine.generate(PROMPTS[5], SAMPLINGS[5])["meta_info"]["cached_tokens"] > 0
 
 
-@pytest.mark.parametrize(
-    "way", [*(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[:2]), WAYS[2]], ids=lambda way: next(iter(way))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
 def test_chunks_pages_and_want_of_memory_change_nothing(
     way: dict[str, object], alone: list[tuple[str, list[int], object]]
 ) -> None:
@@ -231,6 +230,7 @@ def test_a_running_decode_advances_while_a_long_prompt_is_computed(engine: Engin
 ADDED_TOKEN = {"content": "<end>", "special": True}
 
 
+@pytest.mark.slow
 def test_an_added_end_of_text_is_sampled_and_ends_the_answer(tmp_path: Path) -> None:
     num_ids = num_token_ids(str(DEMO_MODEL))
     save_model("llama", tmp_path, vocab_size=num_ids + 28)

@@ -107,5 +107,6 @@ def test_prefix_hits_change_no_adapters_vectors_or_logprobs(engine: Engine, adap
     assert (hit["cached_tokens"], other["cached_tokens"]) == (2 * SPAN, 0)
 
 
+@pytest.mark.slow
 def test_request_continues_after_its_scheduler_is_killed(engine: Engine) -> None:
     check_killed_schedulers(engine, PROMPT)

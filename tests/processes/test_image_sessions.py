@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from aioengine import AsyncEngine, EngineOverloadedError
 from aioengine.protocol.messages import Submit
-from tests.kit.image_engine import FEATURES, LLAVA, blueprint, intake, picture, png
+from tests.kit.image_engine import FEATURES, LLAVA, blueprint, intake, picture, png, record_submits
 from tests.kit.image_models import token_id, write_image_folder
 from tests.kit.waiting import until
 
@@ -33,17 +33,7 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 @pytest.fixture
 def submitted(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[Submit]:
-    """The requests that reach the processes."""
-    found: list[Submit] = []
-    submitter = engine._run.frontend.calls.submitter
-    send = submitter._send
-
-    def record(submits: list[Submit]) -> None:
-        found.extend(submits)
-        send(submits)
-
-    monkeypatch.setattr(submitter, "_send", record)
-    return found
+    return record_submits(engine, monkeypatch)
 
 
 def kept(engine: AsyncEngine) -> list[int]:

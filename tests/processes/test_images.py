@@ -39,7 +39,17 @@ from aioengine.settings.config import MediaConfig
 from aioengine.testing.fake_engine import FakeSetup
 from aioengine.tokenization.tokenizer import Tokenizer
 from aioengine.transport.addresses import PrivateDirectory
-from tests.kit.image_engine import FEATURES, LIMITS, LLAVA, blueprint, intake, media_folder, picture, png
+from tests.kit.image_engine import (
+    FEATURES,
+    LIMITS,
+    LLAVA,
+    blueprint,
+    intake,
+    media_folder,
+    picture,
+    png,
+    record_submits,
+)
 from tests.kit.image_models import FAMILIES, token_id, write_image_folder
 from tests.kit.source import ROOT
 from tests.kit.waiting import until
@@ -61,17 +71,7 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 @pytest.fixture
 def submitted(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[Submit]:
-    """The requests that reach the processes."""
-    found: list[Submit] = []
-    submitter = engine._run.frontend.calls.submitter
-    send = submitter._send
-
-    def record(submits: list[Submit]) -> None:
-        found.extend(submits)
-        send(submits)
-
-    monkeypatch.setattr(submitter, "_send", record)
-    return found
+    return record_submits(engine, monkeypatch)
 
 
 SHORT = {"max_new_tokens": 4, "temperature": 0}
@@ -159,6 +159,16 @@ async def test_streams_and_constraints_work_as_without_images(engine: AsyncEngin
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
 
 
+@pytest.fixture(scope="module")
+def stand_ins() -> dict[bytes, bytes]:
+    """The bytes of images, which are long, by words for them in parameters."""
+    return {
+        b"PICTURE": png(picture(8)),
+        b"LARGE": png(Image.new("RGB", (2000, 2000))),
+        b"CUT": png(picture(9))[:-200],
+    }
+
+
 @pytest.mark.parametrize(
     ("prompt", "images", "words"),
     [
@@ -181,12 +191,9 @@ async def test_streams_and_constraints_work_as_without_images(engine: AsyncEngin
         ("<image>", b"CUT", "it cannot be decoded: OSError"),
     ],
 )
-async def test_invalid_image_is_reported(engine: AsyncEngine, prompt: str, images: object, words: str) -> None:
-    stand_ins = {
-        b"PICTURE": png(picture(8)),
-        b"LARGE": png(Image.new("RGB", (2000, 2000))),
-        b"CUT": png(picture(9))[:-200],
-    }
+async def test_invalid_image_is_reported(
+    engine: AsyncEngine, stand_ins: dict[bytes, bytes], prompt: str, images: object, words: str
+) -> None:
     if isinstance(images, list):
         images = [stand_ins.get(entry, entry) for entry in images]
     elif isinstance(images, bytes):
@@ -515,13 +522,12 @@ async def test_paths_must_lie_in_the_allowed_folder(folder: Path, tmp_path: Path
         os.kill(pid, 0)
 
 
-async def test_prompts_of_gemma_get_line_breaks_around_their_images(tmp_path: Path) -> None:
+async def test_prompts_of_gemma_get_line_breaks_around_their_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_image_folder(tmp_path, FAMILIES["gemma3"])
     async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
-        found: list[Submit] = []
-        submitter = engine._run.frontend.calls.submitter
-        submit = submitter._send
-        submitter._send = lambda submits: (found.extend(submits), submit(submits))
+        found = record_submits(engine, monkeypatch)
         for prompt in ("a\n<start_of_image>b", "a\n\n\n<start_of_image><image_soft_token><end_of_image>\n\nb"):
             out = await engine.async_generate(prompt, SHORT, image_data=png(picture(900)))
             assert out["meta_info"]["image_tokens"] == 4

@@ -72,10 +72,8 @@ def save_rounded(folder: Path, method: str, group: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("method", "group", "num_ranks"),
-    [pytest.param("int8", 0, 1, marks=pytest.mark.slow), ("int4", 64, 1), ("int4", 64, 2)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "group", "num_ranks"), [("int8", 0, 1), ("int4", 64, 1), ("int4", 64, 2)])
 def test_quantization_while_loading_gives_the_answers_of_rounded_weights(
     method: str, group: int, num_ranks: int, tmp_path: Path
 ) -> None:

@@ -221,7 +221,12 @@ def build_once(settings: Settings, report: Callable[..., None]) -> FakeRunner:
 
 @process
 @pytest.mark.parametrize(
-    ("how", "words"), [("vanish", "exited with code 9"), ("fail", "somebody else took it"), ("sleep", "was not ready")]
+    ("how", "words"),
+    [
+        ("vanish", "exited with code 9"),
+        ("sleep", "was not ready"),
+        pytest.param("fail", "somebody else took it", marks=pytest.mark.slow),
+    ],
 )
 async def test_failed_replacements_count_as_restarts(
     how: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -429,7 +434,7 @@ async def test_totals_never_decrease_and_nothing_leaks() -> None:
 
 
 @process
-@pytest.mark.parametrize("max_restarts", [1, 3])
+@pytest.mark.parametrize("max_restarts", [1, pytest.param(3, marks=pytest.mark.slow)])
 async def test_request_that_kills_its_process_ends_alone(max_restarts: int) -> None:
     """The texts of all other running and waiting requests do not change."""
     answers = {**ANSWERS, "": "x" * 50}

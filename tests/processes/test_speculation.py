@@ -117,7 +117,9 @@ def plain(folders: Folders) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=[pytest.param("NGRAM", marks=pytest.mark.slow), "STANDALONE", "EAGLE3"])
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(name, marks=pytest.mark.slow) for name in ("NGRAM", "STANDALONE")), "EAGLE3"]
+)
 def algorithm(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -225,6 +227,7 @@ def test_a_plan_counts_the_draft_model(folders: Folders) -> None:
     assert with_head.kv_bytes_per_token > plain.kv_bytes_per_token * 5 // 4
 
 
+@pytest.mark.slow
 def test_layers_for_multi_token_prediction_of_the_model_propose_drafts(tmp_path: Path) -> None:
     model: Any = save_model("deepseek_v3", tmp_path, num_hidden_layers=3)
     save_with_mtp(model, tmp_path)

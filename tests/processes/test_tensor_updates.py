@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import pytest_asyncio
 import torch
 from safetensors.torch import load_file
 
-from aioengine import RequestError
+from aioengine import AsyncEngine, RequestError
 from aioengine.frontend.controls import Controls
 from aioengine.protocol.weight_messages import LOAD_WEIGHTS
 from tests.kit.waiting import until
@@ -19,6 +21,7 @@ from tests.kit.weight_versions import Reference
 from tests.processes.weight_streams import (
     PROMPT,
     PROMPTS,
+    begin,
     engine_of,
     kill_scheduler,
     live,
@@ -31,8 +34,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
-
-    from aioengine import AsyncEngine
 
 pytestmark = pytest.mark.process
 
@@ -48,30 +49,37 @@ def buckets(tensors: dict[str, Tensor], size: int = 6) -> list[list[tuple[str, T
     return [pairs[start : start + size] for start in range(0, len(pairs), size)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tp_size": 2},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"dp_size": 2, "load_balance_method": "round_robin"}, marks=pytest.mark.slow),
-    ],
-)
+async def check_running_requests(
+    engine: AsyncEngine, tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    tasks = [started(engine, prompt, 200) for prompt in PROMPTS]
+    await until_tokens(engine, 30)
+    transposed = {name: tensor.t().contiguous().t() for name, tensor in tensors["v2"].items() if tensor.dim() == 2}
+    result = await engine.update_weights_from_tensor({**tensors["v2"], **transposed}, weight_version="v2")
+    assert result == (True, "", 3)
+    await until_tokens(engine, 120)
+    assert await engine.begin_weight_update()
+    for bucket in buckets(tensors["v3"]):
+        assert await engine.update_weights_from_tensor(bucket)
+    assert await engine.end_weight_update(weight_version="v3") == (True, "")
+    for prompt, task in zip(PROMPTS, tasks, strict=True):
+        assert reference.check(prompt, await task) == ["default", "v2", "v3"]
+
+
+@live
 async def test_tensors_replace_the_weights_of_running_requests(
+    engine: AsyncEngine, tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    await check_running_requests(engine, tensors, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"tp_size": 2}, {"dp_size": 2, "load_balance_method": "round_robin"}])
+async def test_tensors_replace_the_weights_of_all_ranks_and_replicas(
     versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference, options: dict[str, Any]
 ) -> None:
     async with engine_of(versions, **options) as engine:
-        tasks = [started(engine, prompt, 200) for prompt in PROMPTS]
-        await until_tokens(engine, 30)
-        transposed = {name: tensor.t().contiguous().t() for name, tensor in tensors["v2"].items() if tensor.dim() == 2}
-        result = await engine.update_weights_from_tensor({**tensors["v2"], **transposed}, weight_version="v2")
-        assert result == (True, "", 3)
-        await until_tokens(engine, 120)
-        assert await engine.begin_weight_update()
-        for bucket in buckets(tensors["v3"]):
-            assert await engine.update_weights_from_tensor(bucket)
-        assert await engine.end_weight_update(weight_version="v3") == (True, "")
-        for prompt, task in zip(PROMPTS, tasks, strict=True):
-            assert reference.check(prompt, await task) == ["default", "v2", "v3"]
+        await check_running_requests(engine, tensors, reference)
 
 
 @live
@@ -155,26 +163,33 @@ async def test_checkpoint_ends_an_open_update(
     assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
 
 
-async def test_kept_tensors_are_loaded_again_after_a_loss(
-    versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
-) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def keeping(versions: dict[str, Path]) -> AsyncIterator[AsyncEngine]:
+    """An engine that keeps copies of new weights."""
     async with engine_of(versions, enable_weights_cpu_backup=True) as engine:
-        task = started(engine, PROMPT, 240)
-        await until_tokens(engine, 10)
-        assert await engine.update_weights_from_tensor(tensors["v2"], weight_version="v2")
-        assert await engine.begin_weight_update()
-        for bucket in buckets(tensors["v3"]):
-            assert await engine.update_weights_from_tensor(bucket)
-        assert await engine.end_weight_update(weight_version="v3")
-        await until_tokens(engine, 30)
-        kill_scheduler(engine)
-        assert reference.check(PROMPT, await task)[-1] == "v3"
-        assert engine.stats()["num_restarts"] == 1
-        name = "model.norm.weight"
-        assert await engine.update_weights_from_tensor([(name, tensors["v3"][name])], weight_version="v3")
-        kill_scheduler(engine)
-        await until(lambda: engine.stats()["num_restarts"] == 2)
-        assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
+        yield engine
+
+
+@live
+async def test_kept_tensors_are_loaded_again_after_a_loss(
+    keeping: AsyncEngine, versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
+) -> None:
+    engine = keeping
+    await begin(engine, versions)
+    task = started(engine, PROMPT, 240)
+    await until_tokens(engine, 10)
+    assert await engine.update_weights_from_tensor(tensors["v2"], weight_version="v2")
+    assert await engine.begin_weight_update()
+    for bucket in buckets(tensors["v3"]):
+        assert await engine.update_weights_from_tensor(bucket)
+    assert await engine.end_weight_update(weight_version="v3")
+    name = "model.norm.weight"
+    assert await engine.update_weights_from_tensor([(name, tensors["v3"][name])], weight_version="v3")
+    await until_tokens(engine, 30)
+    kill_scheduler(engine)
+    assert reference.check(PROMPT, await task)[-1] == "v3"
+    assert total(engine, "num_restarts") == 1
+    assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
 
 
 @live
@@ -217,13 +232,14 @@ async def test_update_is_not_open_after_the_loss_of_its_process(
     assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["default"]
 
 
-@pytest.mark.parametrize("keeps", [pytest.param(False, marks=pytest.mark.slow), True])
+@live
 async def test_update_whose_caller_is_cancelled_is_finished(
+    engine: AsyncEngine,
+    keeping: AsyncEngine,
     versions: dict[str, Path],
     tensors: dict[str, dict[str, Tensor]],
     reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
-    keeps: bool,
 ) -> None:
     is_sent = asyncio.Event()
     ask = Controls.ask
@@ -234,14 +250,16 @@ async def test_update_whose_caller_is_cancelled_is_finished(
         return ask(controls, name, *arguments, **options)
 
     monkeypatch.setattr(Controls, "ask", noted)
-    async with engine_of(versions, enable_weights_cpu_backup=keeps) as engine:
-        update = asyncio.create_task(engine.update_weights_from_tensor(tensors["v2"], weight_version="v2"))
+    for one in (engine, keeping):
+        await begin(one, versions)
+        is_sent.clear()
+        update = asyncio.create_task(one.update_weights_from_tensor(tensors["v2"], weight_version="v2"))
         await is_sent.wait()
         update.cancel()
-        assert await engine.update_weights_from_tensor(tensors["v3"], weight_version="v3")
+        assert await one.update_weights_from_tensor(tensors["v3"], weight_version="v3")
         assert update.cancelled()
-        assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
-        assert engine.stats()["num_restarts"] == 0
+        assert reference.check(PROMPT, await started(one, PROMPT, 20)) == ["v3"]
+        assert total(one, "num_restarts") == 0
 
 
 @pytest.mark.slow

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -21,7 +23,16 @@ from tests.kit.adapter_files import write_adapter
 from tests.kit.waiting import wait_until
 from tests.kit.weight_versions import GREEDY, Reference
 from tests.openai_api.serving import served
-from tests.processes.weight_streams import PROMPT, PROMPTS, engine_of, kill_scheduler, started, until_tokens
+from tests.processes.weight_streams import (
+    PROMPT,
+    PROMPTS,
+    engine_of,
+    kill_scheduler,
+    live,
+    started,
+    total,
+    until_tokens,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,28 +49,36 @@ def saved(folder: Path, original: Path, tensors: dict[str, Tensor]) -> Path:
     return folder
 
 
-async def test_session_continues_with_new_weights(versions: dict[str, Path], reference: Reference) -> None:
-    async with engine_of(versions) as engine:
-        session = await engine.open_session()
-        history: list[int] = []
-        parent: str | None = None
-        for version in ("default", "v2", "v3"):
-            if version != "default":
-                assert await engine.update_weights_from_disk(versions[version], weight_version=version)
-            answer = await engine.async_generate(
-                input_ids=PROMPT,
-                sampling_params={**GREEDY, "max_new_tokens": 20},
-                session_params={"id": session, "rid": parent},
-            )
-            history += PROMPT
-            assert reference.check(history, answer) == [version]
-            history += answer["output_ids"]
-            parent = answer["meta_info"]["id"]
-        task = started(engine, PROMPT, 150, session_params={"id": session, "rid": parent})
-        await until_tokens(engine, engine.stats()["output_tokens"] + 10)
-        assert await engine.update_weights_from_disk(versions["default"], weight_version="default")
-        kill_scheduler(engine)
-        assert reference.check(history + PROMPT, await task) == ["v3", "default"]
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_engine(versions: dict[str, Path]) -> AsyncIterator[AsyncEngine]:
+    async with engine_of(versions, enable_lora=True, max_lora_rank=4, lora_target_modules="all") as engine:
+        yield engine
+
+
+@live
+async def test_session_continues_with_new_weights(
+    engine: AsyncEngine, versions: dict[str, Path], reference: Reference
+) -> None:
+    session = await engine.open_session()
+    history: list[int] = []
+    parent: str | None = None
+    for version in ("default", "v2", "v3"):
+        if version != "default":
+            assert await engine.update_weights_from_disk(versions[version], weight_version=version)
+        answer = await engine.async_generate(
+            input_ids=PROMPT,
+            sampling_params={**GREEDY, "max_new_tokens": 20},
+            session_params={"id": session, "rid": parent},
+        )
+        history += PROMPT
+        assert reference.check(history, answer) == [version]
+        history += answer["output_ids"]
+        parent = answer["meta_info"]["id"]
+    task = started(engine, PROMPT, 150, session_params={"id": session, "rid": parent})
+    await until_tokens(engine, total(engine, "output_tokens") + 10)
+    assert await engine.update_weights_from_disk(versions["default"], weight_version="default")
+    kill_scheduler(engine)
+    assert reference.check(history + PROMPT, await task) == ["v3", "default"]
 
 
 def merged(model: Path, adapter: Path, folder: Path) -> Path:
@@ -72,31 +91,32 @@ def merged(model: Path, adapter: Path, folder: Path) -> Path:
     return saved(folder, model, tensors)
 
 
+@live
 @pytest.mark.parametrize("by_tensor", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_adapters_change_the_new_weights(
-    versions: dict[str, Path], reference: Reference, tmp_path: Path, by_tensor: bool
+    engine: AsyncEngine, versions: dict[str, Path], reference: Reference, tmp_path: Path, by_tensor: bool
 ) -> None:
     adapter = write_adapter(tmp_path / "adapter", versions["default"], rank=4, seed=3)
     folders = {name: merged(versions[name], adapter, tmp_path / name) for name in ("default", "v2")}
     adapted = Reference(folders)
-    limits: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": "all"}
-    async with engine_of(versions, **limits) as engine:
-        if by_tensor:
-            config = json.loads((adapter / "adapter_config.json").read_text())
-            assert await engine.load_lora_adapter_from_tensors("own", load_file(adapter / TENSORS), config)
-        else:
-            assert await engine.load_lora_adapter("own", adapter)
-        tasks = [started(engine, prompt, 150, lora_path="own") for prompt in PROMPTS]
-        plain = [started(engine, prompt, 150) for prompt in PROMPTS]
-        await until_tokens(engine, 60)
-        assert await engine.update_weights_from_disk(versions["v2"], weight_version="v2")
-        for prompt, task, other in zip(PROMPTS, tasks, plain, strict=True):
-            assert adapted.check(prompt, await task) == ["default", "v2"]
-            assert reference.check(prompt, await other) == ["default", "v2"]
-        kill_scheduler(engine)
-        assert adapted.check(PROMPT, await started(engine, PROMPT, 20, lora_path="own")) == ["v2"]
+    if by_tensor:
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        assert await engine.load_lora_adapter_from_tensors("own", load_file(adapter / TENSORS), config)
+    else:
+        assert await engine.load_lora_adapter("own", adapter)
+    tasks = [started(engine, prompt, 150, lora_path="own") for prompt in PROMPTS]
+    plain = [started(engine, prompt, 150) for prompt in PROMPTS]
+    await until_tokens(engine, 60)
+    assert await engine.update_weights_from_disk(versions["v2"], weight_version="v2")
+    for prompt, task, other in zip(PROMPTS, tasks, plain, strict=True):
+        assert adapted.check(prompt, await task) == ["default", "v2"]
+        assert reference.check(prompt, await other) == ["default", "v2"]
+    kill_scheduler(engine)
+    assert adapted.check(PROMPT, await started(engine, PROMPT, 20, lora_path="own")) == ["v2"]
+    assert await engine.unload_lora_adapter("own")
 
 
+@pytest.mark.slow
 def test_http_streams_continue_with_new_weights(tmp_path: Path) -> None:
     tensors = load_file(DEMO_MODEL / WEIGHTS)
     layer = next(name for name in sorted(tensors) if name.endswith("o_proj.weight"))

@@ -108,14 +108,8 @@ async def test_cancelled_call_logs_no_error_when_it_fails_later(
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dp_size": 2, "load_balance_method": "round_robin"},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"tp_size": 2}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"dp_size": 2, "load_balance_method": "round_robin"}, {"tp_size": 2}])
 async def test_kept_broadcasts_are_loaded_again_after_a_loss(
     options: dict[str, Any], versions: dict[str, Path], reference: Reference
 ) -> None:

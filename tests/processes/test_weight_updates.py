@@ -225,6 +225,7 @@ async def test_all_ranks_and_replicas_get_the_new_weights(
             assert reference.check(prompt, await task) == ["default", "v2"]
 
 
+@pytest.mark.slow
 def test_engine_for_synchronous_code_updates_weights(versions: dict[str, Path], reference: Reference) -> None:
     with Engine(model_path=str(versions["default"]), **ARGUMENTS) as engine:
         assert engine.update_weights_from_disk(str(versions["v2"]), weight_version="v2").success

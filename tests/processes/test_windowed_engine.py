@@ -69,6 +69,7 @@ def test_sessions_keep_the_window_of_their_next_turn(engine: Engine) -> None:
     assert engine.flush_cache()
 
 
+@pytest.mark.slow
 def test_recovered_engine_has_a_pool_of_the_same_size(engine: Engine) -> None:
     check_killed_schedulers(engine, PROMPT)
     assert engine.get_server_info()["max_total_num_tokens"] == POOL

@@ -136,7 +136,9 @@ def search_options(
     penalty = checks.number("length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     for name in sampling:
         if not is_sampling_parameter(name):
-            raise _unknown(name)
+            hint = our_way(name) or checks.did_you_mean(name, (*OWN, *ALWAYS, *IF_PROCESSED))
+            known = f"beam_search takes {', '.join(OWN)}, {_TAKEN}"
+            raise TypeError(f"unexpected argument {checks.shown(name)}{hint}: {known}")
     params = SamplingParams.parse({**sampling, "max_new_tokens": length})
     set_params = {name: value for name, value in sampling.items() if value is not None}
     own = SamplingParams.__table__.by_own_names(set_params)
@@ -149,11 +151,6 @@ def search_options(
     step: dict[str, object] = {"temperature": 0, "repetition_penalty": 1.0}
     step |= {name: own[name] for name in IF_PROCESSED if name in own}
     return SearchOptions(width, penalty, params, {**step, "max_new_tokens": 1, "ignore_eos": True})
-
-
-def _unknown(name: str) -> TypeError:
-    hint = our_way(name) or checks.did_you_mean(name, (*OWN, *ALWAYS, *IF_PROCESSED))
-    return TypeError(f"unexpected argument {checks.shown(name)}{hint}: beam_search takes {', '.join(OWN)}, {_TAKEN}")
 
 
 def _check_prompt(prompt: object) -> None:

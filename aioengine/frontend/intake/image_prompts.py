@@ -15,7 +15,7 @@ from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, MediaIds
 from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt
 from aioengine.media.intake.sources import NOT_TRUNCATED, ImageSource, check_number
-from aioengine.media.placeholders import ImageIds, check_count, image_ids, placed
+from aioengine.media.placeholders import check_count, image_ids, placed
 from aioengine.protocol.messages import Media
 from aioengine.settings.machine import num_threads
 from aioengine.supervision.tasks import WorkerThread
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.calls.call import Call
     from aioengine.frontend.intake.encoder import Encoded, Encoder
     from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.media.tokens._base import ImageModel, ImageShape
+    from aioengine.media.tokens._base import ImageModel
 
 MAX_AHEAD: Final = 16
 """Prompts of a batch whose images are prepared at the same time."""
@@ -175,8 +175,10 @@ class PromptImages:
                 self._begin(call, index, sources)
 
     def _placed(self, encoded: list[int], images: ImagesOfPrompt) -> MediaIds | ValueError:
+        tokenize = self._tokenize if self._encoder.has_tokenizer else None
+        shapes = [file.shape for file in images.prepared if file.shape is not None]
         try:
-            tokens = [self._image_ids(file.shape) for file in images.prepared if file.shape is not None]
+            tokens = [image_ids(self._family.expansion(shape), self.placeholder_id, tokenize) for shape in shapes]
             ids, starts = placed(encoded, self.placeholder_id, tokens)
         except ValueError as error:
             return error
@@ -186,10 +188,6 @@ class PromptImages:
             if file.shape is not None
         ]
         return MediaIds(ids, media)
-
-    def _image_ids(self, shape: ImageShape) -> ImageIds:
-        tokenize = self._tokenize if self._encoder.has_tokenizer else None
-        return image_ids(self._family.expansion(shape), self.placeholder_id, tokenize)
 
     def _tokenize(self, text: str) -> list[int]:
         if text not in self._ids_of_text:

@@ -74,7 +74,7 @@ def _cubic(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 def find_order() -> RowsFirst | None:
     """Return when the installed Pillow resizes rows before columns; None if it matches no known order."""
-    return next((order for order in (_never, _if_rows_shrink_more) if _matches(order)), None)
+    return next((order for order in (lambda *_: False, _if_rows_shrink_more) if _matches(order)), None)
 
 
 def _matches(rows_first: RowsFirst) -> bool:
@@ -91,10 +91,6 @@ def _matches(rows_first: RowsFirst) -> bool:
         if not np.array_equal(resized, np.asarray(expected)):
             return False
     return True
-
-
-def _never(_height: int, _width: int, _new_height: int, _new_width: int) -> bool:
-    return False
 
 
 def _if_rows_shrink_more(height: int, width: int, new_height: int, new_width: int) -> bool:

@@ -205,11 +205,13 @@ class DraftModel:
                 self._is_full[np.array(new) + FIRST_PAGE] = False
 
     def compute(self, spans: list[tuple[DraftedRequest, int]]) -> None:
-        """Compute the known tokens of these requests up to the given numbers of positions."""
+        """Compute the known tokens of these requests up to the given numbers of positions, or the first of these tokens
+        if they are too many for a step.
+        """
         spans = [(drafted, min(end, self._num_computable(drafted))) for drafted, end in spans]
         missing = [(drafted, end) for drafted, end in spans if drafted.num_computed < end <= drafted.max_length]
         if missing:
-            self._extend(missing)
+            self._extend(sorted(missing, key=lambda span: span[1] - span[0].num_computed))
 
     def can_follow(self, drafted: DraftedRequest, num_unknown: int) -> bool:
         """Return whether there can be drafts after ``num_unknown`` more tokens, with few tokens to compute first."""
@@ -227,9 +229,23 @@ class DraftModel:
         return not self._lag or row.count - row.num_drafts == 1
 
     def propose(self, planned: list[PlannedDrafts]) -> ProposedDrafts | None:
-        """Return the drafts of the requests; None: there are none."""
-        planned = [one for one in planned if one.length + one.count <= one.drafted.max_length]
-        return self._propose(planned) if planned else None
+        """Return the drafts of the requests; None: there are none. If too many tokens before the drafts of a request
+        are missing, some of them are computed instead.
+        """
+        ready: list[PlannedDrafts] = []
+        behind: list[tuple[DraftedRequest, int]] = []
+        left = self._parts.max_tokens
+        for one in planned:
+            if one.length + one.count > one.drafted.max_length:
+                continue
+            num_missing = max(one.length - self._lag - one.drafted.num_computed, 1)
+            if num_missing > left:
+                behind.append((one.drafted, one.length))
+            else:
+                ready.append(one)
+                left -= num_missing
+        self.compute(behind)
+        return self._propose(ready) if ready else None
 
     def _propose(self, planned: list[PlannedDrafts]) -> ProposedDrafts:
         """Sample the first draft of all requests, then the second, and so on: in graphs, or by ``_forward``."""
@@ -343,26 +359,23 @@ class DraftModel:
         self._parts.kv_pool.clean(pages)
 
     def _extend(self, spans: list[tuple[DraftedRequest, int]]) -> Tensor:
-        """Compute each request up to a number of positions, which is larger than ``num_computed``. Return the hidden
-        states [N, D] of their last positions.
+        """Compute each request up to a number of positions, which is larger than ``num_computed``, but only as many
+        positions of the first requests as fit into a step. Return the hidden states [N, D] of their last ones.
         """
-        states: dict[int, Tensor] = {}
-        while left := [i for i, (drafted, end) in enumerate(spans) if drafted.num_computed < end]:
-            missing = np.array([spans[i][1] - spans[i][0].num_computed for i in left], dtype=np.int64)
-            counts = np.diff(missing.cumsum().clip(max=self._parts.max_tokens), prepend=0)
-            counts = counts[counts > 0]  # of the first requests, as many as fit
-            chosen = [spans[i][0] for i in left[: len(counts)]]
-            starts = np.array([drafted.num_computed for drafted in chosen], dtype=np.int64)
-            ends = starts + counts
-            ids = [
-                drafted.token_ids[start + self._lag : end + self._lag]
-                for drafted, start, end in zip(chosen, starts.tolist(), ends.tolist(), strict=True)
-            ]
-            hidden = self._forward(self._rows([drafted.row for drafted in chosen], starts, ends, ids))
-            for i, drafted, end, state in zip(left, chosen, ends.tolist(), hidden, strict=False):
-                self._advance(drafted, end)
-                states[i] = state
-        return torch.stack([states[i] for i in range(len(spans))])
+        missing = np.array([end - drafted.num_computed for drafted, end in spans], dtype=np.int64)
+        counts = np.diff(missing.cumsum().clip(max=self._parts.max_tokens), prepend=0)
+        counts = counts[counts > 0]
+        chosen = [drafted for drafted, _ in spans[: len(counts)]]
+        starts = np.array([drafted.num_computed for drafted in chosen], dtype=np.int64)
+        ends = starts + counts
+        ids = [
+            drafted.token_ids[start + self._lag : end + self._lag]
+            for drafted, start, end in zip(chosen, starts.tolist(), ends.tolist(), strict=True)
+        ]
+        hidden = self._forward(self._rows([drafted.row for drafted in chosen], starts, ends, ids))
+        for drafted, end in zip(chosen, ends.tolist(), strict=True):
+            self._advance(drafted, end)
+        return hidden
 
     def _num_computable(self, drafted: DraftedRequest) -> int:
         """Return the number of positions that can be computed from the known tokens."""

@@ -1,4 +1,4 @@
-"""The drafts of a step: proposes them before the step, and keeps the tokens of open requests for it.
+"""The drafts of a step: a draft model proposes them before the step, or the scheduler has looked up n-grams.
 
 The scheduler plans how many drafts a row may have, and assumes that all are accepted. The runner proposes up to this
 number. It computes the row with the proposed tokens like a part of a prompt, and samples a token at each position: the
@@ -10,7 +10,8 @@ step.
 
 Drafts may follow drafts of the step in flight: the device accepts them, and its graphs correct the positions. N-grams
 may also follow a step without drafts. They are looked up without the tokens in flight, see ``NgramProposer.propose``.
-If the graphs cannot do this, the host waits for the step in flight before it proposes, except if no n-gram is found.
+If the graphs cannot do this, the host waits for the step in flight before it proposes. N-grams that do not follow the
+token of this step are then left out.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from msgspec.structs import replace
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.sampling.sampler import FAILED
 from aioengine.runner.speculation.draft_model import DraftedRequest, DraftModel, PlannedDrafts
-from aioengine.runner.speculation.ngram import NgramProposer
-from aioengine.runner.ticket import OpenDrafts, StepDrafts, Ticket
+from aioengine.runner.ticket import NO_DRAFTS, OpenDrafts, StepDrafts, Ticket
 from aioengine.scheduler.plan import NewRow, Row
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class DraftRows:
 
     def __init__(self, table: RowTable, model: DraftModel | None = None, *, with_grammars: bool) -> None:
         """model: None: drafts are n-grams.
-        with_grammars: propose drafts for requests with a grammar. Not with several steps in flight, because a row in
-        flight may then sample a forced token again.
+        with_grammars: the model proposes drafts for requests with a grammar. Not with several steps in flight, because
+        a row in flight may then sample a forced token again.
         """
         self._table = table
         self._requests = table.requests
@@ -48,18 +48,16 @@ class DraftRows:
         self._with_grammars = with_grammars
         self._open: dict[int, OpenDrafts] = {}
         self._launched: list[Ticket] = []  # steps whose tokens are not recorded
+        self._num_planned = 0  # steps with planned drafts that are not collected
+        self._has_marks = False  # ``RowTable.is_unread`` is set
         self._max_tokens = sys.maxsize  # with drafts, a step does not become larger than the largest CUDA graph
 
     def open(self, opened: NewRow, request: RequestRow) -> None:
         """Open a request, or open it again."""
         drafted = None if self._model is None else self._model.open(opened, request)
         if opened.kind is RequestKind.GENERATE:
-            tokens: NgramProposer | DraftedRequest | None = None
-            if self._with_grammars or opened.sampling.grammar is None:
-                tokens = drafted
-                if self._model is None:
-                    tokens = NgramProposer(opened.token_ids.copy(), first=opened.num_prompt if opened.embeds else 0)
-            self._open[opened.uid] = OpenDrafts(tokens)
+            is_allowed = self._with_grammars or opened.sampling.grammar is None
+            self._open[opened.uid] = OpenDrafts(drafted if is_allowed else None)
 
     def close(self, uid: int) -> None:
         """Close a request. An unknown uid is ignored."""
@@ -73,6 +71,13 @@ class DraftRows:
         if self._model is not None:
             self._model.capture_graphs(vocab_size, max_rows, report)
 
+    def is_plain(self, rows: list[Row]) -> bool:
+        """Return whether these rows are computed as in an engine without drafts: they have none, and no draft before
+        them is in flight.
+        """
+        is_exact = self._model is None and not self._num_planned and not self._has_marks
+        return is_exact and not any(row.num_drafts for row in rows)
+
     def propose(self, rows: list[Row], *, may_overlap: bool) -> StepDrafts:
         """Return the drafts of these rows, whose requests have not failed. May wait for steps in flight.
 
@@ -82,65 +87,61 @@ class DraftRows:
         if self._model is not None:
             self._model.note_pages(rows)
         drafted = [row for row in rows if row.num_drafts]
-        self._table.is_unread[:] = self._table.is_bound[:] = False
-        overlaps = may_overlap and self._can_follow(drafted)
-        if overlaps:
+        self._table.is_unread[:] = self._table.is_bound[:] = self._has_marks = False
+        newest: dict[int, int] = {}
+        if may_overlap and self._can_follow(drafted):
             (ticket,) = self._launched
             sampled = [self._requests[uid].row_index for uid in ticket.sampled if uid in self._requests]
-            self._table.is_unread[sampled] = True
+            self._table.is_unread[sampled] = self._has_marks = True
             self._table.is_bound[sampled] = ticket.drafts.is_counted
-        else:
-            has_drafts = any(ticket.drafts.proposed for ticket in self._launched)
-            if has_drafts or (self._launched and any(map(self._may_get_drafts, drafted))):
-                self._record_launched()
+        elif any(ticket.drafts.proposed for ticket in self._launched) or any(map(self._may_get_drafts, drafted)):
+            newest = self._record_launched()
         drafts.planned = {row.uid: row.num_drafts for row in drafted if row.uid in self._open}
         if drafted:
             left = self._max_tokens - sum(row.count - row.num_drafts for row in rows)
             if left < 0:  # no graph is large enough, even without drafts
                 left = sys.maxsize
-            self._propose(drafted, drafts, left)
+            self._propose(drafted, drafts, left, newest)
         return drafts
 
     def _can_follow(self, rows: list[Row]) -> bool:
         """Return whether the drafts of these rows can follow the step in flight before its tokens are known.
 
-        All rows must have been in this step, and the draft model must be able to compute the missing tokens in a graph.
+        With a draft model, all rows must have been in this step, and it must be able to compute the missing tokens in a
+        graph.
         """
         if len(self._launched) != 1:
             return False
         (ticket,) = self._launched
-        if not ticket.drafts.is_counted and (ticket.drafts.proposed or self._model is not None):
-            return False
-        if len(rows) * (1 + self._table.max_drafts) > self._max_tokens:
+        if self._model is None:
+            return ticket.drafts.is_counted or not ticket.drafts.proposed
+        if not ticket.drafts.is_counted or len(rows) * (1 + self._table.max_drafts) > self._max_tokens:
             return False
         launched = dict(zip(ticket.sampled, ticket.drafts.open, strict=True))
         for row in rows:
             entry = launched.get(row.uid)
             if entry is None or self._open.get(row.uid) is not entry or entry.tokens is None:
                 return False
-            if isinstance(entry.tokens, NgramProposer):
-                continue
-            assert self._model is not None
             if row.uid in ticket.drafts.proposed:  # its drafts in flight follow all tokens that are known now
                 self._model.catch_up(entry.tokens)
-            if not self._model.can_follow(entry.tokens, _num_unknown(row, entry, entry.tokens)):
+            if not self._model.can_follow(entry.tokens, _num_unknown(row, entry)):
                 return False
         return True
 
-    def _record_launched(self) -> None:
-        """Wait for all steps in flight."""
+    def _record_launched(self) -> dict[int, int]:
+        """Wait for all steps in flight. Return uid -> the newest token."""
+        newest: dict[int, int] = {}
         for ticket in self._launched:
-            self._record(ticket, ticket.values.wait())
+            values = ticket.values.wait()
+            self._record(ticket, values)
+            newest |= zip(ticket.sampled, values, strict=False)
         self._launched.clear()
+        return newest
 
     def _may_get_drafts(self, row: Row) -> bool:
         """Return whether a row may get drafts when all tokens before them are known."""
         entry = self._open.get(row.uid)
-        if entry is None or entry.tokens is None:
-            return False
-        if isinstance(entry.tokens, NgramProposer) and _num_unknown(row, entry, entry.tokens) == 1:
-            return bool(entry.tokens.propose(row.num_drafts, ()))
-        return True
+        return entry is not None and (self._model is None or entry.tokens is not None)
 
     def with_drafts(self, rows: list[Row], drafts: StepDrafts) -> list[Row]:
         """Return the rows of ``propose`` with their proposed drafts as known tokens, and with exact starts."""
@@ -154,25 +155,26 @@ class DraftRows:
             drafts.proposed = self._model.by_request(on_device, token_ids)
             drafts.on_device = None
 
-    def _propose(self, rows: list[Row], drafts: StepDrafts, left: int) -> None:
-        """Set ``proposed`` of the drafts of a step. left: maximum number of drafts."""
+    def _propose(self, rows: list[Row], drafts: StepDrafts, left: int, newest: dict[int, int]) -> None:
+        """Set ``proposed`` of the drafts of a step.
+
+        left: maximum number of drafts. newest: uid -> the newest token of a row that was in flight.
+        """
         planned: list[PlannedDrafts] = []
         for row in rows:
-            entry = self._open.get(row.uid)
-            tokens = None if entry is None else entry.tokens
-            if entry is None or tokens is None:
-                continue
-            num_unknown = _num_unknown(row, entry, tokens)
-            if num_unknown and not self._table.is_unread[self._requests[row.uid].row_index]:
-                continue
             if row.num_drafts > left:
                 break
-            if isinstance(tokens, NgramProposer):
-                in_flight = self._launched[0].drafts.proposed.get(row.uid, ()) if num_unknown else None
-                if proposed := list(tokens.propose(row.num_drafts, in_flight)):
-                    drafts.proposed[row.uid] = proposed
-                    left -= len(proposed)
-            elif self._model is not None and self._model.can_propose(row):
+            entry = self._open.get(row.uid)
+            if self._model is None:
+                if entry is not None and newest.get(row.uid, row.drafts[0]) == row.drafts[0]:
+                    drafts.proposed[row.uid] = row.drafts[1:]
+                    left -= row.num_drafts
+                continue
+            tokens = None if entry is None else entry.tokens
+            if entry is None or tokens is None or not self._model.can_propose(row):
+                continue
+            num_unknown = _num_unknown(row, entry)
+            if not num_unknown or self._table.is_unread[self._requests[row.uid].row_index]:
                 planned.append(PlannedDrafts(tokens, row.num_drafts, num_unknown))
                 left -= row.num_drafts
         if self._model is not None and (on_device := self._model.propose(planned)) is not None:
@@ -186,8 +188,11 @@ class DraftRows:
         if entry is None or not (row.num_drafts or entry.num_rejected):
             return row
         start, count, token_ids = row.start - entry.num_rejected, row.count - row.num_drafts, row.token_ids
-        if entry.tokens is not None and (proposed := drafts.proposed.get(row.uid)):
-            known = [*token_ids, *entry.tokens.token_ids[start + len(token_ids) :]]
+        if proposed := drafts.proposed.get(row.uid):
+            if entry.tokens is None:
+                known = token_ids or row.drafts[:1]
+            else:
+                known = [*token_ids, *entry.tokens.token_ids[start + len(token_ids) :]]
             token_ids = [*known, *[0] * (count - len(known)), *proposed]  # the device has the unknown token
             count += len(proposed)
         return Row(row.uid, start, count, row.outputs, token_ids)
@@ -195,16 +200,19 @@ class DraftRows:
     def launched(self, ticket: Ticket, rows: list[Row]) -> None:
         """Record a launched step, and let the draft model compute its prompts. rows: as ``propose`` returned them."""
         drafts = ticket.drafts
+        self._launched.append(ticket)
+        if drafts is NO_DRAFTS:
+            return
+        self._num_planned += bool(drafts.planned)
         drafts.open = [self._open.get(uid) for uid in ticket.sampled]
         if not drafts.proposed:  # otherwise they are rejected when the tokens are known
             _reject(ticket, drafts)
-        self._launched.append(ticket)
         if self._model is None:
             return
         prompts: list[tuple[DraftedRequest, int]] = []
         for row in rows:
             entry = self._open.get(row.uid)
-            if entry is None or not isinstance(entry.tokens, DraftedRequest):
+            if entry is None or entry.tokens is None:
                 continue
             is_known = len(row.token_ids) == row.count and row.start + row.count <= len(entry.tokens.token_ids)
             if is_known and row.uid not in drafts.proposed:
@@ -216,12 +224,13 @@ class DraftRows:
         drafts = ticket.drafts
         if drafts.proposed:
             _reject(ticket, drafts)
+        if self._model is None:
+            return
         for uid, entry, value in zip(ticket.sampled, drafts.open, values, strict=False):
             if entry is None or entry.tokens is None:
                 continue
             accepted = drafts.accepted.get(uid, ())
-            if uid in drafts.proposed and isinstance(entry.tokens, DraftedRequest) and self._open.get(uid) is entry:
-                assert self._model is not None
+            if uid in drafts.proposed and self._open.get(uid) is entry:
                 self._model.accept(entry.tokens, len(drafts.proposed[uid]), len(accepted))
             if value != FAILED and uid not in ticket.repeated:
                 entry.tokens.token_ids += (*accepted, value, *ticket.forced.get(uid, ()))
@@ -230,10 +239,11 @@ class DraftRows:
         """Record a collected step, after its forced tokens are known. values: ``Ticket.values``."""
         if ticket in self._launched:
             self._record(ticket, values)
-            self._launched.remove(ticket)
-        for uid, entry in zip(ticket.sampled, ticket.drafts.open, strict=True):
-            if entry is not None:
-                entry.num_rejected -= ticket.drafts.rejected.get(uid, 0)
+        self.forget(ticket)
+        if ticket.drafts.rejected:
+            for uid, entry in zip(ticket.sampled, ticket.drafts.open, strict=True):
+                if entry is not None:
+                    entry.num_rejected -= ticket.drafts.rejected.get(uid, 0)
 
     def release(self) -> None:
         """Free the memory of the draft model's pool, until ``resume``."""
@@ -244,8 +254,9 @@ class DraftRows:
         if self._model is not None:
             self._model.resume()
 
-    def failed(self, ticket: Ticket) -> None:
-        """Forget a step whose tokens will never be known."""
+    def forget(self, ticket: Ticket) -> None:
+        """Forget a step that is collected, or whose tokens will never be known."""
+        self._num_planned -= bool(ticket.drafts.planned)
         if ticket in self._launched:
             self._launched.remove(ticket)
 
@@ -273,9 +284,10 @@ def rows_with_drafts(rows: list[Row], drafted: list[Row], drafts: StepDrafts) ->
     ]
 
 
-def _num_unknown(row: Row, entry: OpenDrafts, tokens: NgramProposer | DraftedRequest) -> int:
-    """Return how many tokens before the drafts of a row only the device knows."""
-    return row.start - entry.num_rejected + row.count - row.num_drafts - len(tokens.token_ids)
+def _num_unknown(row: Row, entry: OpenDrafts) -> int:
+    """Return how many tokens before the drafts of a row only the device knows. The draft model has its other tokens."""
+    assert entry.tokens is not None
+    return row.start - entry.num_rejected + row.count - row.num_drafts - len(entry.tokens.token_ids)
 
 
 def _reject(ticket: Ticket, drafts: StepDrafts) -> None:

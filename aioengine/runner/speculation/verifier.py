@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from aioengine.runner.sampling.sampler import FAILED, Sampler
-from aioengine.runner.speculation.ngram import num_equal
 from aioengine.runner.transfer import Ints, Readback
+from aioengine.scheduler.ngrams import num_equal
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
@@ -175,7 +175,8 @@ class Verifier:
         sampled: the rows, with the positions of their first sampled tokens.
         """
         token_ids = step.token_ids
-        firsts = rows.token_ends - 1 - drafts.counts(sampled.requests)
+        counts = drafts.counts(sampled.requests)
+        firsts = rows.token_ends - 1 - counts
         if token_ids is None:
             row_of_token = np.repeat(np.arange(len(firsts)), rows.counts)
             later = np.arange(len(row_of_token)) - firsts[row_of_token]
@@ -183,7 +184,7 @@ class Verifier:
         requests, row_indices = sampled.requests, sampled.row_indices
         num_planned = np.array([drafts.planned.get(request.uid, 0) for request in requests], dtype=np.int64)
         stored = self._table.draft_indices(-1, row_indices)
-        spans = np.stack([row_indices, firsts, drafts.counts(requests), num_planned, stored])
+        spans = np.stack([row_indices, firsts, counts, num_planned, stored])
         graphs.accept(step, token_ids, self._table.upload(spans))
         drafts.is_counted = True
         if drafts.on_device is not None:

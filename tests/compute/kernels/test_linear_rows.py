@@ -84,8 +84,8 @@ SMALL_SHAPES = (
     [
         (torch.bfloat16, 1),
         (torch.float32, 2),
-        (torch.bfloat16, 3),
         (torch.float16, 1),
+        pytest.param(torch.bfloat16, 3, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 2, marks=pytest.mark.slow),
         pytest.param(torch.float32, 1, marks=pytest.mark.slow),
     ],

@@ -48,12 +48,12 @@ def test_activations_do_not_depend_on_element_index(name: Activation) -> None:
     """torch computes the last elements of a range one by one, with other functions than the others."""
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
     finite = every[every.isfinite() & (every.abs() < 1e30)]
-    for x in (finite, finite.float() * 1.01, torch.randn(1 << 16) * 4):
+    for x in (finite, finite[::4].float() * 1.01, torch.randn(1 << 14) * 4):
         whole = activate(x.clone(), name)
         alone = torch.cat([activate(part.clone(), name) for part in x.split(7)])
         assert torch.equal(whole, alone)
-        many = x[: 100 * 500].view(100, 500)
-        assert torch.equal(activate(many.clone(), name).flatten(), whole[: 100 * 500])
+        many = x[: 20 * 500].view(20, 500)
+        assert torch.equal(activate(many.clone(), name).flatten(), whole[: 20 * 500])
         gated = torch.cat((many, torch.ones_like(many)), dim=1)
         rows = torch.cat([activate_and_mul(row.clone(), name) for row in gated.split(1)])
         assert torch.equal(activate_and_mul(gated.clone(), name), rows)

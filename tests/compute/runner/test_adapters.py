@@ -79,7 +79,7 @@ def greedy(model: torch.nn.Module, prompt: list[int], num_tokens: int = 6) -> li
     return ids[len(prompt) :]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen2", marks=pytest.mark.slow), "qwen3"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
     save_model(request.param, folder / "model")
@@ -165,8 +165,14 @@ def test_logits_equal_merged_weights(case: Case) -> None:
         assert torch.equal(seen[-1][i], alone[slot][i]), "the bits depend on the batch"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("case", ["gpt2", "gpt_neox", "glm4", "phi3", "qwen3_next", "falcon 40b", "llama one kv head"])
+@pytest.mark.parametrize(
+    ("case", "num_ranks"),
+    [
+        *((case, 1) for case in ("gpt2", "gpt_neox", "glm4", "phi3", "qwen3_next", "falcon 40b")),
+        *((case, 2) for case in ("gpt2", "qwen3_next", "llama one kv head")),
+        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in ("gpt_neox", "glm4", "phi3", "falcon 40b")),
+    ],
+)
 def test_adapters_of_fused_and_reordered_layers_equal_merged_weights(case: str, num_ranks: int, tmp_path: Path) -> None:
     is_hybrid = case == "qwen3_next"
     base = random_model(make_config() if is_hybrid else config_of(case, max_position_embeddings=128))

@@ -208,7 +208,9 @@ def test_grammar_that_token_lists_empty_is_an_error_of_the_request(
     assert (error.stage, error.status_code) == ("no_token", 400)
 
 
-@pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (1, 4), (2, 3)])
+@pytest.mark.parametrize(
+    ("depth", "preempts_every"), [(0, 0), (2, 3), *(pytest.param(1, every, marks=pytest.mark.slow) for every in (0, 4))]
+)
 def test_answers_with_masks_in_graphs_are_the_same(
     folder: Path, alone: list[list[int]], depth: int, preempts_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,8 +251,7 @@ def answer_of(
     return Answer(world.outputs[uid], world.ended[uid].code, world.core.scheduler.stats(0.0).num_steps)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("end", ["", "[cd]"])
+@pytest.mark.parametrize(("end", "depth"), grid([("",), ("[cd]",)], [(0,), (1,), (2,)]))
 def test_forced_tokens_take_no_steps_of_their_own(folder: Path, end: str, depth: int) -> None:
     regex = "[ab]hello, these words are forced" + end
     plain = answer_of(folder, regex, depth=depth, min_forced=NOT_FORCED)

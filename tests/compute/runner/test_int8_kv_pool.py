@@ -34,7 +34,10 @@ def run(world: World) -> list[tuple[list[int], list[bytes]]]:
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    grid([("qwen3",), ("gemma3_text",), ("gpt_oss",), ("deepseek_v3",)], [("bfloat16",), ("float32",)]),
+    [
+        *grid([("qwen3",), ("gemma3_text",), ("deepseek_v3",)], [("bfloat16",), ("float32",)]),
+        *(pytest.param("gpt_oss", dtype, marks=pytest.mark.slow) for dtype in ("bfloat16", "float32")),
+    ],
 )
 def test_bits_do_not_depend_on_chunks_batch_prefix_cache_and_preemption(
     family: str, dtype: str, tmp_path: Path

@@ -16,6 +16,7 @@ from aioengine.protocol.packed_logprobs import LogprobDecoder, LogprobRules
 from aioengine.runner.logprobs import CPU_ROWS
 from aioengine.settings.config import Settings
 from tests.compute.runner_world import World, make_settings, save_model
+from tests.kit.grids import grid
 from tests.kit.tiny_sizes import VOCAB_SIZE
 
 PROMPT = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(41)]
@@ -105,8 +106,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("chunk_tokens", [512, 7])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("chunk_tokens", "depth"), grid([(512,), (7,)], [(0,), (1,)]))
 def test_logprobs_equal_a_plain_forward(saved: Saved, chunk_tokens: int, depth: int) -> None:
     world = World(settings_of(saved, chunk_tokens=chunk_tokens, depth=depth))
     samplings = [Sampling(3, temperature=temperature) for temperature in (0.0, 0.8)]

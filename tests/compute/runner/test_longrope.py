@@ -69,9 +69,11 @@ def world(folder: Path, model: PreTrainedModel, **changes: object) -> World:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"page_size": 32, "num_pages": 48},
         {"num_pages": 40, "depth": 1},
-        *(pytest.param(changes, marks=pytest.mark.slow) for changes in ({}, {"depth": 1}, {"prefix_cache": False})),
+        *(
+            pytest.param(changes, marks=pytest.mark.slow)
+            for changes in ({}, {"depth": 1}, {"prefix_cache": False}, {"page_size": 32, "num_pages": 48})
+        ),
     ],
 )
 def test_tokens_equal_transformers(

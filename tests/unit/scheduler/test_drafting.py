@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.scheduler.drafting import (
+    EMPTY_STEPS,
     FIRST_PLAIN,
     MAX_EMPTY_PAUSE,
     MAX_PAUSE,
@@ -93,10 +94,9 @@ def test_drafts_stop_with_more_rows() -> None:
 def test_drafts_that_are_never_accepted_stop_and_are_probed_ever_more_rarely() -> None:
     acceptance, probes = Acceptance(0.5), []
     for step in range(4000):
-        count = acceptance.count((0.1, 0.0), MOST)
-        if count:
+        if not acceptance.is_paused():
             probes.append(step)
-            acceptance.note(count, 0)
+            acceptance.note(acceptance.count((0.1, 0.0), MOST), 0)
     pauses = [after - before - 1 for before, after in itertools.pairwise(probes)]
     assert len(probes) < 40
     assert pauses[-5:] == [MAX_PAUSE] * 5
@@ -106,27 +106,34 @@ def test_drafts_begin_again_when_they_are_accepted() -> None:
     acceptance = accepting(MOST, 0)
     counts = []
     for _ in range(2 * MAX_PAUSE):
-        count = acceptance.count((0.1, 0.0), MOST)
-        counts.append(count)
-        if count:
-            acceptance.note(count, count)
+        if not acceptance.is_paused():
+            counts.append(acceptance.count((0.1, 0.0), MOST))
+            acceptance.note(counts[-1], counts[-1])
     assert counts[0] == PROBE
     assert counts[-1] == MOST
 
 
-def test_a_step_that_costs_more_even_without_proposals_needs_proposals() -> None:
-    """On a GPU, a step with drafts cannot overlap. A text without repetitions gets a plain step most of the time."""
-    acceptance = Acceptance(0.5)
-    may_draft = 0
-    for _ in range(1000):
-        if acceptance.count((0.1, 0.2), MOST):
-            may_draft += 1
+def test_drafts_that_are_never_found_are_looked_for_ever_more_rarely() -> None:
+    acceptance, steps = Acceptance(0.5), []
+    for step in range(8000):
+        if not acceptance.is_paused():
+            steps.append(step)
             acceptance.note(0, 0)
-    assert may_draft < 1000 / MAX_EMPTY_PAUSE + 20
-    free = Acceptance(0.5)
-    for _ in range(100):  # on a CPU it costs nothing to look
-        assert free.count((0.1, 0.0), MOST)
-        free.note(0, 0)
+    pauses = [after - before - 1 for before, after in itertools.pairwise(steps)]
+    assert pauses[: EMPTY_STEPS - 1] == [0] * (EMPTY_STEPS - 1)
+    assert pauses[-5:] == [MAX_EMPTY_PAUSE] * 5
+    while acceptance.is_paused():
+        pass
+    acceptance.note(1, 0)
+    acceptance.note(0, 0)
+    assert not acceptance.is_paused()
+
+
+def test_drafts_must_pay_for_a_step_that_costs_more() -> None:
+    """On a GPU, a step with drafts may not overlap the one before."""
+    accepting_some = accepting(MOST, 1)
+    assert accepting_some.count((0.1, 0.2), MOST) > PROBE
+    assert accepting_some.count((0.1, 0.7), MOST) == PROBE
 
 
 def test_the_time_of_a_plain_step_is_not_the_one_that_the_next_step_with_drafts_delays() -> None:

@@ -133,7 +133,7 @@ def test_all_drafts_that_read_the_right_hidden_state_are_accepted(
     layers = (2, 2, 2) if algorithm == "EAGLE3" else (5,)
     settings = make_settings(tmp_path / "model", depth=depth)
     if algorithm == "NGRAM":
-        settings = replace(settings, scheduler=replace(settings.scheduler, max_drafts=3))
+        settings = replace(settings, scheduler=replace(settings.scheduler, max_drafts=3, has_ngrams=True))
     else:
         settings = with_draft(settings, tmp_path / "head", head=algorithm, read_layers=layers)
     world = storms.World(settings)

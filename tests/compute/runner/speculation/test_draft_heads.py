@@ -99,7 +99,7 @@ def check(proposals: Proposals, plain: PlainHead) -> None:
         assert (logits.amax(1) - logits[range(len(drafts)), drafts]).max() < 0.05
 
 
-@pytest.mark.parametrize("chunk_tokens", [5, 512])
+@pytest.mark.parametrize("chunk_tokens", [5, pytest.param(512, marks=pytest.mark.slow)])
 def test_proposals_are_those_of_plain_torch(case: Case, chunk_tokens: int, recorded: Proposals) -> None:
     settings = replace(case.settings, scheduler=replace(case.settings.scheduler, chunk_tokens=chunk_tokens))
     prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 2, 31))]
@@ -109,6 +109,7 @@ def test_proposals_are_those_of_plain_torch(case: Case, chunk_tokens: int, recor
     check(recorded, case.plain)
 
 
+@pytest.mark.parametrize("case", ["speculators", "eagle", "mtp"], indirect=True)
 def test_proposals_after_prefix_hits_are_those_of_plain_torch(case: Case, recorded: Proposals) -> None:
     world = World(case.settings)
     planner, prompt = world.core.scheduler._planner, prompt_of(1)
@@ -144,6 +145,7 @@ def test_all_drafts_that_read_the_right_hidden_state_are_accepted(
     assert (max(world.num_cached.values()) > 28) != is_small
 
 
+@pytest.mark.parametrize("case", ["eagle3", "mtp"], indirect=True)
 def test_released_memory_of_a_head_is_free_until_it_is_resumed(case: Case) -> None:
     world = World(case.settings)
     world.answers([prompt_of(1)], max_new_tokens=20)

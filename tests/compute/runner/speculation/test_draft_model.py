@@ -10,6 +10,8 @@ from msgspec.structs import replace
 
 from aioengine.constraints.grammars import Grammars
 from aioengine.protocol.messages import Sampling
+from aioengine.protocol.packed_logprobs import LogprobRules
+from aioengine.runner.speculation.draft_model import DraftModel
 from tests.compute.runner_world import World, make_settings, save_model, with_draft
 from tests.kit.drafts import save_with_draft
 from tests.kit.grammar_walks import FOLDER, grammar_of
@@ -18,6 +20,8 @@ from tests.kit.tiny_sizes import CONTEXT_LENGTH, VOCAB_SIZE
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from aioengine.runner.inputs import StepRows
 
 
 class Folders(NamedTuple):
@@ -96,10 +100,35 @@ def test_prefix_hits_on_pages_without_drafts_are_computed_by_the_draft_model(fol
     assert answers == World(make_settings(folders.model)).answers(prompts, max_new_tokens=30)
 
 
+def test_a_long_prefix_that_the_draft_model_never_saw_is_computed_in_parts(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings(folders.model, chunk_tokens=32)
+    world = World(with_draft(settings, folders.draft))
+    prompt = prompt_of(1, 200)
+    world.submit(prompt, max_new_tokens=0, logprobs=LogprobRules(start=-1, num_top=0, token_ids=(5,)))
+    world.run()  # it does not compute prompts without answers
+    sizes: list[int] = []
+    forward = DraftModel._forward
+
+    def counted(model: DraftModel, rows: StepRows, *arguments: Any) -> Any:
+        sizes.append(int(rows.counts.sum()))
+        return forward(model, rows, *arguments)
+
+    monkeypatch.setattr(DraftModel, "_forward", counted)
+    prompts = [prompt, prompt_of(2, 10)]
+    assert world.answers(prompts, max_new_tokens=60) == World(settings).answers(prompts, max_new_tokens=60)
+    assert world.num_cached[1] >= 190
+    assert sum(sizes) > 200
+    assert max(sizes) <= settings.scheduler.max_step_tokens
+    assert accepted(world) == 1
+    assert world.core.scheduler.stats(0.0).num_accepted_drafts > 70
+
+
 def test_pages_that_another_request_had_before_are_not_taken_for_computed(folders: Folders) -> None:
     world = World(with_draft(make_settings(folders.model, num_pages=64), folders.draft))
     planner, costs = world.core.scheduler._planner, world.core.scheduler._draft_costs
-    for seed in range(8):  # each request evicts the pages of earlier ones
+    for seed in range(4):  # each request evicts the pages of earlier ones
         planner._draft_costs = None
         (first,) = world.answers([prompt_of(seed)], max_new_tokens=100)
         planner._draft_costs = costs
