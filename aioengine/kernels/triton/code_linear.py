@@ -32,7 +32,7 @@ MAX_SPLITS = 4
 PROCESSORS = 132
 """Of an H200."""
 PIECE = tl.constexpr(PIECES[0])
-LINES = 64
+LINES = 16
 """Lines of a program that dequantizes 4-bit codes."""
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
@@ -109,19 +109,19 @@ def weights_of(
     GROUP, ZERO: see ``DeviceCodes``.
     """
     N: tl.constexpr = words.shape[1]
-    IS_SAME: tl.constexpr = GROUP // (4 * N) * (4 * N) == GROUP  # all parts are in the same group
+    IS_REGULAR: tl.constexpr = GROUP // (4 * N) * (4 * N) == GROUP or 4 * N % GROUP == 0
     narrow = like.dtype
     IS_MXFP4: tl.constexpr = scales.dtype.element_ty == tl.uint8
     HAS_FACTORS: tl.constexpr = DEPENDENT and table is None and not IS_MXFP4 and narrow != tl.float32
     factors, weights = (), ()
     for index in tl.static_range(4):
-        if index == 0 or not IS_SAME:
+        if index * N % GROUP == 0 or not IS_REGULAR:  # otherwise the group is the previous one
             columns = start + index * N
             if GROUP // N * N != GROUP:
                 columns = columns + tl.arange(0, N)[None, :]
             group = lines + columns // GROUP * num_lines
         if HAS_FACTORS:
-            if index == 0 or not IS_SAME:
+            if index * N % GROUP == 0 or not IS_REGULAR:
                 zero = (
                     tl.full((words.shape[0], 1), max(ZERO, 0), tl.float32) if zeros is None else tl.load(zeros + group)
                 )
@@ -130,7 +130,7 @@ def weights_of(
                 offset = tl.full(scale.shape, 0, narrow) if offsets is None else tl.load(offsets + group).to(narrow)
             factors += (zero, scale, offset)
         elif DEPENDENT and IS_MXFP4 and narrow == tl.bfloat16:
-            if index == 0 or not IS_SAME:
+            if index * N % GROUP == 0 or not IS_REGULAR:
                 scale = as_scales(tl.load(scales + group)).to(narrow)
             factors += (scale,)
         else:
