@@ -314,13 +314,15 @@ def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_ro
                 enough, least = 480 if size > 8192 and rows < ROWS else 240, 512
         elif num_rows > MAX_ROWS or (is_large and num_rows > 2 * ROWS):
             outputs, rows, stages, num_warps = 2 * OUTPUTS, 4 * ROWS, 3, 8
+            enough = 120
         else:
             outputs, rows, stages, num_warps = OUTPUTS, 2 * ROWS, 3, 4
         tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
         splits = _num_splits(tiles, size, enough, least)
         has_long_blocks = rows == ROWS // 2 and (is_large or (tiles * splits > 2 * PROCESSORS and splits == 4))
         has_long_blocks |= rows == LEAST_ROWS and is_large
-        stages = 3 if has_long_blocks else stages
+        if has_long_blocks or (rows == ROWS and not is_large and tiles * splits > 2 * PROCESSORS):
+            stages = 3  # so that a processor has three programs
     if has_long_blocks and size % (2 * splits * block) == 0:
         block *= 2
     return outputs, block, splits, stages, num_warps, rows
