@@ -39,7 +39,7 @@ SHARED_ROWS = 256
 """Multiples of this number of query rows that share a chunk are full blocks, see ``_attend_by_products``."""
 TRIED_ROWS = (4, 8, 16)
 TRIED_TIMES = (1, 2, 3, 5, 9, 12)
-TRIED_WIDTHS = tuple(range(64, CHUNK, 64))
+TRIED_WIDTHS = tuple(range(32, CHUNK, 32))
 MOST_ROWS = 200
 """Above 192 rows, the kernel uses another block size than below."""
 PIECE = 192
@@ -345,7 +345,7 @@ class FusedAttention:
 
     def _write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k and v [T, K, E] to the slots [2 * N * K * S, ...] of a layer: keys, then values."""
-        slots.index_copy_(0, self._new_slots, to_stored(torch.stack((k, v)).view(-1, self._head_size), slots.dtype))
+        slots.index_copy_(0, self._new_slots, to_stored(torch.cat((k, v)).view(-1, self._head_size), slots.dtype))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""

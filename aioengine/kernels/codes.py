@@ -17,6 +17,7 @@ PIECES: Final = (128, 64, 32)
 
 FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = torch.finfo(FP8).max
+MAX_INT8: Final = 127
 MIDDLE: Final = 8
 """The 4-bit code of 0 in symmetric formats."""
 EXPONENT_BIAS: Final = 127

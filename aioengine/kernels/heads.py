@@ -26,11 +26,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
-def _rope_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Change x [T, H, E] to ``rope`` of x, with cos and sin [T, 1, E]."""
+def _rope_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Write ``rope`` of x to out, [T, H, E] each, with cos and sin [T, 1, E]. They may be the same tensor."""
     wide = x.float()
     swapped = wide.roll(x.shape[-1] // 2, -1)
-    x.copy_(wide.mul_(cos).addcmul_(swapped, sin))
+    out.copy_(wide.mul_(cos).addcmul_(swapped, sin))
 
 
 def as_parts(heads: Tensor, num_heads: int) -> Heads:
@@ -69,12 +69,12 @@ def rotate_heads(
         q, k, v = as_parts(heads if kv_target is None or kv_target.heads is None else kv_target.heads, num_heads)
     else:
         q, k, v = as_parts(heads, num_heads)
-        rotated = heads[:, : -k.shape[1]]
+        rotated = source = heads[:, : -k.shape[1]]
         if norms is not None:
             query_weight, key_weight, epsilon = norms
             weights = torch.cat((query_weight.expand(num_heads, -1), key_weight.expand(k.shape[1], -1)))
-            rotated.copy_(rms_norm(rotated, weights, epsilon))
-        _rope_in_place(rotated, *tables)
+            source = rms_norm(rotated, weights, epsilon)
+        _rope_into(rotated, source, *tables)
         if kv_target is not None:
             q, k, v = _written(q, k, v, kv_target)
     if target is not None and not isinstance(target, KVTarget):

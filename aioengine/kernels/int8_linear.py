@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from aioengine.kernels import linear
-from aioengine.kernels.codes import Codes, copy_in_place
+from aioengine.kernels.codes import MAX_INT8, Codes, copy_in_place
 from aioengine.kernels.linear import Matmul, Product
 
-MAX_INT8: Final = 127
 PART_BITS: Final = 8
 PART: Final = 1 << PART_BITS
 """The high part of a 16-bit integer counts this many times."""

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from aioengine.kernels.codes import FP8, FP8_MAX
+from aioengine.kernels.codes import FP8, FP8_MAX, MAX_INT8
 from aioengine.settings.memory_model import INT8_SCALE_BYTES
 
 WriteKV = Callable[[Tensor, Tensor], None]
@@ -44,7 +44,6 @@ class KVTarget(NamedTuple):
         self.values[slots // page_size, :, slots % page_size] = to_stored(v, self.values.dtype, value_scale)
 
 
-_LARGEST: Final = 127
 _MIN_SCALE: Final = 1e-30
 """Avoids a division by zero. Smaller numbers become 0."""
 
@@ -62,8 +61,8 @@ def to_stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Ten
     if dtype != torch.int8:
         return x if x.dtype == dtype else x.to(dtype)
     wide = x.float()
-    scales = (wide.abs().amax(-1, keepdim=True) / _LARGEST).clamp_(min=_MIN_SCALE).to(torch.bfloat16)
-    codes = (wide / scales).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
+    scales = (wide.abs().amax(-1, keepdim=True) / MAX_INT8).clamp_(min=_MIN_SCALE).to(torch.bfloat16)
+    codes = (wide / scales).round_().clamp_(-MAX_INT8, MAX_INT8).to(torch.int8)
     return torch.cat((codes, scales.view(torch.int8)), dim=-1)
 
 

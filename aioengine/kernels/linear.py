@@ -360,15 +360,13 @@ def _invariant(weight: Tensor, bias: Tensor | None) -> Matmul:
 
 def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
     """Wrap ``matmul`` so that it only sees the row counts in ``counts`` (ascending): pads or splits the rows."""
-    most, sizes, fitting = counts[-1], _first_pieces(counts), frozenset(counts)
+    most, sizes = counts[-1], _first_pieces(counts)
 
     def in_pieces(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
         num_rows = x.shape[0]
-        if num_rows in fitting:
-            return matmul(x)
-        if num_rows <= most and sizes[num_rows] >= num_rows:
-            return _padded(matmul, x, sizes[num_rows])
+        if num_rows <= most and (size := sizes[num_rows]) >= num_rows:
+            return matmul(x) if size == num_rows else _padded(matmul, x, size)
         pieces: list[Tensor] = []
         while num_rows := x.shape[0]:
             size = sizes[min(num_rows, most)]

@@ -38,7 +38,8 @@ class LeadingRunner(Generic[Ticket]):
     """Implements ``scheduler.runner.Runner`` for all ranks.
 
     The other ranks must launch and collect in the same order. So each plan is sent with the number of steps that were
-    collected since the last plan.
+    collected since the last plan. When no step is in flight, the other ranks collect the last ones at once: then the
+    next step does not wait for that.
     """
 
     def __init__(self, runner: Runner[Ticket], send: Send) -> None:
@@ -50,7 +51,7 @@ class LeadingRunner(Generic[Ticket]):
             raise ValueError("the runner of this engine cannot be divided among ranks; tp_size=1 works")
         self._runner = runner
         self._send = send
-        self._num_collected = 0
+        self._num_in_flight = self._num_collected = 0
         self._encoder = msgspec.msgpack.Encoder()
         self.facts: Mapping[str, str | int | float | bool] = runner.facts
         self.adapters = None if runner.adapters is None else LeadingAdapters(runner.adapters, send)
@@ -79,11 +80,15 @@ class LeadingRunner(Generic[Ticket]):
         Raises:
             RanksBrokenError: the step failed.
         """
+        self._num_in_flight -= 1
         self._num_collected += 1
         try:
-            return self._runner.collect(ticket)
+            result = self._runner.collect(ticket)
         except Exception as error:
             raise RanksBrokenError(describe(error)) from error
+        if not self._num_in_flight:
+            self._send_step(b"")
+        return result
 
     def close(self) -> None:
         self._runner.close()
@@ -94,9 +99,12 @@ class LeadingRunner(Generic[Ticket]):
         return call(control)
 
     def _send_plan(self, plan: StepPlan, failed: Collection[int]) -> None:
-        message = RankStep(self._num_collected, self._encoder.encode(plan_for_ranks(plan, failed)))
+        self._num_in_flight += 1
+        self._send_step(self._encoder.encode(plan_for_ranks(plan, failed)))
+
+    def _send_step(self, plan: bytes) -> None:
+        self._send(RankStep(self._num_collected, plan))
         self._num_collected = 0
-        self._send(message)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)

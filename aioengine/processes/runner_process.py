@@ -48,7 +48,8 @@ class RankService:
             if isinstance(message, RankStep):
                 for _ in range(message.num_collected):
                     self._runner.collect(self._in_flight.popleft())
-                self._in_flight.append(self._runner.launch(self._decoder.decode(message.plan)))
+                if message.plan:
+                    self._in_flight.append(self._runner.launch(self._decoder.decode(message.plan)))
             elif isinstance(message, RankAdapter):
                 self._place(message)
             elif isinstance(message, Control):

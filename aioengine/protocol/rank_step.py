@@ -8,7 +8,8 @@ from msgspec import Struct
 class RankStep(Struct, tag="rank_step", array_like=True, gc=False):
     """A step of rank 0 that the other ranks compute too.
 
-    num_collected: number of steps to collect before this one is launched. plan: the ``StepPlan`` in msgpack.
+    num_collected: number of steps to collect before this one is launched. plan: the ``StepPlan`` in msgpack; empty
+    to collect only.
     """
 
     num_collected: int

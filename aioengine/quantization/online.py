@@ -11,8 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from aioengine.kernels.codes import FP8, FP8_MAX, MIDDLE, Codes, pack_nibbles
-from aioengine.kernels.int8_linear import MAX_INT8
+from aioengine.kernels.codes import FP8, FP8_MAX, MAX_INT8, MIDDLE, Codes, pack_nibbles
 from aioengine.model_files.online_quantization import Numbers, OnlineQuantization
 from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, RowWriter, Tensors
 from aioengine.quantization.plain import PLAIN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,7 @@ async def test_cancelled_call_logs_no_error_when_it_fails_later(
             await asyncio.wait_for(joining, 0.5)
     del engine, joining
     gc.collect()  # of the task
-    assert not caplog.records
+    assert all(record.levelno < logging.WARNING for record in caplog.records)
 
 
 @pytest.mark.slow
