@@ -32,7 +32,7 @@ MAX_SPLITS = 4
 PROCESSORS = 132
 """Of an H200."""
 PIECE = tl.constexpr(PIECES[0])
-LINES = 16
+LINES = 32
 """Lines of a program that dequantizes 4-bit codes."""
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
