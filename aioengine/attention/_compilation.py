@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,9 +28,14 @@ from filelock import FileLock, Timeout
 from aioengine.attention._base import BackendUnavailableError
 from aioengine.protocol.messages import Progress
 
+kernels_ready = threading.Event()
+"""Not set while the kernels are compiled in the background."""
+kernels_ready.set()
+
 POLL_S = 0.2
 _CUDA_FOLDER = Path("/usr/local/cuda")
 _TERMINATE_S = 5.0
+_LOWEST_PRIORITY = 19
 _MAX_LINES = 15
 _ERROR_WORDS = ("error", "cannot find", "not found", "killed")
 
@@ -68,15 +74,8 @@ class Compilation:
             BackendUnavailableError: a tool is missing, or a kernel does not compile.
             CompilationTimeoutError: the deadline has passed.
         """
-        _add_scripts_to_path()  # ninja also runs if all kernels are compiled, to find outdated ones
         to_build = [source for source in sources if not source.is_aot]
-        missing = [source for source in to_build if not source.is_compiled]
-        if missing and (tools := missing_tools()):
-            raise BackendUnavailableError(
-                f"FlashInfer's kernels for this model ({', '.join(title(source.name) for source in missing)}) are not "
-                f"compiled, and {' and '.join(tools)} cannot be found to compile them. Install the CUDA toolkit (nvcc) "
-                "and a C++ compiler, or compiled kernels: the package flashinfer-jit-cache of FlashInfer's own index"
-            )
+        check_tools(to_build)  # ninja also runs if all kernels are compiled, to find outdated ones
         for number, source in enumerate(to_build, 1):
             position = f"kernel {number} of {len(to_build)}, once for this machine"
             label = f"compiling FlashInfer's {title(source.name)} ({position})"
@@ -118,6 +117,7 @@ class Compilation:
             command = ["setpriv", "--pdeathsig", "TERM", *command]
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+            os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)  # an engine may run meanwhile
             try:
                 done = 0
                 total = 0 if source.is_compiled else 1
@@ -136,6 +136,23 @@ class Compilation:
                 raise BackendUnavailableError(_failure_message(source, output))
             if done < total:
                 self.report(Progress(label, total, total, "files"))
+
+
+def check_tools(sources: Sequence[Source]) -> None:
+    """Raise BackendUnavailableError if kernels are not compiled, and a tool to compile them is missing."""
+    _add_scripts_to_path()
+    missing = [title(source.name) for source in sources if not is_ready(source)]
+    if missing and (tools := missing_tools()):
+        raise BackendUnavailableError(
+            f"FlashInfer's kernels for this model ({', '.join(missing)}) are not compiled, and {' and '.join(tools)} "
+            "cannot be found to compile them. Install the CUDA toolkit (nvcc) and a C++ compiler, or compiled kernels: "
+            "the package flashinfer-jit-cache of FlashInfer's own index"
+        )
+
+
+def is_ready(source: Source) -> bool:
+    """Return whether a kernel is compiled, possibly out of date."""
+    return source.is_aot or source.is_compiled
 
 
 def title(name: str) -> str:

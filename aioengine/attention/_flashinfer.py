@@ -2,7 +2,8 @@
 
 Rows whose keys and values are all computed in this step ("fresh" rows) read them from the tensors of the step. This is
 20% faster than reading pages. Other rows read pages. If the pool has another dtype than queries, all rows read
-converted copies of what is in the pool (``ConvertedRows``).
+converted copies of what is in the pool (``ConvertedRows``). Until the kernels are compiled, all rows use our Triton
+kernels (``TritonRows``).
 
 In cascade attention, decode rows with the same first pages attend to these pages in one non-causal prefill. The decode
 kernel attends to the other pages, and merges both results. Prefill rows with the same first pages do this too, but the
@@ -220,6 +221,25 @@ class PrefillRows:
         merge(out, weights, out, weights)
 
 
+class TritonRows:
+    """Attention of the prefill rows of a step with our Triton kernels, which read pages."""
+
+    def __init__(self, layers: FlashInferLayers) -> None:
+        self._attention = TritonAttention(layers)
+
+    def plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints, host_pages: Ints | None = None) -> None:
+        """Plan R >= 1 rows: page_table [R, P] on the device, lengths [R] on the host."""
+        lengths = query_lengths.tolist(), kv_lengths.tolist()
+        unused = torch.empty(0, dtype=torch.int64, device=page_table.device)
+        self._attention.prepare(
+            ForwardBatch(slot_mapping=unused, page_table=page_table, query_lengths=lengths[0], kv_lengths=lengths[1])
+        )
+
+    def bind(self, q: Tensor, kv: Pool, out: Tensor) -> Callable[[int], None]:
+        """Return a function of the layer: q -> out [T, H, E] of these rows. ``kv`` is read in the pool."""
+        return self._attention.bind(q, *kv, out=out)
+
+
 class ConvertedRows:
     """Attention of the prefill rows of a step if the pool has another dtype than queries.
 
@@ -229,7 +249,7 @@ class ConvertedRows:
 
     def __init__(self, layers: FlashInferLayers) -> None:
         self._layers = layers
-        self._over_pages = TritonAttention(layers)
+        self._over_pages = TritonRows(layers)
         self._packed = BatchPrefillWithRaggedKVCacheWrapper(layers.workspace, "NHD")
         self._slots: Tensor | None = None
 
@@ -238,13 +258,7 @@ class ConvertedRows:
         layers, total = self._layers, int(kv_lengths.sum())
         self._slots = None
         if int(query_lengths.sum()) < MIN_FRESH_TOKENS or total * layers.position_bytes > MAX_COPY_BYTES:
-            lengths = query_lengths.tolist(), kv_lengths.tolist()
-            unused = torch.empty(0, dtype=torch.int64, device=layers.device)
-            self._over_pages.prepare(
-                ForwardBatch(
-                    slot_mapping=unused, page_table=page_table, query_lengths=lengths[0], kv_lengths=lengths[1]
-                )
-            )
+            self._over_pages.plan(page_table, query_lengths, kv_lengths)
             return
         rows = np.repeat(np.arange(len(kv_lengths), dtype=np.int32), kv_lengths)
         positions = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(kv_lengths) - kv_lengths, kv_lengths)
@@ -258,7 +272,7 @@ class ConvertedRows:
         """Return a function of the layer: q -> out [T, H, E] of these rows. ``kv`` is read in the pool."""
         slots = self._slots
         if slots is None:
-            return self._over_pages.bind(q, *kv, out=out)
+            return self._over_pages.bind(q, kv, out)
 
         def attend(layer: int) -> None:
             rules = self._layers.rules[layer]

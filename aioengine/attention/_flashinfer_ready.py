@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from flashinfer.jit.attention import gen_batch_prefill_module
+from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import determine_attention_backend
 
 from aioengine.attention import flashinfer
 from aioengine.attention._base import AttentionShape, BackendUnavailableError, kv_pool_shape
-from aioengine.attention._compilation import Compilation, CompilationTimeoutError
+from aioengine.attention._compilation import (
+    Compilation,
+    CompilationTimeoutError,
+    check_tools,
+    is_ready,
+    kernels_ready,
+)
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.protocol.messages import Progress
 
@@ -27,14 +35,14 @@ DTYPES = (torch.bfloat16, torch.float16)
 _NO_ROTATION = 0
 
 
-def kernels(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[JitSpec]:
-    """Return the prefill kernels that the layers need: for a window, for no window, or both."""
+def variants(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[tuple[object, ...]]:
+    """Return FlashInfer's parameters of the prefill kernels of the layers: for a window, for no window, or both."""
     types = (dtype, dtype, dtype, torch.int32)  # queries, keys and values, outputs, indices
     sizes = (shape.head_size, shape.head_size, _NO_ROTATION)
     is_capped = shape.soft_cap is not None
     name = determine_attention_backend(device, _NO_ROTATION, False, False, dtype, dtype)
     return [
-        gen_batch_prefill_module(name, *types, *sizes, is_windowed, is_capped, False)
+        (name, *types, *sizes, is_windowed, is_capped, False)
         for is_windowed in sorted({window is not None for window in shape.windows or (None,)})
     ]
 
@@ -46,9 +54,12 @@ def make_ready(
     *,
     kv_dtype: torch.dtype,
     timeout_s: float,
+    waits: bool,
     report: Callable[[Progress], None],
 ) -> None:
     """Compile missing kernels, load all kernels, and run them once with a pool of one page.
+
+    waits: False: missing kernels are compiled and loaded in the background (see ``kernels_ready``).
 
     Raises:
         BackendUnavailableError: FlashInfer has no kernels for this dtype and head size, or they do not compile, load
@@ -63,9 +74,15 @@ def make_ready(
             f"supports {sizes} in bfloat16 and float16"
         )
     try:
-        specs = kernels(shape, dtype, device)
+        chosen = variants(shape, dtype, device)
+        specs = [gen_batch_prefill_module(*parameters) for parameters in chosen]
         logger.info("FlashInfer's kernels: %s", ", ".join(f"{spec.name} ({_state(spec)})" for spec in specs))
-        Compilation(time.monotonic() + timeout_s, report).compile_missing(specs)
+        if waits or all(map(is_ready, specs)):
+            Compilation(time.monotonic() + timeout_s, report).compile_missing(specs)
+        else:
+            check_tools(specs)
+            kernels_ready.clear()
+            threading.Thread(target=_compile_in_background, args=(chosen, specs, timeout_s), daemon=True).start()
         for layers in shape.groups:
             part = shape.part(layers)
             pool = torch.zeros(kv_pool_shape(part, num_pages=1, page_size=16), dtype=kv_dtype, device=device)
@@ -79,6 +96,19 @@ def make_ready(
             raise
         message = f"FlashInfer's kernels cannot be used: {type(error).__name__}: {error}"
         raise BackendUnavailableError(message) from error
+
+
+def _compile_in_background(chosen: list[tuple[object, ...]], specs: list[JitSpec], timeout_s: float) -> None:
+    """Compile and load the kernels. If this fails, prompts keep using our Triton kernels."""
+    try:
+        Compilation(time.monotonic() + timeout_s, lambda _: None).compile_missing(specs)
+        for parameters in chosen:
+            get_batch_prefill_module(*parameters)
+    except (BackendUnavailableError, CompilationTimeoutError, OSError, RuntimeError) as error:
+        logger.warning("prompts use Triton kernels, which are slower than FlashInfer's, because %s", error)
+        return
+    kernels_ready.set()
+    logger.info("FlashInfer's kernels are compiled: prompts use them from now on")
 
 
 def _state(spec: JitSpec) -> str:

@@ -5,8 +5,10 @@ FlashInfer's decode kernels take longer per row, and their plan takes more time 
 positions take 154 to 207 us per layer, and 148 us with our kernel. All other rows use FlashInfer's prefill kernel.
 
 At the start ``_flashinfer_ready`` checks that FlashInfer has kernels for the model's dtype and sizes, and compiles
-them. ``_flashinfer`` plans and runs these kernels, also for cascade attention: pages that many rows share are read once
-for all of them. Learned sinks are applied to the results (``kernels/triton/scores.py``).
+them. This takes about a minute, so a start does not wait for it: until then, our Triton kernels compute prefill rows,
+and there is no cascade attention until the next start. ``_flashinfer`` plans and runs these kernels, also for cascade
+attention: pages that many rows share are read once for all of them. Learned sinks are applied to the results
+(``kernels/triton/scores.py``).
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -20,12 +22,14 @@ import torch
 from torch import Tensor
 
 from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch
+from aioengine.attention._compilation import kernels_ready
 from aioengine.attention._flashinfer import (
     MIN_FRESH_TOKENS,
     ConvertedRows,
     FixedFlashInferCascade,
     FlashInferLayers,
     PrefillRows,
+    TritonRows,
 )
 from aioengine.attention._gpu_rows import (
     FixedDecodeRows,
@@ -45,7 +49,8 @@ class FlashInferAttention:
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 2, N, K, S, E]."""
         self._layers = FlashInferLayers.of(shape, kv_pool)
-        self._prefill = (ConvertedRows if self._layers.is_quantized else PrefillRows)(self._layers)
+        self._by_flashinfer = (ConvertedRows if self._layers.is_quantized else PrefillRows)(self._layers)
+        self._prefill: ConvertedRows | PrefillRows | TritonRows = TritonRows(self._layers)
         self._decode: DecodeRows | None = None
         self._slot_mapping = torch.empty(0, dtype=torch.int64, device=kv_pool.device)
         self._num_decode = 0
@@ -67,6 +72,8 @@ class FlashInferAttention:
             pages = flat_pages(batch.page_table[:num_decode], starts)
             self._decode = decode_rows(self._layers.shape, kv_lengths[:num_decode], *pages)
         if num_decode < len(query_lengths):
+            if kernels_ready.is_set():
+                self._prefill = self._by_flashinfer
             host_pages = None if batch.host_pages is None else batch.host_pages[num_decode:]
             lengths = query_lengths[num_decode:], kv_lengths[num_decode:]
             self._prefill.plan(batch.page_table[num_decode:], *lengths, host_pages)
@@ -108,8 +115,8 @@ class FlashInferAttention:
         counts = (1, 2, MIN_FRESH_TOKENS) if self._layers.is_quantized else (1, 2)
         for count in counts:
             run_once(self, self._layers, 1, count)
-        if isinstance(self._prefill, PrefillRows) and self._layers.shape.common_window is None:
-            self._prefill.warm_up()
+        if isinstance(self._by_flashinfer, PrefillRows) and self._layers.shape.common_window is None:
+            self._by_flashinfer.warm_up()
 
 
 class CascadeFlashInferAttention(FlashInferAttention):
@@ -129,7 +136,7 @@ def build(shape: AttentionShape, kv_pool: Tensor) -> FlashInferAttention:
 
     Cascade attention needs a pool with the dtype of queries.
     """
-    has_cascade = shape.common_window is None and shape.dtype in {None, kv_pool.dtype}
+    has_cascade = kernels_ready.is_set() and shape.common_window is None and shape.dtype in {None, kv_pool.dtype}
     return (CascadeFlashInferAttention if has_cascade else FlashInferAttention)(shape, kv_pool)
 
 

@@ -29,26 +29,45 @@ from aioengine.attention._gpu_rows import (
 )
 from aioengine.attention._latent import AdaptiveLatentAttention
 from aioengine.kernels.triton import attention as kernels
-from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, head_group, num_splits
+from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, head_group, num_splits, split_size
 
 ENOUGH_PROGRAMS = 256
 """Number of programs that keeps a GPU busy. With fewer (row, kv head) pairs, more than two programs compute each."""
 LONG_ROW_PROGRAMS = 8
 """Minimum programs per pair if rows may be long: one long row among short rows would finish much later than they do."""
+MOST_ALONE = 2048
+"""Positions of a row that one program computes if there are enough pairs."""
 MANY_PROGRAMS = 1024
 """With this number of pairs or more, long rows have two programs, too."""
 MAX_SPLITS_BYTES = 512 << 20
 """Limit of the results of splits before they are merged."""
 
 
+def num_pairs(layers: AttentionLayers, num_rows: int) -> int:
+    """Return the number of pairs of a row and a tile of its heads."""
+    num_heads = layers.shape.num_heads
+    return num_rows * -(-num_heads // head_group(num_heads, layers.pool[0]).heads)
+
+
 def num_programs(layers: AttentionLayers, num_rows: int, max_splits: int) -> int:
     """Return the number of programs for the splits of a decode row and kv head; 1: use ``attend``."""
-    shape = layers.shape
-    pairs = num_rows * -(-shape.num_heads // head_group(shape.num_heads, layers.pool[0]).heads)
+    shape, pairs = layers.shape, num_pairs(layers, num_rows)
     num_bytes = 4 * num_rows * max_splits * shape.num_heads * (shape.output_size + 2)
     is_long = max_splits > EVEN_SPLITS.value and pairs < MANY_PROGRAMS
     wanted = max(-(-ENOUGH_PROGRAMS // pairs), LONG_ROW_PROGRAMS if is_long else 2)
-    return 1 if num_bytes > MAX_SPLITS_BYTES else max(min(max_splits, wanted), 2)
+    return 1 if num_bytes > MAX_SPLITS_BYTES else min(max_splits, wanted)
+
+
+def most_alone(layers: AttentionLayers, num_rows: int) -> int:
+    """Return ``most_alone`` of ``attend_splits``."""
+    is_alone = layers.shape.value_size is None and num_pairs(layers, num_rows) >= ENOUGH_PROGRAMS
+    return MOST_ALONE if is_alone else 0
+
+
+def max_splits_of(layers: AttentionLayers, length: int) -> int:
+    """Return the number of splits of a decode row of ``length`` positions."""
+    pool = layers.pool[0]
+    return num_splits(length, split_size(pool, head_group(layers.shape.num_heads, pool).decode_tile))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +78,14 @@ class _TritonStep(PagedStep):
         tiles: [X, 2] int32, as in ``kernels.triton.attention.attend``.
         num_done: as in ``attend_splits``.
         max_splits: number of splits of the longest row.
-        num_programs: see ``num_programs``; 1 if a row has several tokens.
+        num_programs: see ``num_programs``; 1 if a row has several tokens. most_alone: as in ``attend_splits``.
     """
 
     tiles: Tensor
     num_done: Tensor
     max_splits: int
     num_programs: int
+    most_alone: int
 
     def attend(self, q: Tensor, layer: int, *, out: Tensor) -> None:
         """Attend with q [T, H, E] to the pool of a layer -> out [T, H, V]."""
@@ -74,7 +94,7 @@ class _TritonStep(PagedStep):
             in_splits = shape.batch_invariant or shape.value_size is None
             kernels.attend(q, pool, self.rows, self.tiles, scale=shape.scale, out=out, rules=rules, in_splits=in_splits)
         else:
-            splits = {"max_splits": self.max_splits, "num_programs": self.num_programs}
+            splits = {"max_splits": self.max_splits, "num_programs": self.num_programs, "most_alone": self.most_alone}
             kernels.attend_splits(q, pool, self.rows, self.num_done, **splits, scale=shape.scale, out=out, rules=rules)
 
 
@@ -86,12 +106,14 @@ class TritonAttention(PagedAttention):
         kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
         rows, _ = paged_rows(batch, query_lengths, kv_lengths, layers.page_size)
-        max_splits = num_splits(int(kv_lengths.max()))
+        max_splits = max_splits_of(layers, int(kv_lengths.max()))
         programs = num_programs(layers, len(kv_lengths), max_splits) if int(query_lengths.max()) == 1 else 1
         group = head_group(layers.shape.num_heads, layers.pool[0])
-        tiles = uploaded(tiles_of(query_lengths, group.tokens), layers.device)
+        tiles = uploaded(tiles_of(query_lengths, group.tokens)[::-1].copy(), layers.device)  # the longest ones first
         num_done = _num_done(layers, len(kv_lengths))
-        self._prepared = _TritonStep(layers, batch.slot_mapping, rows, tiles, num_done, max_splits, programs)
+        self._prepared = _TritonStep(
+            layers, batch.slot_mapping, rows, tiles, num_done, max_splits, programs, most_alone(layers, len(kv_lengths))
+        )
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> PagedAttention:
         """Return attention for decode steps of ``num_rows`` rows."""
@@ -99,10 +121,12 @@ class TritonAttention(PagedAttention):
         numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=layers.device)
         tiles = torch.stack((numbers[:-1], torch.zeros_like(numbers[:-1])), dim=1)
         rows = PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
-        max_splits = num_splits(buffers.max_pages * layers.page_size)
+        max_splits = max_splits_of(layers, buffers.max_pages * layers.page_size)
         programs = num_programs(layers, num_rows, max_splits)
         num_done = _num_done(layers, num_rows)
-        step = _TritonStep(layers, buffers.slot_mapping, rows, tiles, num_done, max_splits, programs)
+        step = _TritonStep(
+            layers, buffers.slot_mapping, rows, tiles, num_done, max_splits, programs, most_alone(layers, num_rows)
+        )
         return PagedAttention(layers, step)
 
     def warm_up(self) -> None:

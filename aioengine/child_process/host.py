@@ -109,6 +109,21 @@ def show_one_gpu(index: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = names[index].strip()
 
 
+def open_gpu() -> None:
+    """Create the CUDA context of the first GPU in a thread, while torch is imported: both take a second or more."""
+    threading.Thread(target=_create_context, name="open-gpu", daemon=True).start()
+
+
+def _create_context() -> None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # torch will report it
+        return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
 def keep_freed_memory() -> None:
     """Let the allocator keep freed memory for the next step. glibc only.
 

@@ -21,18 +21,21 @@ def prepare(matmul: Matmul, weight: Tensor, bias: Tensor | None, *, batch_invari
         """[T, I] -> [T, O] in two kernels."""
         return activate_and_mul(matmul(x), "silu")
 
-    if batch_invariant or bias is not None or not _can_fuse(weight):
+    if bias is not None or not _can_fuse(weight):
         return separate
     from aioengine.kernels.triton.gated_linear import compile_specializations, shape_of_programs
     from aioengine.kernels.triton.gated_linear import matmul as gated_matmul
+    from aioengine.kernels.triton.invariant_linear import num_splits
     from aioengine.kernels.triton.skinny_linear import gated_vector_matmul
 
+    if batch_invariant and num_splits(*weight.shape) > 1:  # otherwise both kernels add in the same order
+        return separate
     num_outputs, size = weight.shape[0] // 2, weight.shape[1]
     compile_specializations(weight)
 
     def fused(x: Tensor) -> Tensor:
         """[T, I] -> [T, O], in one kernel if that is faster."""
-        if x.shape[0] == 1:
+        if x.shape[0] == 1 and not batch_invariant:
             return gated_vector_matmul(x, weight)
         programs = shape_of_programs(num_outputs, size, x.shape[0])
         if programs is None or not x.is_contiguous() or x.data_ptr() % 16:

@@ -17,16 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from aioengine.kernels.triton import launcher
-
-if TYPE_CHECKING:
-    from aioengine.kernels.triton.rank_messages import Sender
 
 BLOCK = 64
 """Maximum rows of a matmul with a weight that is not packed; more rows are split."""
@@ -318,17 +315,15 @@ class DeviceMatmul:
         self._by_library = _by_library(weight, bias)
         self._kernels = skinny_linear
 
-    def __call__(self, x: Tensor, new_sender: Callable[[], Sender] | None = None) -> Tensor:
-        """[T, I] -> [T, O]. new_sender: if there is an own kernel for T rows, it sends the result to other ranks."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, I] -> [T, O]."""
         num_rows = x.shape[0]
         if num_rows <= self._kernels.MAX_ROWS and x.is_contiguous():
-            programs = self._kernels.shape_of_programs(*self.weight.shape, num_rows) if self._is_narrow else None
-            sender = new_sender() if new_sender and (num_rows == 1 or programs) else self._kernels.NO_SENDER
             if num_rows == 1:
-                return self._kernels.vector_matmul(x, self.weight, self.bias, sender=sender)
+                return self._kernels.vector_matmul(x, self.weight, self.bias)
+            programs = self._kernels.shape_of_programs(*self.weight.shape, num_rows) if self._is_narrow else None
             if programs is not None:
-                done = self._num_done
-                return self._kernels.matmul(x, self.weight, self.bias, programs=programs, num_done=done, sender=sender)
+                return self._kernels.matmul(x, self.weight, self.bias, programs=programs, num_done=self._num_done)
         return self._by_library(x)
 
 

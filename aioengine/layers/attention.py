@@ -50,12 +50,7 @@ class SelfAttention(Mixer):
             is_transposed=config.is_transposed,
         )
         self._output = Linear.of(
-            [output],
-            placement,
-            divided="inputs",
-            units=[queries],
-            is_transposed=config.is_transposed,
-            is_summed_next=not config.block.is_parallel,
+            [output], placement, divided="inputs", units=[queries], is_transposed=config.is_transposed
         )
         self._clip = attention.clip
         self._head_norms: HeadNorms | None = None

@@ -38,7 +38,6 @@ class Linear(Layer):
         order: [O] int64, the checkpoint index of each output, with the parts joined; None if the orders are equal. On
             the CPU if the layer is divided among ranks.
         is_transposed: the checkpoint stores weights that are not quantized as [D, outputs].
-        is_summed_next: the next sum over the ranks is that of the outputs, which are divided by "inputs".
 
     Attributes:
         in_features: D.
@@ -62,11 +61,9 @@ class Linear(Layer):
         units: Sequence[Units] | None = None,
         order: Tensor | None = None,
         is_transposed: bool = False,
-        is_summed_next: bool = False,
     ) -> None:
         """Allocate nothing yet, see ``weights``. ``order``: [O]."""
         self._shard = placement.shard
-        self._summed_by = placement.shard.group if is_summed_next else None
         self._divided: Axis | None = divided if placement.shard.size > 1 else None
         self.stored_outputs = self._order = order
         sizes, self.first_input = dict(parts), 0
@@ -260,7 +257,7 @@ class Linear(Layer):
             assert self._prepared is not None, "finish_loading was not called"
             return self._adapters.add(self._prepared.matmul, x, rows)
         assert self._matmul is not None, "finish_loading was not called"
-        return self._matmul(x) if self._summed_by is None else self._summed_by.product(self._matmul, x)
+        return self._matmul(x)
 
 
 def unplaced_targets(

@@ -22,16 +22,8 @@ class MLP(Layer):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        inner_size: int,
-        config: MlpConfig,
-        placement: Placement,
-        *,
-        is_transposed: bool = False,
-        is_summed_next: bool = False,
+        self, hidden_size: int, inner_size: int, config: MlpConfig, placement: Placement, *, is_transposed: bool = False
     ) -> None:
-        """is_summed_next: see ``Linear``."""
         self._activation: Activation = config.activation
         self._is_gated = config.is_gated
         self._has_fused_gate = config.is_gated and config.activation == "silu"
@@ -44,9 +36,7 @@ class MLP(Layer):
             units=[Units(inner_size)] * (1 + config.is_gated),
             is_transposed=is_transposed,
         )
-        self._second = Linear.of(
-            [second], placement, divided="inputs", is_transposed=is_transposed, is_summed_next=is_summed_next
-        )
+        self._second = Linear.of([second], placement, divided="inputs", is_transposed=is_transposed)
         self.parts = ("", self._first), ("", self._second)
 
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:

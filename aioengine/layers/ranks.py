@@ -16,15 +16,13 @@ import msgspec
 import torch
 from torch._C import _distributed_c10d as c10d  # the objects behind torch.distributed, without its global state
 
-from aioengine.kernels.linear import DeviceMatmul
 from aioengine.kernels.norms import add_rms_norm
 from aioengine.kernels.triton.launcher import is_installed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.linear import Matmul
-    from aioengine.kernels.triton.rank_messages import Handle
+    from aioengine.kernels.triton.rank_messages import Handle, SharedMemory
     from aioengine.kernels.triton.rank_sums import Inboxes
     from aioengine.kernels.triton.sampling import RankSampling
 
@@ -32,7 +30,7 @@ _LOOPBACK: Final = "127.0.0.1"
 _NO_TIMEOUT: Final = timedelta(days=7)
 """The supervisor detects ranks that end or stall, and replaces all of them."""
 _FEW_ROWS: Final = 32
-"""Maximum rows of a sum of two ranks in ``Inboxes`` without flags. Measured on two H200s with NVLink."""
+"""With more than two ranks: maximum rows of a sum in ``Inboxes``, times the number of other ranks."""
 
 
 class RankGroup:
@@ -57,7 +55,7 @@ class RankGroup:
         self.rank, self.size = rank, size
         self._device = device
         self._batch_invariant = batch_invariant
-        self._inboxes: list[Inboxes] = []  # by their number of rows, ascending
+        self._inboxes: Inboxes | None = None
         self.sampling: RankSampling | None = None
         self._store = store = c10d.FileStore(store_file, size)
         if device.type == "cpu":
@@ -91,16 +89,12 @@ class RankGroup:
             return
         from aioengine.kernels.triton.rank_sums import Inboxes
 
-        kinds = [(_FEW_ROWS // (self.size - 1), False)]
-        if self.size == 2:
-            kinds.append((max_rows, True))
-        if dtype.itemsize != 2 or num_columns % 2:
-            kinds.clear()
-        inboxes = [
-            Inboxes(self.rank, self.size, num_rows, num_columns, has_flags=has_flags, device=self._device)
-            for num_rows, has_flags in kinds
-        ]
-        memory, sampling = [own.memory for own in inboxes], None
+        inboxes, sampling = None, None
+        memory: list[SharedMemory] = []
+        if dtype.itemsize == 2 and num_columns % 2 == 0:
+            num_rows = max_rows if self.size == 2 else _FEW_ROWS // (self.size - 1)
+            inboxes = Inboxes(self.rank, self.size, num_rows, num_columns, self._device)
+            memory.append(inboxes.memory)
         if max_sampled_rows:
             from aioengine.kernels.triton.sampling import RankSampling
 
@@ -127,16 +121,9 @@ class RankGroup:
         return [msgspec.msgpack.decode(handles, type=list[tuple[object, ...]]) for handles in stored]
 
     def _inboxes_for(self, parts: Tensor) -> Inboxes | None:
-        """Return the inboxes that can add ``parts`` [...]; None: NCCL or gloo adds them."""
-        return next((inboxes for inboxes in self._inboxes if inboxes.serves(parts.shape, parts.dtype)), None)
-
-    def product(self, matmul: Matmul, x: Tensor) -> Tensor:
-        """Return matmul(x) [T, D], the parts of the next sum. The kernels for few rows send them to the other ranks."""
-        if isinstance(matmul, DeviceMatmul) and self._inboxes:
-            few = self._inboxes[0]
-            if few.serves((len(x), len(matmul.weight)), x.dtype):
-                return matmul(x, few.sender)
-        return matmul(x)
+        """Return the inboxes if they can add ``parts`` [...]; None: NCCL or gloo adds them."""
+        inboxes = self._inboxes
+        return inboxes if inboxes is not None and inboxes.serves(parts) else None
 
     def add_rms_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
         """Add the sum of ``parts`` over the ranks to the residual in place, [T, D] each, and return the norm of the

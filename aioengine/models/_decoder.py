@@ -166,8 +166,7 @@ class DecoderModel(Model):
         step = self._step(ModelInputs(positions=positions), attention)
         for layer in self._block_kinds:
             x = torch.zeros(num_tokens, self.hidden_size, dtype=self.dtype, device=self._device)
-            x, delta = self._blocks[layer](x, None, step, outputs=None)
-            add_to_stream(delta, x, None, None, self._shard.group)  # its parts may have been sent
+            self._blocks[layer](x, None, step, outputs=None)
 
     def _step(self, inputs: ModelInputs, attention: StepAttention) -> BlockStep:
         """Return the arguments of the blocks. Without states in the inputs, use states that are dropped."""
@@ -320,8 +319,7 @@ def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> MLP | S
     size = config.hidden_size
     if (experts := config.experts_of(layer)) is not None:
         return SparseMLP(size, experts, placement)
-    options = {"is_transposed": config.is_transposed, "is_summed_next": not config.block.is_parallel}
-    return MLP(size, config.intermediate_size, config.mlp, placement, **options)
+    return MLP(size, config.intermediate_size, config.mlp, placement, is_transposed=config.is_transposed)
 
 
 class Block(Layer):

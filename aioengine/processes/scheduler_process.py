@@ -25,6 +25,7 @@ from aioengine.child_process.host import (
     keep_freed_memory,
     limit_kernel_cache,
     limit_threads,
+    open_gpu,
     show_one_gpu,
     use_share_of_cores,
 )
@@ -487,6 +488,8 @@ def prepare_process(child: Child) -> Settings:
         use_share_of_cores(runner.replica, runner.num_replicas)
     if runner.device == "cuda" and runner.base_gpu_id + runner.num_runners > 1:
         show_one_gpu(runner.base_gpu_id + runner.replica * runner.num_runners // runner.num_replicas + rank)
+    if runner.device == "cuda":
+        open_gpu()
     if ranks is None:
         return settings
     ranks = replace(ranks, rank=rank, store_file=str(Path(child.orders.board).with_name(RANKS_FILE)))

@@ -421,7 +421,15 @@ def choose_attention(
         return AttentionChoice(name)
     try:
         kernels = _import_flashinfer()
-        kernels.make_ready(shape, dtype, device, kv_dtype=kv_dtype, timeout_s=settings.compile_timeout_s, report=report)
+        kernels.make_ready(
+            shape,
+            dtype,
+            device,
+            kv_dtype=kv_dtype,
+            timeout_s=settings.compile_timeout_s,
+            waits=not settings.fallback_backend,
+            report=report,
+        )
     except BackendUnavailableError as error:
         if not settings.fallback_backend:
             raise ValueError(f"attention_backend='flashinfer' does not work here: {error}") from error

@@ -106,10 +106,10 @@ def with_margin(step_bytes: int) -> int:
 
 
 def inbox_bytes(num_ranks: int, itemsize: int, *, max_rows: int, num_columns: int) -> int:
-    """Return the bytes of the inbox for sums of many rows on a GPU: two lines per row, each with a flag. Other inboxes
-    are small. See ``layers.ranks``.
+    """Return the bytes of the inbox for sums on a GPU: two lines per row. With more ranks it is small, as other inboxes
+    are. See ``layers.ranks``.
     """
-    return 2 * max_rows * (2 * num_columns + 4) if num_ranks == 2 and itemsize == 2 else 0
+    return 4 * max_rows * num_columns if num_ranks == 2 and itemsize == 2 else 0
 
 
 # ---------------------------------------------------------------- KV cache and states

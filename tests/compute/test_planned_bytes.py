@@ -55,7 +55,7 @@ def test_inbox_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from aioengine.kernels.triton.rank_sums import Inboxes
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    inboxes = Inboxes(0, 2, 100, 96, has_flags=True, device=CPU)
+    inboxes = Inboxes(0, 2, 100, 96, CPU)
     assert inboxes.memory.num_bytes == inbox_bytes(2, 2, max_rows=100, num_columns=96)
 
 

@@ -14,7 +14,7 @@ from aioengine.layers import ranks
 from aioengine.layers.ranks import RankGroup
 from tests.compute.rank_threads import CPU, rank_threads
 
-NUM_COLUMNS = 64
+MAX_ROWS, NUM_COLUMNS = 3000, 64
 
 
 class FakeInboxes:
@@ -27,20 +27,18 @@ class FakeInboxes:
         size: int,
         max_rows: int,
         num_columns: int,
-        *,
-        has_flags: bool,
         device: torch.device,
     ) -> None:
-        self.failing, self.rank, self.max_rows, self.has_flags = failing, rank, max_rows, has_flags
-        self.handles: list[tuple[int, bool]] = []
+        self.failing, self.rank, self.max_rows = failing, rank, max_rows
+        self.handles: list[tuple[int]] = []
         self.memory = self
 
-    def share(self) -> tuple[int, bool]:
+    def share(self) -> tuple[int]:
         time.sleep(0.05 * self.rank)  # rank 0 must not read what rank 1 gave for other inboxes
         self._work("share")
-        return self.rank, self.has_flags
+        return (self.rank,)
 
-    def open(self, handles: list[tuple[int, bool]], rank: int) -> None:
+    def open(self, handles: list[tuple[int]], rank: int) -> None:
         self._work("open")
         self.handles = handles
 
@@ -49,11 +47,8 @@ class FakeInboxes:
             raise RuntimeError("the GPUs cannot reach each other's memory")
 
 
-@pytest.mark.parametrize("max_rows", [ranks._FEW_ROWS, 3000])
 @pytest.mark.parametrize("failing", [(-1, ""), (0, "open"), (1, "share")])
-def test_ranks_use_inboxes_if_all_of_them_can(
-    max_rows: int, failing: tuple[int, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_use_inboxes_if_all_of_them_can(failing: tuple[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(Inboxes=partial(FakeInboxes, failing))
     monkeypatch.setitem(sys.modules, "aioengine.kernels.triton.rank_sums", module)
     monkeypatch.setattr(ranks, "is_installed", lambda: True)
@@ -66,14 +61,17 @@ def test_ranks_use_inboxes_if_all_of_them_can(
     with rank_threads(2) as threads:
         monkeypatch.setattr(RankGroup, "all_reduce_min", on_cpu)
 
-        def open_inboxes(rank: int) -> list[FakeInboxes]:
+        def open_inboxes(rank: int) -> FakeInboxes | None:
             group = threads.shards[rank].group
             assert group is not None
             group._device = torch.device("cuda")
-            group.open_inboxes(max_rows, NUM_COLUMNS, torch.bfloat16)
+            group.open_inboxes(MAX_ROWS, NUM_COLUMNS, torch.bfloat16)
             return group._inboxes  # type: ignore[return-value]
 
         found = threads.call(open_inboxes)
     for inboxes in found:
-        assert [own.max_rows for own in inboxes] == ([ranks._FEW_ROWS, max_rows] if failing[0] < 0 else [])
-        assert all(own.handles == [(0, own.has_flags), (1, own.has_flags)] for own in inboxes)
+        if failing[0] >= 0:
+            assert inboxes is None
+        else:
+            assert inboxes is not None
+            assert (inboxes.max_rows, inboxes.handles) == (MAX_ROWS, [(0,), (1,)])

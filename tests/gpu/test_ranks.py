@@ -31,14 +31,13 @@ import sys
 
 import torch
 
-from aioengine.kernels.linear import DeviceMatmul
 from aioengine.kernels.norms import add_rms_norm
 from aioengine.layers.ranks import RankGroup
 
 rank, COLUMNS = int(sys.argv[1]), 1024
 group = RankGroup(rank, 2, store_file=sys.argv[2], device=torch.device("cuda"), batch_invariant=False)
 group.open_inboxes(3000, COLUMNS, torch.bfloat16)
-assert len(group._inboxes) == 2
+assert group._inboxes is not None
 with torch.inference_mode():
     for number, num_rows in enumerate([1, 32, 33, 200, 3000, 3001, 1] * 30):
         generator = torch.Generator("cuda").manual_seed(number)
@@ -52,11 +51,6 @@ with torch.inference_mode():
         found = group.add_rms_norm(parts[rank].clone(), residual, weight, epsilon)
         assert torch.equal(residual, expected_stream), num_rows
         torch.testing.assert_close(found, expected, atol=0, rtol=0.02)
-        weights = torch.randn(2, COLUMNS, 2048, device="cuda", generator=generator).bfloat16()
-        matmuls = [DeviceMatmul(weight, None) for weight in weights]
-        x = torch.randn(num_rows, 2048, device="cuda", generator=generator).bfloat16()
-        total = (matmuls[0](x).float() + matmuls[1](x).float()).bfloat16()
-        assert torch.equal(group.all_reduce(group.product(matmuls[rank], x)), total), num_rows
 """
 
 

@@ -211,7 +211,7 @@ def _vector_kernel(
 ) -> None:  # fmt: skip
     number = tl.program_id(0)
     if number < num_programs:
-        vector_kernel(x, weight, None, bias, y, num_outputs, None, None, None, SIZE, ROWS, BLOCK)
+        vector_kernel(x, weight, None, bias, y, num_outputs, SIZE, ROWS, BLOCK)
     else:
         first_rank = (number - num_programs) * ROWS
         part = first_rank // MAX_RANK
@@ -220,7 +220,7 @@ def _vector_kernel(
         place = tl.maximum(slot - 1, 0).to(tl.int64) * slot_size
         entry, num_ranks = _entry(table, place, first_part + part, slot, WORDS)
         lines = pool + (place + tl.load(entry + 1)) * _UNIT + ranks[:, None] * SIZE
-        result, _ = products(lines, ranks[:, None] < num_ranks, x, None, SIZE, BLOCK)
+        result = products(lines, ranks[:, None] < num_ranks, x, SIZE, BLOCK)
         tl.store(partials + part * MAX_RANK + ranks, result, mask=ranks < num_ranks)
 
 

@@ -1,9 +1,10 @@
 """Batch-invariant attention over pages on a GPU: the result of a row does not depend on other rows.
 
-The positions of a row are divided into splits, and the splits of a token are merged in order. Splits start at the same
-positions in all rows: every 256 positions up to position 8192. After that, each doubling of the positions has 16
-splits, so that long rows do not have too many. A split is always computed in blocks of ``BLOCK`` positions, in decode
-steps and in prefill chunks. So neither the batch nor chunks, prefix hits or preemption change a bit of the result.
+The positions of a row are divided into blocks. The softmax of a block is computed alone, and blocks are merged in
+order, in decode steps and in prefill chunks. So neither the batch nor chunks, prefix hits or preemption change a bit of
+the result. A split is what one program of a decode step computes: one of the first ``EVEN_SPLITS`` blocks of a row, or
+several later blocks. After the even splits, each doubling of the positions has 8 splits, so that long rows do not have
+too many. The blocks of a split are merged first, then the splits.
 
 In 16 bits, tiles of decode steps have fewer query rows than tiles of prefill chunks. This does not change a bit: tensor
 cores add in the same order for every number of rows. They also add the weights of a block, because the order in which
@@ -34,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
@@ -50,15 +51,19 @@ from aioengine.kernels.triton.scores import (
 
 Pool = tuple[Tensor, Tensor]
 
-SPLIT = tl.constexpr(256)
-"""Positions per split at the start of a row. Splits are multiples of ``BLOCK``."""
-EVEN_SPLITS = tl.constexpr(32)
-"""Number of splits of this size. After that, each doubling of the positions has half as many splits."""
+EVEN_SPLITS = tl.constexpr(64)
+"""Number of splits of one block at the start of a row."""
+LATENT_BLOCKS = 4
+"""Blocks of an even split in latent attention."""
+PER_DOUBLING = tl.constexpr(8)
+"""Number of splits of each further doubling of the positions."""
 ROWS = 64
 """Query rows of a tile, unless one token has more. 64 is the minimum for Hopper's fastest instructions."""
 DECODE_ROWS = 16
 """Query rows of a tile of a decode step in 16 bits."""
 BLOCK = 64
+LARGE = 128
+"""Query rows and block of a tile in 16 bits on Hopper and newer, which have enough shared memory and registers."""
 ONES = tl.constexpr(16)
 """Columns of a matrix of ones, by which weights are multiplied to add them: the minimum for tensor cores."""
 
@@ -79,31 +84,33 @@ class PagedRows(NamedTuple):
     page_ids: Tensor
 
 
-def num_splits(length: int) -> int:
-    """Return the number of splits of a row of ``length`` positions."""
-    half, even = EVEN_SPLITS.value // 2, EVEN_SPLITS.value * SPLIT.value
-    doublings = max((length - 1) // even, 0).bit_length()  # of ``even`` until it covers the row
-    if not doublings:
-        return -(-length // SPLIT.value)
-    before = even << (doublings - 1)
-    return half * (doublings + 1) + -(-(length - before) // (before // half))
+def num_splits(length: int, size: int) -> int:
+    """Return the number of splits of a row of ``length`` positions. size: positions of an even split."""
+    even, splits = -(-length // size), EVEN_SPLITS.value
+    if even <= splits:
+        return even
+    doublings = (even - 1).bit_length() - splits.bit_length()  # before the last split
+    later_size = splits // PER_DOUBLING.value << doublings
+    return splits + PER_DOUBLING.value * (doublings - 1) + -(-even // later_size)
 
 
 @triton.jit
-def split_start(index: tl.tensor) -> tl.tensor:
-    """Return the first position of a split."""
-    HALF: tl.constexpr = EVEN_SPLITS // 2
-    doublings = tl.maximum(index // HALF - 1, 0)
-    return (index - doublings * HALF) * SPLIT << doublings
+def split_start(index: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Return the first position of a split. SIZE: positions of an even split."""
+    later = tl.maximum(index - EVEN_SPLITS, 0)
+    start = (PER_DOUBLING + later % PER_DOUBLING) * (EVEN_SPLITS // PER_DOUBLING) << later // PER_DOUBLING
+    return tl.where(index < EVEN_SPLITS, index, start) * SIZE
 
 
 @triton.jit
-def first_split(first_seen: tl.tensor) -> tl.tensor:
-    """Return the split that contains position ``first_seen``."""
-    index = tl.full((), 0, tl.int32)
-    while split_start(index + 1) <= first_seen:
-        index += 1
-    return index
+def split_of(position: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Return the split that contains a position."""
+    even = position // SIZE
+    doublings = tl.full((), 0, tl.int32)
+    while even >= 2 * EVEN_SPLITS << doublings:
+        doublings += 1
+    later = (even >> doublings) // (EVEN_SPLITS // PER_DOUBLING) + PER_DOUBLING * (doublings - 1) + EVEN_SPLITS
+    return tl.where(even < EVEN_SPLITS, even, later)
 
 
 @triton.jit
@@ -129,7 +136,7 @@ class _Sizes(NamedTuple):
         token_stride, page_stride: of the queries and of the pool. tile_stride: between the keys of two tiles.
         group: query heads per tile.
         columns: ``value_size``, padded. more: size of the rest of a key, padded; 0: values are as large as keys.
-        rows, block: query rows of a tile, and positions that it loads at a time.
+        rows, block: query rows of a tile, and positions that it loads at a time. split: positions of an even split.
         window: 0: no window. cap: see ``ScoreRules.cap``.
     """
 
@@ -145,17 +152,22 @@ class _Sizes(NamedTuple):
     more: int
     rows: int
     block: int
+    split: int
     window: int
     cap: float
 
 
 @triton.jit
 def _attend_block(
-    state: tl.tuple, inputs: tl.tuple, page_ids: tl.tensor, first: tl.tensor, seen: tl.tuple,
+    whole: tl.tuple, block: tl.tuple, inputs: tl.tuple, page_ids: tl.tensor, first: tl.tensor, seen: tl.tuple,
     SIZES: tl.constexpr, HAS_MASK: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """Add the block of positions from ``first`` to the state. HAS_MASK: some query rows do not attend to all of it."""
-    highest, totals, sums = state
+) -> tuple[tl.tuple, tl.tuple]:  # fmt: skip
+    """Merge the previous block into ``whole``. Return it and the state of the block of positions from ``first``.
+
+    HAS_MASK: some query rows do not attend to all of it. The previous block is merged late, so that tensor cores
+    compute its weighted sums and the new scores without a pause. In latent attention, whose sums are too large for two
+    states, the block is added to the state of the previous blocks instead, and ``whole`` is returned unchanged.
+    """
     queries, rotated, keys, values, scale = inputs
     last, first_seen, stop = seen
     columns = tl.arange(0, queries.shape[1])[None, :]
@@ -171,51 +183,63 @@ def _attend_block(
         rest = keys + (sources + SIZES.value_size)
         others = load_part(rest, inside, SIZES.key_size - SIZES.value_size, SIZES.more)
         scores = tl.dot(rotated, tl.trans(others), input_precision="ieee")
-        scores = tl.dot(queries, tl.trans(part), scores, input_precision="ieee") * scale
+        scores = tl.dot(queries, tl.trans(part), scores, input_precision="ieee")
     else:
-        scores = tl.dot(queries, tl.trans(part), input_precision="ieee") * scale
+        scores = tl.dot(queries, tl.trans(part), input_precision="ieee")
+        whole = merged(whole, _totaled(block))
     if SIZES.cap > 0.0:
-        scores = capped(scores, SIZES.cap)
+        scores, scale = capped(scores * scale[:, None], SIZES.cap), tl.full(scale.shape, 1.0, tl.float32)
     if HAS_MASK:
         is_seen = positions[None, :] <= last[:, None]
         if SIZES.window:
             is_seen = is_seen & (positions[None, :] > last[:, None] - SIZES.window)
-        scores = tl.where(is_seen, scores, MASKED)
-    higher = tl.maximum(highest, tl.max(scores, 1))
-    weights = tl.exp2(scores - higher[:, None]).to(queries.dtype)
-    shrink = tl.exp2(highest - higher)[:, None]
+        scores = tl.where(is_seen, scores, float("-inf"))
+    highest = tl.maximum(tl.max(scores, 1) * scale, block[0] if SIZES.more else MASKED)
+    factors, offsets = tl.broadcast_to(scale[:, None], scores.shape), tl.broadcast_to(-highest[:, None], scores.shape)
+    weights = tl.exp2(tl.fma(scores, factors, offsets)).to(queries.dtype)
     ones = tl.full((positions.shape[0], ONES), 1.0, queries.dtype)
-    totals = tl.dot(weights, ones, totals * shrink, input_precision="ieee")
-    if not SIZES.more:
+    if SIZES.more:
+        shrink = tl.exp2(block[0] - highest)[:, None]
+        totals = tl.dot(weights, ones, block[1] * shrink, input_precision="ieee")
+        sums = tl.dot(weights, part, block[2] * shrink, input_precision="ieee")
+    else:
+        totals = tl.dot(weights, ones, input_precision="ieee")
         part = tl.load(values + (sources + columns), mask=there, other=0.0).to(queries.dtype)
-    sums = tl.dot(weights, part, sums * shrink, input_precision="ieee")
-    return higher, totals, sums
+        sums = tl.dot(weights, part, input_precision="ieee")
+    return whole, (highest, totals, sums)
 
 
 @triton.jit
-def _attend_split(
+def _totaled(block: tl.tuple) -> tl.tuple:
+    """Return the state of a block as ``merged`` takes it."""
+    highest, totals, sums = block
+    return highest, tl.max(totals, 1), sums
+
+
+@triton.jit
+def _attend_positions(
     inputs: tl.tuple, page_ids: tl.tensor, start: tl.tensor, stop: tl.tensor, last: tl.tensor, first_seen: tl.tensor,
     all_see: tl.tensor,
     SIZES: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """Return the state of each query row after positions start to stop (see ``nothing_attended``). A query row attends
     to positions up to ``last``. inputs: see ``_tile_inputs``. first_seen: the first position that any query row attends
-    to. all_see: all query rows attend to the positions before this one, unless there is a window.
+    to. all_see: all query rows attend to the positions before this one, unless there is a window; None: not used. One
+    loop is faster for few blocks.
     """
-    highest, _, sums = nothing_attended(SIZES.rows, SIZES.columns)
-    state = highest, tl.zeros((inputs[0].shape[0], ONES), tl.float32), sums
+    whole = nothing_attended(SIZES.rows, SIZES.columns)
+    block = whole[0], tl.zeros((inputs[0].shape[0], ONES), tl.float32), whole[2]
     seen = last, first_seen, stop
     if SIZES.window:
         start += tl.maximum(first_seen - start, 0) // SIZES.block * SIZES.block
-    else:
-        whole = start + tl.maximum(tl.minimum(all_see, stop) - start, 0) // SIZES.block * SIZES.block
-        for first in tl.range(start, whole, SIZES.block):
-            state = _attend_block(state, inputs, page_ids, first, seen, SIZES, False)
-        start = whole
+    elif all_see is not None:
+        masked = start + tl.maximum(tl.minimum(all_see, stop) - start, 0) // SIZES.block * SIZES.block
+        for first in tl.range(start, masked, SIZES.block):
+            whole, block = _attend_block(whole, block, inputs, page_ids, first, seen, SIZES, False)
+        start = masked
     for first in tl.range(start, stop, SIZES.block):
-        state = _attend_block(state, inputs, page_ids, first, seen, SIZES, True)
-    highest, totals, sums = state
-    return highest, tl.max(totals, 1), sums
+        whole, block = _attend_block(whole, block, inputs, page_ids, first, seen, SIZES, True)
+    return _totaled(block) if SIZES.more else merged(whole, _totaled(block))
 
 
 @triton.jit
@@ -237,6 +261,7 @@ def _tile_inputs(
     if keys.dtype.element_ty.is_fp8():
         queries, scale = fp16_queries(queries, scale)
     offset = tl.program_id(1) * SIZES.tile_stride
+    scale = tl.reshape(tl.zeros((heads.shape[0], 1), tl.float32) + scale, heads.shape)
     return queries, rest, keys + offset, values + offset, scale
 
 
@@ -283,31 +308,37 @@ def _attend_kernel(
     all_see = length - count + tile_start + 1
     first_seen = tl.maximum(all_see - SIZES.window, 0)
     page_ids += first_page
+    # splits of one block are merged as blocks: one loop needs no registers for a third state
+    FIRST: tl.constexpr = 1 if SIZES.more else EVEN_SPLITS
+    end = tl.minimum(split_start(FIRST, SIZES.split), stop) if IN_SPLITS else stop
+    state = _attend_positions(inputs, page_ids, 0, end, last, first_seen, all_see, SIZES)
     if IN_SPLITS:
-        state = nothing_attended(SIZES.rows, SIZES.columns)
-        index = first_split(first_seen) if SIZES.window else tl.full((), 0, tl.int32)
-        while split_start(index) < stop:
-            start, end = split_start(index), tl.minimum(split_start(index + 1), stop)
-            split = _attend_split(inputs, page_ids, start, end, last, first_seen, all_see, SIZES)
+        index = tl.full((), FIRST, tl.int32)
+        if SIZES.window:
+            index = tl.maximum(index, split_of(first_seen, SIZES.split))
+        while split_start(index, SIZES.split) < stop:
+            start, end = split_start(index, SIZES.split), tl.minimum(split_start(index + 1, SIZES.split), stop)
+            split = _attend_positions(inputs, page_ids, start, end, last, first_seen, all_see, SIZES)
             state = merged(state, split)
             index += 1
-    else:
-        state = _attend_split(inputs, page_ids, 0, stop, last, first_seen, all_see, SIZES)
     targets = tokens * SIZES.num_heads + heads
     store_attended(out, targets, is_member, state, sinks, heads, scales, SIZES.value_size)
 
 
 @triton.jit(
-    do_not_specialize=["max_splits", "num_programs"],
+    do_not_specialize=["max_splits", "num_programs", "most_alone"],
     do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids", "num_done"],
 )
 def _splits_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor,
     page_ids: tl.tensor, num_done: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor,
     sinks: tl.tensor, scales: tl.tensor, scale: tl.tensor, max_splits: tl.tensor, num_programs: tl.tensor,
+    most_alone: tl.tensor,
     SIZES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute every ``num_programs``-th split of a tile. The program that finishes last merges all splits."""
+    """Compute every ``num_programs``-th split of a tile. The program that finishes last merges all splits. The first
+    program alone computes a row of up to ``most_alone`` positions.
+    """
     start_next_and_wait()
     row = tl.program_id(0).to(tl.int64)
     first_page, length = pages_of(row, page_starts, last_lengths, SIZES.page_size)
@@ -318,24 +349,30 @@ def _splits_kernel(
     last = tl.zeros_like(members) + (length - 1)
     first_seen = tl.maximum(length - SIZES.window, 0)
     page_ids += first_page
-    first_index = first_split(first_seen) if SIZES.window else tl.full((), 0, tl.int32)
-    index = first_index + tl.program_id(2)
-    while split_start(index) < length:
-        start, end = split_start(index), tl.minimum(split_start(index + 1), length)
-        state = _attend_split(inputs, page_ids, start, end, last, first_seen, length, SIZES)
-        targets = (row * max_splits + index) * SIZES.num_heads + heads
-        store_split(split_sums, split_marks, targets, state, is_member, SIZES.value_size)
-        index += num_programs
-    tl.debug_barrier()  # all threads must have stored before one increments the counter
-    done = num_done + row * tl.num_programs(1) + tl.program_id(1)
-    if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
-        tl.store(done, 0)
-        whole, index = nothing_attended(SIZES.rows, SIZES.columns), first_index
-        while split_start(index) < length:
-            sources = (row * max_splits + index) * SIZES.num_heads + heads  # the loads bypass L1
-            whole = with_split(whole, split_sums, split_marks, sources, is_member, SIZES.value_size, ".cg")
-            index += 1
-        store_attended(out, row * SIZES.num_heads + heads, is_member, whole, sinks, heads, scales, SIZES.value_size)
+    if length <= most_alone:
+        if tl.program_id(2) == 0:
+            whole = _attend_positions(inputs, page_ids, 0, length, last, first_seen, None, SIZES)
+            targets = row * SIZES.num_heads + heads
+            store_attended(out, targets, is_member, whole, sinks, heads, scales, SIZES.value_size)
+    else:
+        first_index = split_of(first_seen, SIZES.split) if SIZES.window else tl.full((), 0, tl.int32)
+        index = first_index + tl.program_id(2)
+        while split_start(index, SIZES.split) < length:
+            start, end = split_start(index, SIZES.split), tl.minimum(split_start(index + 1, SIZES.split), length)
+            state = _attend_positions(inputs, page_ids, start, end, last, first_seen, None, SIZES)
+            targets = (row * max_splits + index) * SIZES.num_heads + heads
+            store_split(split_sums, split_marks, targets, state, is_member, SIZES.value_size)
+            index += num_programs
+        tl.debug_barrier()  # all threads must have stored before one increments the counter
+        done = num_done + row * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+            tl.store(done, 0)
+            whole, count = nothing_attended(SIZES.rows, SIZES.columns), split_of(length - 1, SIZES.split) + 1
+            for other in tl.range(first_index, count, loop_unroll_factor=4):
+                sources = (row * max_splits + other) * SIZES.num_heads + heads  # the loads bypass L1
+                whole = with_split(whole, split_sums, split_marks, sources, is_member, SIZES.value_size, ".cg")
+            targets = row * SIZES.num_heads + heads
+            store_attended(out, targets, is_member, whole, sinks, heads, scales, SIZES.value_size)
 
 
 _attend = KernelLauncher(_attend_kernel)
@@ -384,13 +421,19 @@ def head_group(num_heads: int, pool: Pool) -> HeadGroup:
         tile = AttentionTile(16, 32, 4, 1) if keys.dtype == torch.float32 else AttentionTile(ROWS, BLOCK, 8, 2)
         return HeadGroup(tile, tile, min(num_heads, tile.rows))
     group = num_heads // keys.shape[1]
-    rows = max(ROWS, next_power_of_2(group))
+    least = next_power_of_2(group)
     is_wide = next_power_of_2(keys.shape[3]) * max(keys.itemsize, 2) > 256
-    tile = AttentionTile(rows, BLOCK, 8, 2) if is_wide else AttentionTile(rows, BLOCK, 4, 3)
+    tile = AttentionTile(max(ROWS, least), BLOCK, *((8, 2) if is_wide else (4, 3)))
     if keys.dtype == torch.float32 or keys.itemsize == 1:
         return HeadGroup(tile, tile, group)
-    decode_tile = AttentionTile(max(DECODE_ROWS, next_power_of_2(group)), BLOCK, 4, tile.num_stages)
-    return HeadGroup(tile, decode_tile, group)
+    if has_dependent_launch() and not is_wide:
+        tile = AttentionTile(max(LARGE, least), LARGE, 8, 3)
+    return HeadGroup(tile, AttentionTile(max(DECODE_ROWS, least), tile.block, 4, tile.num_stages), group)
+
+
+def split_size(pool: Pool, tile: AttentionTile) -> int:
+    """Return the positions of an even split. In latent attention, a split has several blocks."""
+    return tile.block * LATENT_BLOCKS if pool[1].shape[3] < pool[0].shape[3] else tile.block
 
 
 def _sizes(q: Tensor, pool: Pool, heads: int, tile: AttentionTile, rules: ScoreRules) -> _Sizes:
@@ -412,6 +455,7 @@ def _sizes(q: Tensor, pool: Pool, heads: int, tile: AttentionTile, rules: ScoreR
         more=more if value_size < key_size else 0,
         rows=tile.rows,
         block=tile.block,
+        split=split_size(pool, tile),
         window=rules.window or 0,
         cap=rules.cap,
     )
@@ -451,6 +495,7 @@ def attend_splits(
     *,
     max_splits: int,
     num_programs: int,
+    most_alone: int = 0,
     scale: float,
     out: Tensor,
     rules: ScoreRules = NO_RULES,
@@ -460,7 +505,8 @@ def attend_splits(
     Args:
         num_done: [R * H] int32 counters, which are zeros before and after.
         max_splits: of the longest row.
-        num_programs: per row and tile.
+        num_programs: per row and tile. most_alone: one program computes rows of up to this length. Not in latent
+            attention.
     """
     num_rows, num_heads, value_size = out.shape
     sums = torch.empty(num_rows, max_splits, num_heads, value_size, dtype=torch.float32, device=q.device)
@@ -468,7 +514,7 @@ def attend_splits(
     group = head_group(num_heads, pool)
     sizes = _sizes(q, pool, group.heads, group.decode_tile, rules)
     tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, num_done, sums, stats, out, rules.sinks)
-    numbers = rules.scales, rules.factor(scale), max_splits, num_programs
+    numbers = rules.scales, rules.factor(scale), max_splits, num_programs, most_alone
     grid = num_rows, -(-num_heads // group.heads), num_programs
     key = (q.dtype, pool[0].dtype, sizes, rules.tensors_key, *alignments(q, *pool, sums, stats, out))
     _splits(grid, key, (*tensors, *numbers, sizes), group.decode_tile.launch_options)

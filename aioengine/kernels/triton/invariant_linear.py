@@ -25,6 +25,7 @@ from aioengine.kernels.triton.skinny_linear import with_other_splits
 Tile = tuple[int, int, int, int, int]
 """(rows, outputs, inputs per block, stages, warps)."""
 
+TINY: Tile = 64, 64, 64, 6, 4
 SMALL: Tile = 64, 128, 64, 4, 4
 MEDIUM: Tile = 128, 128, 64, 4, 8
 LARGE: Tile = 128, 256, 64, 4, 8
@@ -32,7 +33,7 @@ ANY: Tile = 64, 64, 128, 4, 4
 """The tile of the kernel that supports all sizes, in 16 bits."""
 FP32: Tile = 32, 32, 32, 2, 4
 """The tile of fp32 matmuls, which run without tensor cores."""
-SKINNY_ROWS = 128
+SKINNY_ROWS = 64
 """With up to this number of rows, ``skinny_linear`` is faster than tiles."""
 FEW_ROWS = 256
 """With up to this number of rows, small tiles are faster, and ``skinny_linear`` if there are ``MANY_OUTPUTS``."""
@@ -147,11 +148,16 @@ def num_splits(num_outputs: int, size: int) -> int:
 
 def programs_of(num_rows: int, num_outputs: int, size: int) -> skinny_linear.Programs | None:
     """Return the programs of ``skinny_linear`` for few rows; None: use tiles. Measured as in ``tile_for``."""
+    splits = num_splits(num_outputs, size)
     if num_outputs > MANY_OUTPUTS:
+        if num_rows == 1:
+            return 16, 256, 1, 3, 1, 0
         if num_rows > FEW_ROWS:
             return None
-        return (128, 128, 1, 3, 8, 0) if num_rows <= SKINNY_ROWS else (128, 64, 1, 4, 8, 0)
-    return (64, 128, num_splits(num_outputs, size), 4, 4, 0) if num_rows <= SKINNY_ROWS else None
+        return (128, 128, 1, 3, 8, 0) if num_rows <= SKINNY_ROWS else (128, 64, 1, 3 if num_rows <= 128 else 4, 8, 0)
+    if num_rows == 1 and splits > 1 and num_outputs <= 1024 and size // splits % 512 == 0:
+        return 16, 512, splits, 3, 1, 8
+    return (64, 128, splits, 4, 4, 0) if num_rows <= SKINNY_ROWS else None
 
 
 @lru_cache(maxsize=1024)
@@ -160,7 +166,8 @@ def tile_for(num_rows: int, num_outputs: int, splits: int) -> tuple[Tile, bool]:
     and 8B models.
     """
     if num_rows <= FEW_ROWS:
-        return SMALL, splits > 1
+        is_tiny = splits * _num_tiles(num_rows, num_outputs, SMALL) < PROCESSORS
+        return TINY if is_tiny else SMALL, splits > 1
     if splits > 1:  # two sums of a large tile would not fit into registers
         return MEDIUM, _num_tiles(num_rows, num_outputs, MEDIUM) < PROCESSORS
     medium, large = (-(-_num_tiles(num_rows, num_outputs, tile) // PROCESSORS) for tile in (MEDIUM, LARGE))

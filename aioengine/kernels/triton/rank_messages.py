@@ -29,63 +29,12 @@ def message(values: tl.tensor, number: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def unpacked(words: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the values in the low and the high half of int32 words [...], as fp32."""
-    low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
-    high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
-
-
-@triton.jit
-def packed(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """Return int32 words [...] with two values of 16 bits each."""
-    low_bits = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return low_bits | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-
-
-@triton.jit
-def addresses_of(inboxes: tl.tensor, RANKS: tl.constexpr) -> tl.tensor:
-    """Return the addresses of the inboxes of all ranks, for ``send_tile``. RANKS: rank, size, maximum rows."""
-    ranks = tl.arange(0, triton.next_power_of_2(RANKS[1]))
-    return tl.load(inboxes + ranks, mask=ranks < RANKS[1], other=0)
-
-
-@triton.jit
-def send_tile(
-    values: tl.tensor, inside: tl.tensor, numbers: tl.tensor, rows: tl.tensor, first: tl.tensor, num_columns: tl.tensor,
-    addresses: tl.tensor, RANKS: tl.constexpr,
-) -> None:  # fmt: skip
-    """Send values [A, B] in 16 bits to all ranks, this one included: B columns from ``first``, even numbers, of the
-    messages ``numbers`` [A, 1] of ``rows`` [A, 1]. inside: [A, 1], the rows to send. addresses: of ``addresses_of``.
-    """
-    HEIGHT: tl.constexpr = values.shape[0]
-    WIDTH: tl.constexpr = values.shape[1] // 2
-    low, high = tl.split(tl.reshape(values, (HEIGHT, WIDTH, 2)))
-    words = message(packed(low, high), numbers)
-    line = ((numbers & 1) * RANKS[1] + RANKS[0]) * RANKS[2] + rows
-    columns = first // 2 + tl.arange(0, WIDTH)[None, :]
-    places = line * (num_columns // 2) + columns
-    inside &= columns < num_columns // 2
-    is_rank = tl.arange(0, addresses.shape[0]) < RANKS[1]
-    inboxes = tl.multiple_of(addresses.to(tl.pointer_type(tl.int64)), 16)
-    mask = is_rank[:, None, None] & inside[None, :, :]
-    tl.store(inboxes[:, None, None] + places[None, :, :], words[None, :, :], mask=mask)
-
-
-@triton.jit
 def received(words: tl.tensor, mask: tl.tensor, number: tl.tensor) -> tl.tensor:
-    """Wait for the words [...] of the messages with this number, and return their int32 values [...]."""
+    """Wait for the words [X] of the message with this number, and return their int32 values [X]."""
     found = tl.load(words, mask=mask, other=0, volatile=True)
-    while tl.max((mask & ((found >> 32) != number)).to(tl.int32)) != 0:
+    while tl.max((mask & ((found >> 32) != number)).to(tl.int32), 0) != 0:
         found = tl.load(words, mask=mask, other=0, volatile=True)
     return found.to(tl.int32)
-
-
-Sender = tuple["Tensor | None", "Tensor | None", tuple[int, int, int] | None]
-"""How a kernel sends its result: ``SharedMemory.addresses`` of the inboxes, [rows] int32 messages of each row so far,
-and (rank, size, maximum rows).
-"""
-NO_SENDER: Sender = (None, None, None)
 
 
 class SharedMemory:
@@ -95,11 +44,11 @@ class SharedMemory:
         num_bytes: X. addresses: [ranks] int64, after ``open``.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Allocate zeros. Before their first use, ``open`` the memory of all ranks."""
+    def __init__(self, num_bytes: int, device: torch.device, *, filled: int = 0) -> None:
+        """Allocate bytes of this value. Before their first use, ``open`` the memory of all ranks."""
         self.num_bytes = num_bytes
-        self._own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        torch.cuda.synchronize(device)  # it must be zeros before another rank writes
+        self._own = torch.full((num_bytes,), filled, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)  # it must be filled before another rank writes
 
     def share(self) -> Handle:
         """Return the handle of this memory. Raises RuntimeError if this GPU cannot share it."""

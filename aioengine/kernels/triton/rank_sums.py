@@ -1,16 +1,13 @@
 """Sums over the ranks of tensor parallelism, on GPUs of one machine that can reach each other's memory.
 
-A message (``rank_messages``) is one row of a rank's part of the sum. The rank writes it into the inboxes of all ranks,
-which count the messages of each row. If there are few rows, each word has two values of 16 bits and the count. The
-kernel that computes the parts can send them (``Inboxes.sender``). Then the kernel of the sum starts beside it, and only
-waits and adds. If there are many rows, the words have only the two values, which halves the bytes, and a flag with the
-count follows each row. Then a rank does not send to itself.
+A part is one row of a rank, in words of two values of 16 bits. Each rank writes its part into the inboxes of all
+others. A word of an inbox is ``EMPTY`` until it arrives. The receiver reads the words until none is empty, and empties
+them again. So the ranks need no other signal, and a part takes as long as one transfer.
 
-An inbox has two lines for a row of each rank, used in turns. A rank sends message n + 2 of a row after it has
-received message n + 1, which the other rank sent after its kernel of message n had ended. So no message is overwritten
-before it is read.
+An inbox has two lines for a row of each other rank, used in turns. A rank sends part n + 2 of a row after it has
+received part n + 1, which the other rank sent after its kernel of part n had ended. So that line is empty then.
 
-R rows, D columns, X words of a row.
+R rows, D columns, X words of a row, P ranks padded to a power of 2.
 """
 
 from __future__ import annotations
@@ -21,34 +18,55 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
+from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.rank_messages import SharedMemory, addresses_of, message, packed, received, unpacked
+from aioengine.kernels.triton.rank_messages import SharedMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from aioengine.kernels.triton.rank_messages import Sender
+EMPTY = tl.constexpr(-1)
+"""Two NaN. They are sent as another NaN."""
+NAN = tl.constexpr(0x7FFF7FFF)
+
+
+@triton.jit
+def _unpacked(words: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the values in the low and the high half of int32 words [...], as fp32."""
+    low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _packed(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """Return int32 words [X] with two values of 16 bits each."""
+    low_bits = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low_bits | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _received(words: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Wait until no word [P, X] is empty, empty them, and return them."""
+    found = tl.load(words, mask=mask, other=0, volatile=True)
+    while tl.max((found == EMPTY).to(tl.int32)) != 0:
+        found = tl.load(words, mask=mask, other=0, volatile=True)
+    tl.store(words, EMPTY, mask=mask)
+    return found
 
 
 @triton.jit
 def _sum_kernel(
     parts: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
-    epsilon: tl.tensor, inboxes: tl.tensor, flags_offset: tl.tensor, counts: tl.tensor,
-    RANKS: tl.constexpr, HAS_FLAGS: tl.constexpr, IS_SENT: tl.constexpr, BLOCK: tl.constexpr,
+    epsilon: tl.tensor, inboxes: tl.tensor, turns: tl.tensor,
+    RANK: tl.constexpr, SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the sum of a row over the ranks. With a residual, add the sum to it, and store its RMS norm instead.
 
-    parts, residual, out: [R, D]; weight: [D]. inboxes: [ranks] addresses of the inboxes, each with lines
-    [2, senders, MAX_ROWS, X]; with flags, the owner of the inbox is no sender. flags_offset: of the flags of these
-    lines, int32. counts: [MAX_ROWS] int32, the messages of each row so far. IS_SENT: the previous kernel sent the
-    parts.
+    parts, residual, out: [R, D]; weight: [D]. inboxes: [SIZE] addresses of the inboxes, each with lines
+    [2, SIZE - 1, MAX_ROWS, X]: the second axis is the sender, without the owner of the inbox. turns: [MAX_ROWS] int32,
+    the next of the two lines of each row.
     """
-    RANK: tl.constexpr = RANKS[0]
-    SIZE: tl.constexpr = RANKS[1]
-    MAX_ROWS: tl.constexpr = RANKS[2]
     DTYPE: tl.constexpr = parts.dtype.element_ty
     WORDS: tl.constexpr = tl.pointer_type(tl.int32)
     row = tl.program_id(0).to(tl.int64)
@@ -63,70 +81,39 @@ def _sum_kernel(
             high_scale = tl.load(weight + 2 * columns + 1, mask=mask, other=0.0)
         else:
             scales = tl.load(weight.to(WORDS, bitcast=True) + columns, mask=mask, other=0)
-            low_scale, high_scale = unpacked(scales, DTYPE)
-    addresses = addresses_of(inboxes, RANKS)
-    if IS_SENT:
-        start_next()  # the previous kernel has waited for all others before it let this one start
-    else:
-        start_next_and_wait()
-    count = tl.load(counts + row) + 1
-    if not IS_SENT:
-        own = tl.load(parts.to(WORDS, bitcast=True) + words, mask=mask, other=0)
-    if residual is not None:  # not later: it would be read after the messages have arrived
+            low_scale, high_scale = _unpacked(scales, DTYPE)
+    ranks = tl.arange(0, triton.next_power_of_2(SIZE))
+    addresses = tl.multiple_of(tl.load(inboxes + ranks, mask=ranks < SIZE, other=0).to(WORDS), 16)
+    own_inbox = tl.multiple_of(tl.load(inboxes + RANK).to(WORDS), 16)
+    start_next_and_wait()
+    turn = tl.load(turns + row)
+    own = tl.load(parts.to(WORDS, bitcast=True) + words, mask=mask, other=0)[None, :]
+    if residual is not None:  # not later: it would be read after the parts have arrived
         old = tl.load(residual.to(WORDS, bitcast=True) + words, mask=mask, other=0)
-    # After 2 ** 31 messages, counts are negative: then ``%`` would be, too.
-    place = (count & 1) * ((SIZE - HAS_FLAGS) * MAX_ROWS) + row
-    if HAS_FLAGS:
-        for peer in tl.static_range(SIZE):
-            if peer != RANK:
-                line = place + (RANK - (peer < RANK)) * MAX_ROWS
-                inbox = tl.multiple_of(tl.load(inboxes + peer).to(WORDS), 16)
-                tl.store(inbox + line * num_words + columns, own, mask=mask)
-                tl.debug_barrier()  # all threads must have stored before one sets the flag
-                flag = (tl.load(inboxes + peer) + flags_offset).to(WORDS) + line
-                tl.atomic_xchg(flag, count, sem="release", scope="sys")
-        own_inbox = tl.multiple_of(tl.load(inboxes + RANK).to(WORDS), 16)
-        low = tl.zeros((BLOCK,), tl.float32)
-        high = tl.zeros((BLOCK,), tl.float32)
-        for peer in tl.static_range(SIZE):
-            words_of_peer = own
-            if peer != RANK:
-                line = place + (peer - (peer > RANK)) * MAX_ROWS
-                flag = (tl.load(inboxes + RANK) + flags_offset).to(WORDS) + line
-                while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != count:
-                    pass
-                tl.debug_barrier()
-                words_of_peer = tl.load(own_inbox + line * num_words + columns, mask=mask, other=0, volatile=True)
-            low_part, high_part = unpacked(words_of_peer, DTYPE)
-            low += low_part
-            high += high_part
-    else:
-        if not IS_SENT:
-            inbox = tl.multiple_of(addresses.to(tl.pointer_type(tl.int64)), 16)[:, None]
-            line = place + RANK * MAX_ROWS
-            is_peer = (tl.arange(0, addresses.shape[0]) < SIZE)[:, None] & mask[None, :]
-            tl.store(inbox + line * num_words + columns[None, :], message(own, count)[None, :], mask=is_peer)
-        senders = tl.arange(0, addresses.shape[0])[:, None]
-        own_inbox = tl.multiple_of(tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64)), 16)
-        lines = own_inbox + (place + senders * MAX_ROWS) * num_words + columns[None, :]
-        low_parts, high_parts = unpacked(received(lines, (senders < SIZE) & mask[None, :], count), DTYPE)
-        low, high = tl.sum(low_parts, 0), tl.sum(high_parts, 0)
-    if IS_SENT:
-        wait()  # the next kernel relies on the end of all earlier ones
-    tl.store(counts + row, count)
+    peers = ranks[:, None]
+    inside = (peers < SIZE) & (peers != RANK) & mask[None, :]
+    first_line = turn * (SIZE - 1) * MAX_ROWS + row
+    sent_lines = first_line + (RANK - (peers < RANK).to(tl.int64)) * MAX_ROWS
+    places = sent_lines * num_words + columns[None, :]
+    tl.store(addresses[:, None] + places, tl.where(own == EMPTY, NAN, own), mask=inside)
+    lines = first_line + (peers - (peers > RANK).to(tl.int64)) * MAX_ROWS
+    found = _received(own_inbox + lines * num_words + columns[None, :], inside)
+    low_parts, high_parts = _unpacked(tl.where(peers == RANK, own, found), DTYPE)
+    low, high = tl.sum(low_parts, 0), tl.sum(high_parts, 0)
+    tl.store(turns + row, 1 - turn)
     low_sum, high_sum = low.to(DTYPE), high.to(DTYPE)
     if residual is not None:
-        low_old, high_old = unpacked(old, DTYPE)
+        low_old, high_old = _unpacked(old, DTYPE)
         low_sum = (low_old + low_sum.to(tl.float32)).to(DTYPE)
         high_sum = (high_old + high_sum.to(tl.float32)).to(DTYPE)
-        tl.store(residual.to(WORDS, bitcast=True) + words, packed(low_sum, high_sum), mask=mask)
+        tl.store(residual.to(WORDS, bitcast=True) + words, _packed(low_sum, high_sum), mask=mask)
         low, high = low_sum.to(tl.float32), high_sum.to(tl.float32)
         inverse = 1.0 / tl.sqrt_rn(tl.sum(low * low + high * high, 0) / num_columns + eps)
         low, high = low * inverse, high * inverse
         if weight.dtype.element_ty != tl.float32:  # round before the product, too
             low, high = low.to(DTYPE).to(tl.float32), high.to(DTYPE).to(tl.float32)
         low_sum, high_sum = (low * low_scale).to(DTYPE), (high * high_scale).to(DTYPE)
-    tl.store(out.to(WORDS, bitcast=True) + words, packed(low_sum, high_sum), mask=mask)
+    tl.store(out.to(WORDS, bitcast=True) + words, _packed(low_sum, high_sum), mask=mask)
 
 
 MANY_ROWS = 1024
@@ -141,40 +128,22 @@ class Inboxes:
         memory: of the inbox.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        max_rows: int,
-        num_columns: int,
-        *,
-        has_flags: bool,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, rank: int, size: int, max_rows: int, num_columns: int, device: torch.device) -> None:
         """Allocate the inbox of this rank. Before the first sum, open ``memory``.
 
         Args:
             max_rows: maximum R of a sum.
             num_columns: D, an even number.
-            has_flags: for many rows: words without counts, and a flag for each row.
         """
-        self._ranks = rank, size, max_rows
-        self._num_columns, self._has_flags = num_columns, has_flags
-        self._is_sent = False
-        num_lines = 2 * (size - has_flags) * max_rows
-        self._lines_bytes = num_lines * (num_columns // 2) * (4 if has_flags else 8)
-        self._counts = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        # the flags, of 4 bytes each, are behind the lines
-        self.memory = SharedMemory(self._lines_bytes + 4 * num_lines, device)
+        self._rank, self._size = rank, size
+        self._max_rows, self._num_columns = max_rows, num_columns
+        self._turns = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.memory = SharedMemory(2 * (size - 1) * max_rows * num_columns * 2, device, filled=0xFF)
 
-    def serves(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Return whether tensors of this shape can be added here."""
-        return dtype.itemsize == 2 and shape[1:] == (self._num_columns,) and shape[0] <= self._ranks[2]
-
-    def sender(self) -> Sender:
-        """Return how a product sends its result [R, D]. Its sum must be the next sum here."""
-        self._is_sent = True
-        return self.memory.addresses, self._counts, self._ranks
+    def serves(self, parts: Tensor) -> bool:
+        """Return whether ``parts`` [...] can be added here."""
+        has_columns = parts.dtype.itemsize == 2 and parts.shape[1:] == (self._num_columns,)
+        return has_columns and len(parts) <= self._max_rows
 
     def all_reduce(self, parts: Tensor) -> Tensor:
         """Return the sum over the ranks, rounded once: contiguous parts [R, D] -> [R, D]."""
@@ -189,10 +158,8 @@ class Inboxes:
         out = torch.empty_like(parts)
         num_rows, num_columns = parts.shape
         block = next_power_of_2(num_columns // 2)
-        constants = self._ranks, self._has_flags, self._is_sent, block
-        self._is_sent = False
-        memory = self.memory.addresses, self._lines_bytes, self._counts
-        arguments = (parts, residual, weight, out, num_columns, epsilon, *memory, *constants)
+        constants = self._rank, self._size, self._max_rows, block
+        arguments = (parts, residual, weight, out, num_columns, epsilon, self.memory.addresses, self._turns, *constants)
         aligned = alignments(parts, parts if residual is None else residual)
         key = (parts.dtype, None if weight is None else weight.dtype, num_columns, *constants, *aligned)
         num_warps = 4 if num_rows >= MANY_ROWS else min(max(block // 128, 1), 16)

@@ -20,16 +20,11 @@ from torch import Tensor
 
 from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.rank_messages import NO_SENDER, Sender, addresses_of, send_tile
 
 
 @triton.jit
-def products(
-    lines: tl.tensor, is_row: tl.tensor, x: tl.tensor, counts: tl.tensor | None, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Return the products [rows] of matrix rows with x, and the first of ``counts``, 0 for None. lines: pointers
-    [rows, 1] to the rows.
+def products(lines: tl.tensor, is_row: tl.tensor, x: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """Return the products [rows] of matrix rows with x. lines: pointers [rows, 1] to the rows.
 
     The next kernel can start as soon as x is complete, so it may read x without waiting (``adapter_linear``).
     """
@@ -37,9 +32,6 @@ def products(
     pointers = lines + columns[None, :]
     part = tl.load(pointers, mask=is_row & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
     wait_and_start_next()
-    count = 0
-    if counts is not None:
-        count = tl.load(counts)
     vector = tl.load(x + columns, mask=columns < SIZE, other=0.0)
     total = part.to(tl.float32) * vector.to(tl.float32)[None, :]
     for start in tl.range(BLOCK, SIZE, BLOCK, loop_unroll_factor=4):
@@ -47,33 +39,25 @@ def products(
         part = tl.load(pointers + start, mask=is_row & inside[None, :], other=0.0, eviction_policy="evict_first")
         vector = tl.load(x + start + columns, mask=inside, other=0.0)
         total += part.to(tl.float32) * vector.to(tl.float32)[None, :]
-    return tl.sum(total, 1), count
+    return tl.sum(total, 1)
 
 
 @triton.jit
 def vector_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
-    inboxes: tl.tensor, counts: tl.tensor, RANKS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute ``ROWS`` outputs, and multiply them by ``scales`` if there are any. With ``inboxes``, send them to the
-    ranks. A kernel of ``adapter_linear`` calls it too.
+    """Compute ``ROWS`` outputs, and multiply them by ``scales`` if there are any. A kernel of ``adapter_linear`` calls
+    it too.
     """
-    if inboxes is not None:
-        addresses = addresses_of(inboxes, RANKS)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lines = weight + rows[:, None].to(tl.int64) * SIZE
-    result, count = products(lines, rows[:, None] < num_outputs, x, counts, SIZE, BLOCK)
+    result = products(lines, rows[:, None] < num_outputs, x, SIZE, BLOCK)
     if scales is not None:
         result *= tl.load(scales + rows, mask=rows < num_outputs, other=0.0)
     if bias is not None:
         result += tl.load(bias + rows, mask=rows < num_outputs, other=0.0).to(tl.float32)
-    result = result.to(out.dtype.element_ty)
-    if inboxes is not None:
-        first = tl.program_id(0) * ROWS
-        row = tl.zeros((1, 1), tl.int32)
-        send_tile(result[None, :], row == 0, row + count + 1, row, first, num_outputs, addresses, RANKS)
-    tl.store(out + rows, result, mask=rows < num_outputs)
+    tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < num_outputs)
 
 
 @triton.jit
@@ -93,7 +77,7 @@ def _gated_vector_kernel(
     outputs = tl.program_id(0) * OUTPUTS + rows // 2
     rows = rows % 2 * num_outputs + outputs
     lines = weight + rows[:, None].to(tl.int64) * SIZE
-    result, _ = products(lines, outputs[:, None] < num_outputs, x, None, SIZE, BLOCK)
+    result = products(lines, outputs[:, None] < num_outputs, x, SIZE, BLOCK)
     if scales is not None:
         result *= tl.load(scales + rows, mask=outputs < num_outputs, other=0.0)
     gate, up = tl.split(tl.reshape(result, (OUTPUTS, 2)))
@@ -120,15 +104,13 @@ def shape_of_vector_programs(num_outputs: int, size: int, bits: int = 16) -> tup
     return 4, 1024, 4
 
 
-def vector_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None, sender: Sender = NO_SENDER
-) -> Tensor:
+def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
     """x [1, I], weight [O, I], bias [O] -> [1, O]. scales: [1, O] fp32, of a weight in fp8."""
     num_outputs, size = weight.shape
     rows, block, num_warps = shape_of_vector_programs(num_outputs, size, 8 * weight.itemsize)
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    arguments = (x, weight, scales, bias, out, num_outputs, *sender, size, rows, block)
-    key = (x.dtype, weight.dtype, weight.shape, sender[2], rows, block, num_warps, bias is None, *alignments(x, weight))
+    arguments = (x, weight, scales, bias, out, num_outputs, size, rows, block)
+    key = (x.dtype, weight.dtype, weight.shape, rows, block, num_warps, bias is None, *alignments(x, weight))
     vector((-(-num_outputs // rows), 1, 1), key, arguments, options(num_warps))
     return out
 
@@ -181,7 +163,7 @@ def with_other_splits(
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor, out: tl.tensor,
-    num_rows: tl.tensor, num_outputs: tl.tensor, inboxes: tl.tensor, counts: tl.tensor, RANKS: tl.constexpr,
+    num_rows: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -194,12 +176,7 @@ def _skinny_kernel(
         ahead = (lines + tl.arange(0, AHEAD)[None, :] * 64).to(tl.int64)
         asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
         tl.inline_asm_elementwise(asm, "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1)
-    if inboxes is not None:
-        addresses = addresses_of(inboxes, RANKS)
     wait_and_start_next()  # not earlier: the next kernel may read x without waiting (adapter_linear)
-    if inboxes is not None:
-        lines_of_rows = tl.arange(0, ROWS)[:, None]
-        numbers = tl.load(counts + lines_of_rows, mask=lines_of_rows < num_rows, other=0) + 1
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in tl.range(0, SIZE // SPLITS, BLOCK, num_stages=STAGES):
         part = tl.load(lines + start + columns[None, :])
@@ -212,11 +189,7 @@ def _skinny_kernel(
         inside = (rows < num_rows) & (outputs < num_outputs)
         if bias is not None:
             total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
-        result = total.to(out.dtype.element_ty)
-        if inboxes is not None:
-            is_row = lines_of_rows < num_rows
-            send_tile(tl.trans(result), is_row, numbers, lines_of_rows, tile * OUTPUTS, num_outputs, addresses, RANKS)
-        tl.store(out + rows * num_outputs + outputs, result, mask=inside)
+        tl.store(out + rows * num_outputs + outputs, total.to(out.dtype.element_ty), mask=inside)
 
 
 _skinny = KernelLauncher(_skinny_kernel)
@@ -250,15 +223,7 @@ def num_tiles(num_outputs: int) -> int:
     return -(-num_outputs // 64)
 
 
-def matmul(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    programs: Programs,
-    num_done: Tensor,
-    sender: Sender = NO_SENDER,
-) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: Programs, num_done: Tensor) -> Tensor:
     """x [T, I], weight [O, I], bias [O] -> [T, O]. num_done: [num_tiles] int32 zeros, which are zeros again after."""
     outputs, block, splits, stages, num_warps, ahead = programs
     num_rows, num_outputs, size = x.shape[0], *weight.shape
@@ -269,7 +234,7 @@ def matmul(
         out if splits == 1 else torch.empty(tiles * splits * outputs * rows, dtype=torch.float32, device=x.device)
     )
     sizes = size, rows, outputs, block, splits, stages, ahead
-    arguments = (x, weight, bias, partials, num_done, out, num_rows, num_outputs, *sender, *sizes)
-    key = (x.dtype, weight.shape, sender[2], programs, rows, bias is None, *alignments(x, weight))
+    arguments = (x, weight, bias, partials, num_done, out, num_rows, num_outputs, *sizes)
+    key = (x.dtype, weight.shape, programs, rows, bias is None, *alignments(x, weight))
     _skinny((tiles, splits, 1), key, arguments, options(num_warps))
     return out

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
@@ -69,27 +71,52 @@ def test_timeout_is_an_error_despite_a_fallback(monkeypatch: pytest.MonkeyPatch)
         choose(AUTOMATIC)
 
 
-def test_out_of_memory_does_not_select_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's own error differs from torch's."""
-
-    class Attention:
-        def __init__(self, *_: object) -> None:
-            raise RuntimeError(message)
-
+def import_kernels(monkeypatch: pytest.MonkeyPatch, build: Callable[..., object]) -> ModuleType:
+    """Import the module that compiles FlashInfer's kernels without FlashInfer. build: of the backend."""
     package = MagicMock()
-    for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.attention", "flashinfer.utils"):
+    for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.attention", "flashinfer.prefill", "flashinfer.utils"):
         monkeypatch.setitem(sys.modules, name, package)
-    backend = SimpleNamespace(build=Attention)
+    backend = SimpleNamespace(build=build)
     monkeypatch.setitem(sys.modules, "aioengine.attention.flashinfer", backend)  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, KERNELS, raising=False)
     kernels = importlib.import_module(KERNELS)
     monkeypatch.setitem(sys.modules, KERNELS, kernels)
-    monkeypatch.setattr(kernels, "kernels", lambda *_: [])
+    return kernels
+
+
+def test_out_of_memory_does_not_select_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own error differs from torch's."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(message)
+
+    kernels = import_kernels(monkeypatch, fail)
+    monkeypatch.setattr(kernels, "variants", lambda *_: [])
     message = "CUDA error: out of memory"
     with pytest.raises(RuntimeError, match=message):
         choose(AUTOMATIC)
     message = "CUDA error: invalid device function"
     assert "FlashInfer's kernels cannot be used: RuntimeError: CUDA error: invalid" in choose(AUTOMATIC).warning
+
+
+def test_start_does_not_wait_for_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start with attention_backend="flashinfer" does."""
+    kernels = import_kernels(monkeypatch, MagicMock())
+    can_end, source = threading.Event(), SimpleNamespace(name="", is_aot=False, is_compiled=False)
+    compilation = SimpleNamespace(compile_missing=lambda _: can_end.wait(10))
+    monkeypatch.setattr(kernels, "variants", lambda *_: [()])
+    monkeypatch.setattr(kernels, "gen_batch_prefill_module", lambda: source)
+    monkeypatch.setattr(kernels, "Compilation", lambda *_: compilation)
+    monkeypatch.setattr(kernels, "check_tools", lambda _: None)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda _: None)
+    assert choose(AUTOMATIC) == AttentionChoice("flashinfer")
+    assert not kernels.kernels_ready.is_set()
+    can_end.set()
+    assert kernels.kernels_ready.wait(10)
+    can_end.clear()
+    threading.Timer(0.1, can_end.set).start()
+    assert choose(EXPLICIT) == AttentionChoice("flashinfer")
+    assert can_end.is_set()
 
 
 def test_missing_package_selects_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:

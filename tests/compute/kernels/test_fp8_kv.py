@@ -46,7 +46,7 @@ from aioengine.kernels.triton import decode
 from tests.compute.stepping import make_batch, write_and_attend
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 64, 16, 100
-kernels.SPLIT, kernels.EVEN_SPLITS = tl.constexpr(64), tl.constexpr(4)  # short rows have several splits
+kernels.EVEN_SPLITS, kernels.PER_DOUBLING = tl.constexpr(4), tl.constexpr(2)  # short rows have several splits
 torch.manual_seed(0)
 for dtype, scales, rules in (
     (torch.float32, (), {}),
@@ -152,8 +152,8 @@ for window, rows, num_planned in (
     q, k, v = torch.randn(len(batch.slot_mapping), 8, HEAD_SIZE).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     backend.prepare(batch)
     reference.prepare(batch)
-    assert planned == num_planned
     result, expected = write_and_attend(backend, q, k, v, 0), write_and_attend(reference, q, k, v, 0)
+    assert planned == num_planned
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 """
 WRITES = """

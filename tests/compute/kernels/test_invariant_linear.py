@@ -18,6 +18,7 @@ for num_outputs, size, num_rows in (
     (40, 512, 20),
     (300, 2048, 150),  # each half of the inputs has its own program
     (70, 2048, 300),
+    (70, 2048, 1),
     (100, 200, 30),  # the kernel for all sizes
 ):
     weight, x, bias = (torch.randn(*shape).half() for shape in ((num_outputs, size), (num_rows, size), (num_outputs,)))

@@ -25,7 +25,7 @@ from tests.compute.stepping import make_batch, write_and_attend
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 40, 16, 100
 # few even splits, so that short rows have splits of all sizes
-attention_kernels.SPLIT, attention_kernels.EVEN_SPLITS = tl.constexpr(64), tl.constexpr(4)
+attention_kernels.EVEN_SPLITS, attention_kernels.PER_DOUBLING = tl.constexpr(4), tl.constexpr(2)
 torch.manual_seed(0)
 
 
@@ -66,7 +66,7 @@ def check(
 
 starts = [0, 64, 128, 192, 256, 384, 512, 768, 1024, 1536]
 for length in range(1, 2049):
-    assert attention_kernels.num_splits(length) == sum(start < length for start in starts), length
+    assert attention_kernels.num_splits(length, 64) == sum(start < length for start in starts), length
 # two programs per row and kv head if there are many short rows, more if a row may be long
 layers = AttentionLayers(
     AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_size=128, scale=1.0),
@@ -87,6 +87,9 @@ rules = (100, None, False), (1, None, True), (None, 0.7, True), (333, 5.0, True)
 for window, soft_cap, has_sinks in rules:
     for rows in ([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], [(40, 1), (0, 33), (280, 70)]):
         check(rows, HEADS, KV_HEADS, window=window, soft_cap=soft_cap, has_sinks=has_sinks)
+
+triton_attention.ENOUGH_PROGRAMS, triton_attention.MOST_ALONE = 4, 200  # one program computes a short row
+check([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], HEADS, KV_HEADS)
 
 heads, angles = some_heads(5), torch.randn(5, 1, HEAD_SIZE // 2)
 tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)

@@ -308,7 +308,7 @@ def test_plan_counts_the_inboxes_of_two_ranks(tmp_path: Path, monkeypatch: pytes
     with_inboxes = [activations(*case) for case in cases]
     monkeypatch.setattr(planning, "inbox_bytes", lambda *_, **__: 0)
     added = [total - activations(*case) for total, case in zip(with_inboxes, cases, strict=True)]
-    assert added == [0, 2 * 2048 * (2 * 4096 + 4), 0, 0]
+    assert added == [0, 2 * 2048 * 2 * 4096, 0, 0]
 
 
 def test_ranks_on_a_cpu_share_its_memory(tmp_path: Path) -> None:
