@@ -5,11 +5,11 @@ takes 16 to 100 times as long. Int8 numbers with a scale per output are multipli
 the CPU has no instructions for that. Both give a row the same bits for every T. Fp8 weights are converted to the dtype
 of x once, and other weights for each product, ``BLOCK_OUTPUTS`` outputs at a time.
 
-On a GPU, up to 256 rows in 16 bits use our own kernels. With 8-bit weights and groups of a multiple of 128 inputs, the
-inputs of several rows become sums of two 8-bit numbers, which is nearly exact (``byte_linear``). Else the weight is
-converted in registers. For more rows, in fp32, for other sizes, and with ``batch_invariant``, the weight is dequantized
-in memory first. With more than 64 rows and fp8 weights with a scale per output or block, bf16 inputs are rounded to
-fp8, with a scale per row, or per row and 128 inputs.
+On a GPU, up to 256 rows in 16 bits, or 512 with 4-bit integers, use our own kernels. With 8-bit weights and groups of a
+multiple of 128 inputs, the inputs of several rows become sums of two 8-bit numbers, which is nearly exact
+(``byte_linear``). Else the weight is converted in registers. For more rows, in fp32, for other sizes, and with
+``batch_invariant``, the weight is dequantized in memory first. With more than 64 rows and fp8 weights with a scale per
+output or block, bf16 inputs are rounded to fp8, with a scale per row, or per row and 128 inputs.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _OnDevice:
         self._serves_bytes = not batch_invariant and byte_linear.serves(self._codes)
         if not batch_invariant and code_linear.serves(size, codes.group, codes.bits):
             self._serves_vector = code_linear.serves_vector(self._codes)
-            self._max_rows = code_linear.MAX_ROWS
+            self._max_rows = code_linear.max_rows(self._codes)
 
     def restore(self) -> Codes:
         """Return the codes."""
@@ -188,7 +188,7 @@ class _OnDevice:
 
     def gated(self, x: Tensor) -> Tensor:
         """[T, D] -> silu(first half of the outputs) * (second half), [T, O / 2]."""
-        if self._codes.bits == 4 and self._is_vector(x):
+        if self._is_vector(x) and (self._bias is None or self._codes.bits == 4):
             return self._kernels.vector_matmul(self._ordered(x), self._codes, self._bias, is_gated=True)
         return activate_and_mul(self(x), "silu")
 

@@ -120,3 +120,6 @@ def test_products_of_bytes_match_the_reference(has_blocks: bool, dtype: torch.dt
         error = (matmul(x).float() - expected).norm() / expected.norm()
         rounds = num_rows > FEW_ROWS and dtype != torch.int8
         assert error < (0.04 if rounds else 5e-3), (num_rows, error)
+    plain = code_linear.prepare(codes, None, torch.bfloat16)
+    assert plain.gated is not None
+    torch.testing.assert_close(plain.gated(x[:1]), activate_and_mul(plain.matmul(x[:1]), "silu"))

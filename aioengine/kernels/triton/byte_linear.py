@@ -25,8 +25,8 @@ MAX_FP8_PAIRS = 64
 MAX_FP8_ROWS = 128
 """With more rows than ``MAX_FP8_PAIRS``, the inputs of fp8 weights are rounded to fp8."""
 MAX_INT8_PAIRS = 256
-MAX_COLUMNS = 128
-"""Maximum 8-bit rows of a program."""
+MIN_COLUMNS, MAX_COLUMNS = 16, 128
+"""8-bit rows of a program."""
 OUTPUTS = 64
 FEW_OUTPUTS = 4096
 MANY_OUTPUTS = 16_384
@@ -142,11 +142,13 @@ _matmul = KernelLauncher(_matmul_kernel)
 @lru_cache(maxsize=1024)
 def shape_of_programs(num_outputs: int, size: int, group: int, columns: int) -> tuple[int, int, int]:
     """Return (inputs per block, splits, stages). Measured on an H200 for the layers of an 8B model."""
-    is_narrow, is_large = columns <= MAX_COLUMNS // 2, num_outputs >= MANY_OUTPUTS
+    is_narrow, is_least, is_large = columns <= MAX_COLUMNS // 2, columns == MIN_COLUMNS, num_outputs >= MANY_OUTPUTS
+    if is_least and num_outputs <= FEW_OUTPUTS and size % (4 * BLOCK) == 0:
+        return BLOCK, 4, 4
     splits = 2 if num_outputs <= FEW_OUTPUTS and size % (2 * BLOCK) == 0 else 1
-    if is_narrow and group == size and not is_large and size % (2 * BLOCK * splits) == 0:
+    if is_narrow and group == size and (is_least or not is_large) and size % (2 * BLOCK * splits) == 0:
         return 2 * BLOCK, splits, 5
-    return BLOCK, splits, 4 if is_large else 5
+    return BLOCK, splits, 5 if not is_large else 6 if columns == MAX_COLUMNS // 2 else 4
 
 
 def serves(codes: DeviceCodes) -> bool:
@@ -173,7 +175,7 @@ def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor)
         low = FP8_LOW.value if num_rows <= MAX_FP8_PAIRS else 0.0
     numbers, x_scales = quantize_rows(x, size, codes.numbers.dtype, low)
     num_numbers = num_rows * 2 if low else num_rows
-    columns = min(max(next_power_of_2(num_numbers), 16), MAX_COLUMNS)
+    columns = min(max(next_power_of_2(num_numbers), MIN_COLUMNS), MAX_COLUMNS)
     block, splits, stages = shape_of_programs(num_outputs, size, codes.group, columns)
     grid = -(-num_outputs // OUTPUTS), splits, -(-num_numbers // columns)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)

@@ -32,8 +32,8 @@ MAX_SPLITS = 4
 PROCESSORS = 132
 """Of an H200."""
 PIECE = tl.constexpr(PIECES[0])
-LINES, WORDS = 4, 256
-"""Lines of a program that dequantizes 4-bit codes, and words of 4 codes of each line."""
+LINES = 32
+"""Lines of a program that dequantizes 4-bit codes."""
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
 _MAX_ZERO = 64
@@ -99,37 +99,89 @@ def scaled(
 
 
 @triton.jit
-def _minus_zeros(words: tl.tensor, zeros: tl.tuple) -> tl.tuple:
-    """Split words [outputs, N] int16 into four codes, and subtract zeros [outputs, 1].
+def weights_of(
+    words: tl.tensor, like: tl.tensor, lines: tl.tensor, start: tl.tensor, num_lines: tl.tensor, scales: tl.tensor,
+    offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor, GROUP: tl.constexpr, ZERO: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Convert words [lines, N] int16 of a piece of 4-bit codes to four parts of the weights, each [lines, N].
 
-    In 16 bits, a code becomes the last bits of 128 or 1024, which is subtracted with the zero. All results are exact.
+    like: a tensor; weights are rounded to its dtype. lines: outputs, [lines, 1], of num_lines. start: the first column.
+    GROUP, ZERO: see ``DeviceCodes``.
     """
-    narrow = zeros[0].dtype
-    if DEPENDENT and narrow != tl.float32:
-        ASM: tl.constexpr = _ASM_BF16 if narrow == tl.bfloat16 else _ASM_FP16
-        ONE: tl.constexpr = 128 if narrow == tl.bfloat16 else 1024
-        return tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r,r,r,r,r", [words, zeros[0] + ONE, zeros[1] + ONE, zeros[2] + ONE, zeros[3] + ONE],
+    N: tl.constexpr = words.shape[1]
+    IS_REGULAR: tl.constexpr = GROUP // (4 * N) * (4 * N) == GROUP or 4 * N % GROUP == 0
+    narrow = like.dtype
+    IS_MXFP4: tl.constexpr = scales.dtype.element_ty == tl.uint8
+    HAS_FACTORS: tl.constexpr = DEPENDENT and table is None and not IS_MXFP4 and narrow != tl.float32
+    factors, weights = (), ()
+    for index in tl.static_range(4):
+        if index * N % GROUP == 0 or not IS_REGULAR:  # otherwise the group is the previous one
+            columns = start + index * N
+            if GROUP // N * N != GROUP:
+                columns = columns + tl.arange(0, N)[None, :]
+            group = lines + columns // GROUP * num_lines
+        if HAS_FACTORS:
+            if index * N % GROUP == 0 or not IS_REGULAR:
+                zero = (
+                    tl.full((words.shape[0], 1), max(ZERO, 0), tl.float32) if zeros is None else tl.load(zeros + group)
+                )
+                zero = (zero * -_STEP).to(narrow)
+                scale = (tl.load(scales + group) / _STEP).to(narrow)
+                offset = tl.full(scale.shape, 0, narrow) if offsets is None else tl.load(offsets + group).to(narrow)
+            factors += (zero, scale, offset)
+        elif DEPENDENT and IS_MXFP4 and narrow == tl.bfloat16:
+            if index * N % GROUP == 0 or not IS_REGULAR:
+                scale = as_scales(tl.load(scales + group)).to(narrow)
+            factors += (scale,)
+        else:
+            numbers = numbers_of(words >> 4 * index & 15, table, scales)
+            weights += (scaled(numbers, scales, zeros, offsets, group, None, ZERO).to(narrow),)
+    if len(factors) == 4:
+        weights = tl.inline_asm_elementwise(
+            _ASM_MXFP4_SCALED, "=r,=r,=r,=r,r,r,r,r,r", [words, factors[0], factors[1], factors[2], factors[3]],
             dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
         )  # fmt: skip
-    codes = ()
-    for index in tl.static_range(4):
-        codes += ((words >> 4 * index & 15).to(narrow) - zeros[index],)
-    return codes
+    elif len(factors) == 12:
+        ASM: tl.constexpr = _ASM_BF16 if narrow == tl.bfloat16 else _ASM_FP16
+        weights = tl.inline_asm_elementwise(
+            ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [
+                words, factors[0], factors[1], factors[2], factors[3], factors[4], factors[5], factors[6], factors[7],
+                factors[8], factors[9], factors[10], factors[11],
+            ],
+            dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
+        )  # fmt: skip
+    return weights
 
 
-def _code_asm(kind: str, one: str) -> str:
-    """Return the instructions of ``_minus_zeros`` for two words. one: the bits of 128 or 1024."""
-    lines = ["{ .reg .b32 a;"]
+@triton.jit
+def joined(parts: tl.tuple) -> tl.tensor:
+    """Join the parts of ``weights_of``: [lines, 4 N]."""
+    LINES: tl.constexpr = parts[0].shape[0]
+    N: tl.constexpr = parts[0].shape[1]
+    pairs = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+    return tl.reshape(tl.permute(pairs, (0, 2, 3, 1)), (LINES, 4 * N))
+
+
+def _weights_asm(kind: str, first: int, second: int) -> str:
+    """Return the instructions that convert two words, with four zeros, scales and offsets for each.
+
+    If only the low 8 bits of a number of 16 bits are set, it is their value times the smallest number. So codes in bits
+    0 to 3 only need the factor ``first``, and codes in bits 4 to 7 the factor ``second``, to become codes times
+    ``_STEP``.
+    """
+    lines = [f"{{ .reg .b32 a, b, c, d; mov.b32 c, {first:#x}; mov.b32 d, {second:#x}; shr.b32 b, $4, 8;"]
     for index in range(4):
-        lines.append(f"shr.b32 a, $4, {4 * index};")
-        lines.append(f"lop3.b32 a, a, 0x000F000F, 0x{one}{one}, 0xEA;")  # (a & mask) | one
-        lines.append(f"sub.{kind}x2 ${index}, a, ${5 + index};")
+        word, mask, factor = "$4" if index < 2 else "b", 0x00F000F0 if index % 2 else 0x000F000F, "cd"[index % 2]
+        zero, scale, offset = (f"${5 + 3 * index + operand}" for operand in range(3))
+        lines.append(f"and.b32 a, {word}, {mask:#x}; fma.rn.{kind}x2 a, a, {factor}, {zero};")
+        lines.append(f"fma.rn.{kind}x2 ${index}, a, {scale}, {offset};")
     return " ".join([*lines, "}"])
 
 
-_ASM_BF16 = tl.constexpr(_code_asm("bf16", "4300"))
-_ASM_FP16 = tl.constexpr(_code_asm("f16", "6400"))
+_STEP = tl.constexpr(2.0**-9)
+_ASM_BF16 = tl.constexpr(_weights_asm("bf16", 0x7D807D80, 0x7B807B80))  # 2 ** 124, 2 ** 120
+_ASM_FP16 = tl.constexpr(_weights_asm("f16", 0x78007800, 0x68006800))  # 2 ** 15, 2 ** 11
 
 
 @triton.jit
@@ -188,34 +240,11 @@ def _matmul_kernel(
             for piece in tl.static_range(BLOCK // PIECE):
                 place = start + piece * PIECE
                 words = tl.load(lines + place // 4 + tl.arange(0, PART)[None, :])
-                columns = x + rows * SIZE + place + tl.arange(0, PART)[:, None]
-                groups, vectors, own_zeros = (), (), ()
-                for index in tl.static_range(4):
-                    groups += (known + (place + index * PART) // GROUP * num_outputs,)
-                    vectors += (tl.load(columns + index * PART, mask=is_row, other=0.0),)
-                    if zeros is None:
-                        zero = tl.full((OUTPUTS, 1), max(ZERO, 0), vectors[0].dtype)
-                    elif index * PART % GROUP == 0:
-                        zero = tl.load(zeros + groups[index]).to(vectors[0].dtype)
-                    own_zeros += (zero,)
-                if table is None:
-                    codes = _minus_zeros(words, own_zeros)
-                    for index in tl.static_range(4):
-                        if index * PART % GROUP == 0:
-                            products = tl.zeros((OUTPUTS, ROWS), tl.float32)
-                            inputs = tl.zeros((OUTPUTS, ROWS), tl.float32)
-                        products = tl.dot(codes[index], vectors[index], products)
-                        if offsets is not None:
-                            inputs = tl.dot(tl.full((OUTPUTS, PART), 1, vectors[0].dtype), vectors[index], inputs)
-                        if index == 3 or (index + 1) * PART % GROUP == 0:
-                            total += products * tl.load(scales + groups[index])
-                            if offsets is not None:
-                                total += inputs * tl.load(offsets + groups[index])
-                else:
-                    for index in tl.static_range(4):
-                        part = numbers_of(words >> 4 * index & 15, table, scales)
-                        part = scaled(part, scales, None, offsets, groups[index], None, -1)
-                        total = tl.dot(part.to(vectors[0].dtype), vectors[index], total)
+                vectors = tl.load(x + rows * SIZE + place + tl.arange(0, PIECE)[:, None], mask=is_row, other=0.0)
+                parts = weights_of(
+                    words, vectors, known, place, num_outputs, scales, offsets, zeros, table, GROUP, ZERO
+                )
+                total = tl.dot(joined(parts), vectors, total)
     is_last = True
     if SPLITS > 1:
         total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
@@ -241,12 +270,14 @@ def serves_vector(codes: DeviceCodes) -> bool:
 def vector_matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, *, is_gated: bool = False) -> Tensor:
     """x [1, I] bf16, codes [O, I], bias [O] -> [1, O].
 
-    is_gated: for 4-bit codes, return silu(first half of the outputs) * (second half), [1, O / 2].
+    is_gated: return silu(first half of the outputs) * (second half), [1, O / 2]. 8-bit codes must have no bias then.
     """
-    if codes.bits == 8:
-        return skinny_linear.vector_matmul(x, codes.numbers, bias, codes.scales)
-    tensors = codes.scales, codes.offsets, codes.zeros, bias
-    return code_vector.matmul(x, codes.numbers, tensors, codes.group, codes.zero, is_gated=is_gated)
+    if codes.bits == 4:
+        tensors = codes.scales, codes.offsets, codes.zeros, bias
+        return code_vector.matmul(x, codes.numbers, tensors, codes.group, codes.zero, is_gated=is_gated)
+    if is_gated:
+        return skinny_linear.gated_vector_matmul(x, codes.numbers, codes.scales)
+    return skinny_linear.vector_matmul(x, codes.numbers, bias, codes.scales)
 
 
 def serves(size: int, group: int, bits: int) -> bool:
@@ -255,28 +286,54 @@ def serves(size: int, group: int, bits: int) -> bool:
     return size % PIECES[0] == 0 and (group % PIECES[0] == 0 or (group >= least and PIECES[0] % group == 0))
 
 
+def max_rows(codes: DeviceCodes) -> int:
+    """Return the maximum number of rows with which ``matmul`` is faster than dequantizing the weight first."""
+    return 2 * MAX_ROWS if codes.bits == 4 and codes.table is None else MAX_ROWS
+
+
 @lru_cache(maxsize=1024)
 def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_rows: int) -> Programs:
     """Return (outputs per program, inputs per block, splits, stages, warps, rows per program).
 
     Measured on an H200 for the layers of an 8B model.
     """
+    block = PIECES[0]
     rows = min(max(next_power_of_2(num_rows), LEAST_ROWS), ROWS)
-    is_small = num_rows <= ROWS and (num_outputs < MANY_OUTPUTS or bits == 8)
-    outputs = OUTPUTS if is_small else 2 * OUTPUTS
-    tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
-    splits, enough = 1, 2 * PROCESSORS if is_small else PROCESSORS
-    while splits < MAX_SPLITS and tiles * splits < enough and size % (2 * splits * PIECES[0]) == 0:
-        splits *= 2
+    is_large, is_small = num_outputs >= MANY_OUTPUTS, num_rows <= ROWS
     if bits == 8:
-        stages, has_long_blocks = 4 if splits == 1 else 3, num_rows == 1 and group % (2 * PIECES[0]) == 0
+        outputs, num_warps = (OUTPUTS, 4) if is_small else (2 * OUTPUTS, 8)
+        tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
+        splits = _num_splits(tiles, size, 2 * PROCESSORS if is_small else PROCESSORS, size // MAX_SPLITS)
+        stages = 4 if splits == 1 else 3
+        has_long_blocks = num_rows == 1 and group % (2 * block) == 0
     else:
-        stages = 5 if num_rows <= ROWS // 2 else 4 if splits == 1 else 3
-        has_long_blocks = rows == ROWS // 2 or (rows == LEAST_ROWS and not is_small)
-    num_warps = 8 if bits == 8 and not is_small else 4
-    if has_long_blocks and size % (2 * splits * PIECES[0]) == 0:
-        return outputs, 2 * PIECES[0], splits, min(stages, 4 if bits == 8 else 3), num_warps, rows
-    return outputs, PIECES[0], splits, stages, num_warps, rows
+        enough, least = PROCESSORS, 2048
+        if is_small:
+            outputs, stages, num_warps = 2 * OUTPUTS if is_large else OUTPUTS, 4, 4
+            if not is_large:
+                enough, least = 480 if size > 8192 and rows < ROWS else 240, 512
+        elif num_rows > MAX_ROWS or (is_large and num_rows > 2 * ROWS):
+            outputs, rows, stages, num_warps = 2 * OUTPUTS, 4 * ROWS, 3, 8
+            enough = 120
+        else:
+            outputs, rows, stages, num_warps = OUTPUTS, 2 * ROWS, 3, 4
+        tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
+        splits = _num_splits(tiles, size, enough, least)
+        has_long_blocks = rows == ROWS // 2 and (is_large or (tiles * splits > 2 * PROCESSORS and splits == 4))
+        has_long_blocks |= rows == LEAST_ROWS and is_large
+        if has_long_blocks or (rows == ROWS and not is_large and tiles * splits > 2 * PROCESSORS):
+            stages = 3  # so that a processor has three programs
+    if has_long_blocks and size % (2 * splits * block) == 0:
+        block *= 2
+    return outputs, block, splits, stages, num_warps, rows
+
+
+def _num_splits(tiles: int, size: int, enough: int, least: int) -> int:
+    """Return into how many parts of at least ``least`` inputs a product is split, to have ``enough`` programs."""
+    splits = 1
+    while tiles * splits < enough and size >= 2 * splits * least and size % (2 * splits * PIECES[0]) == 0:
+        splits *= 2
+    return splits
 
 
 def num_tiles(num_outputs: int, num_rows: int = MAX_ROWS) -> int:
@@ -374,7 +431,7 @@ def _mxfp4_asm(*, has_scales: bool) -> str:
     return " ".join([*lines, "}"])
 
 
-ASM_MXFP4_SCALED = tl.constexpr(_mxfp4_asm(has_scales=True))
+_ASM_MXFP4_SCALED = tl.constexpr(_mxfp4_asm(has_scales=True))
 _ASM_MXFP4 = tl.constexpr(_mxfp4_asm(has_scales=False))
 
 
@@ -417,20 +474,18 @@ def _dequantize_words_kernel(
     weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor, out: tl.tensor,
     num_outputs: tl.tensor,
     SIZE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr,
-    WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Dequantize words of four 4-bit codes, whose columns are WIDTH apart."""
+    """Dequantize a piece of 4-bit codes, which has WIDTH words, of some lines."""
     start_next_and_wait()
-    lines = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
-    places = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
-    inside = (lines < num_outputs) & (places < SIZE // 4)
-    words = tl.load(weight + lines * (SIZE // 4) + places, mask=inside, other=0)
-    columns = places // WIDTH * (4 * WIDTH) + places % WIDTH
-    numbers = numbers_of_words(words, table, scales, 4)
+    lines = tl.program_id(1) * LINES + tl.arange(0, LINES)[:, None]
+    lines = tl.minimum(lines, num_outputs - 1)  # beyond the end, repeat the last one
+    places = lines.to(tl.int64) * (SIZE // 4) + tl.program_id(0) * WIDTH
+    words = tl.load(weight + places + tl.arange(0, WIDTH)[None, :])
+    start = tl.program_id(0) * (4 * WIDTH)
+    like = tl.zeros((1,), out.dtype.element_ty)
+    parts = weights_of(words, like, lines, start, num_outputs, scales, offsets, zeros, table, GROUP, ZERO)
     for index in tl.static_range(4):
-        group = lines + ((columns + index * WIDTH) // GROUP).to(tl.int64) * num_outputs
-        values = scaled(numbers[index], scales, zeros, offsets, group, inside, ZERO)
-        tl.store(out + lines * SIZE + columns + index * WIDTH, values.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + places * 4 + (tl.arange(0, WIDTH) + index * WIDTH)[None, :], parts[index])
 
 
 _dequantize = KernelLauncher(_dequantize_kernel)
@@ -448,6 +503,7 @@ def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
         arguments = (*tensors[:3], out, num_outputs, size, codes.group, 1024)
         _dequantize((num_outputs, -(-size // 1024), 1), key, arguments, options(4))
     else:
-        arguments = (*tensors, out, num_outputs, size, codes.group, codes.zero, piece_of(size) // 4, LINES, WORDS)
-        _dequantize_words((-(-num_outputs // LINES), -(-size // (4 * WORDS)), 1), key, arguments, options(4))
+        piece = piece_of(size)
+        arguments = (*tensors, out, num_outputs, size, codes.group, codes.zero, piece // 4, LINES)
+        _dequantize_words((size // piece, -(-num_outputs // LINES), 1), key, arguments, options(4))
     return out

@@ -14,15 +14,14 @@ from torch import Tensor
 from aioengine.kernels.codes import Codes, piece_of
 from aioengine.kernels.expert_types import ExpertWeights, GateFunction
 from aioengine.kernels.triton.code_linear import (
-    ASM_MXFP4_SCALED,
     DeviceCodes,
     device_codes,
-    load_for,
+    joined,
     numbers_of,
     numbers_of_words,
     scaled,
+    weights_of,
 )
-from aioengine.kernels.triton.dependent import DEPENDENT
 from aioengine.kernels.triton.invariant_linear import loaded
 from aioengine.kernels.triton.launcher import alignments
 
@@ -58,57 +57,31 @@ def _places(
 
 
 @triton.jit
-def _mxfp4_weights(
-    words: tl.tensor, scales: tl.tensor, lines: tl.tensor, num_lines: tl.tensor, start: tl.tensor, COUNT: tl.constexpr,
-    STORED: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """Convert words [outputs, N] int16 to the weights of their four codes, in bf16."""
-    WIDTH: tl.constexpr = STORED.width
-    factors = ()
-    for index in tl.static_range(4):
-        if index == 0 or STORED.group % (2 * WIDTH * (index & -index)):  # else the group is the previous one
-            places = _places(lines, num_lines, start + index * WIDTH, COUNT, 4 * WIDTH, STORED)
-            factor = load_for(words, scales, places, None).to(tl.bfloat16)
-        factors += (factor,)
-    return tl.inline_asm_elementwise(
-        ASM_MXFP4_SCALED, "=r,=r,=r,=r,r,r,r,r,r", [words, factors[0], factors[1], factors[2], factors[3]],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
 def add_products(
-    total: tl.tensor, codes: tl.tuple, lines: tl.tensor, start: tl.tensor, inputs: tl.tuple,
+    total: tl.tensor, codes: tl.tuple, lines: tl.tensor, start: tl.tensor, inputs: tl.tensor,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Add the products of weight lines [outputs] with BLOCK inputs from ``start`` on to total [outputs, rows].
+    """Add the products of weight lines [outputs] with inputs [BLOCK, rows] to total [outputs, rows].
 
-    codes: weight, scales, zeros, offsets, table and number of lines. inputs: [BLOCK / per_word, rows] for each column
-    of the words.
+    codes: weight, scales, zeros, offsets, table and number of lines. start: the first input. 4-bit codes: the block is
+    a piece.
     """
-    weight, scales, zeros, offsets, table, num_lines = codes
     PER_WORD: tl.constexpr = 1 if STORED is None else STORED.per_word
-    columns = tl.arange(0, BLOCK // PER_WORD)
-    inside = start // PER_WORD + columns < SIZE // PER_WORD
-    pointers = weight + lines[:, None] * (SIZE // PER_WORD) + (start // PER_WORD + columns)[None, :]
-    words = loaded(pointers, inside[None, :], IS_WHOLE)
-    if STORED is None:
-        total = tl.dot(words, inputs[0], total, input_precision="ieee")
-    else:
-        IS_MXFP4: tl.constexpr = DEPENDENT and scales.dtype.element_ty == tl.uint8 and inputs[0].dtype == tl.bfloat16
-        RUNS: tl.constexpr = BLOCK // (4 * STORED.width) if PER_WORD == 4 else BLOCK // STORED.group
-        COUNT: tl.constexpr = RUNS if PER_WORD == 4 or (STORED.num_groups > 1 and RUNS > 1) else 1
-        if IS_MXFP4:
-            weights = _mxfp4_weights(words, scales, lines, num_lines, start, COUNT, STORED)
-        for index in tl.static_range(PER_WORD):
-            if IS_MXFP4:
-                part = weights[index]
-            else:
-                numbers = numbers_of(words >> 4 * index & 15 if PER_WORD == 4 else words, table, scales)
-                places = _places(lines, num_lines, start + index * STORED.width, COUNT, BLOCK // COUNT, STORED)
-                part = scaled(numbers, scales, zeros, offsets, places, None, STORED.zero).to(inputs[0].dtype)
-            total = tl.dot(part, inputs[index], total, input_precision="ieee")
-    return total
+    columns = start // PER_WORD + tl.arange(0, BLOCK // PER_WORD)
+    pointers = codes[0] + lines[:, None] * (SIZE // PER_WORD) + columns[None, :]
+    weights = loaded(pointers, (columns < SIZE // PER_WORD)[None, :], IS_WHOLE)
+    if STORED is not None:
+        _, scales, zeros, offsets, table, num_lines = codes
+        if PER_WORD == 4:
+            tensors = num_lines, scales, offsets, zeros, table
+            weights = joined(weights_of(weights, inputs, lines[:, None], start, *tensors, STORED.group, STORED.zero))
+        else:
+            RUNS: tl.constexpr = BLOCK // STORED.group
+            COUNT: tl.constexpr = RUNS if STORED.num_groups > 1 and RUNS > 1 else 1
+            places = _places(lines, num_lines, start, COUNT, BLOCK // COUNT, STORED)
+            numbers = numbers_of(weights, table, scales)
+            weights = scaled(numbers, scales, zeros, offsets, places, None, STORED.zero).to(inputs.dtype)
+    return tl.dot(weights, inputs, total, input_precision="ieee")
 
 
 @triton.jit

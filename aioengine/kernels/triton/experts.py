@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aioengine.kernels.codes import piece_of
 from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
 from aioengine.kernels.triton.code_linear import DeviceCodes, dequantize
 from aioengine.kernels.triton.dependent import wait_and_start_next
@@ -71,8 +72,6 @@ def _tiled_kernel(
     the order of pairs. tiles: expert, start and end of the pairs in ``order``.
     """
     IS_GATED: tl.constexpr = GATE is not None
-    PER_WORD: tl.constexpr = 1 if STORED is None else STORED.per_word
-    WIDTH: tl.constexpr = 1 if STORED is None else STORED.width
     codes = (weight, scales, zeros, offsets, table, num_lines)
     num_blocks = tl.cdiv(NUM_OUTPUTS, OUTPUTS)  # a constant, so that the compiler knows that stores are aligned
     tile = tl.program_id(0) // num_blocks
@@ -87,17 +86,12 @@ def _tiled_kernel(
         vectors = (pairs // TOP_K if IS_GATED else rows).to(tl.int64) * SIZE
         lines = expert.to(tl.int64) * ((2 if IS_GATED else 1) * NUM_OUTPUTS)
         lines += tl.where(outputs < NUM_OUTPUTS, outputs, 0)
-        columns = tl.arange(0, BLOCK // PER_WORD)
-        if PER_WORD > 1:
-            columns = columns // WIDTH * (PER_WORD * WIDTH) + columns % WIDTH
+        columns = tl.arange(0, BLOCK)
         x_pointers = x + vectors[None, :] + columns[:, None]
         total, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
         IS_WHOLE: tl.constexpr = SIZE % BLOCK == 0
         for start in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
-            inside = (start + columns < SIZE)[:, None]
-            inputs = ()
-            for index in tl.static_range(PER_WORD):
-                inputs += (loaded(x_pointers + start + index * WIDTH, inside, IS_WHOLE),)
+            inputs = loaded(x_pointers + start, (start + columns < SIZE)[:, None], IS_WHOLE)
             total = add_products(total, codes, lines, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
             if IS_GATED:
                 up = add_products(up, codes, lines + NUM_OUTPUTS, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
@@ -239,10 +233,9 @@ VECTOR_PARTS = 48
 
 
 CODE_TILES = (
-    (8, ExpertTile(16, 64, 128, 3, 4), ExpertTile(16, 64, 128, 3, 4)),
-    (20, ExpertTile(32, 64, 64, 4, 4), ExpertTile(32, 128, 64, 4, 8)),
-    (48, ExpertTile(64, 128, 64, 4, 8), ExpertTile(64, 128, 64, 4, 8)),
-    (math.inf, ExpertTile(128, 128, 128, 2, 8), ExpertTile(128, 128, 64, 3, 8)),
+    (8, ExpertTile(16, 64, 64, 5, 4), ExpertTile(16, 64, 64, 5, 4)),
+    (40, ExpertTile(32, 64, 64, 4, 4), ExpertTile(32, 128, 64, 4, 8)),
+    (math.inf, ExpertTile(64, 128, 64, 4, 8), ExpertTile(64, 128, 64, 4, 8)),
 )
 """As ``TILES``, for codes; the fastest on an H200 for gpt-oss-20b in MXFP4."""
 MANY_PAIRS = 256
@@ -307,8 +300,7 @@ def _multiply_tiles(
     out = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
     max_tiles = tiling.tiles.shape[1]
     tensors = x, *stored.arguments, bias, out, tiling.order, tiling.tiles, tiling.num_tiles
-    # A block has all columns of the words that a thread loads at once.
-    block = tile.block if stored.how is None else max(tile.block, stored.how.per_word * stored.how.width)
+    block = piece_of(size) if stored.how is not None and stored.how.per_word == 4 else tile.block
     sizes = num_outputs, size, top_k, tile.rows, tile.outputs, block, tile.stages
     arguments = (*tensors, max_tiles, *sizes, gate, stored.how)
     key = x.dtype, *stored.key, tile, top_k, gate, bias is None, *alignments(x)

@@ -69,14 +69,17 @@ def activated(gate: tl.tensor, up: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _gated_vector_kernel(
-    x: tl.tensor, weight: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute ``OUTPUTS`` outputs, each from its gate row and its up row of the weight [2 O, I]."""
     rows = tl.arange(0, 2 * OUTPUTS)
     outputs = tl.program_id(0) * OUTPUTS + rows // 2
-    lines = weight + ((rows % 2) * num_outputs + outputs)[:, None].to(tl.int64) * SIZE
+    rows = rows % 2 * num_outputs + outputs
+    lines = weight + rows[:, None].to(tl.int64) * SIZE
     result = products(lines, outputs[:, None] < num_outputs, x, SIZE, BLOCK)
+    if scales is not None:
+        result *= tl.load(scales + rows, mask=outputs < num_outputs, other=0.0)
     gate, up = tl.split(tl.reshape(result, (OUTPUTS, 2)))
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tl.store(out + outputs, activated(gate, up, out.dtype.element_ty), mask=outputs < num_outputs)
@@ -112,14 +115,17 @@ def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor
     return out
 
 
-def gated_vector_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x [1, I], weight [2 O, I] -> silu(gate) * up [1, O]. The gate rows of the weight come first."""
+def gated_vector_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
+    """x [1, I], weight [2 O, I] -> silu(gate) * up [1, O]. The gate rows of the weight come first.
+
+    scales: [1, 2 O] fp32, of a weight in fp8.
+    """
     num_rows, size = weight.shape
-    rows, block, num_warps = shape_of_vector_programs(num_rows, size)
+    rows, block, num_warps = shape_of_vector_programs(num_rows, size, 8 * weight.itemsize)
     num_outputs, outputs = num_rows // 2, rows // 2
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    key = (x.dtype, weight.shape, *alignments(x, weight))
-    arguments = (x, weight, out, num_outputs, size, outputs, block)
+    key = (x.dtype, weight.dtype, weight.shape, *alignments(x, weight))
+    arguments = (x, weight, scales, out, num_outputs, size, outputs, block)
     _gated_vector((-(-num_outputs // outputs), 1, 1), key, arguments, options(num_warps))
     return out
 

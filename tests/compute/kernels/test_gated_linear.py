@@ -35,6 +35,9 @@ for num_outputs, size, num_rows, programs in (
 weight, x = torch.randn(6, 2500), torch.randn(1, 2500)  # each program computes one output
 expected = activate_and_mul(torch.nn.functional.linear(x, weight), "silu")
 torch.testing.assert_close(gated_vector_matmul(x, weight), expected, rtol=1e-4, atol=1e-4)
+narrow, scales = weight.to(torch.float8_e4m3fn), torch.rand(1, 6)
+expected = activate_and_mul(torch.nn.functional.linear(x, narrow.float() * scales.T), "silu")
+torch.testing.assert_close(gated_vector_matmul(x, narrow, scales), expected, rtol=1e-4, atol=1e-4)
 """
 
 ACTIVATIONS = """
