@@ -20,16 +20,6 @@ MAX_INDEXED: Final = 4096
 """Tokens that a lookup adds to the index: about 3 ms."""
 
 
-def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    count = 0
-    for one, other in zip(left, right, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
-
-
 class NgramProposer:
     """The tokens of a request, prompt then output, and the index of their n-grams.
 
@@ -64,7 +54,11 @@ class NgramProposer:
             if end is not None and token_ids[end - size : end] == last:  # another n-gram may have the same hash
                 length = count if in_flight is None else len(in_flight) + 1 + count
                 following = [*islice(cycle(token_ids[end : end + length]), length)]
-                num_sampled = 0 if in_flight is None else num_equal(in_flight, following) + 1
+                num_sampled = 0  # of the step in flight: its accepted drafts, and one more
+                if in_flight is not None:
+                    while num_sampled < len(in_flight) and in_flight[num_sampled] == following[num_sampled]:
+                        num_sampled += 1
+                    num_sampled += 1
                 return [last[-1], *following][num_sampled : num_sampled + 1 + count]
         return []
 

@@ -13,7 +13,6 @@ import torch
 
 from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.transfer import Ints, Readback
-from aioengine.scheduler.ngrams import num_equal
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
@@ -95,7 +94,9 @@ class Verification:
 
 def num_accepted(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
     """Return the number of accepted drafts of a row. token_ids: sampled at their positions, and after the last one."""
-    count = num_equal(drafts, token_ids)
+    count = 0
+    while count < len(drafts) and drafts[count] == token_ids[count]:
+        count += 1
     return count - (token_ids[count] == FAILED and count > 0)  # as in ``Verification.take``
 
 
