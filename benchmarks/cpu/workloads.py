@@ -3,12 +3,17 @@
     python -m benchmarks.cpu.workloads --models /tmp/bench-models  # all rows, a table and JSON
     python -m benchmarks.cpu.workloads --models /tmp/bench-models --rows C1 C3 --repeat 5
     python -m benchmarks.cpu.workloads --models /tmp/bench-models --rows C1 C2 C3 --quantization int8 int4
+    python -m benchmarks.cpu.workloads --models /tmp/bench-models --peer llama_cpp /venvs/llama/bin/python Q8_0 \\
+        --peer openvino_genai /venvs/openvino/bin/python int8
 
 C1  one stream: 128 tokens in, 64 out, greedy; decode tokens per second
 C2  32 concurrent requests: 64 to 256 in, 64 out; output tokens per second (transformers: one static batch)
 C3  prefill of one prompt of 2048 tokens; prompt tokens per second
 C4  32 requests with the same 1024 tokens and 32 of their own, 16 out; seconds (transformers: one static batch)
 C5a / C5b  a tiny model: one stream / 64 concurrent requests; tokens per second
+
+``--peer`` adds another engine in its own Python (see ``benchmarks/cpu/peer.py``), with its format of the weights:
+BF16, F16, Q8_0 or Q4_0 of llama.cpp, fp16, int8 or int4 of OpenVINO GenAI (which needs ``optimum-intel``).
 
 All take turns, so that a noisy machine disturbs all of them; figures are medians with minimum and maximum. The first
 line has the limits of the machine: the rate at which all threads read memory, and the best rates of products with a
@@ -22,6 +27,7 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -30,12 +36,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.utils import logging as transformers_logging
 
 from aioengine import Engine
 from aioengine.kernels import linear
-from benchmarks.cpu.models import QWEN25_05B, TINY, write_model
+from benchmarks.cpu import peer as peer_program
+from benchmarks.cpu.models import QWEN25_05B, TINY, write_gguf, write_model
 from benchmarks.cpu.step_parts import read_rate
 
 Ids = list[int]
@@ -99,6 +106,45 @@ class Ours:
         self.engine.shutdown()
 
 
+class OtherPython:
+    """The same in another engine, whose packages another Python has."""
+
+    def __init__(self, name: str, python: str, model: Path) -> None:
+        self.process = subprocess.Popen(
+            [python, peer_program.__file__, name, str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._read()
+
+    def _read(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.process.args} ended with status {self.process.wait()}")
+        return line
+
+    def _times(self, prompts: list[Ids], num_new: int) -> list[float]:
+        """Return the seconds until each step."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([prompts, num_new]) + "\n")
+        self.process.stdin.flush()
+        times: list[float] = json.loads(self._read())
+        return times
+
+    def generate(self, prompts: list[Ids], num_new: int) -> float:
+        return self._times(prompts, num_new)[-1]
+
+    def decode_rate(self, prompt: Ids, num_new: int) -> float:
+        times = self._times([prompt], num_new)
+        return (num_new - 1) / (times[-1] - times[0])
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+Peer = Transformers | Ours | OtherPython
+
+
 def greedy(num_new: int) -> dict[str, object]:
     return {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
 
@@ -108,7 +154,7 @@ def random_prompts(seed: int, lengths: list[int], vocab_size: int) -> list[Ids]:
     return [[generator.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
-def workload(name: str, peer: Transformers | Ours, vocab_size: int) -> Measure:
+def workload(name: str, peer: Peer, vocab_size: int) -> Measure:
     """One measurement of a workload as a function of its seed; a new seed means new prompts."""
 
     def one_stream(seed: int) -> float:
@@ -142,7 +188,7 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def compare(name: str, peers: Mapping[str, Transformers | Ours], vocab_size: int, repeat: int) -> dict[str, object]:
+def compare(name: str, peers: Mapping[str, Peer], vocab_size: int, repeat: int) -> dict[str, object]:
     """Measure in turns. Return medians, and the factors of our engines over transformers (above 1: faster)."""
     measures = {peer: workload(name, engine, vocab_size) for peer, engine in peers.items()}
     values: dict[str, list[float]] = {peer: [] for peer in measures}
@@ -162,15 +208,22 @@ def compare(name: str, peers: Mapping[str, Transformers | Ours], vocab_size: int
     }
 
 
-def run_model(rows: list[str], folder: Path, options: argparse.Namespace) -> list[dict[str, object]]:
+def run_model(
+    rows: list[str], folder: Path, config: Qwen2Config, options: argparse.Namespace
+) -> list[dict[str, object]]:
     vocab_size = 4000 if "C5a" in rows or "C5b" in rows else 150_000
     with ExitStack() as stack:
-        peers: dict[str, Transformers | Ours] = {"transformers": Transformers(folder, getattr(torch, options.dtype))}
+        peers: dict[str, Peer] = {"transformers": Transformers(folder, getattr(torch, options.dtype))}
         for quantization in (None, *options.quantization):
             arguments = json.loads(options.arguments) | ({"quantization": quantization} if quantization else {})
             ours = Ours(folder, options.dtype, arguments)
             stack.callback(ours.close)
             peers[f"aioengine {quantization or ''}".strip()] = ours
+        for name, python, kind in options.peer:
+            model = write_gguf(folder, config, kind) if name == "llama_cpp" else folder / kind
+            other = OtherPython(name, python, model)
+            stack.callback(other.close)
+            peers[f"{name} {kind}"] = other
         results = []
         for name in rows:
             results.append(compare(name, peers, vocab_size, options.repeat))
@@ -209,6 +262,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--arguments", default="{}", help="more constructor arguments of the engine, as JSON")
     parser.add_argument("--quantization", nargs="+", default=[], help="more engines, with quantized weights")
+    parser.add_argument("--peer", nargs=3, action="append", default=[], metavar=("NAME", "PYTHON", "FORMAT"))
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     transformers_logging.set_verbosity_error()
@@ -224,7 +278,7 @@ def main() -> None:
         if rows:
             path = options.models / folder
             path.mkdir(parents=True, exist_ok=True)
-            results += run_model(rows, write_model(path, config), options)
+            results += run_model(rows, write_model(path, config), config, options)
     if options.json:
         options.json.write_text(
             json.dumps(
