@@ -55,7 +55,7 @@ def num_programs(layers: AttentionLayers, num_rows: int, max_splits: int) -> int
     num_bytes = 4 * num_rows * max_splits * shape.num_heads * (shape.output_size + 2)
     is_long = max_splits > EVEN_SPLITS.value and pairs < MANY_PROGRAMS
     wanted = max(-(-ENOUGH_PROGRAMS // pairs), LONG_ROW_PROGRAMS if is_long else 2)
-    return 1 if num_bytes > MAX_SPLITS_BYTES else min(max_splits, wanted)
+    return 1 if num_bytes > MAX_SPLITS_BYTES else max(min(max_splits, wanted), 2)  # 2: ``warm_up`` compiles this
 
 
 def most_alone(layers: AttentionLayers, num_rows: int) -> int:
