@@ -1,6 +1,6 @@
 """Another engine in a Python of its own, because it needs other packages. ``benchmarks.cpu.workloads`` starts it:
 
-    PYTHON benchmarks/cpu/peer.py llama_cpp MODEL.gguf
+    python -m benchmarks.cpu.peer llama_cpp MODEL.gguf
 
 Each line of its input is a JSON list: prompts of token ids, and the number of greedy tokens for each. Each line of its
 output has the seconds until each step that gave tokens; the last number is the end. OpenVINO reports the steps of a

@@ -41,7 +41,6 @@ from transformers.utils import logging as transformers_logging
 
 from aioengine import Engine
 from aioengine.kernels import linear
-from benchmarks.cpu import peer as peer_program
 from benchmarks.cpu.models import QWEN25_05B, TINY, write_gguf, write_model
 from benchmarks.cpu.step_parts import read_rate
 
@@ -111,7 +110,10 @@ class OtherPython:
 
     def __init__(self, name: str, python: str, model: Path) -> None:
         self.process = subprocess.Popen(
-            [python, peer_program.__file__, name, str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, "-m", "benchmarks.cpu.peer", name, str(model)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._read()
 
