@@ -196,7 +196,7 @@ def compare(name: str, peers: Mapping[str, Peer], vocab_size: int, repeat: int) 
     values: dict[str, list[float]] = {peer: [] for peer in measures}
     rounds = 1 if name == "C4" else repeat  # the static batch of C4 takes minutes
     for measure in measures.values() if name != "C4" else ():
-        measure(-1)  # warm up
+        measure(rounds)  # warm up, with other prompts
     for seed in range(rounds):
         for peer, measure in measures.items():
             values[peer].append(measure(seed))
