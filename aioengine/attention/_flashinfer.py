@@ -2,7 +2,7 @@
 
 Rows whose keys and values are all computed in this step ("fresh" rows) read them from the tensors of the step. This is
 20% faster than reading pages. Other rows read pages. If the pool has another dtype than queries, all rows read
-converted copies of what is in the pool (``ConvertedRows``). Until the kernels are compiled, all rows use our Triton
+converted copies of its keys and values (``ConvertedRows``). Until the kernels are compiled, all rows use our Triton
 kernels (``TritonRows``).
 
 In cascade attention, decode rows with the same first pages attend to these pages in one non-causal prefill. The decode

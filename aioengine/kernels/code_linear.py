@@ -5,9 +5,9 @@ takes 16 to 100 times as long. Int8 numbers with a scale per output are multipli
 the CPU has no instructions for that. Both give a row the same bits for every T. Fp8 weights are converted to the dtype
 of x once, and other weights for each product, ``BLOCK_OUTPUTS`` outputs at a time.
 
-On a GPU, up to 256 rows in 16 bits, or 512 with 4-bit integers, use our own kernels. With 8-bit weights and groups of a
-multiple of 128 inputs, the inputs of several rows become sums of two 8-bit numbers, which is nearly exact
-(``byte_linear``). Else the weight is converted in registers. For more rows, in fp32, for other sizes, and with
+On a GPU, up to 256 rows in 16 bits, or 512 with 4-bit integers without offsets, use our own kernels. With 8-bit weights
+and groups of a multiple of 128 inputs, the inputs of several rows become sums of two 8-bit numbers, which is nearly
+exact (``byte_linear``). Else the weight is converted in registers. For more rows, in fp32, for other sizes, and with
 ``batch_invariant``, the weight is dequantized in memory first. With more than 64 rows and fp8 weights with a scale per
 output or block, bf16 inputs are rounded to fp8, with a scale per row, or per row and 128 inputs.
 """

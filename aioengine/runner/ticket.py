@@ -24,7 +24,7 @@ class OpenDrafts:
     """The drafts of an open request.
 
     Attributes:
-        tokens: its known tokens, for the draft model; None: this proposes no drafts for it.
+        tokens: its known tokens, for the draft model; None: the draft model proposes none for it.
         num_rejected: drafts rejected in flight, which the scheduler does not know yet.
     """
 

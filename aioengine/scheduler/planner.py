@@ -5,10 +5,10 @@ So decoding requests advance in every step, however long the prompts are. The re
 the prompts of running requests, then among waiting requests that can be admitted. ``request`` defines ``decodes``,
 ``has_forced`` and ``holds_last``, which decide the kind of a row.
 
-A decode row has more than one position if it has forced tokens or drafts (``drafting`` decides how many, ``ngrams``
-which ones if no draft model proposes them). The next plan assumes
-that all drafts are accepted, and allocates pages for them. Rejected drafts lower the counts of the request when their
-result is applied; the request keeps the pages for its next tokens.
+A decode row has more than one position if it has forced tokens or drafts. ``drafting`` decides how many drafts, and
+``ngrams`` looks them up, unless a draft model proposes them. The next plan assumes that all drafts are accepted, and
+allocates pages for them. Rejected drafts lower the counts of the request when their result is applied; the request
+keeps the pages for its next tokens.
 """
 
 from __future__ import annotations

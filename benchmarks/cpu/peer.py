@@ -54,7 +54,7 @@ def llama_cpp(path: str) -> Generate:
         logits = (np.ctypeslib.as_array(llama.llama_get_logits_ith(context, i), shape=(vocab_size,)) for i in rows)
         return [int(row.argmax()) for row in logits]
 
-    def generate(prompts: list[list[int]], num_new: int, _in_use: object = silent) -> list[float]:
+    def generate(prompts: list[list[int]], num_new: int, _used: object = silent) -> list[float]:  # C holds no reference
         llama.llama_memory_clear(memory, False)
         started = time.perf_counter()
         num_shared = 0

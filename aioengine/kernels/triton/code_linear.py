@@ -288,7 +288,7 @@ def serves(size: int, group: int, bits: int) -> bool:
 
 def max_rows(codes: DeviceCodes) -> int:
     """Return the maximum number of rows with which ``matmul`` is faster than dequantizing the weight first."""
-    return 2 * MAX_ROWS if codes.bits == 4 and codes.table is None else MAX_ROWS
+    return 2 * MAX_ROWS if codes.bits == 4 and codes.table is None and codes.offsets is None else MAX_ROWS
 
 
 @lru_cache(maxsize=1024)

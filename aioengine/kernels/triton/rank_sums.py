@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EMPTY = tl.constexpr(-1)
-"""Two NaN. They are sent as another NaN."""
+"""A word of two NaN. A rank that has such a word sends ``NAN`` instead."""
 NAN = tl.constexpr(0x7FFF7FFF)
 
 
