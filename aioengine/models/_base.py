@@ -7,7 +7,8 @@ layers.
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -122,6 +123,7 @@ class Model(Layer, metaclass=ABCMeta):
         self._config = config
         self.task = config.task
         self.dtype = options.dtype
+        self.device = options.device
         self.num_active = active_parameters(config)
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
@@ -147,9 +149,10 @@ class Model(Layer, metaclass=ABCMeta):
         ``attention`` is prepared for the step.
         """
 
-    @abstractmethod
-    def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
-        """Run one block of each kind on ``num_tokens`` tokens, to load the kernels for this size."""
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Inside, ``forward`` may compute only the first block of each kind. This loads all kernels for its sizes."""
+        yield
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:

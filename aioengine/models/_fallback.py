@@ -12,7 +12,8 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -89,7 +90,7 @@ class TransformersModel(Model):
         self.vocab_size: int = config.vocab_size
         self._body = model if task is Task.EMBED else _body_of(model)
         self._embedding: nn.Module = model.get_input_embeddings()
-        self._device = options.device
+        self.device = options.device
         self._step = PackedStep(config.model_type, options.max_positions)
         _check_model(model, self._body)
         _fix_rope(self._body, self._step)
@@ -126,7 +127,7 @@ class TransformersModel(Model):
     @torch.inference_mode()
     def _try(self, *, gives_positions: bool = True) -> None:
         """Run a few tokens to find out how the layers attend, which position tables they read, and the output sizes."""
-        positions = torch.arange(NUM_TRIED, device=self._device)[None]
+        positions = torch.arange(NUM_TRIED, device=self.device)[None]
         ids = positions.flip(1) + _FIRST_TRIED
         optional = {"position_ids": positions} if gives_positions else {}
         tables, kind = _PositionTables(), self._step.model_type
@@ -190,12 +191,12 @@ class TransformersModel(Model):
     @torch.inference_mode()
     def _check_independence(self) -> None:
         """Raise ValueError if tokens depend on each other outside attention, which would mix the requests of a step."""
-        positions, attention = torch.arange(NUM_TRIED, device=self._device), layers.DiagonalAttention()
+        positions, attention = torch.arange(NUM_TRIED, device=self.device), layers.DiagonalAttention()
         for first in range(
             _FIRST_TRIED, _FIRST_TRIED + _NUM_COMPARED
         ):  # several, since with experts one may be near a tie
             neighbours = ((first + 1, first + 2), (first + 3, first + 4))
-            sequences = [torch.tensor([left, first, right], device=self._device) for left, right in neighbours]
+            sequences = [torch.tensor([left, first, right], device=self.device) for left, right in neighbours]
             inputs = [ModelInputs(positions=positions, token_ids=ids % self.vocab_size) for ids in sequences]
             state, other = (self.forward(step_inputs, attention)[1].float() for step_inputs in inputs)
             if not (state - other).norm() > _MIXED * state.norm():
@@ -212,6 +213,8 @@ class TransformersModel(Model):
         step.attention, step.adapters = attention, inputs.adapters
         try:
             hidden = self._run(inputs.token_ids, inputs.embeddings, inputs.positions)
+        except StopError:
+            hidden = torch.zeros(len(inputs.positions), self.hidden_size, dtype=self.dtype, device=self.device)
         finally:
             step.attention = step.adapters = None
         return hidden if outputs is None else hidden.index_select(0, outputs)
@@ -224,16 +227,13 @@ class TransformersModel(Model):
         }
         return self._body(**inputs, position_ids=positions[None], use_cache=False).last_hidden_state[0]
 
-    def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
-        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        step = self._step
-        step.attention, step.last_layer = attention, 0
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        self._step.last_layer = 0
         try:
-            self._run(ids, None, ids)
-        except StopError:
-            pass
+            yield
         finally:
-            step.attention = step.last_layer = None
+            self._step.last_layer = None
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> logits [S, V], or scores of a classifier. Without a head, return ``hidden``."""

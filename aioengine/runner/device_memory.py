@@ -175,7 +175,7 @@ def peak_memory(model: Model, device: torch.device, limits: SchedulerSettings, a
     """
     attention = NoAttention(model.attention_shape)
     # Compile Triton kernels and run torch's operations once: both allocate memory that is not part of a step.
-    with compile_only():
+    with compile_only(), model.shortened():
         for num_rows in _WARMUP_ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
             model.compute_logits(model.forward(model_inputs(model, ids, ids), attention))

@@ -23,6 +23,7 @@ the first.
 from __future__ import annotations
 
 from bisect import bisect_left
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -213,6 +214,7 @@ class DecodeGraphs:
         self._host = [*host]
         self._host_arrays: list[Ints] = [*host.numpy()]
         self._copied = torch.cuda.Event()
+        self._stream = torch.cuda.Stream(device)  # of captures
         self._samples = ranks is None or ranks.sampling is not None
         self._kernels = SamplingKernels(
             max_rows=max_rows,
@@ -247,10 +249,11 @@ class DecodeGraphs:
             if self._table.max_drafts:
                 ids = torch.zeros(5, 1, dtype=torch.int64, device=self._device)
                 accept(ids, ids[0], self._memory[0], self._table.last_tokens, self._table.rejected)
-            for size, fixed in [*rows.items(), *cascades.items()]:
-                self._step(size, fixed)()
-                if tiles is not None and size in (1, 2, self.max_rows):  # these use all adapter kernels
-                    self._step(size, fixed, tiles.for_graph(size))()
+            with self._model.shortened():
+                for size, fixed in [*rows.items(), *cascades.items()]:
+                    self._step(size, fixed)()
+                    if tiles is not None and size in (1, 2, self.max_rows):  # these use all adapter kernels
+                        self._step(size, fixed, tiles.for_graph(size))()
         pool = torch.cuda.graph_pool_handle()
         num_graphs = len(rows) + len(cascades)
         if tiles is not None:
@@ -560,9 +563,11 @@ class DecodeGraphs:
         self, size: int, attention: FixedDecode, pool: torch.cuda._POOL_HANDLE, tiles: AdapterTiles | None = None
     ) -> _Graph:
         compute = self._step(size, attention, tiles)
-        compute()  # kernels must not be loaded or chosen during the capture
-        torch.cuda.synchronize(self._device)
+        with nullcontext() if size == self.max_rows else self._model.shortened():
+            compute()  # kernels must not be loaded or chosen during the capture
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.stream(self._stream):  # ``torch.cuda.graph`` would also free unused memory, which takes 10 ms
+            graph.capture_begin(pool=pool)
             hidden, logits, token_ids = compute()
+            graph.capture_end()
         return _Graph(size, graph, attention, hidden, token_ids, TensorAddress(logits))

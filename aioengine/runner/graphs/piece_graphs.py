@@ -12,7 +12,7 @@ T tokens of a graph, R rows, H query heads, K kv heads, E head size, V value siz
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -147,10 +147,8 @@ class PieceGraphs:
             slots = {layer: slots for slots, layers in zip(step.slots, self._groups, strict=True) for layer in layers}
             splitter = _GraphSplitter(shape, self._kv_pool, slots, self._heads[:size], self._attended[:size])
             # Run the kernels once first: they must not be compiled or loaded during the capture.
-            if size in (max_tokens, num_outputs):
+            with nullcontext() if size == max_tokens else model.shortened():
                 model.forward(step.inputs, splitter)
-            else:  # one block is enough: the other operations ran with the largest step
-                model.forward_block(size, splitter)
             captured[size] = self._captured(step, splitter, pool)
             if adapters is not None:
                 step = step.with_adapters(adapters)
@@ -191,7 +189,6 @@ class PieceGraphs:
         return chosen.hidden[: num_outputs or len(batch.query_lengths)]
 
     def _captured(self, inputs: PaddedInputs, splitter: _GraphSplitter, pool: torch.cuda._POOL_HANDLE) -> _Pieces:
-        torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._stream), splitter.capture(pool) as graphs:
             hidden = self._model.forward(inputs.inputs, splitter)
         for graph in graphs:
