@@ -56,8 +56,8 @@ class DeviceMemory:
         self.recorded: dict[str, int] = {}
 
     @contextmanager
-    def record(self, purpose: str, *, advice: str, need: int | None = None) -> Iterator[None]:
-        """Record, under ``purpose``, the memory that the body allocates. need: its bytes, if known, for the message.
+    def record(self, purpose: str, *, advice: str, need: Callable[[], int] | None = None) -> Iterator[None]:
+        """Record, under ``purpose``, the memory that the body allocates. need: returns its bytes, for the message.
 
         Raises:
             ValueError: not enough memory. The message has the free memory, the memory of this engine and of other
@@ -72,7 +72,7 @@ class DeviceMemory:
         except RuntimeError as error:  # not an OutOfMemoryError if CUDA itself is out of memory
             if "out of memory" not in str(error):
                 raise
-            needed = "" if need is None else f" ({format_bytes(need)})"
+            needed = "" if need is None else f" ({format_bytes(need())})"
             cause = str(error).split(". ")[0]
             message = f"not enough GPU memory for {purpose}{needed}: {cause}. {self.describe()}. {advice}"
             raise ValueError(message) from None
