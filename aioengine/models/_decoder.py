@@ -262,7 +262,7 @@ def rank_heads(config: DecoderConfig, shard: Shard) -> tuple[range, range]:
 
 
 def _first_of_each_kind(config: DecoderConfig, options: ModelOptions) -> list[int]:
-    """Return the first layer of each kind of block. Kinds differ in windows, tensor shapes, formats of linear layers."""
+    """Return the first layer of each kind of block: kinds differ in windows, tensor shapes or linear formats."""
     kinds = [
         [
             config.windows[layer] if config.windows else None,
