@@ -184,5 +184,6 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_graphs, "move_rows", move_rows)
     monkeypatch.setattr(decode_graphs, "DecodeGraphs", SimulatedGraphs)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
