@@ -9,6 +9,7 @@ from aioengine.protocol.messages import End, FinishCode, Limits, StepOutput
 from aioengine.scheduler.core import MAX_FAILURES, SchedulerCore
 from aioengine.scheduler.deadlines import SPARE_ENTRIES
 from aioengine.scheduler.plan import NOTHING, TOKENS, StepPlan
+from aioengine.scheduler.planner import MAX_PAUSE_S
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.config import SchedulerSettings
 from aioengine.testing.fake_runner import FakeRunner, FakeTicket
@@ -129,14 +130,14 @@ def rush(*, step_s: float, **changes: int) -> list[list[int]]:
 
 
 def test_decode_rows_pause_in_a_rush_but_not_for_long() -> None:
-    steps = rush(step_s=0.025)
+    steps = rush(step_s=MAX_PAUSE_S / 4.1)
     assert steps[0] == [1] * 16 + [8] * 6
     assert steps[1:4] == [[8] * 8] * 3
-    assert steps[4].count(1) == 16 + 6 + 3 * 8  # their tokens before were 100 ms earlier
+    assert steps[4].count(1) == 16 + 6 + 3 * 8  # their tokens before were four steps earlier
 
 
 def test_decode_rows_do_not_pause_for_long_steps() -> None:
-    assert all(counts.count(1) >= 16 for counts in rush(step_s=0.06))
+    assert all(counts.count(1) >= 16 for counts in rush(step_s=MAX_PAUSE_S * 0.6))
 
 
 def test_decode_rows_do_not_pause_if_no_waiting_prompt_can_be_admitted() -> None:
