@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from aioengine.api import checks
 from aioengine.errors import RequestError
 from aioengine.frontend import tensor_arguments
-from aioengine.frontend.controls import Outcome
+from aioengine.frontend.controls import Controls, Outcome
 from aioengine.model_files import checkpoint, model_folder, tensor_file
 from aioengine.model_files.tensor_file import TensorFile, dtype_name
 from aioengine.protocol.messages import Argument, Reply
@@ -35,15 +36,10 @@ from aioengine.protocol.weight_messages import (
     RELEASE_MEMORY,
     CudaTensor,
 )
+from aioengine.settings.config import LoadedWeights
+from aioengine.supervision.fleet import Processes
 from aioengine.supervision.ledger import LOST_WEIGHTS
 from aioengine.supervision.tasks import in_thread
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping
-
-    from aioengine.frontend.controls import Controls
-    from aioengine.settings.config import LoadedWeights
-    from aioengine.supervision.fleet import Processes
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -5,20 +5,26 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import msgspec
 import torch
+from torch import Tensor
 from torch._C import _distributed_c10d as c10d  # as in ``layers.ranks``
 
 from aioengine import plugins
 from aioengine.api import checks
+from aioengine.layers.layer import Target
+from aioengine.layers.ranks import RankGroup
 from aioengine.model_files import folder_files, tensor_file
 from aioengine.model_files.checkpoint import Entry, check_unchanged, file_states, listed
 from aioengine.model_files.quantization import read_config, split_config
+from aioengine.model_files.tensor_file import TensorFile
+from aioengine.models._base import Model
 from aioengine.protocol.messages import Argument, Control, Reply
 from aioengine.protocol.weight_messages import (
     BEGIN_WEIGHTS,
@@ -36,21 +42,11 @@ from aioengine.protocol.weight_messages import (
     CudaTensor,
 )
 from aioengine.runner import weights
+from aioengine.runner.model_runner import ModelRunner
 from aioengine.runner.weight_reading import DTYPES, check_all, check_finite
 from aioengine.settings.config import TRANSFORMERS, LoadedWeights, Settings
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from torch import Tensor
-
-    from aioengine.layers.layer import Target
-    from aioengine.layers.ranks import RankGroup
-    from aioengine.model_files.tensor_file import TensorFile
-    from aioengine.models._base import Model
-    from aioengine.runner.model_runner import ModelRunner
-
-    Facts = dict[str, str | int | float | bool]
+Facts = dict[str, str | int | float | bool]
 
 
 TIMEOUT: Final = timedelta(seconds=300)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from aioengine.protocol.messages import Adapter, Control, Progress, Reply
 from aioengine.scheduler.plan import StepPlan, StepResult
 from aioengine.settings.config import Settings
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 Ticket = TypeVar("Ticket")
 
