@@ -47,7 +47,7 @@ from aioengine.frontend.live_weights import WeightUpdate
 from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S, AdapterResult
 from aioengine.frontend.sessions.sessions import SessionOpening
 from aioengine.frontend.startup import start_arguments, start_frontend
-from aioengine.protocol.weight_messages import RELEASE_MEMORY, RESUME_MEMORY
+from aioengine.protocol.weight_messages import WeightCall
 from aioengine.settings.config import EngineConfig
 from aioengine.supervision.tasks import runs_here
 
@@ -741,7 +741,7 @@ class AsyncEngine(BaseEngine):
             TypeError, ValueError: ``tags`` is wrong. EngineClosedError, EngineDeadError.
             RuntimeError: this memory is released already, or cannot be released; the message says why.
         """
-        await self._frontend_here().weights.change_memory(tags, RELEASE_MEMORY)
+        await self._frontend_here().weights.change_memory(tags, WeightCall.RELEASE_MEMORY)
 
     @signatures.own_arguments
     async def resume_memory_occupation(self, tags: Sequence[str] | str | None = None) -> None:
@@ -751,7 +751,7 @@ class AsyncEngine(BaseEngine):
             TypeError, ValueError: ``tags`` is wrong. EngineClosedError, EngineDeadError.
             RuntimeError: this memory is not released.
         """
-        await self._frontend_here().weights.change_memory(tags, RESUME_MEMORY)
+        await self._frontend_here().weights.change_memory(tags, WeightCall.RESUME_MEMORY)
 
     # ------------------------------------------------------------ state
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 INTERRUPTED = 130
 """The exit status of programs that SIGINT ended."""

@@ -6,7 +6,7 @@ Processors change fp32 logits in place, and only the rows that use them. Other r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
