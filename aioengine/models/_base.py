@@ -7,8 +7,7 @@ layers.
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -149,10 +148,9 @@ class Model(Layer, metaclass=ABCMeta):
         ``attention`` is prepared for the step.
         """
 
-    @contextmanager
-    def shortened(self) -> Iterator[None]:
-        """Inside, ``forward`` may compute only the first block of each kind. This loads all kernels for its sizes."""
-        yield
+    def shortened(self) -> Model:
+        """Return this model with only the first block of each kind, which loads all kernels for the size of a step."""
+        return self
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:

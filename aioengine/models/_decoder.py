@@ -6,8 +6,7 @@ key without RoPE and a value, V latent size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from copy import copy
 from typing import Final
 
 import torch
@@ -158,14 +157,10 @@ class DecoderModel(Model):
             return x.clone()
         return add_to_stream(delta.clone(), x.clone(), self._blocks[layer - 1].output_norm, None, self._shard.group)
 
-    @contextmanager
-    def shortened(self) -> Iterator[None]:
-        blocks, features = self._blocks, self.features
-        self._blocks, self.features = [blocks[layer] for layer in self._block_kinds], None
-        try:
-            yield
-        finally:
-            self._blocks, self.features = blocks, features
+    def shortened(self) -> Model:
+        model = copy(self)
+        model._blocks, model.features = [self._blocks[layer] for layer in self._block_kinds], None
+        return model
 
     def _step(self, inputs: ModelInputs, attention: StepAttention) -> BlockStep:
         """Return the arguments of the blocks. Without states in the inputs, use states that are dropped."""

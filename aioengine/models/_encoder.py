@@ -5,8 +5,7 @@ Shape letters: T tokens, S output tokens, D hidden size, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -158,13 +157,10 @@ class EncoderModel(Model):
             x = block(x, step, outputs=inputs.outputs if layer == len(self._blocks) - 1 else None)
         return self._last_norm[0](x) if self._last_norm else x
 
-    @contextmanager
-    def shortened(self) -> Iterator[None]:
-        blocks, self._blocks = self._blocks, self._blocks[-1:]
-        try:
-            yield
-        finally:
-            self._blocks = blocks
+    def shortened(self) -> Model:
+        model = copy(self)
+        model._blocks = self._blocks[-1:]
+        return model
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Pooled [S, D] -> scores [S, C] of a classifier. Without a head, return ``hidden``."""

@@ -12,8 +12,7 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -89,6 +88,7 @@ class TransformersModel(Model):
         self._embedding: nn.Module = model.get_input_embeddings()
         self.device = options.device
         self._step = PackedStep(config.model_type, options.max_positions)
+        self._last_layer: int | None = None
         _check_model(model, self._body)
         _fix_rope(self._body, self._step)
         layers.share_step(model, self._step)
@@ -207,13 +207,13 @@ class TransformersModel(Model):
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """Return [T, D], or [S, D] with ``inputs.outputs``. See ``Model.forward``."""
         step, outputs = self._step, inputs.outputs
-        step.attention, step.adapters = attention, inputs.adapters
+        step.attention, step.adapters, step.last_layer = attention, inputs.adapters, self._last_layer
         try:
             hidden = self._run(inputs.token_ids, inputs.embeddings, inputs.positions)
         except StopError:
             hidden = torch.zeros(len(inputs.positions), self.hidden_size, dtype=self.dtype, device=self.device)
         finally:
-            step.attention = step.adapters = None
+            step.attention = step.adapters = step.last_layer = None
         return hidden if outputs is None else hidden.index_select(0, outputs)
 
     def _run(self, token_ids: Tensor | None, embeddings: Tensor | None, positions: Tensor) -> Tensor:
@@ -224,13 +224,10 @@ class TransformersModel(Model):
         }
         return self._body(**inputs, position_ids=positions[None], use_cache=False).last_hidden_state[0]
 
-    @contextmanager
-    def shortened(self) -> Iterator[None]:
-        self._step.last_layer = 0
-        try:
-            yield
-        finally:
-            self._step.last_layer = None
+    def shortened(self) -> Model:
+        model = copy.copy(self)
+        model._last_layer = 0
+        return model
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> logits [S, V], or scores of a classifier. Without a head, return ``hidden``."""

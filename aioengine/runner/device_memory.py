@@ -172,10 +172,11 @@ def peak_memory(model: Model, device: torch.device, limits: SchedulerSettings, a
     """
     attention = NoAttention(model.attention_shape)
     # Compile Triton kernels and run torch's operations once: both allocate memory that is not part of a step.
-    with compile_only(), model.shortened():
+    short = model.shortened()
+    with compile_only():
         for num_rows in _WARMUP_ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-            model.compute_logits(model.forward(model_inputs(model, ids, ids), attention))
+            short.compute_logits(short.forward(model_inputs(short, ids, ids), attention))
     rows = None if adapters is None else adapters.rows(np.ones(limits.max_step_tokens, dtype=np.int32), None)
     ids = torch.zeros(limits.max_step_tokens, dtype=torch.int64, device=device)
 

@@ -71,10 +71,10 @@ def load_kernels(model: Model, counts: Iterable[int]) -> None:
     """Run the shortened model with each token count, to load its kernels. When CUDA loads a kernel during a step, it
     waits for all queued work.
     """
-    with model.shortened():
-        for num_tokens in counts:
-            ids = torch.zeros(num_tokens, dtype=torch.int64, device=model.device)
-            model.forward(model_inputs(model, ids, ids), NoAttention(model.attention_shape))
+    model = model.shortened()
+    for num_tokens in counts:
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=model.device)
+        model.forward(model_inputs(model, ids, ids), NoAttention(model.attention_shape))
 
 
 def warm_up_device(

@@ -23,7 +23,6 @@ the first.
 from __future__ import annotations
 
 from bisect import bisect_left
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -201,6 +200,7 @@ class DecodeGraphs:
         self.max_rows = max_rows
         self.sizes = ladder(max_rows)
         self._model = model
+        self._short = model.shortened()
         self._attention = attention
         self._inputs = inputs
         self._table = table
@@ -249,11 +249,10 @@ class DecodeGraphs:
             if self._table.max_drafts:
                 ids = torch.zeros(5, 1, dtype=torch.int64, device=self._device)
                 accept(ids, ids[0], self._memory[0], self._table.last_tokens, self._table.rejected)
-            with self._model.shortened():
-                for size, fixed in [*rows.items(), *cascades.items()]:
-                    self._step(size, fixed)()
-                    if tiles is not None and size in (1, 2, self.max_rows):  # these use all adapter kernels
-                        self._step(size, fixed, tiles.for_graph(size))()
+            for size, fixed in [*rows.items(), *cascades.items()]:
+                self._step(self._short, size, fixed)()
+                if tiles is not None and size in (1, 2, self.max_rows):  # these use all adapter kernels
+                    self._step(self._short, size, fixed, tiles.for_graph(size))()
         pool = torch.cuda.graph_pool_handle()
         num_graphs = len(rows) + len(cascades)
         if tiles is not None:
@@ -510,7 +509,7 @@ class DecodeGraphs:
         return replace(buffers, parts=[buffers, *parts])
 
     def _step(
-        self, size: int, attention: FixedDecode, tiles: AdapterTiles | None = None
+        self, model: Model, size: int, attention: FixedDecode, tiles: AdapterTiles | None = None
     ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
         """Return a function that computes a step of ``size`` rows [B]. tiles: for a step with adapters."""
         columns, buffers, table = self._columns(size), self._buffers(size), self._table
@@ -519,7 +518,7 @@ class DecodeGraphs:
         columns[_REJECTED] = len(table.is_bound)
         attention.plan_capture(np.ones(size, dtype=np.int32))
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
-        rows = torch.arange(size, device=self._device) if self._model.input_spec.rows else None
+        rows = torch.arange(size, device=self._device) if model.input_spec.rows else None
         adapters = None if tiles is None else FixedAdapters(tiles, tiles)
 
         def compute() -> tuple[Tensor, Tensor, Tensor]:
@@ -531,17 +530,17 @@ class DecodeGraphs:
             last_tokens = table.last_tokens.index_select(0, columns[_SOURCES])
             features = None if self._features is None else self._read_features(self._features, columns)
             options = {"rows": rows, "adapters": adapters, "slots": columns[_SLOTS], "features": features}
-            inputs = model_inputs(self._model, last_tokens, columns[_POSITIONS], **options)
+            inputs = model_inputs(model, last_tokens, columns[_POSITIONS], **options)
             if self._inputs.states is not None:  # padding rows write to the padding page
                 is_padding = columns[_SLOTS] < self._inputs.page_size
                 states = self._inputs.states.of_graph(columns[_SOURCES], columns[_POSITIONS], is_padding)
                 inputs = replace(inputs, states=states)
-            hidden = self._model.forward(inputs, attention)
+            hidden = model.forward(inputs, attention)
             if features is not None:
                 targets = columns[_TARGETS]
                 row_indices = self._row_indices(targets).masked_fill(targets < 0, len(table.sampling))
                 self._states.index_copy_(0, row_indices.long(), hidden)
-            logits = self._model.compute_own_logits(hidden)
+            logits = model.compute_own_logits(hidden)
             if self._samples:
                 draws, targets = Draws(columns[_FIELDS:]), columns[_TARGETS]
                 self._kernels.sample(logits, draws, token_ids, (targets, table.last_tokens))
@@ -562,9 +561,9 @@ class DecodeGraphs:
     def _captured(
         self, size: int, attention: FixedDecode, pool: torch.cuda._POOL_HANDLE, tiles: AdapterTiles | None = None
     ) -> _Graph:
-        compute = self._step(size, attention, tiles)
-        with nullcontext() if size == self.max_rows else self._model.shortened():
-            compute()  # kernels must not be loaded or chosen during the capture
+        compute = self._step(self._model, size, attention, tiles)
+        # kernels must not be loaded or chosen during the capture
+        (compute if size == self.max_rows else self._step(self._short, size, attention, tiles))()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):  # ``torch.cuda.graph`` would also free unused memory, which takes 10 ms
             graph.capture_begin(pool=pool)

@@ -12,7 +12,7 @@ T tokens of a graph, R rows, H query heads, K kv heads, E head size, V value siz
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -131,7 +131,7 @@ class PieceGraphs:
 
         report: called after each size with the numbers of captured and of all sizes.
         """
-        model, device, tiles = self._model, self._device, self._adapters
+        model, short, device, tiles = self._model, self._model.shortened(), self._device, self._adapters
         shape, sizes = model.attention_shape, piece_ladder(max_tokens)
         inputs = PaddedInputs.zeros(model, max_tokens, self._max_outputs, device, states=self._states)
         heads_size = max_tokens, shape.num_input_heads, shape.query_size
@@ -147,8 +147,7 @@ class PieceGraphs:
             slots = {layer: slots for slots, layers in zip(step.slots, self._groups, strict=True) for layer in layers}
             splitter = _GraphSplitter(shape, self._kv_pool, slots, self._heads[:size], self._attended[:size])
             # Run the kernels once first: they must not be compiled or loaded during the capture.
-            with nullcontext() if size == max_tokens else model.shortened():
-                model.forward(step.inputs, splitter)
+            (model if size == max_tokens else short).forward(step.inputs, splitter)
             captured[size] = self._captured(step, splitter, pool)
             if adapters is not None:
                 step = step.with_adapters(adapters)

@@ -253,8 +253,7 @@ def test_shortened_model_computes_one_block(tmp_path: Path) -> None:
             return super().attend(q, k, v, layer)
 
     ids = torch.zeros(5, dtype=torch.int64)
-    with model.shortened():
-        hidden = model.forward(ModelInputs(positions=ids, token_ids=ids), Seen(model.attention_shape))
+    hidden = model.shortened().forward(ModelInputs(positions=ids, token_ids=ids), Seen(model.attention_shape))
     assert hidden.shape == (5, model.hidden_size)
     assert seen == [0]
 
