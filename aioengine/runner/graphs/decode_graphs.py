@@ -200,7 +200,6 @@ class DecodeGraphs:
         self.max_rows = max_rows
         self.sizes = ladder(max_rows)
         self._model = model
-        self._short = model.shortened()
         self._attention = attention
         self._inputs = inputs
         self._table = table
@@ -239,7 +238,7 @@ class DecodeGraphs:
 
     def capture(self, report: Callable[[int, int], None]) -> None:
         """Capture all graphs. report: called with the numbers of captured and of all graphs."""
-        attention, tiles = self._attention, self._tiles
+        attention, tiles, short = self._attention, self._tiles, self._model.shortened()
         rows = {size: attention.fixed_decode(size, self._buffers(size)) for size in reversed(self.sizes)}
         cascades: dict[int, FixedCascade] = {}
         if self._prefixes is not None and isinstance(attention, CascadeAttention):
@@ -250,9 +249,9 @@ class DecodeGraphs:
                 ids = torch.zeros(5, 1, dtype=torch.int64, device=self._device)
                 accept(ids, ids[0], self._memory[0], self._table.last_tokens, self._table.rejected)
             for size, fixed in [*rows.items(), *cascades.items()]:
-                self._step(self._short, size, fixed)()
+                self._step(short, size, fixed)()
                 if tiles is not None and size in (1, 2, self.max_rows):  # these use all adapter kernels
-                    self._step(self._short, size, fixed, tiles.for_graph(size))()
+                    self._step(short, size, fixed, tiles.for_graph(size))()
         pool = torch.cuda.graph_pool_handle()
         num_graphs = len(rows) + len(cascades)
         if tiles is not None:
@@ -563,7 +562,7 @@ class DecodeGraphs:
     ) -> _Graph:
         compute = self._step(self._model, size, attention, tiles)
         # kernels must not be loaded or chosen during the capture
-        (compute if size == self.max_rows else self._step(self._short, size, attention, tiles))()
+        (compute if size == self.max_rows else self._step(self._model.shortened(), size, attention, tiles))()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):  # ``torch.cuda.graph`` would also free unused memory, which takes 10 ms
             graph.capture_begin(pool=pool)
