@@ -109,6 +109,7 @@ class Model(Layer, metaclass=ABCMeta):
             none. A state includes all tokens computed so far, so each step of a request must start where the previous
             one ended.
         features: keeps hidden states for a draft head; None: there is none.
+        knows_kinds: whether ``shortened`` has all kinds of blocks.
     """
 
     input_spec: InputSpec
@@ -117,6 +118,7 @@ class Model(Layer, metaclass=ABCMeta):
     renamed: tuple[tuple[str, str], ...] = ()
     state_shape: StateShape | None = None
     features: Features | None = None
+    knows_kinds: bool = True
 
     def __init__(self, config: TransformerConfig, options: ModelOptions) -> None:
         self._config = config

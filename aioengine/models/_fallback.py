@@ -69,6 +69,8 @@ _CLASSES = {
 class TransformersModel(Model):
     """A model in transformers' code."""
 
+    knows_kinds = False
+
     def __init__(self, model: PreTrainedModel, task: Task, options: ModelOptions, folder: Path | None = None) -> None:
         """Wrap a model of ``build_module``.
 

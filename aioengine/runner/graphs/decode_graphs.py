@@ -238,7 +238,7 @@ class DecodeGraphs:
 
     def capture(self, report: Callable[[int, int], None]) -> None:
         """Capture all graphs. report: called with the numbers of captured and of all graphs."""
-        attention, tiles, short = self._attention, self._tiles, self._model.shortened()
+        attention, tiles, short = self._attention, self._tiles, self._shortened()
         rows = {size: attention.fixed_decode(size, self._buffers(size)) for size in reversed(self.sizes)}
         cascades: dict[int, FixedCascade] = {}
         if self._prefixes is not None and isinstance(attention, CascadeAttention):
@@ -557,12 +557,15 @@ class DecodeGraphs:
         """Return the row indices [B] of drafts at these indices [B] in ``RowTable.last_tokens``."""
         return (indices - self._table.first_draft) % len(self._table.sampling)
 
+    def _shortened(self) -> Model:
+        return self._model.shortened() if self._model.knows_kinds else self._model
+
     def _captured(
         self, size: int, attention: FixedDecode, pool: torch.cuda._POOL_HANDLE, tiles: AdapterTiles | None = None
     ) -> _Graph:
         compute = self._step(self._model, size, attention, tiles)
         # kernels must not be loaded or chosen during the capture
-        (compute if size == self.max_rows else self._step(self._model.shortened(), size, attention, tiles))()
+        (compute if size == self.max_rows else self._step(self._shortened(), size, attention, tiles))()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):  # ``torch.cuda.graph`` would also free unused memory, which takes 10 ms
             graph.capture_begin(pool=pool)
