@@ -30,7 +30,7 @@ from aioengine.runner.ticket import NO_DRAFTS, OpenDrafts, StepDrafts, Ticket
 from aioengine.scheduler.plan import NewRow, Row
 
 
-class DraftRows:
+class Proposer:
     """Proposes the drafts of a step, and keeps the tokens of the open requests for it."""
 
     def __init__(self, table: RowTable, model: DraftModel | None = None, *, with_grammars: bool) -> None:
@@ -194,7 +194,7 @@ class DraftRows:
         return Row(row.uid, start, count, row.outputs, token_ids)
 
     def launched(self, ticket: Ticket, rows: list[Row]) -> None:
-        """Record a launched step, and let the draft model compute its prompts. rows: as ``propose`` returned them."""
+        """Record a launched step, and let the draft model compute its prompts. rows: of ``with_drafts``."""
         drafts = ticket.drafts
         self._launched.append(ticket)
         if drafts is NO_DRAFTS:
@@ -257,7 +257,7 @@ class DraftRows:
             self._launched.remove(ticket)
 
 
-class SentDrafts(DraftRows):
+class ReceivedDrafts(Proposer):
     """The drafts of a rank above 0. Rank 0 proposes them, and sends them in the rows of the plan."""
 
     def open(self, opened: NewRow, request: RequestRow) -> None:
@@ -273,7 +273,7 @@ class SentDrafts(DraftRows):
 
 
 def rows_with_drafts(rows: list[Row], drafted: list[Row], drafts: StepDrafts) -> list[Row]:
-    """Return the rows for ``SentDrafts``. rows: of the plan. drafted: as ``DraftRows.with_drafts`` returns them."""
+    """Return the rows for ``ReceivedDrafts``. rows: of the plan. drafted: as ``Proposer.with_drafts`` returns them."""
     new_pages = {row.uid: row.new_pages for row in rows}
     return [
         replace(row, new_pages=new_pages[row.uid], num_drafts=len(drafts.proposed.get(row.uid, ()))) for row in drafted
