@@ -15,7 +15,7 @@ from aioengine.kernels.codes import Codes
 from aioengine.kernels.linear import Matmul
 from aioengine.model_files.quantization import Axis, PackedTensor, Ranges
 
-Tensors = dict[str, "Tensor"]
+Tensors = dict[str, Tensor]
 """The tensors of a linear layer, by the last part of their names in the checkpoint, such as "weight" and "bias"."""
 
 

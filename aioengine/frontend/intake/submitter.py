@@ -53,8 +53,6 @@ MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 """Bytes of messages that are sent in one iteration of the loop. The message of each row contains the whole prompt, even
 for samples of one prompt."""
 
-GENERATE, POOL, SCORE = RequestKind
-
 MIN_SHARED_BYTES: Final = 1024
 """If the first message of a scored call is larger, its other rows start in the next iteration of the loop. If their
 prompts begin like the first one, they may find that beginning in the prefix cache."""
@@ -240,7 +238,9 @@ class Submitter:
                     if len(submits) > num_submits and call.num_started < end:
                         num_bytes += _size(submits[-1])
                         others_wait_for_prefix = (
-                            call.num_started == 1 and num_bytes > MIN_SHARED_BYTES and submits[0].kind is SCORE
+                            call.num_started == 1
+                            and num_bytes > MIN_SHARED_BYTES
+                            and submits[0].kind is RequestKind.SCORE
                         )
                         call.is_start_pending = num_bytes >= MAX_BYTES_AT_ONCE or others_wait_for_prefix
                 # A call with grammars is accepted when they are compiled. If rows may be refused because they
@@ -383,7 +383,7 @@ class Submitter:
             priority=request.priority,
             arrived_at=call.called_at,
             tenant=request.tenant,
-            kind=POOL if request.pooled else GENERATE if max_new_tokens else SCORE,
+            kind=RequestKind.POOL if request.pooled else RequestKind.GENERATE if max_new_tokens else RequestKind.SCORE,
             second_text=ids.second_text if isinstance(ids, PairIds) else 0,
             cache_salt=salt,
             session=session,
