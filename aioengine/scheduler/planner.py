@@ -121,7 +121,7 @@ class Planner:
             self._is_full
             and bool(self._requests.waiting)
             and RUSH_SHARE * settings.decode_cost * len(self._requests.running) >= settings.chunk_tokens
-            and 0 < (self._num_paused + 2) * full_step_s <= MAX_PAUSE_S
+            and 0 < (self._num_paused + 2) * full_step_s <= MAX_PAUSE_S  # this step, then one with decode rows
         )
 
     def _fill(self, flight: Flight, now: float, *, pauses_decodes: bool = False) -> None:

@@ -277,8 +277,8 @@ class Incarnation:
         """Send messages to the scheduler in order, in the next iteration of the event loop.
 
         If the unsent prompts fill a quarter of a step, they are sent immediately. A program that submits a thousand
-        requests takes long to submit all, and the scheduler computes the first requests in the meantime. If ``messages`` is empty, an
-        empty frame is sent.
+        requests takes long to submit all, and the scheduler computes the first requests in the meantime. If
+        ``messages`` is empty, an empty frame is sent.
         """
         for message in messages:
             self._unsent.append(message)
