@@ -252,10 +252,12 @@ def rank_heads(config: DecoderConfig, shard: Shard) -> tuple[range, range]:
 
 
 def _first_of_each_kind(config: DecoderConfig, options: ModelOptions) -> list[int]:
-    """Return the first layer of each kind of block: kinds differ in windows, tensor shapes or linear formats."""
+    """Return the first layer of each kind of block: kinds differ in windows, rotation, shapes or formats of weights."""
+    windows = dict(zip(config.attention_layers, config.windows, strict=False))
     kinds = [
         [
-            config.windows[layer] if config.windows else None,
+            windows.get(layer),
+            config.rope_of(layer),
             *block_tensors(config, layer).values(),
             *(options.format_of(linear.name) for linear in block_linears(config, layer)),
         ]

@@ -558,7 +558,9 @@ class DecodeGraphs:
         return (indices - self._table.first_draft) % len(self._table.sampling)
 
     def _shortened(self) -> Model:
-        return self._model.shortened() if self._model.knows_kinds else self._model
+        """Return a model that runs all kernels of a step: without some blocks, if their kernels are known."""
+        model = self._model
+        return model.shortened() if model.knows_kinds and model.features is None else model
 
     def _captured(
         self, size: int, attention: FixedDecode, pool: torch.cuda._POOL_HANDLE, tiles: AdapterTiles | None = None

@@ -16,6 +16,7 @@ from aioengine.families._rope_config import RopeConfig
 from aioengine.families.gpt2 import Phi3Family
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.model_files.model_folder import find_facts
+from aioengine.models._decoder import DecoderModel
 from aioengine.runner import weights
 from aioengine.settings.config import ModelConfig
 from tests.compute.stepping import Request, Stepper, make_batch, make_inputs, options
@@ -178,3 +179,14 @@ def test_rope_without_table_has_same_bits(rope_type: str) -> None:
         for wanted, found in zip(short.tables(positions), long.tables(positions), strict=True):
             assert torch.equal(wanted, found)
     assert long.tables(torch.tensor([2**31 - 2]))[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("case", "kinds"), [("qwen2", [0]), ("gemma2", [0, 1]), ("smollm3", [0, 3])])
+def test_shortened_model_has_each_kind_of_block(case: str, kinds: list[int]) -> None:
+    """The kinds have other windows, or no rotation."""
+    model = models.build(config_of(case).to_dict(), options())
+    assert isinstance(model, DecoderModel)
+    shortened = model.shortened()
+    assert isinstance(shortened, DecoderModel)
+    assert shortened._blocks == [model._blocks[layer] for layer in kinds]
+    assert len(model._blocks) > len(kinds)
