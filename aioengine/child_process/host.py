@@ -114,7 +114,11 @@ def show_one_gpu(index: int) -> None:
 
 
 def open_gpu() -> None:
-    """Create the CUDA context of the first GPU and load Triton in threads, while torch is imported."""
+    """Create the CUDA context of the first GPU and load Triton in threads, while torch is imported.
+
+    numpy gets one thread: all others would spin while it is imported, and the CPU multiplies no matrices.
+    """
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     for work in (_create_context, _hash_triton):
         threading.Thread(target=work, name="open-gpu", daemon=True).start()
 
