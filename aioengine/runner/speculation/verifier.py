@@ -146,7 +146,7 @@ class Verifier:
         logits: computes logits [N, V] from hidden states [N, D].
         keep: see ``ModelRunner._keep``.
         errors: uid -> error of a custom processor.
-        read: see ``DraftRows.read``.
+        read: see ``Proposer.read``.
     """
 
     table: RowTable
