@@ -14,9 +14,13 @@ Arguments:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
-from msgspec import Struct
+import msgspec
+
+from aioengine.protocol.messages import Argument
+from aioengine.settings.config import LoadedWeights
 
 
 class WeightCall:
@@ -69,7 +73,7 @@ DTYPE_NAMES: Final = {
 """Name of a dtype in torch -> name in safetensors files."""
 
 
-class CudaTensor(Struct, array_like=True):
+class CudaTensor(msgspec.Struct, array_like=True):
     """A tensor in the GPU memory of another process, as ``torch.UntypedStorage._share_cuda_`` describes it.
 
     Attributes:
@@ -89,3 +93,9 @@ class CudaTensor(Struct, array_like=True):
     counter_offset: int
     event_handle: bytes
     must_wait: bool
+
+
+def loaded_by(arguments: Mapping[str, Argument]) -> LoadedWeights | None:
+    """Return the weights after a control call; None: it leaves them unchanged, or incomplete."""
+    text = arguments.get("weights")
+    return msgspec.json.decode(str(text), type=LoadedWeights) if text else None

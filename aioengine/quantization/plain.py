@@ -33,7 +33,7 @@ class PlainFormat(LinearFormat):
             gated = gated_linear.prepare(matmul, weight, bias, batch_invariant=layer.batch_invariant)
         others = {} if bias is None else {"bias": bias}
         update = None if linear.packs(layer.dtype, layer.device) else _keep
-        return Prepared(matmul, lambda: {"weight": linear.unpack(weight), **others}, gated, update)
+        return Prepared(matmul, lambda: {"weight": linear.unpack(weight), **others}, update, gated)
 
 
 def _keep(tensors: Tensors) -> None:

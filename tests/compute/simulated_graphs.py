@@ -155,7 +155,7 @@ class SimulatedGraphs(decode_graphs.DecodeGraphs):
         return super().draw(step, logits).clone()
 
     def _captured(self, size: int, attention: Any, pool: object, tiles: Any = None) -> Any:
-        compute = self._step(size, attention, tiles)
+        compute = self._step(self._model, size, attention, tiles)
         results = compute()
 
         def replay() -> None:
@@ -169,8 +169,8 @@ class SimulatedGraphs(decode_graphs.DecodeGraphs):
 
 def capture(runner: ModelRunner, max_rows: int) -> None:
     """Capture the graphs of a runner, after ``simulate_graphs``."""
-    drafts = runner._drafts
-    model = None if drafts is None else drafts._model
+    proposer = runner._proposer
+    model = None if proposer is None else proposer._model
     for attention in (runner._attention, None if model is None else model._parts.attention):
         if attention is not None:
             attention.__class__ = CapturableTorch  # type: ignore[assignment]
@@ -184,5 +184,6 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_graphs, "move_rows", move_rows)
     monkeypatch.setattr(decode_graphs, "DecodeGraphs", SimulatedGraphs)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
