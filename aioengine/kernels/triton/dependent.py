@@ -48,8 +48,8 @@ def wait_between_products() -> None:
     """Wait for the previous kernel, and allow the next kernel to start. The first axis of programs is rows.
 
     A product of one row loads weights while it waits, so it starts early. With more rows the next kernel starts after
-    the wait: products with 8 rows of an 8B model in int4 take a quarter longer if their programs start while those of
-    the previous product still run.
+    the wait: products with 8 rows of an 8B model in int4 take a quarter longer if they start while the previous product
+    still runs.
     """
     if tl.num_programs(0) == 1:
         start_next()
