@@ -310,17 +310,15 @@ def _turned(weight: Tensor, bias: Tensor | None, activation: Matmul | None = Non
             result = (torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])).unsqueeze(0)
         else:
             result = (torch.mm(weight, x.t()) if column is None else torch.addmm(column, weight, x.t())).t()
-        if activation is not None:
-            result = activation(result)
-        return result if x.shape[0] == 1 else _turn_back(result.t())
+        return turn_back((result if activation is None else activation(result)).t())
 
     return matmul
 
 
-def _turn_back(columns: Tensor) -> Tensor:
+def turn_back(columns: Tensor) -> Tensor:
     """[O, T] -> [T, O], contiguous."""
     num_outputs, num_rows = columns.shape
-    if num_outputs % TURNED_OUTPUTS:
+    if num_outputs % TURNED_OUTPUTS or num_rows == 1 or not columns.is_contiguous():
         return columns.t().contiguous()
     blocks = columns.view(-1, TURNED_OUTPUTS, num_rows).transpose(1, 2).contiguous()
     return blocks.transpose(0, 1).reshape(num_rows, num_outputs)
