@@ -153,9 +153,8 @@ def weights_of(
         if HAS_FACTORS:
             if index * N % GROUP == 0 or not IS_REGULAR:
                 scale = tl.load(scales + group)
-                if (
-                    offsets is not None
-                ):  # an integer to subtract from codes, and a rest that may be rounded like a scale
+                if offsets is not None:
+                    # an integer that is subtracted from codes, and a rest that may be rounded like a scale
                     offset = tl.load(offsets + group)
                     zero = tl.minimum(tl.maximum(tl.floor(0.5 - offset / scale), 0.0), MAX_ZERO)
                     rest = (offset + zero * scale).to(narrow)
