@@ -20,15 +20,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aioengine.kernels.triton import skinny_linear
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch
-from aioengine.kernels.triton.skinny_linear import with_other_splits
 
 Tile = tuple[int, int, int, int, int]
 """(rows, outputs, inputs per block, stages, warps)."""
 
 TINY: Tile = 64, 64, 64, 6, 4
 SMALL: Tile = 64, 128, 64, 4, 4
-MEDIUM: Tile = 128, 128, 64, 4, 8
+MEDIUM: Tile = 128, 128, 64, 3, 4
 LARGE: Tile = 128, 256, 64, 4, 8
+SPLIT_TINY: Tile = 64, 64, 128, 4, 4
+"""A tile for two sums of each element, which are both in registers."""
+SPLIT_SMALL: Tile = 64, 128, 64, 6, 4
+SPLIT_MEDIUM: Tile = 128, 128, 64, 4, 8
 ANY: Tile = 64, 64, 128, 4, 4
 """The tile of the kernel that supports all sizes, in 16 bits."""
 FP32: Tile = 32, 32, 32, 2, 4
@@ -36,7 +39,7 @@ FP32: Tile = 32, 32, 32, 2, 4
 SKINNY_ROWS = 64
 """With up to this number of rows, ``skinny_linear`` is faster than tiles."""
 FEW_ROWS = 256
-"""With up to this number of rows, small tiles are faster, and ``skinny_linear`` if there are ``MANY_OUTPUTS``."""
+"""With up to this number of rows, small tiles are faster, unless there are ``MANY_OUTPUTS``."""
 MANY_OUTPUTS = 16_384
 PROCESSORS = 132
 """Multiprocessors of an H200."""
@@ -52,13 +55,13 @@ def loaded(pointers: tl.tensor, inside: tl.tensor, IS_WHOLE: tl.constexpr) -> tl
 
 @triton.jit
 def _tile_of(
-    num_rows: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, OUTPUTS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first row and the first output of the tile of this program."""
+    index: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, OUTPUTS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Return the first row and the first output of a tile."""
     band_size = BAND * tl.cdiv(num_outputs, OUTPUTS)
-    first_tile = tl.program_id(0) // band_size * BAND
+    first_tile = index // band_size * BAND
     tiles_of_band = tl.minimum(tl.cdiv(num_rows, ROWS) - first_tile, BAND)
-    index = tl.program_id(0) % band_size
+    index = index % band_size
     return (first_tile + index % tiles_of_band) * ROWS, index // tiles_of_band * OUTPUTS
 
 
@@ -81,7 +84,7 @@ def _matmul_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    first_row, first_output = _tile_of(num_rows, num_outputs, ROWS, OUTPUTS)
+    first_row, first_output = _tile_of(tl.program_id(0), num_rows, num_outputs, ROWS, OUTPUTS)
     rows, outputs = first_row + tl.arange(0, ROWS), first_output + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, BLOCK)
     # rows and outputs beyond the end repeat the first one, which avoids a mask in the loop
@@ -101,37 +104,32 @@ def _matmul_kernel(
 _matmul = KernelLauncher(_matmul_kernel)
 
 
-@triton.jit
-def _sum(
-    x: tl.tensor, weight: tl.tensor, first_row: tl.tensor, first_output: tl.tensor, first: tl.tensor,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return the sums of a tile over SIZE inputs."""
-    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for start in tl.range(first, first + SIZE, BLOCK, num_stages=STAGES):
-        total = tl.dot(x.load([first_row, start]), weight.load([first_output, start]).T, total)
-    return total
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _tiled_kernel(
-    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor, out: tl.tensor,
-    num_rows: tl.tensor, num_outputs: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    SPLITS: tl.constexpr, IS_DIVIDED: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """IS_DIVIDED: each split has its own program."""
-    first_row, first_output = _tile_of(num_rows, num_outputs, ROWS, OUTPUTS)
+    """Compute every n-th tile, where n is the number of programs. The two loops are compiled as one, so that the inputs
+    of the next sum are loaded while a tile is stored. SPLITS: sums of each element, 1 or 2.
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
     PART: tl.constexpr = SIZE // SPLITS
-    is_last, split = True, tl.program_id(1)
-    total = _sum(x, weight, first_row, first_output, split * PART, PART, ROWS, OUTPUTS, BLOCK, STAGES)
-    if IS_DIVIDED:
-        total, is_last = with_other_splits(total, partials, num_done, tl.program_id(0), split, SPLITS)
-    else:
-        for index in tl.static_range(1, SPLITS):
-            total += _sum(x, weight, first_row, first_output, index * PART, PART, ROWS, OUTPUTS, BLOCK, STAGES)
-    if is_last:
-        _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
+    num_tiles = tl.cdiv(num_rows, ROWS) * tl.cdiv(num_outputs, OUTPUTS)
+    first_sum = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for index in tl.range(0, tl.cdiv(num_tiles - program, num_programs) * SPLITS, flatten=True):
+        tile = program + index // SPLITS * num_programs
+        first_row, first_output = _tile_of(tile, num_rows, num_outputs, ROWS, OUTPUTS)
+        first = index % SPLITS * PART
+        total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        for start in tl.range(first, first + PART, BLOCK, num_stages=STAGES):
+            total = tl.dot(x.load([first_row, start]), weight.load([first_output, start]).T, total)
+        if SPLITS == 1:
+            _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
+        elif index % SPLITS == 0:
+            first_sum = total
+        else:
+            _store(first_sum + total, bias, out, first_row, first_output, num_rows, num_outputs)
 
 
 _tiled = KernelLauncher(_tiled_kernel)
@@ -149,29 +147,24 @@ def num_splits(num_outputs: int, size: int) -> int:
 def programs_of(num_rows: int, num_outputs: int, size: int) -> skinny_linear.Programs | None:
     """Return the programs of ``skinny_linear`` for few rows; None: use tiles. Measured as in ``tile_for``."""
     splits = num_splits(num_outputs, size)
+    if num_rows > SKINNY_ROWS:
+        return None
     if num_outputs > MANY_OUTPUTS:
-        if num_rows == 1:
-            return 16, 256, 1, 3, 1, 0
-        if num_rows > FEW_ROWS:
-            return None
-        return (128, 128, 1, 3, 8, 0) if num_rows <= SKINNY_ROWS else (128, 64, 1, 3 if num_rows <= 128 else 4, 8, 0)
+        return (16, 256, 1, 3, 1, 0) if num_rows == 1 else (128, 128, 1, 3, 8, 0)
     if num_rows == 1 and splits > 1 and num_outputs <= 1024 and size // splits % 512 == 0:
         return 16, 512, splits, 3, 1, 8
-    return (64, 128, splits, 4, 4, 0) if num_rows <= SKINNY_ROWS else None
+    return 64, 128, splits, 4, 4, 0
 
 
 @lru_cache(maxsize=1024)
-def tile_for(num_rows: int, num_outputs: int, splits: int) -> tuple[Tile, bool]:
-    """Return the fastest tile, and whether each split has its own program. Measured on an H200 for the layers of 0.6B
-    and 8B models.
-    """
-    if num_rows <= FEW_ROWS:
-        is_tiny = splits * _num_tiles(num_rows, num_outputs, SMALL) < PROCESSORS
-        return TINY if is_tiny else SMALL, splits > 1
-    if splits > 1:  # two sums of a large tile would not fit into registers
-        return MEDIUM, _num_tiles(num_rows, num_outputs, MEDIUM) < PROCESSORS
-    medium, large = (-(-_num_tiles(num_rows, num_outputs, tile) // PROCESSORS) for tile in (MEDIUM, LARGE))
-    return (LARGE if 2 * large <= 1.1 * medium else MEDIUM), False
+def tile_for(num_rows: int, num_outputs: int, splits: int) -> Tile:
+    """Return the fastest tile. Measured on an H200 for the layers of 0.6B and 8B models."""
+    tiny, small, medium = (TINY, SMALL, MEDIUM) if splits == 1 else (SPLIT_TINY, SPLIT_SMALL, SPLIT_MEDIUM)
+    num_small, num_medium, num_large = (_num_tiles(num_rows, num_outputs, tile) for tile in (small, medium, LARGE))
+    if num_medium < PROCESSORS or (num_rows <= FEW_ROWS and num_outputs <= MANY_OUTPUTS):
+        return tiny if splits * num_small < PROCESSORS else small
+    is_large = splits == 1 and 2 * -(-num_large // PROCESSORS) <= 1.1 * -(-num_medium // PROCESSORS)
+    return LARGE if is_large else medium
 
 
 class InvariantMatmul:
@@ -196,18 +189,16 @@ class InvariantMatmul:
         if programs is not None:
             return skinny_linear.matmul(x, weight, bias, programs=programs, num_done=self._num_done)
         (num_outputs, size), num_rows = weight.shape, len(x)
-        tile, is_divided = tile_for(num_rows, num_outputs, self._splits)
+        tile = tile_for(num_rows, num_outputs, self._splits)
         rows, outputs, block, stages, num_warps = tile
-        num_tiles = _num_tiles(num_rows, num_outputs, tile)
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-        num_partials = num_tiles * self._splits * rows * outputs if is_divided else 1
-        partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
-        sizes = size, rows, outputs, block, stages, self._splits, is_divided
+        sizes = size, rows, outputs, block, stages, self._splits
         tensors = TensorDescriptor.from_tensor(x, [rows, block]), TensorDescriptor.from_tensor(weight, [outputs, block])
-        arguments = (*tensors, bias, partials, self._num_done, out, num_rows, num_outputs, *sizes)
         key = x.dtype, weight.shape, sizes, None if bias is None else bias.data_ptr() % 16
-        grid = num_tiles, self._splits if is_divided else 1, 1
-        _tiled(grid, key, arguments, {"num_warps": num_warps})
+        num_programs = min(_num_tiles(num_rows, num_outputs, tile), PROCESSORS * (2 if num_warps == 4 else 1))
+        _tiled(
+            (num_programs, 1, 1), key, (*tensors, bias, out, num_rows, num_outputs, *sizes), {"num_warps": num_warps}
+        )
         return out
 
 
