@@ -7,55 +7,51 @@ import os
 import threading
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, cast
 
 from aioengine.api import checks, map_items, selfcheck, signatures
 from aioengine.api.answers import Answer, BatchOutput
 from aioengine.api.args import engine_config
 from aioengine.api.foreign_names import no_attribute
+from aioengine.api.signatures import EngineArguments
 from aioengine.api.stream import Generation, Stream
+from aioengine.errors import EngineError
 from aioengine.frontend import callers, info
 from aioengine.frontend.callers import running_loop
-from aioengine.frontend.controls import Outcome, ProfileOptions
+from aioengine.frontend.calls.observers import Observer
+from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
+from aioengine.frontend.engine_parts import Blueprint
 from aioengine.frontend.engine_run import EngineRun
+from aioengine.frontend.frontend import Frontend
+from aioengine.frontend.info import Health, ModelInfo
 from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.beam_search import beam_search, search_options
 from aioengine.frontend.intake.pool_requests import EncodeOptions, Pairs, PoolOptions, encode_request, rerank_request
+from aioengine.frontend.intake.request_options import (
+    BatchIds,
+    BatchSampled,
+    ChatOptions,
+    Conversations,
+    GenerateOptions,
+    Ids,
+    Prompt,
+    Texts,
+    TokenIds,
+)
+from aioengine.frontend.intake.requests import CallRequest
 from aioengine.frontend.intake.score import ScoreOptions, ScoreResult, score, score_request
-from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S
+from aioengine.frontend.live_weights import WeightUpdate
+from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S, AdapterResult
 from aioengine.frontend.sessions.sessions import SessionOpening
 from aioengine.frontend.startup import start_arguments, start_frontend
-from aioengine.protocol.weight_messages import RELEASE_MEMORY, RESUME_MEMORY
+from aioengine.protocol.weight_messages import WeightCall
+from aioengine.settings.config import EngineConfig
 from aioengine.supervision.tasks import runs_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-    from pathlib import PurePath
-    from typing import Self, Unpack
-
-    from aioengine.api.signatures import EngineArguments
-    from aioengine.errors import EngineError
-    from aioengine.frontend.calls.observers import Observer
-    from aioengine.frontend.controls import PauseMode
-    from aioengine.frontend.engine_parts import Blueprint
-    from aioengine.frontend.frontend import Frontend
-    from aioengine.frontend.info import Health, ModelInfo
-    from aioengine.frontend.intake.request_options import (
-        BatchIds,
-        BatchSampled,
-        ChatOptions,
-        Conversations,
-        GenerateOptions,
-        Ids,
-        Prompt,
-        Texts,
-        TokenIds,
-    )
-    from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.frontend.live_weights import WeightUpdate
-    from aioengine.frontend.loaded_adapters import AdapterResult
-    from aioengine.settings.config import EngineConfig
     from aioengine.tokenization.tokenizer import Tokenizer
 
 
@@ -745,7 +741,7 @@ class AsyncEngine(BaseEngine):
             TypeError, ValueError: ``tags`` is wrong. EngineClosedError, EngineDeadError.
             RuntimeError: this memory is released already, or cannot be released; the message says why.
         """
-        await self._frontend_here().weights.change_memory(tags, RELEASE_MEMORY)
+        await self._frontend_here().weights.change_memory(tags, WeightCall.RELEASE_MEMORY)
 
     @signatures.own_arguments
     async def resume_memory_occupation(self, tags: Sequence[str] | str | None = None) -> None:
@@ -755,7 +751,7 @@ class AsyncEngine(BaseEngine):
             TypeError, ValueError: ``tags`` is wrong. EngineClosedError, EngineDeadError.
             RuntimeError: this memory is not released.
         """
-        await self._frontend_here().weights.change_memory(tags, RESUME_MEMORY)
+        await self._frontend_here().weights.change_memory(tags, WeightCall.RESUME_MEMORY)
 
     # ------------------------------------------------------------ state
 

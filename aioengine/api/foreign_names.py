@@ -6,15 +6,13 @@ where type checkers see them.
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from msgspec import Struct, json
 
 from aioengine.api import checks
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
 
 Features = dict[str, dict[str, list[object]]]
 """Missing feature -> its arguments -> the values beside None that switch it off."""

@@ -10,18 +10,13 @@ import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NotRequired, TypedDict, TypeVar, cast
+from typing import Any, Final, NotRequired, Self, TypedDict, TypeVar, cast
 
 from aioengine.api.answers import Answer, FinishReason
 from aioengine.api.journal import Journal, as_json
 from aioengine.errors import EngineError, EngineOverloadedError, RequestError
+from aioengine.frontend.progress import RowBar
 from aioengine.supervision.tasks import post
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from aioengine.frontend.progress import RowBar
-
 
 Result = TypeVar("Result")
 

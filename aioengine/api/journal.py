@@ -15,16 +15,14 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Mapping
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import msgspec
 from msgspec import Struct
 
 from aioengine.api import checks
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 SUFFIX: Final = ".journal"
 SYNC_INTERVAL_S: Final = 1.0

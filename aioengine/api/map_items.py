@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterable, Iterable, Mapping, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Unpack, cast
 
 import msgspec
 
 from aioengine.api import checks
+from aioengine.api.answers import Answer
 from aioengine.api.jobs import ROW_ERRORS, AsyncAnswerIterator, Item, Job, Row, failure
 from aioengine.api.journal import Journal
 from aioengine.errors import EngineClosedError, EngineOverloadedError
+from aioengine.frontend.frontend import Frontend
+from aioengine.frontend.intake.request_options import PlainRequestOptions, Sampled
 from aioengine.frontend.intake.requests import generate_request
 from aioengine.frontend.progress import RowBar
-
-if TYPE_CHECKING:
-    import os
-    from typing import Unpack
-
-    from aioengine.api.answers import Answer
-    from aioengine.frontend.frontend import Frontend
-    from aioengine.frontend.intake.request_options import PlainRequestOptions, Sampled
 
 
 def map(

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from msgspec.structs import replace
 
 from aioengine.api import checks
+from aioengine.api.answers import Answer
 from aioengine.errors import RequestError
 from aioengine.frontend.calls.finished import SELFCHECK_SALT, RecordedRequest
+from aioengine.frontend.frontend import Frontend
 from aioengine.supervision.ledger import NUM_FINISHED
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aioengine.api.answers import Answer
-    from aioengine.frontend.frontend import Frontend
 
 
 class TokenDifference(NamedTuple):

@@ -6,47 +6,38 @@ of its results: for one prompt, for a batch, for a batch whose rows may be excep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence  # for typing.get_type_hints(EngineArguments)
+from collections.abc import Callable, Coroutine, Mapping, Sequence  # for typing.get_type_hints(EngineArguments)
 from functools import wraps
 from inspect import Parameter, Signature, iscoroutinefunction, signature
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
+from aioengine.api.answers import Answer, BatchOutput, Embedding, Ranking
 from aioengine.api.args import ARGUMENTS
+from aioengine.api.stream import Generation, Stream
+from aioengine.frontend.intake.pool_requests import EncodeOptions, Pairs, PlainEncodeOptions, PlainPoolOptions
+from aioengine.frontend.intake.prompts import Messages
+from aioengine.frontend.intake.request_options import (
+    BatchEmbeds,
+    BatchIds,
+    BatchSampled,
+    ChatOptions,
+    Chats,
+    Conversations,
+    Embeds,
+    Ids,
+    PlainChatOptions,
+    PlainRequestOptions,
+    Prompt,
+    RequestOptions,
+    Sampled,
+    Texts,
+    TokenIds,
+)
 from aioengine.frontend.intake.requests import check_names
+from aioengine.frontend.intake.score import PlainScoreOptions, ScoreOptions, ScoreResult
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from typing import Unpack
-
-    from aioengine.api.answers import Answer, BatchOutput, Embedding, Ranking
-    from aioengine.api.stream import Generation, Stream
-    from aioengine.frontend.intake.pool_requests import (
-        EncodeOptions,
-        Pairs,
-        PlainEncodeOptions,
-        PlainPoolOptions,
-    )
-    from aioengine.frontend.intake.prompts import Messages
-    from aioengine.frontend.intake.request_options import (
-        BatchEmbeds,
-        BatchIds,
-        BatchSampled,
-        ChatOptions,
-        Chats,
-        Conversations,
-        Embeds,
-        Ids,
-        PlainChatOptions,
-        PlainRequestOptions,
-        Prompt,
-        RequestOptions,
-        Sampled,
-        Texts,
-        TokenIds,
-    )
-    from aioengine.frontend.intake.score import PlainScoreOptions, ScoreOptions, ScoreResult
-
     OnlyFalse = Literal[False]
     OnlyTrue = Literal[True]
     Params = Sampled | None

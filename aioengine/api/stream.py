@@ -6,17 +6,13 @@ import asyncio
 from asyncio import get_running_loop
 from collections.abc import Coroutine, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar, cast
 
+from aioengine.api.answers import Chunk
 from aioengine.errors import WrongLoopError
 from aioengine.frontend.callers import running_loop
 from aioengine.frontend.calls.reader import NOT_A_STREAM, EndOfOutput, Reader, resolve
 from aioengine.supervision.tasks import post
-
-if TYPE_CHECKING:
-    from typing import NoReturn, Self
-
-    from aioengine.api.answers import Chunk
 
 Result = TypeVar("Result", covariant=True)
 

@@ -9,28 +9,24 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from functools import partial, wraps
 from inspect import getdoc, signature
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, Unpack, cast
 
 from aioengine.api import jobs, map_items
+from aioengine.api.answers import Answer, BatchOutput, Chunk, Embedding, Ranking
 from aioengine.api.engine import AsyncEngine, BaseEngine
+from aioengine.api.signatures import Chat, Encode, Generate, Method, Rerank, Score
+from aioengine.api.stream import Generation
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.frontend import callers, info
+from aioengine.frontend.calls.observers import Observer
 from aioengine.frontend.calls.reader import EndOfOutput, Reader
+from aioengine.frontend.engine_parts import Blueprint
 from aioengine.frontend.frontend import STOP_TIMEOUT_S, Frontend
+from aioengine.frontend.info import Health
+from aioengine.frontend.intake.request_options import PlainRequestOptions, Sampled
+from aioengine.frontend.intake.score import ScoreResult
 from aioengine.frontend.portal import Portal
 from aioengine.frontend.startup import start_frontend
-
-if TYPE_CHECKING:
-    from typing import NoReturn, Self, Unpack
-
-    from aioengine.api.answers import Answer, BatchOutput, Chunk, Embedding, Ranking
-    from aioengine.api.signatures import Chat, Encode, Generate, Method, Rerank, Score
-    from aioengine.api.stream import Generation
-    from aioengine.frontend.calls.observers import Observer
-    from aioengine.frontend.engine_parts import Blueprint
-    from aioengine.frontend.info import Health
-    from aioengine.frontend.intake.request_options import PlainRequestOptions, Sampled
-    from aioengine.frontend.intake.score import ScoreResult
 
 
 class ChunkIterator(Iterator["Chunk"]):
@@ -96,12 +92,11 @@ def wait_for_news(reader: Reader) -> None:
         raise
 
 
-if TYPE_CHECKING:
-    SyncGenerate = Generate[Answer, BatchOutput, BatchOutput[Answer | Exception], ChunkIterator]
-    SyncChat = Chat[Answer, BatchOutput, BatchOutput[Answer | Exception], ChunkIterator]
-    SyncEncode = Encode[Embedding, BatchOutput[Embedding], BatchOutput[Embedding | Exception]]
-    SyncRerank = Rerank[BatchOutput[Ranking], BatchOutput[Ranking | Exception]]
-    SyncScore = Score[ScoreResult, ScoreResult[list[float] | Exception]]
+SyncGenerate = Generate[Answer, BatchOutput, BatchOutput[Answer | Exception], ChunkIterator]
+SyncChat = Chat[Answer, BatchOutput, BatchOutput[Answer | Exception], ChunkIterator]
+SyncEncode = Encode[Embedding, BatchOutput[Embedding], BatchOutput[Embedding | Exception]]
+SyncRerank = Rerank[BatchOutput[Ranking], BatchOutput[Ranking | Exception]]
+SyncScore = Score[ScoreResult, ScoreResult[list[float] | Exception]]
 
 Options = ParamSpec("Options")
 Result = TypeVar("Result")

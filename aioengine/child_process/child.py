@@ -12,8 +12,9 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -22,17 +23,12 @@ from aioengine.child_process.host import AskedToEnd, die_with_parent, handle_sig
 from aioengine.file_descriptors import raise_descriptor_limit
 from aioengine.protocol.board import CrashBoard
 from aioengine.protocol.codec import fingerprint, new_epoch_in
-from aioengine.protocol.messages import Failed, LogRecord, Message, Ready, Role
+from aioengine.protocol.messages import Control, Failed, LogRecord, Message, Ready, Role
 from aioengine.protocol.orders import Orders, SecureEndpoint, decode_orders, roles_of
+from aioengine.protocol.rank_step import RankAdapter, RankStep
+from aioengine.protocol.service import Service
 from aioengine.transport.base import BacklogFullError
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from aioengine.protocol.messages import Control
-    from aioengine.protocol.rank_step import RankAdapter, RankStep
-    from aioengine.protocol.service import Service
 
 GC_THRESHOLDS = (1_000_000, 20, 20)
 _LINGER_S = 0.3

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 INTERRUPTED = 130
 """The exit status of programs that SIGINT ended."""

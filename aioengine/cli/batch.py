@@ -7,9 +7,10 @@ import os
 import stat
 import sys
 import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import msgspec
 from msgspec import Struct
@@ -21,12 +22,8 @@ from aioengine.api.journal import SUFFIX, Journal, encode_row
 from aioengine.api.map_items import ItemAnswers
 from aioengine.cli.openai_rows import OpenAIRows, has_error, is_openai_row
 from aioengine.frontend.progress import RowBar, is_wanted
+from aioengine.settings.config import EngineConfig
 from aioengine.supervision.tasks import post, start_thread
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
-
-    from aioengine.settings.config import EngineConfig
 
 STANDARD: Final = "-"
 LINES_AHEAD: Final = 64

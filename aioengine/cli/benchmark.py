@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from msgspec import Struct
 
 from aioengine.api import checks
 from aioengine.api.engine import AsyncEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aioengine.settings.config import EngineConfig
+from aioengine.settings.config import EngineConfig
 
 Figures = dict[str, float | int]
 

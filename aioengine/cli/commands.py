@@ -9,24 +9,21 @@ import io
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, cast
+from collections.abc import Generator, Sequence
+from typing import cast
 
 import msgspec
 
 from aioengine.api.sync import Engine
 from aioengine.cli import benchmark, flags, report
 from aioengine.cli.batch import run as run_batch
+from aioengine.cli.flags import Arguments
 from aioengine.errors import EngineError, RequestTooLargeError
 from aioengine.file_descriptors import hold_standard_descriptors
 from aioengine.frontend.progress import is_terminal
 from aioengine.settings.planning import plan_of, read_size
 
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
-    from aioengine.cli.flags import Arguments
-
-    Message = dict[str, object]
+Message = dict[str, object]
 
 FAILED, WRONG_USAGE = 1, 2
 READER_GONE = 141

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final, NoReturn
 
 from aioengine.api import checks, foreign_names
 from aioengine.api.args import ARGUMENTS, engine_config
@@ -16,13 +17,9 @@ from aioengine.api.params import ALIASES, PARAMETERS, SamplingParams
 from aioengine.cli.batch import BatchArguments
 from aioengine.cli.benchmark import Workload
 from aioengine.frontend.info import __version__
+from aioengine.settings.config import EngineConfig
 from aioengine.settings.planning import read_size
 from aioengine.tokenization.chat_template import is_text
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
-    from aioengine.settings.config import EngineConfig
 
 _DESCRIPTION: Final = """An LLM inference engine: text from models on this machine.
 Exit status: 0; 1 if something failed; 2 if the command line is wrong; 130 after Ctrl-C; 141 if the reader of the output

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import httpx
 
 from aioengine.api import checks
+from aioengine.api.engine import AsyncEngine
 from aioengine.api.jobs import Row, failure
 from aioengine.api.journal import openai_id
 from aioengine.errors import EngineClosedError, EngineError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from aioengine.api.engine import AsyncEngine
 
 _OVERLOADED = 429
 _UNAVAILABLE = 503

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import msgspec
 
@@ -13,12 +14,8 @@ from aioengine.frontend.info import __version__
 from aioengine.frontend.startup import find_draft, read_adapters
 from aioengine.model_files import model_folder
 from aioengine.settings import machine
+from aioengine.settings.config import Settings
 from aioengine.settings.resolve import resolve
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.settings.config import Settings
 
 Facts = dict[str, dict[str, object]]
 

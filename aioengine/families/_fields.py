@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import types
 import typing
+from collections.abc import Mapping
 from typing import Final, Literal, NoReturn, TypeVar
 
 import msgspec
 
 from aioengine.api.checks import cut, shown
-
-if typing.TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
 
 from aioengine.errors import EngineClosedError, WrongLoopError
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
 
 
 def running_loop() -> asyncio.AbstractEventLoop:

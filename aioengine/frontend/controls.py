@@ -6,17 +6,14 @@ import asyncio
 import gc
 import os
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict
+from typing import Final, Literal, NamedTuple, TypedDict
 
 from aioengine.api import checks
 from aioengine.errors import EngineError, EngineStalledError, RequestError
 from aioengine.protocol.messages import Argument, Control, Reply
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
 
 CONTROL_TIMEOUT_S: Final = 60.0
 ACTIVITIES: Final = ("CPU", "GPU", "MEM")

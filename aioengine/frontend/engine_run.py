@@ -7,17 +7,14 @@ import atexit
 import contextlib
 import os
 import weakref
+from collections.abc import Callable, Coroutine
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aioengine.frontend import callers
 from aioengine.frontend.callers import running_loop
+from aioengine.frontend.frontend import Frontend
 from aioengine.supervision.tasks import EngineTask, runs_here
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from aioengine.frontend.frontend import Frontend
 
 
 class EngineRun:

@@ -12,7 +12,9 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Final, cast
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, cast
 
 from msgspec.structs import asdict
 
@@ -27,6 +29,7 @@ from aioengine.frontend.calls.observers import Observer, Observers
 from aioengine.frontend.calls.overload import CallerQueue, QueueLimits
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.controls import Controls
+from aioengine.frontend.engine_parts import EngineParts
 from aioengine.frontend.intake.encoder import Encoder, PoolEncoder, TextSizes
 from aioengine.frontend.intake.image_prompts import PromptImages
 from aioengine.frontend.intake.request_checks import RequestChecks
@@ -37,12 +40,6 @@ from aioengine.frontend.sessions.sessions import Sessions
 from aioengine.frontend.throughput import Throughput
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks, ToFrontend
 from aioengine.supervision.tasks import post, runs_here
-
-if TYPE_CHECKING:
-    from collections import deque
-    from collections.abc import Callable, Sequence
-
-    from aioengine.frontend.engine_parts import EngineParts
 
 STOP_TIMEOUT_S: Final = 5.0
 

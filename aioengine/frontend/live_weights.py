@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -15,35 +16,15 @@ from msgspec.structs import replace
 from aioengine.api import checks
 from aioengine.errors import RequestError
 from aioengine.frontend import tensor_arguments
-from aioengine.frontend.controls import Outcome
+from aioengine.frontend.controls import Controls, Outcome
 from aioengine.model_files import checkpoint, model_folder, tensor_file
 from aioengine.model_files.tensor_file import TensorFile, dtype_name
 from aioengine.protocol.messages import Argument, Reply
-from aioengine.protocol.weight_messages import (
-    BEGIN_WEIGHTS,
-    CANCEL_WEIGHTS,
-    CHECK_WEIGHTS,
-    DTYPE_NAMES,
-    END_WEIGHTS,
-    GET_WEIGHTS,
-    JOIN_GROUP,
-    LEAVE_GROUP,
-    LOAD_WEIGHTS,
-    MEMORY_TAGS,
-    NOT_OPEN,
-    RECEIVE,
-    RELEASE_MEMORY,
-    CudaTensor,
-)
+from aioengine.protocol.weight_messages import DTYPE_NAMES, MEMORY_TAGS, NOT_OPEN, CudaTensor, WeightCall
+from aioengine.settings.config import LoadedWeights
+from aioengine.supervision.fleet import Processes
 from aioengine.supervision.ledger import LOST_WEIGHTS
 from aioengine.supervision.tasks import in_thread
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping
-
-    from aioengine.frontend.controls import Controls
-    from aioengine.settings.config import LoadedWeights
-    from aioengine.supervision.fleet import Processes
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -140,7 +121,7 @@ class LiveWeights:
             return WeightUpdate(False, str(error))
         if self._update is not None and self._update.loss:
             self._end_update()
-        checked = await self._ask(CHECK_WEIGHTS, {"path": folder})
+        checked = await self._ask(WeightCall.CHECK, {"path": folder})
         if not checked.success:
             return WeightUpdate(False, checked.message)
         files: dict[str, str] = _data(checked)
@@ -188,7 +169,7 @@ class LiveWeights:
     ) -> WeightUpdate:
         """Check and load tensors. file: where they are; None: in the memory of a GPU."""
         arguments = {**source, "is_part": True}
-        checked = await self._ask(CHECK_WEIGHTS, arguments)
+        checked = await self._ask(WeightCall.CHECK, arguments)
         if not checked.success:
             shown = "" if file is None else f"{file.path}: "
             return WeightUpdate(False, checked.message.replace(shown, ""))
@@ -228,13 +209,13 @@ class LiveWeights:
             "group": checks.text("group_name", group),
             "backend": checks.choice("backend", backend, {"nccl": "nccl", "gloo": "gloo"}),
         }
-        reply = await self._ask(JOIN_GROUP, arguments)
+        reply = await self._ask(WeightCall.JOIN_GROUP, arguments)
         return Outcome(reply.success, reply.message)
 
     @_to_its_end
     async def leave(self, group: object) -> Outcome:
         """See ``AsyncEngine.destroy_weights_update_group``."""
-        reply = await self._ask(LEAVE_GROUP, {"group": checks.text("group_name", group)})
+        reply = await self._ask(WeightCall.LEAVE_GROUP, {"group": checks.text("group_name", group)})
         return Outcome(reply.success, reply.message)
 
     @_to_its_end
@@ -256,7 +237,7 @@ class LiveWeights:
             "group": checks.text("group_name", group),
             "keeps": self._keeps_copies,
         }
-        reply = await self._ask(RECEIVE, arguments)
+        reply = await self._ask(WeightCall.RECEIVE, arguments)
         if not reply.success:
             return WeightUpdate(False, reply.message)
         if self._update is None and self.loaded.are_lost:
@@ -283,7 +264,7 @@ class LiveWeights:
         self._end_update()
         self._num_updates += 1
         update = _OpenUpdate(self._num_updates)
-        reply = await self._ask(BEGIN_WEIGHTS, {"update": update.number})
+        reply = await self._ask(WeightCall.BEGIN, {"update": update.number})
         if reply.success:
             self._update = update
         return Outcome(reply.success, reply.message)
@@ -294,7 +275,7 @@ class LiveWeights:
         version = _version(weight_version)
         if (update := self._update) is None:
             return Outcome(False, "no weight update is open; call begin_weight_update first")
-        checked = await self._ask(CHECK_WEIGHTS, {"ends": True})
+        checked = await self._ask(WeightCall.CHECK, {"ends": True})
         if not checked.success:
             if update.loss:
                 self._end_update()
@@ -306,7 +287,7 @@ class LiveWeights:
             are_kept=update.is_kept,
             are_lost=False,
         )
-        result = await self._load({}, loaded, END_WEIGHTS)
+        result = await self._load({}, loaded, WeightCall.END)
         if result:
             update.files = [file for file in update.files if file not in files]
             self._keep(files)
@@ -318,7 +299,7 @@ class LiveWeights:
         """Release or resume memory. See ``AsyncEngine.release_memory_occupation``."""
         chosen = MEMORY_TAGS if tags is None else checks.items("tags", [tags] if isinstance(tags, str) else tags, 8)
         names = {checks.choice("tags entries", tag, {tag: tag for tag in MEMORY_TAGS}) for tag in chosen}
-        is_release = name == RELEASE_MEMORY
+        is_release = name == WeightCall.RELEASE_MEMORY
         if wrong := names & self._released if is_release else names - self._released:
             state = "already released" if is_release else "not released"
             raise RuntimeError(f"the memory of {', '.join(sorted(wrong))} is {state}")
@@ -330,7 +311,7 @@ class LiveWeights:
     async def get(self, name: object, truncate_size: object) -> Any:
         """See ``AsyncEngine.get_weights_by_name``."""
         text, num_rows = checks.text("name", name), checks.whole("truncate_size", truncate_size, 1)
-        reply = await self._controls.ask(GET_WEIGHTS, {"name": text, "num_rows": num_rows})
+        reply = await self._controls.ask(WeightCall.GET, {"name": text, "num_rows": num_rows})
         if not reply.success:
             raise ValueError(reply.message)
         return json.loads(reply.data)
@@ -357,7 +338,7 @@ class LiveWeights:
         self._files = files
 
     async def _load(
-        self, arguments: dict[str, Argument], loaded: LoadedWeights | None = None, name: str = LOAD_WEIGHTS
+        self, arguments: dict[str, Argument], loaded: LoadedWeights | None = None, name: str = WeightCall.LOAD
     ) -> WeightUpdate:
         text = "" if loaded is None else msgspec.json.encode(loaded).decode()
         reply = await self._ask(name, {**arguments, "weights": text})
@@ -371,7 +352,7 @@ class LiveWeights:
 
         If the process of an open update was lost, its next tensors must not become an update of their own.
         """
-        if self._update is not None and self._update.loss and name in (CHECK_WEIGHTS, RECEIVE):
+        if self._update is not None and self._update.loss and name in (WeightCall.CHECK, WeightCall.RECEIVE):
             return Reply(0, False, self._update.loss)
         number = 0 if self._update is None else self._update.number
         try:
@@ -380,7 +361,7 @@ class LiveWeights:
             return Reply(0, False, str(error))
         if NOT_OPEN in reply.data and self._update is not None:
             self._update.loss = reply.message
-            await self._ask(CANCEL_WEIGHTS, {})  # the replicas that still have the update would wait for its end
+            await self._ask(WeightCall.CANCEL, {})  # the replicas that still have the update would wait for its end
         return reply
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import msgspec
 from msgspec import Struct
@@ -24,18 +25,13 @@ from msgspec.structs import asdict
 from aioengine.api import answers, checks
 from aioengine.errors import EngineStartupError, RequestError, describe
 from aioengine.frontend import tensor_arguments
+from aioengine.frontend.controls import Controls
 from aioengine.frontend.intake.prompt_options import PerPrompt, PromptCounts, per_prompt
 from aioengine.model_files import adapter_folder, tensor_file
+from aioengine.model_files.tensor_file import TensorFile
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Argument
 from aioengine.settings.config import GivenAdapter, LoraSettings
 from aioengine.supervision.tasks import in_thread, post
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Iterator
-
-    from aioengine.frontend.controls import Controls
-    from aioengine.model_files.tensor_file import TensorFile
 
 MAX_NAME_BYTES: Final = 4096
 LOAD_TIMEOUT_S: Final = 600.0

@@ -6,18 +6,15 @@ import asyncio
 import math
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import uvloop
 
 from aioengine.errors import EngineClosedError, EngineError, RequestError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 from aioengine.supervision.tasks import post, require_real_threads, start_thread
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
 
 Value = TypeVar("Value")
 

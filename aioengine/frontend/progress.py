@@ -7,16 +7,14 @@ import importlib
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from aioengine.logs import log
+from aioengine.protocol.messages import Progress
 
 if TYPE_CHECKING:
-    from typing import TextIO
-
     from tqdm import tqdm
 
-    from aioengine.protocol.messages import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from aioengine.logs import log
-
-if TYPE_CHECKING:
-    from aioengine.protocol.messages import Stats
+from aioengine.protocol.messages import Stats
 
 logger = logging.getLogger(__name__)
 

@@ -5,23 +5,19 @@ Shape letters: T tokens, D input size, O output size.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from aioengine.families._block_config import LinearShape
+from aioengine.kernels.linear import Matmul
+from aioengine.layers.adapters import Grouping, LayerAdapters
 from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_ranges
+from aioengine.model_files.quantization import Axis, Ranges
 from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, Prepared, Tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-
-    from torch import Tensor
-
-    from aioengine.families._block_config import LinearShape
-    from aioengine.kernels.linear import Matmul
-    from aioengine.layers.adapters import Grouping, LayerAdapters
-    from aioengine.model_files.quantization import Axis, Ranges
 
 
 class Linear(Layer):

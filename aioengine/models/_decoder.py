@@ -6,14 +6,18 @@ key without RoPE and a value, V latent size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from aioengine.attention._base import AttentionShape, StepAttention
 from aioengine.families._config import DecoderConfig, Task
+from aioengine.families._rope_config import RopeConfig
 from aioengine.families._tensors import block_linears, block_tensors
+from aioengine.kernels.linear import Matmul
+from aioengine.layers.adapters import Grouping
 from aioengine.layers.attention import SelfAttention
 from aioengine.layers.embedding import EmbeddingTable, token_embeddings
 from aioengine.layers.experts import SparseMLP
@@ -27,14 +31,6 @@ from aioengine.layers.recurrent import GatedDeltaNet, Mamba, ShortConv
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
 from aioengine.settings.memory_model import effective_windows, state_specs
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.families._rope_config import RopeConfig
-    from aioengine.kernels.linear import Matmul
-    from aioengine.layers.adapters import Grouping
-
 
 _KV_SCALES: Final = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale")
 """Names of the scales of keys and values, in checkpoints of several libraries."""

@@ -14,7 +14,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils.generic import ModelOutput
 
 from aioengine.api import checks
 from aioengine.attention._base import StepAttention
@@ -43,10 +44,6 @@ from aioengine.models import _fallback_attention as layers
 from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
 from aioengine.models._fallback_attention import NUM_TRIED, PAGED, TRYING, PackedStep, StopError, refuse
 from aioengine.models._fallback_swaps import Swaps, recorded_inputs
-
-if TYPE_CHECKING:
-    from transformers.utils.generic import ModelOutput
-
 
 logger = logging.getLogger(__name__)
 

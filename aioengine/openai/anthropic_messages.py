@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import AsyncGenerator
+from typing import Any, Final
 
 from msgspec import DecodeError
 from msgspec.json import decode
+from starlette.responses import Response
 
+from aioengine.api.answers import FinishReason
+from aioengine.api.stream import Stream
 from aioengine.openai.bodies import Body, read_generate_fields
-from aioengine.openai.chat_calls import chat_call, function_name
-from aioengine.openai.http_call import event
-from aioengine.openai.replies import CallError, EventStream, anthropic_error, check_completed, json_response
+from aioengine.openai.chat_calls import AnswerReader, ChatCall, Part, chat_call, function_name
+from aioengine.openai.http_call import HttpCall, Info, event
+from aioengine.openai.replies import CallError, Errors, EventStream, anthropic_error, check_completed, json_response
 from aioengine.parsing import Content, Reasoning
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
-    from starlette.responses import Response
-
-    from aioengine.api.answers import FinishReason
-    from aioengine.api.stream import Stream
-    from aioengine.openai.chat_calls import AnswerReader, ChatCall, Part
-    from aioengine.openai.http_call import HttpCall, Info
-    from aioengine.openai.replies import Errors
 
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 

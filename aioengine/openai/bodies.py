@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from msgspec import DecodeError, Struct, ValidationError, convert
 from msgspec.json import Decoder
+from starlette.requests import Request
 
 from aioengine.openai.replies import CallError, encode
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from starlette.requests import Request
 
 IGNORED: Final = frozenset(
     (

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from hashlib import blake2s
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from msgspec import Struct
 
+from aioengine.openai.bodies import Body
 from aioengine.openai.conversations import template_messages
+from aioengine.openai.http_call import HttpCall
 from aioengine.openai.replies import CallError
 from aioengine.openai.served_model import ServedModel
-from aioengine.parsing import Content, Reasoning, ToolArguments, ToolCallBegin
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from aioengine.openai.bodies import Body
-    from aioengine.openai.http_call import HttpCall
-    from aioengine.parsing import OutputParser
+from aioengine.parsing import Content, OutputParser, Reasoning, ToolArguments, ToolCallBegin
 
 _CONSTRAINTS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from starlette.responses import Response
 
 from aioengine.openai import token_logprobs
 from aioengine.openai.bodies import GenerateBody, add_constraint, read_generate_fields
-from aioengine.openai.chat_calls import chat_call
-from aioengine.openai.choices import Choices, limit_length
-from aioengine.openai.http_call import finish_word
+from aioengine.openai.chat_calls import AnswerReader, chat_call
+from aioengine.openai.choices import Choices, Piece, limit_length
+from aioengine.openai.http_call import HttpCall, Info, finish_word
 from aioengine.parsing import Content, ToolCallBegin
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from starlette.responses import Response
-
-    from aioengine.openai.chat_calls import AnswerReader
-    from aioengine.openai.choices import Piece
-    from aioengine.openai.http_call import HttpCall, Info
 
 
 class ChatBody(GenerateBody, kw_only=True):

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
-from aioengine.openai.http_call import event, usage
-from aioengine.openai.replies import DONE, CallError, EventStream, check_completed, json_response, openai_error
+from starlette.responses import Response
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from aioengine.api.stream import Stream
+from aioengine.openai.bodies import GenerateBody
+from aioengine.openai.http_call import HttpCall, Info, Place, event, usage
+from aioengine.openai.replies import DONE, CallError, Errors, EventStream, check_completed, json_response, openai_error
 
-    from starlette.responses import Response
-
-    from aioengine.api.stream import Stream
-    from aioengine.openai.bodies import GenerateBody
-    from aioengine.openai.http_call import HttpCall, Info, Place
-    from aioengine.openai.replies import Errors
-
-    Write = Callable[["Piece"], dict[str, Any] | None]
-    """Returns the choice of a piece; None: it needs none."""
+Write = Callable[["Piece"], dict[str, Any] | None]
+"""Returns the choice of a piece; None: it needs none."""
 
 _LENGTHS: Final = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 

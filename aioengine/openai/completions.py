@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from starlette.responses import Response
+
+from aioengine.api.engine import AsyncEngine
 from aioengine.openai import token_logprobs
 from aioengine.openai.bodies import GenerateBody, add_constraint, prompt_arguments, read_generate_fields
-from aioengine.openai.choices import Choices, limit_length
-from aioengine.openai.http_call import finish_word
+from aioengine.openai.choices import Choices, Piece, limit_length
+from aioengine.openai.http_call import HttpCall, finish_word
 from aioengine.openai.token_logprobs import TextOffsets
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from starlette.responses import Response
-
-    from aioengine.api.engine import AsyncEngine
-    from aioengine.openai.choices import Piece
-    from aioengine.openai.http_call import HttpCall
 
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default for this endpoint."""

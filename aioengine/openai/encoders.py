@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 from uuid import uuid4
 
+from starlette.responses import Response
+
+from aioengine.api.answers import Embedding, Ranking
 from aioengine.openai.bodies import Body, prompt_arguments, read_fields
+from aioengine.openai.http_call import HttpCall
 from aioengine.openai.replies import CallError, json_response
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from starlette.responses import Response
-
-    from aioengine.api.answers import Embedding, Ranking
-    from aioengine.openai.http_call import HttpCall
 
 
 class EmbeddingBody(Body, kw_only=True):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
+from starlette.requests import Request
+
+from aioengine.api.answers import Answer, Chunk, ChunkInfo, FinishReason, MetaInfo
+from aioengine.api.stream import Generation, Stream
 from aioengine.http import until_disconnect
 from aioengine.openai.replies import CallError, check_completed, encode
+from aioengine.openai.served_model import ServedModel
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from starlette.requests import Request
-
-    from aioengine.api.answers import Answer, Chunk, ChunkInfo, FinishReason, MetaInfo
-    from aioengine.api.stream import Generation, Stream
-    from aioengine.openai.served_model import ServedModel
-
-    Info = ChunkInfo | MetaInfo
+Info = ChunkInfo | MetaInfo
 
 
 TRACE_HEADERS: Final = ("traceparent", "tracestate", "baggage")

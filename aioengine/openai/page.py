@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from starlette.requests import Request  # FastAPI reads the annotations
 from starlette.responses import HTMLResponse, Response
 
+from aioengine.openai.http_call import HttpCall
 from aioengine.openai.replies import json_response
-
-if TYPE_CHECKING:
-    from aioengine.openai.http_call import HttpCall
 
 FILE: Final = Path(__file__).with_name("page.html")
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
+from starlette.background import BackgroundTask
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from aioengine.api.answers import FinishReason
+from aioengine.api.stream import Stream
 from aioengine.errors import EngineError, EngineOverloadedError
 from aioengine.http import status_of
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
-
-    from starlette.background import BackgroundTask
-    from starlette.types import Receive, Scope, Send
-
-    from aioengine.api.answers import FinishReason
-    from aioengine.api.stream import Stream
 
 encode = msgspec.json.Encoder().encode
 

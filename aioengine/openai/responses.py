@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator, Callable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from msgspec import Struct, field
+from starlette.responses import Response
 
+from aioengine.api.answers import FinishReason
+from aioengine.api.stream import Stream
 from aioengine.openai.bodies import Body, add_constraint, read_generate_fields
-from aioengine.openai.chat_calls import AnswerReader, ChatCall, chat_call, function_name
-from aioengine.openai.http_call import event
-from aioengine.openai.replies import CallError, EventStream, check_completed, json_response
+from aioengine.openai.chat_calls import AnswerReader, ChatCall, Part, chat_call, function_name
+from aioengine.openai.http_call import HttpCall, Info, event
+from aioengine.openai.replies import CallError, Errors, EventStream, check_completed, json_response
 from aioengine.parsing import Content, Reasoning, ToolCallBegin
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator
-
-    from starlette.responses import Response
-
-    from aioengine.api.answers import FinishReason
-    from aioengine.api.stream import Stream
-    from aioengine.openai.chat_calls import Part
-    from aioengine.openai.http_call import HttpCall, Info
-    from aioengine.openai.replies import Errors
 
 _KINDS: Final[dict[type, tuple[str, str]]] = {
     Content: ("msg", "response.output_text"),

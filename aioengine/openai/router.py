@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from hmac import compare_digest
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from uuid import uuid4
 
 from fastapi import APIRouter
@@ -14,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request  # FastAPI reads the an
 from starlette.responses import Response
 from starlette.routing import Route
 
+from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineError
 from aioengine.http import headers_of
 from aioengine.openai.anthropic_messages import anthropic_messages, count_tokens
@@ -23,20 +26,13 @@ from aioengine.openai.completions import completions
 from aioengine.openai.encoders import embeddings, rerank, score
 from aioengine.openai.http_call import HttpCall
 from aioengine.openai.page import load, page
-from aioengine.openai.replies import CallError, anthropic_error, json_response, openai_error
+from aioengine.openai.replies import CallError, Errors, anthropic_error, json_response, openai_error
 from aioengine.openai.responses import remove_response, responses, show_response
 from aioengine.openai.served_model import ServedModel
 from aioengine.openai.tokens import detokenize, tokenize
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
-
-    from aioengine.api.engine import AsyncEngine
-    from aioengine.openai.replies import Errors
-
-    Endpoint = Callable[[HttpCall], Awaitable[Response]]
-    ErrorForm = Callable[[Errors], tuple[int, Mapping[str, object]]]
+Endpoint = Callable[[HttpCall], Awaitable[Response]]
+ErrorForm = Callable[[Errors], tuple[int, Mapping[str, object]]]
 
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 MAX_ID_CHARACTERS: Final = 200

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineOverloadedError
 from aioengine.openai.replies import CallError
 from aioengine.openai.stored_responses import StoredResponses
 from aioengine.parsing import OutputFormat, output_format
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aioengine.api.engine import AsyncEngine
 
 _HUB_FOLDER: Final = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[^/]+")
 

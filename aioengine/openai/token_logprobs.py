@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
+from aioengine.api.engine import AsyncEngine
+from aioengine.openai.http_call import Info
 from aioengine.openai.replies import CallError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from aioengine.api.engine import AsyncEngine
-    from aioengine.openai.http_call import Info
 
 LOWEST: Final = -9999.0
 """OpenAI's logprob of a token that is almost impossible. JSON has no -inf."""

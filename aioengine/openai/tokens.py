@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sized
+from typing import Any, Final
+
+from starlette.responses import Response
 
 from aioengine.openai.bodies import Body, read_fields
 from aioengine.openai.conversations import template_messages
+from aioengine.openai.http_call import HttpCall
 from aioengine.openai.replies import CallError, json_response
-
-if TYPE_CHECKING:
-    from collections.abc import Sized
-
-    from starlette.responses import Response
-
-    from aioengine.openai.http_call import HttpCall
-
 
 CHARACTERS_PER_TOKEN: Final = 16
 """Longer texts than so many characters for each token of the context are refused."""

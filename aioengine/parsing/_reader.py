@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Generator
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import regex
 
 from aioengine.parsing._events import Content, Event, Reasoning, ToolArguments, ToolCallBegin, ToolCallEnd
 
-if TYPE_CHECKING:
-    Match: TypeAlias = regex.Match[str]
-    Pattern: TypeAlias = regex.Pattern[str]
+Match: TypeAlias = regex.Match[str]
+Pattern: TypeAlias = regex.Pattern[str]
 
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator[None, None, Result]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias, cast
 
 from aioengine.api import checks
 from aioengine.constraints.json_schema import compile_schema
 from aioengine.errors import UnsupportedSchemaError
-
-if TYPE_CHECKING:
-    from aioengine.parsing._reader import Steps, TextReader
+from aioengine.parsing._reader import Steps, TextReader
 
 Json: TypeAlias = dict[str, Any]
 Format: TypeAlias = dict[str, Any]

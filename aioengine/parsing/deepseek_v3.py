@@ -6,17 +6,13 @@ the separator, and after it the name and a code block with the arguments.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import regex
 
-from aioengine.parsing._reader import SPACES
+from aioengine.parsing._reader import SPACES, Steps, TextReader
 from aioengine.parsing._tools import Format, Tool, ToolCallFormat, calls_format, json_tag, tag
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aioengine.parsing._reader import Steps, TextReader
 
 _BEGIN: Final = regex.compile(rf"{SPACES}(?:<｜tool▁calls▁begin｜>{SPACES})?<｜tool▁call▁begin｜>")
 _NAME: Final = regex.compile(

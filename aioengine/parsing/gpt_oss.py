@@ -7,11 +7,12 @@ recipient is in the part of the role or of the channel. All other messages are c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import regex
 
-from aioengine.parsing._reader import SPACES
+from aioengine.parsing._reader import SPACES, Steps, TextReader
 from aioengine.parsing._tools import (
     TEXT,
     Format,
@@ -24,11 +25,6 @@ from aioengine.parsing._tools import (
     sequence,
     token,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aioengine.parsing._reader import Steps, TextReader
 
 _RECIPIENT: Final = r" to=(?:functions\.)?[^\s<]{1,256}"
 _HEADER: Final = regex.compile(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import regex
 
-from aioengine.parsing._reader import SPACES
+from aioengine.parsing._reader import SPACES, Steps, TextReader
 from aioengine.parsing._tools import Format, Tool, ToolCallFormat, calls_format, either, json_tag
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aioengine.parsing._reader import Steps, TextReader
 
 _BEGIN: Final = regex.compile(rf"{SPACES}<\|python_tag\|>")
 _SEPARATOR: Final = regex.compile(f"{SPACES};")

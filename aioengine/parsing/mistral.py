@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import regex
 
-from aioengine.parsing._reader import SPACES
+from aioengine.parsing._reader import SPACES, Steps, TextReader
 from aioengine.parsing._tools import (
     TEXT,
     Format,
@@ -21,11 +22,6 @@ from aioengine.parsing._tools import (
     sequence,
     token,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aioengine.parsing._reader import Steps, TextReader
 
 _BEGIN: Final = regex.compile(rf"{SPACES}\[TOOL_CALLS\]")
 _NAME: Final = regex.compile(

@@ -7,11 +7,12 @@ other values as JSON. The schema of the tool says which values are strings.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Sequence
+from typing import Any, Final, cast
 
 import regex
 
-from aioengine.parsing._reader import SPACES
+from aioengine.parsing._reader import SPACES, Steps, TextReader
 from aioengine.parsing._tools import (
     Format,
     Json,
@@ -26,11 +27,6 @@ from aioengine.parsing._tools import (
     sequence,
     tag,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aioengine.parsing._reader import Steps, TextReader
 
 _BEGIN: Final = regex.compile(rf"{SPACES}(?:<tool_call>{SPACES})?<function=([^<>\s]{{1,256}})>")
 _NEXT: Final = regex.compile(rf"{SPACES}(?:<parameter=([^<>\r\n]{{1,256}})>|</function>)")

@@ -4,15 +4,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import regex
 
-from aioengine.parsing._reader import SPACES
+from aioengine.parsing._reader import SPACES, Steps, TextReader
 from aioengine.parsing._tools import TEXT, Format, const, either, sequence, token
-
-if TYPE_CHECKING:
-    from aioengine.parsing._reader import Steps, TextReader
 
 
 class ThinkTags:

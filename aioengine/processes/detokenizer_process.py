@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from aioengine.child_process.child import Child, run_child
 from aioengine.child_process.host import limit_threads
@@ -16,6 +17,7 @@ from aioengine.constraints.patterns import PatternCache
 from aioengine.errors import RequestError, describe
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.protocol.board import CrashBoard, blank_board
+from aioengine.protocol.columns import Extra
 from aioengine.protocol.messages import (
     SCHEDULER,
     Abort,
@@ -25,21 +27,16 @@ from aioengine.protocol.messages import (
     StepOutput,
     TextChunks,
     TextOpened,
+    TextRules,
 )
 from aioengine.protocol.packed_logprobs import with_texts
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
+from aioengine.settings.config import Settings
 from aioengine.text.detokenizer import NO_TEXT, Decode, TextPipeline, make_detokenizer
 from aioengine.text.open_text import OpenText
 from aioengine.text.stop import StopMatcher
 from aioengine.text.token_table import TokenTable, read_token_table
 from aioengine.tokenization.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.protocol.columns import Extra
-    from aioengine.protocol.messages import TextRules
-    from aioengine.settings.config import Settings
 
 
 class TextSource:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
 import msgspec
 from msgspec.structs import replace
 
 from aioengine.errors import describe
-from aioengine.protocol.messages import Control, Reply, RequestKind, Sampling
+from aioengine.protocol.messages import Adapter, Control, Reply, RequestKind, Sampling
 from aioengine.protocol.rank_step import RankAdapter, RankStep
-from aioengine.protocol.weight_messages import CHECK_WEIGHTS
+from aioengine.protocol.weight_messages import WeightCall
 from aioengine.scheduler.plan import NewRow, StepPlan, StepResult
 from aioengine.scheduler.runner import AdapterCopy, DeviceAdapters, Runner, Ticket
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-    from concurrent.futures import Future
-
-    from aioengine.protocol.messages import Adapter
-
-    Send = Callable[[RankStep | RankAdapter | Control], None]
+Send = Callable[[RankStep | RankAdapter | Control], None]
 
 
 class RanksBrokenError(BaseException):
@@ -57,7 +53,7 @@ class LeadingRunner(Generic[Ticket]):
         self.adapters = None if runner.adapters is None else LeadingAdapters(runner.adapters, send)
         self.use_grammars: Callable[[Any], None] | None = runner.use_grammars
         self.controls: Mapping[str, Callable[[Control], Reply]] = {
-            name: call if name == CHECK_WEIGHTS else partial(self._call_ranks, call)
+            name: call if name == WeightCall.CHECK else partial(self._call_ranks, call)
             for name, call in runner.controls.items()
         }
         self.use_ranks = None

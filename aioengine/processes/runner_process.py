@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pkgutil
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -19,11 +20,7 @@ from aioengine.protocol.rank_step import RankAdapter, RankStep
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.scheduler.adapter_loading import read_unchanged
 from aioengine.scheduler.plan import StepPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.scheduler.runner import AdapterCopy, Runner, RunnerFactory
+from aioengine.scheduler.runner import AdapterCopy, Runner, RunnerFactory
 
 
 class RankService:

@@ -53,7 +53,7 @@ from aioengine.protocol.messages import (
     TextChunks,
 )
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
-from aioengine.protocol.weight_messages import CHECK_WEIGHTS, RELEASE_MEMORY
+from aioengine.protocol.weight_messages import WeightCall
 from aioengine.runner.profile import Profile
 from aioengine.runner.time_limit import install_timer_signal
 from aioengine.scheduler.adapter_loading import Adapters, Copies
@@ -321,11 +321,11 @@ class SchedulerService:
             known = ", ".join([*self._controls, *self._runner.controls])
             message = f"unknown control call {control.name!r}; there are {known}"
             self._answer(Reply(control.call_id, False, message), now)
-        elif control.name == CHECK_WEIGHTS:
+        elif control.name == WeightCall.CHECK:
             self._report(Progress(control.name, 0, 1, ""))
             self._checks[self._readers.submit(call, control)] = control
         else:
-            if control.name == RELEASE_MEMORY:
+            if control.name == WeightCall.RELEASE_MEMORY:
                 call = partial(self._release_memory, call)
             self._core.call_between_steps(lambda: self._answer(self._reply(control, call, _CONTROL_STAGE), now))
 

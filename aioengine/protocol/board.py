@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
 
 _CELL: Final = "q"
 _CELL_BYTES: Final = 8

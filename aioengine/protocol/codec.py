@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import msgspec
 
 from aioengine.protocol.messages import Frame, Message, NewEpoch
 from aioengine.protocol.times import shift_times
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 

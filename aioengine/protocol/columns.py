@@ -6,14 +6,12 @@ forward the kinds of extras that they do not know. So a new kind changes only th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise, repeat
 from struct import Struct as Format
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 from msgspec import Meta, Struct
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 NO_TOKEN: Final = -1
 """``Extra.index`` if the extra belongs to the prompt, or to the request."""

@@ -12,18 +12,16 @@ msgpack list. ``LogprobDecoder`` unpacks the values in the process of the caller
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import partial
 from itertools import islice, repeat
 from struct import Struct as Format
-from typing import TYPE_CHECKING, Any, ClassVar, Final, SupportsIndex, cast
+from typing import Any, ClassVar, Final, SupportsIndex, cast
 
 from msgspec import Struct, msgpack
 
 from aioengine.protocol.columns import BLOCK_BYTES, Extra
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 OUTPUT_LOGPROBS: Final = "logprobs"
 """``Extra.kind`` of an output token."""

@@ -6,12 +6,10 @@ sends the messages that ``step`` returns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.protocol.messages import Message
+from aioengine.protocol.messages import Message
 
 HEARTBEAT_S = 1.0
 """Maximum time between two frames to each receiver. A lost frame is noticed when a later frame arrives."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from aioengine.protocol.messages import FirstToken, Message, Stats, Submit, TextChunks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def shift_times(messages: Iterable[Message], seconds: float) -> None:

@@ -1,15 +1,4 @@
-"""The control calls for new weights.
-
-    CHECK_WEIGHTS   read and check the source of new weights; changes nothing, and runs in a thread while steps run
-    LOAD_WEIGHTS    replace weights, between two steps
-    BEGIN_WEIGHTS   compute no step until END_WEIGHTS; the weights arrive in several LOAD_WEIGHTS
-    END_WEIGHTS     end this update; CHECK_WEIGHTS with ``ends`` checks first that all tensors have arrived
-    CANCEL_WEIGHTS  end the process if an update is open, because another replica has lost this update
-    GET_WEIGHTS     return the first rows of a tensor
-    JOIN_GROUP      join the process group of a training program (``TrainerGroup``)
-    LEAVE_GROUP     leave it
-    RELEASE_MEMORY  free memory until RESUME_MEMORY, and compute no step until then; ``tags``: of ``MEMORY_TAGS``
-    RECEIVE         receive tensors in the group, and check them; a LOAD_WEIGHTS with ``received`` follows
+"""The control calls for new weights (``WeightCall``).
 
 Arguments:
 
@@ -29,17 +18,35 @@ from typing import Final
 
 from msgspec import Struct
 
-CHECK_WEIGHTS: Final = "check_weights"
-LOAD_WEIGHTS: Final = "load_weights"
-BEGIN_WEIGHTS: Final = "begin_weights"
-END_WEIGHTS: Final = "end_weights"
-CANCEL_WEIGHTS: Final = "cancel_weights"
-GET_WEIGHTS: Final = "get_weights"
-JOIN_GROUP: Final = "join_group"
-LEAVE_GROUP: Final = "leave_group"
-RECEIVE: Final = "receive_weights"
-RELEASE_MEMORY: Final = "release_memory"
-RESUME_MEMORY: Final = "resume_memory"
+
+class WeightCall:
+    """The names of the control calls.
+
+    Attributes:
+        CHECK: read and check the source of new weights; changes nothing, and runs in a thread while steps run.
+        LOAD: replace weights, between two steps.
+        BEGIN: compute no step until END; the weights arrive in several LOAD.
+        END: end this update; CHECK with ``ends`` checks first that all tensors have arrived.
+        CANCEL: end the process if an update is open, because another replica has lost this update.
+        GET: return the first rows of a tensor.
+        JOIN_GROUP: join the process group of a training program (``TrainerGroup``). LEAVE_GROUP: leave it.
+        RECEIVE: receive tensors in the group, and check them; a LOAD with ``received`` follows.
+        RELEASE_MEMORY: free memory until RESUME_MEMORY, and compute no step until then; ``tags``: of ``MEMORY_TAGS``.
+    """
+
+    CHECK: Final = "check_weights"
+    LOAD: Final = "load_weights"
+    BEGIN: Final = "begin_weights"
+    END: Final = "end_weights"
+    CANCEL: Final = "cancel_weights"
+    GET: Final = "get_weights"
+    JOIN_GROUP: Final = "join_group"
+    LEAVE_GROUP: Final = "leave_group"
+    RECEIVE: Final = "receive_weights"
+    RELEASE_MEMORY: Final = "release_memory"
+    RESUME_MEMORY: Final = "resume_memory"
+
+
 MEMORY_TAGS: Final = ("weights", "kv_cache", "cuda_graph")
 
 NOT_OPEN: Final = '"not open"'

@@ -12,28 +12,24 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from aioengine.api.checks import shown
 from aioengine.errors import describe
+from aioengine.protocol.messages import Sampling
+from aioengine.runner.request_row import LogitsRow
 from aioengine.runner.time_limit import OutOfTimeError, run_limited
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from aioengine.protocol.messages import Sampling
-    from aioengine.runner.request_row import LogitsRow
-    from aioengine.runner.transfer import Upload
+from aioengine.runner.transfer import Upload
 
 LIMIT_S: Final = 1.0
 """Time limit of one call of ``apply``."""

@@ -5,38 +5,35 @@ The memory of a step, in addition to weights and pool, is measured, so that step
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from aioengine.api import checks
+from aioengine.attention._base import AttentionShape
+from aioengine.kernels.kv_target import WriteKV
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.models._base import Model, VisionModel
 from aioengine.runner.graphs.ladder import longest_graph
 from aioengine.runner.inputs import model_inputs
+from aioengine.runner.lora.pool import AdapterPool
+from aioengine.settings.config import SchedulerSettings, Settings
 from aioengine.settings.machine import free_host_memory
 from aioengine.settings.memory_model import (
     GPU_FEATURE_BYTES,
     SAMPLED_ROWS,
     KVCache,
+    PoolDemand,
+    PoolFit,
     format_bytes,
     reserved_bytes,
     with_margin,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from aioengine.attention._base import AttentionShape
-    from aioengine.kernels.kv_target import WriteKV
-    from aioengine.runner.lora.pool import AdapterPool
-    from aioengine.settings.config import SchedulerSettings, Settings
-    from aioengine.settings.memory_model import PoolDemand, PoolFit
 
 MAX_IMAGE_TOKENS = 16_384
 """Tokens of the largest image for which memory is reserved: the limit in Qwen's model files."""

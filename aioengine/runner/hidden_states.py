@@ -8,22 +8,18 @@ N positions, T tokens of the step, S rows that sample, D model size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES, Extra, block_extras
+from aioengine.runner.inputs import StepRows
+from aioengine.runner.request_row import RequestRow, SampledRows
 from aioengine.runner.transfer import Ints, Upload, host_copy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from aioengine.runner.inputs import StepRows
-    from aioengine.runner.request_row import RequestRow, SampledRows
 
 
 class _StateRun(NamedTuple):

@@ -12,26 +12,22 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from safetensors.torch import load
+from torch import Tensor
 
 from aioengine.attention._base import BidirectionalImage
 from aioengine.models._base import Model, ModelInputs, VisionModel
+from aioengine.protocol.messages import Media
+from aioengine.runner.transfer import Ints, Upload
 from aioengine.runner.weight_reading import read_arrays
+from aioengine.scheduler.plan import NewRow, Row
 from aioengine.settings.memory_model import CPU_FEATURE_BYTES, GPU_FEATURE_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from aioengine.protocol.messages import Media
-    from aioengine.runner.transfer import Ints, Upload
-    from aioengine.scheduler.plan import NewRow, Row
 
 
 class Span(NamedTuple):

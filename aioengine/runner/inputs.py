@@ -8,26 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from aioengine.attention._base import ForwardBatch
+from aioengine.layers.adapters import AdapterRows
 from aioengine.models._base import Model, ModelInputs
 from aioengine.runner.images import Span
-from aioengine.runner.transfer import upload_together
+from aioengine.runner.request_row import RequestRow
+from aioengine.runner.rows import RowTable
+from aioengine.runner.state_pool import StatePool
+from aioengine.runner.transfer import Ints, upload_together
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from aioengine.layers.adapters import AdapterRows
-    from aioengine.runner.request_row import RequestRow
-    from aioengine.runner.rows import RowTable
-    from aioengine.runner.state_pool import StatePool
-    from aioengine.runner.transfer import Ints
 
 
 @dataclass(frozen=True, slots=True)

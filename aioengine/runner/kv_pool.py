@@ -6,22 +6,18 @@ import ctypes
 import math
 import mmap
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.kernels.clean_pages import clean_layer, clean_pages
 from aioengine.kernels.kv_target import scales_of
+from aioengine.runner.transfer import Upload
 from aioengine.settings.memory_model import INT8_SCALE_BYTES
 from aioengine.settings.page_groups import PageGroups
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.runner.transfer import Upload
-
 
 _PINNED: Final = 1
 _ON_DEVICE: Final = 1

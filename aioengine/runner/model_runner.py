@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -10,48 +11,44 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 from torch.nn import functional
 
 from aioengine.attention._base import AttentionBackend, CapturableAttention
+from aioengine.layers.ranks import RankGroup
+from aioengine.models._base import Model
 from aioengine.protocol.columns import TokenColumns
+from aioengine.protocol.messages import Control, Reply
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.constrained_rows import ConstrainedRows
 from aioengine.runner.custom_processors import CustomProcessors
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
+from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.images import images_of
 from aioengine.runner.inputs import InputBuilder, StepRows
+from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
+from aioengine.runner.lora.pool import AdapterPool
 from aioengine.runner.pooler import PooledRows, Pooler
-from aioengine.runner.request_row import is_simple, why_no_token
+from aioengine.runner.request_row import GrammarSource, RequestRow, SampledRows, is_simple, why_no_token
 from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
 from aioengine.runner.speculation.draft_rows import DraftRows, SentDrafts, rows_with_drafts
 from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, sample_one_by_one
+from aioengine.runner.state_pool import StatePool
 from aioengine.runner.ticket import NO_DRAFTS, StepDrafts, Ticket
 from aioengine.runner.timing import part
 from aioengine.runner.transfer import Ints, Readback
 from aioengine.scheduler.plan import Row, StepPlan, StepResult
+from aioengine.settings.config import Settings
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from torch import Tensor
-
-    from aioengine.layers.ranks import RankGroup
-    from aioengine.models._base import Model
-    from aioengine.protocol.messages import Control, Reply
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
-    from aioengine.runner.graphs.piece_graphs import PieceGraphs
-    from aioengine.runner.kv_pool import KVPool
-    from aioengine.runner.lora.pool import AdapterPool
-    from aioengine.runner.request_row import GrammarSource, RequestRow, SampledRows
     from aioengine.runner.sampling.device_sampler import DeviceSampler
-    from aioengine.runner.state_pool import StatePool
-    from aioengine.settings.config import Settings
 
     Facts = dict[str, str | int | float | bool]
 

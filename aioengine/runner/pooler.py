@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from aioengine.families._config import Task
+from aioengine.models._base import Model
 from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, Extra
+from aioengine.runner.inputs import StepRows
+from aioengine.runner.request_row import RequestRow
 from aioengine.runner.transfer import Ints, Readback, Upload
 from aioengine.scheduler.plan import VECTOR, StepPlan
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.models._base import Model
-    from aioengine.runner.inputs import StepRows
-    from aioengine.runner.request_row import RequestRow
-
 
 MEAN = "mean"
 """The ``PoolingSettings.kind`` that needs the hidden states of all tokens."""

@@ -16,14 +16,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from io import BufferedWriter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
 from aioengine.protocol.messages import Progress
-
-if TYPE_CHECKING:
-    from aioengine.scheduler.plan import StepPlan
+from aioengine.scheduler.plan import StepPlan
 
 _NOTHING = nullcontext()
 

@@ -5,23 +5,19 @@ S rows that sample, D model size, R recent tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from aioengine.protocol.messages import Grammar, Sampling
+from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.runner.token_lists import NO_LISTS, TokenLists
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy as np
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from aioengine.protocol.messages import Grammar, Sampling
-    from aioengine.protocol.packed_logprobs import LogprobRules
-    from aioengine.runner.transfer import Ints
+from aioengine.runner.transfer import Ints
 
 _NONE = torch.zeros(0)
 _NOT_FINITE = "the model produced non-finite values (NaN or inf) for this request: its weights or its dtype overflow"

@@ -10,29 +10,26 @@ R rows of a step, P pages of the longest row, G page groups.
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from aioengine.protocol.columns import NO_TOKEN
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind, Sampling
+from aioengine.protocol.packed_logprobs import LogprobRules
+from aioengine.runner.images import Images
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE, KVPool
+from aioengine.runner.logits import LogitsProcessor
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.lora.pool import AdapterPool, RowAdapters
 from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
 from aioengine.runner.token_lists import token_lists
 from aioengine.runner.transfer import Ints, upload_to
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from aioengine.protocol.packed_logprobs import LogprobRules
-    from aioengine.runner.images import Images
-    from aioengine.runner.logits import LogitsProcessor
-    from aioengine.scheduler.plan import NewRow
-    from aioengine.settings.page_groups import PageGroups
+from aioengine.scheduler.plan import NewRow
+from aioengine.settings.page_groups import PageGroups
 
 RECENT_TOKENS: Final = 512
 """Recent tokens kept for a request with bad words. Also the maximum length of a bad word in tokens."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
+from torch import Tensor
 
 from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
 from aioengine.layers.mixer import StateShape, StepStates, token_blocks
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.runner.transfer import Ints, Upload
-
+from aioengine.runner.transfer import Ints, Upload
 
 _NO_TOKENS: Final = 1 << 30
 """The first token of an empty block: after the end of every row."""

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from aioengine.runner.hidden_states import StepHiddenStates
-    from aioengine.runner.inputs import StepRows
-    from aioengine.runner.logprobs import StepLogprobs
-    from aioengine.runner.pooler import PooledRows
-    from aioengine.runner.request_row import OpenConstraint, RequestRow
-    from aioengine.runner.speculation.draft_model import DraftedRequest, ProposedDrafts
-    from aioengine.runner.transfer import Ints, Readback
+from aioengine.runner.hidden_states import StepHiddenStates
+from aioengine.runner.inputs import StepRows
+from aioengine.runner.logprobs import StepLogprobs
+from aioengine.runner.pooler import PooledRows
+from aioengine.runner.request_row import OpenConstraint, RequestRow
+from aioengine.runner.speculation.draft_model import DraftedRequest, ProposedDrafts
+from aioengine.runner.transfer import Ints, Readback
 
-    ConstrainedToken = tuple[int, int, RequestRow, OpenConstraint]
+ConstrainedToken = tuple[int, int, RequestRow, OpenConstraint]
 
 
 @dataclass(slots=True)

@@ -7,11 +7,9 @@ process, calls have no limit, because the signals belong to the program.
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
+from collections.abc import Callable
+from types import FrameType
+from typing import TypeVar
 
 T = TypeVar("T")
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from torch import Tensor
+from aioengine.protocol.messages import Sampling
+from aioengine.runner.transfer import Upload
 
-    from aioengine.protocol.messages import Sampling
-    from aioengine.runner.transfer import Upload
-
-    Ints = npt.NDArray[np.int32]
+Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

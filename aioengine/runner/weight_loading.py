@@ -5,52 +5,34 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import msgspec
 import torch
+from torch import Tensor
 from torch._C import _distributed_c10d as c10d  # as in ``layers.ranks``
 
 from aioengine import plugins
 from aioengine.api import checks
+from aioengine.layers.layer import Target
+from aioengine.layers.ranks import RankGroup
 from aioengine.model_files import folder_files, tensor_file
 from aioengine.model_files.checkpoint import Entry, check_unchanged, file_states, listed
 from aioengine.model_files.quantization import read_config, split_config
+from aioengine.model_files.tensor_file import TensorFile
+from aioengine.models._base import Model
 from aioengine.protocol.messages import Argument, Control, Reply
-from aioengine.protocol.weight_messages import (
-    BEGIN_WEIGHTS,
-    CANCEL_WEIGHTS,
-    CHECK_WEIGHTS,
-    END_WEIGHTS,
-    GET_WEIGHTS,
-    JOIN_GROUP,
-    LEAVE_GROUP,
-    LOAD_WEIGHTS,
-    NOT_OPEN,
-    RECEIVE,
-    RELEASE_MEMORY,
-    RESUME_MEMORY,
-    CudaTensor,
-)
+from aioengine.protocol.weight_messages import NOT_OPEN, CudaTensor, WeightCall
 from aioengine.runner import weights
+from aioengine.runner.model_runner import ModelRunner
 from aioengine.runner.weight_reading import DTYPES, check_all, check_finite
 from aioengine.settings.config import TRANSFORMERS, LoadedWeights, Settings
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from torch import Tensor
-
-    from aioengine.layers.layer import Target
-    from aioengine.layers.ranks import RankGroup
-    from aioengine.model_files.tensor_file import TensorFile
-    from aioengine.models._base import Model
-    from aioengine.runner.model_runner import ModelRunner
-
-    Facts = dict[str, str | int | float | bool]
+Facts = dict[str, str | int | float | bool]
 
 
 TIMEOUT: Final = timedelta(seconds=300)
@@ -172,17 +154,17 @@ class WeightLoader:
         ranks: None: there is one rank.
         """
         self.controls: dict[str, Callable[[Control], Reply]] = {
-            CHECK_WEIGHTS: self._check,
-            LOAD_WEIGHTS: self._load,
-            BEGIN_WEIGHTS: self._begin,
-            END_WEIGHTS: self._end,
-            CANCEL_WEIGHTS: self._cancel,
-            GET_WEIGHTS: self._get,
-            JOIN_GROUP: self._join,
-            LEAVE_GROUP: self._leave,
-            RECEIVE: self._receive,
-            RELEASE_MEMORY: self._release,
-            RESUME_MEMORY: self._resume,
+            WeightCall.CHECK: self._check,
+            WeightCall.LOAD: self._load,
+            WeightCall.BEGIN: self._begin,
+            WeightCall.END: self._end,
+            WeightCall.CANCEL: self._cancel,
+            WeightCall.GET: self._get,
+            WeightCall.JOIN_GROUP: self._join,
+            WeightCall.LEAVE_GROUP: self._leave,
+            WeightCall.RECEIVE: self._receive,
+            WeightCall.RELEASE_MEMORY: self._release,
+            WeightCall.RESUME_MEMORY: self._resume,
         }
         self._model = model
         self._settings = settings

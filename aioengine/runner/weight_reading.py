@@ -10,30 +10,26 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import BinaryIO, Final
 
 import torch
+from torch import Tensor
 
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.gguf_blocks import dequantized
 from aioengine.layers.layer import Slice, Target
 from aioengine.model_files import checkpoint, folder_files
+from aioengine.model_files.checkpoint import Entry
 from aioengine.model_files.gguf_header import BLOCKS
+from aioengine.quantization._base import RowWriter
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from torch import Tensor
-
-    from aioengine.model_files.checkpoint import Entry
-    from aioengine.quantization._base import RowWriter
-
-    Report = Callable[[int, int], None]
+Report = Callable[[int, int], None]
 
 
 DTYPES: Final = {

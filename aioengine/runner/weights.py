@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
@@ -18,18 +18,18 @@ from aioengine.families._block_config import FLOAT_BYTES, TensorSpec
 from aioengine.families._config import new_name
 from aioengine.kernels.codes import FP8
 from aioengine.layers.layer import Target
-from aioengine.model_files.checkpoint import check_entries, check_unchanged, entries_of_file, file_states, read_headers
+from aioengine.model_files.checkpoint import (
+    Entry,
+    check_entries,
+    check_unchanged,
+    entries_of_file,
+    file_states,
+    read_headers,
+)
 from aioengine.model_files.quantization import TEXTS, UNUSED
-from aioengine.runner.weight_reading import DTYPES, read_all
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from aioengine.model_files.checkpoint import Entry
-    from aioengine.models._base import Model
-    from aioengine.settings.config import LoadedWeights, Settings
-
-    Report = Callable[[int, int], None]
+from aioengine.models._base import Model
+from aioengine.runner.weight_reading import DTYPES, Report, read_all
+from aioengine.settings.config import LoadedWeights, Settings
 
 _EXACT_TYPES = {dtype: name for name, dtype in DTYPES.items() if name not in FLOAT_BYTES}
 """dtypes that require the same dtype in the file -> their names in files."""

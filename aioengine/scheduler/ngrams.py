@@ -8,11 +8,9 @@ indexed in parts, because all requests wait meanwhile (131,072 tokens at once: 0
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Final
 
 SIZES: Final = (6, 3)
 """Lengths of the n-grams, in the order in which they are looked up. Matches shorter than three tokens are accidents."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from aioengine.protocol.messages import Adapter, Control, Progress, Reply
 from aioengine.scheduler.plan import StepPlan, StepResult
 from aioengine.settings.config import Settings
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 Ticket = TypeVar("Ticket")
 
@@ -55,7 +53,7 @@ class Runner(Protocol[Ticket]):
     def controls(self) -> Mapping[str, Callable[[Control], Reply]]:
         """The control calls of the runner by name.
 
-        A function is called when every launched plan has been collected; CHECK_WEIGHTS at any time, in a thread. Its
+        A function is called when every launched plan has been collected; WeightCall.CHECK at any time, in a thread. Its
         reply has the ``call_id`` of the call. An exception becomes the reply. Requests continue after it, so the runner
         must be unchanged. The same call can arrive twice if the detokenizer process was replaced before the reply
         arrived.

@@ -14,23 +14,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import msgspec
 
+from aioengine.errors import EngineError
 from aioengine.logs import warn
 from aioengine.protocol.messages import Control, Reply, Stats, Submit, TextChunks, ToFrontend, ToScheduler, Totals
+from aioengine.settings.config import LoadedWeights
+from aioengine.supervision.incarnation import ProcessState
 from aioengine.supervision.routing import Routes
 from aioengine.supervision.supervisor import Events, Supervisor, describe_loss
 from aioengine.supervision.tasks import EngineTask
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-
-    from aioengine.errors import EngineError
-    from aioengine.settings.config import LoadedWeights
-    from aioengine.supervision.incarnation import ProcessState
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from aioengine.protocol.messages import (
     Suspend,
     TextChunks,
 )
-from aioengine.protocol.weight_messages import RELEASE_MEMORY, RESUME_MEMORY
+from aioengine.protocol.weight_messages import WeightCall
 from aioengine.settings.config import LoadedWeights
 
 if TYPE_CHECKING:
@@ -206,12 +206,15 @@ class ControlCalls:
     def receive(self, reply: Reply) -> None:
         """Record a reply, and remember what each new scheduler must repeat: a pause, and loads of pinned adapters."""
         control = self._sent.pop(reply.call_id, None)
-        if control is not None and reply.success and control.name in ("pause", "continue"):
+        if control is None or not reply.success:
+            return
+        if control.name in ("pause", "continue"):
             self.is_paused = control.name == "pause"
-        if control is not None and reply.success and control.name in (RELEASE_MEMORY, RESUME_MEMORY):
-            tags = set(cast("list[str]", control.arguments["tags"]))
-            self.released = self.released | tags if control.name == RELEASE_MEMORY else self.released - tags
-        if control is not None and reply.success and control.name == LOAD_ADAPTER and control.arguments["is_pinned"]:
+        elif control.name == WeightCall.RELEASE_MEMORY:
+            self.released |= set(cast("list[str]", control.arguments["tags"]))
+        elif control.name == WeightCall.RESUME_MEMORY:
+            self.released -= set(cast("list[str]", control.arguments["tags"]))
+        elif control.name == LOAD_ADAPTER and control.arguments["is_pinned"]:
             self.pinned[control.arguments["id"]] = replace(control, call_id=_OWN_CALL)
 
     def lose(self, reason: str) -> None:
@@ -305,7 +308,7 @@ class Ledger:
         self._quarantine.choose_next()
         pause = [Control(_OWN_CALL, "pause")] if self.controls.is_paused else []
         if released := sorted(self.controls.released):
-            pause.append(Control(_OWN_CALL, RELEASE_MEMORY, {"tags": released}))
+            pause.append(Control(_OWN_CALL, WeightCall.RELEASE_MEMORY, {"tags": released}))
         return [*pause, *self.controls.pinned.values(), *self._release(), *self.controls.take()]
 
     def _abort(self, abort: Abort, now: float) -> list[ToScheduler]:

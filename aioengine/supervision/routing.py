@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Iterator
+from typing import Final
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
-    from aioengine.protocol.messages import Submit
+from aioengine.protocol.messages import Submit
 
 _BLOCK_TOKENS: Final = 64
 

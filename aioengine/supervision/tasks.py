@@ -14,15 +14,13 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from aioengine.errors import EngineDeadError, EngineStartupError
 from aioengine.logs import warn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
 
 Result = TypeVar("Result")
 

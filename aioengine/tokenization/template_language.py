@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from aioengine.api import checks
-
-if TYPE_CHECKING:
-    from jinja2.parser import Parser
 
 MAX_TEXT: Final = 64 * 1024 * 1024
 """Characters of a rendered chat."""

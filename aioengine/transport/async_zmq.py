@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from aioengine.protocol.messages import Message
 from aioengine.transport.base import BacklogFullError
-from aioengine.transport.zmq import MAX_UNSENT, PullSocket, ZmqSender
+from aioengine.transport.zmq import MAX_UNSENT, Context, PullSocket, ZmqSender
 
 if TYPE_CHECKING:
-    from aioengine.protocol.messages import Message
     from aioengine.protocol.orders import SecureEndpoint
-    from aioengine.transport.zmq import Context
 
 
 _RETRY_S = 0.01

@@ -6,13 +6,10 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
 from aioengine.protocol.codec import BadFrameError, FrameDecoder, FrameEncoder
+from aioengine.protocol.messages import Message
 from aioengine.transport.base import BacklogFullError
-
-if TYPE_CHECKING:
-    from aioengine.protocol.messages import Message
 
 MAX_FRAMES = 10_000
 """Maximum number of unread frames of a receiver."""

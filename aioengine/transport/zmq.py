@@ -13,17 +13,14 @@ import logging
 import math
 import signal
 import time
-from typing import TYPE_CHECKING
 
 import zmq
 
 from aioengine.logs import log
 from aioengine.protocol.codec import MAX_FRAME_BYTES, BadFrameError, FrameDecoder, FrameEncoder, FrameTooLargeError
+from aioengine.protocol.messages import Message
+from aioengine.protocol.orders import SecureEndpoint
 from aioengine.transport.base import BacklogFullError
-
-if TYPE_CHECKING:
-    from aioengine.protocol.messages import Message
-    from aioengine.protocol.orders import SecureEndpoint
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ZmqError = zmq.ZMQError

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from aioengine import AsyncEngine, RequestError
 from aioengine.frontend.controls import Controls
-from aioengine.protocol.weight_messages import LOAD_WEIGHTS
+from aioengine.protocol.weight_messages import WeightCall
 from tests.kit.waiting import until
 from tests.kit.weight_versions import Reference
 from tests.processes.weight_streams import (
@@ -245,7 +245,7 @@ async def test_update_whose_caller_is_cancelled_is_finished(
     ask = Controls.ask
 
     def noted(controls: Controls, name: str, *arguments: Any, **options: Any) -> Any:
-        if name == LOAD_WEIGHTS:
+        if name == WeightCall.LOAD:
             is_sent.set()
         return ask(controls, name, *arguments, **options)
 

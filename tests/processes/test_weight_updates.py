@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from aioengine import Engine
 from aioengine.frontend.controls import Controls
-from aioengine.protocol.weight_messages import CHECK_WEIGHTS
+from aioengine.protocol.weight_messages import WeightCall
 from tests.kit.waiting import until
 from tests.kit.weight_versions import ARGUMENTS, GREEDY, Reference
 from tests.processes.weight_streams import (
@@ -166,7 +166,7 @@ async def test_files_that_change_after_their_check_change_nothing(
 
     async def ask_and_change(controls: Controls, name: str, *arguments: Any, **options: Any) -> Any:
         reply = await ask(controls, name, *arguments, **options)
-        if name == CHECK_WEIGHTS:
+        if name == WeightCall.CHECK:
             shutil.copy(versions["v3"] / "model.safetensors", folder)
         return reply
 

@@ -28,24 +28,21 @@ An attachable call (``resume_ttl``) is not left with its reader: it continues, a
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, cast
+from typing import ClassVar, NamedTuple, Protocol, cast
 
 from msgspec import Struct
 
 from aioengine.api import answers
 from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, RowError, Timings
+from aioengine.frontend.intake.requests import CallRequest
 from aioengine.protocol.columns import DRAFTS, HIDDEN_STATES, WEIGHT_VERSION, Extra
 from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End, FinishCode, FirstToken
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable
-
-    from aioengine.frontend.intake.requests import CallRequest
 
 MAX_UNJOINED_TEXTS = 64
 """A row joins its unread texts when it has this many of them; if they are long, when it has more."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from aioengine.frontend.calls.call import Call
-
+from aioengine.frontend.calls.call import Call
 
 MAX_PARTS: Final = 2
 """Numbers after an id: of the prompt, and of its sample."""

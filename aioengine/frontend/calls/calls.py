@@ -6,29 +6,26 @@ Everything runs on the engine's loop and never waits. Only ``Calls.open`` runs o
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from aioengine.errors import EngineError
 from aioengine.frontend.calls.call import Call, CallRow, Ending, NotifyOn, ReadPosition
 from aioengine.frontend.calls.call_ids import CallIds
 from aioengine.frontend.calls.finished import RecordedRequest, recorded_request
+from aioengine.frontend.calls.overload import QueueLimits
+from aioengine.frontend.intake.request_checks import RequestChecks
 from aioengine.frontend.intake.submitter import Submitter
 from aioengine.frontend.sessions.attachments import Attachments
+from aioengine.frontend.sessions.sessions import Sessions
 from aioengine.protocol.messages import Abort, End, FinishCode, Resume, Suspend
 from aioengine.supervision.ledger import NUM_FINISHED
 from aioengine.supervision.tasks import post
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Sequence
-
-    from aioengine.errors import EngineError
-    from aioengine.frontend.calls.overload import QueueLimits
-    from aioengine.frontend.intake.request_checks import RequestChecks
-    from aioengine.frontend.sessions.sessions import Sessions
 
 BACKSTOP_S: Final = 0.5
 """The frontend ends a request this long after its deadline, if the scheduler has not ended it."""

@@ -7,20 +7,16 @@ With ``slow_reader`` "pause" or "abort", a timer checks all streams. Reading and
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 from aioengine.frontend.calls.call import Call, CallRow, NotifyOn, ReadPosition
+from aioengine.frontend.calls.calls import Calls
 from aioengine.protocol.messages import FinishCode, TextChunks
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable
-
-    from aioengine.frontend.calls.calls import Calls
-    from aioengine.settings.config import DeliveryConfig
-
+from aioengine.settings.config import DeliveryConfig
 
 MAX_WOKEN = 128
 """Maximum readers that are woken in one iteration of the loop, not counting readers of ended rows. They read in the

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from aioengine.api.params import SamplingParams
+from aioengine.frontend.calls.call import CallRow
 from aioengine.frontend.intake.prompts import EmbedsIds, MediaIds
+from aioengine.protocol.messages import Adapter
 from aioengine.supervision.ledger import MAX_FINISHED_TOKENS
-
-if TYPE_CHECKING:
-    from aioengine.api.params import SamplingParams
-    from aioengine.frontend.calls.call import CallRow
-    from aioengine.protocol.messages import Adapter
 
 SELFCHECK_SALT: Final = "selfcheck "
 """The beginning of ``cache_salt`` of requests that are computed again."""

@@ -7,14 +7,12 @@ import contextvars
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
+from aioengine.api.answers import ChunkInfo, MetaInfo
 from aioengine.api.params import SamplingParams
+from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.supervision.tasks import post
-
-if TYPE_CHECKING:
-    from aioengine.api.answers import ChunkInfo, MetaInfo
-    from aioengine.frontend.calls.call import Call, CallRow
 
 Operation: TypeAlias = Literal["generate", "chat", "encode", "rerank"]
 

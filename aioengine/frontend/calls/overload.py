@@ -5,26 +5,23 @@ A call is counted before its arguments are checked, and until it is closed.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from copy import copy
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from msgspec import Struct
 
+from aioengine.api.answers import Chunk
 from aioengine.errors import EngineError, EngineOverloadedError, RequestTooLargeError
 from aioengine.frontend.callers import running_loop, this_caller
+from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.reader import resolve
+from aioengine.settings.config import QueueConfig
 from aioengine.supervision.tasks import post
-
-if TYPE_CHECKING:
-    import asyncio
-    import threading
-
-    from aioengine.api.answers import Chunk
-    from aioengine.frontend.calls.call import Call, CallRow
-    from aioengine.settings.config import QueueConfig
 
 MIN_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 60.0

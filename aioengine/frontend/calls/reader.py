@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import Final, Protocol, cast
 
 from aioengine.api.answers import Answer, BatchOutput, Chunk, ranked
 from aioengine.errors import RequestError
 from aioengine.frontend.calls.call import Call, CallRow, NotifyOn
-
-if TYPE_CHECKING:
-    import asyncio
-    import threading
-    from collections import deque
-    from collections.abc import Callable
-
 
 NOT_A_STREAM: Final = "this generation gives one whole answer: await it, or pass stream=True to iterate it"
 

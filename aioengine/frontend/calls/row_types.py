@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar, cast
 
 from msgspec import Struct, field
 
 from aioengine.api import answers
+from aioengine.api.answers import Answer, Chunk, Embedding, Ranking, RowError
 from aioengine.errors import RequestError
 from aioengine.frontend.calls.call import CallRow, drop_old_hidden_states
+from aioengine.frontend.intake.pooling import Pooled
+from aioengine.frontend.intake.requests import CallRequest
 from aioengine.protocol.columns import DRAFTS, POOLED_VECTOR, WEIGHT_VERSION, Extra
 from aioengine.protocol.messages import LAST_STATES, End
-
-if TYPE_CHECKING:
-    from aioengine.api.answers import Answer, Chunk, Embedding, Ranking, RowError
-    from aioengine.frontend.intake.pooling import Pooled
-    from aioengine.frontend.intake.requests import CallRequest
 
 MIN_LENGTH = 1e-12
 """Normalization divides by the length of a vector, but at least by this."""

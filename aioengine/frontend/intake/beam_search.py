@@ -10,8 +10,9 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 from msgspec import Struct, field
 
@@ -20,12 +21,8 @@ from aioengine.api.answers import Answer, BatchOutput, FinishReason
 from aioengine.api.foreign_names import our_way
 from aioengine.api.params import SamplingParams, is_sampling_parameter, output_limit, stop_ids
 from aioengine.errors import RequestError
+from aioengine.frontend.engine_parts import EngineParts
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS, make_detokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-
-    from aioengine.frontend.engine_parts import EngineParts
 
 MAX_BEAMS: Final = 256
 MAX_LENGTH_PENALTY: Final = 10.0

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Sequence
+from typing import Final, cast
 
 import numpy as np
 
 from aioengine.api import checks
 from aioengine.errors import RequestTooLargeError
 from aioengine.frontend.intake.prompts import DEFAULT_RULES, EmbedsIds, EncodeRules, IdsPrompt
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 NAME: Final = "input_embeds"
 ALLOWED: Final = "a float array [tokens, D], or a list of them"

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from aioengine.api import checks
 from aioengine.errors import EngineError, EngineStartupError
+from aioengine.frontend.calls.call import Call
+from aioengine.frontend.intake.encoder import Encoded, Encoder
 from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, MediaIds
+from aioengine.frontend.intake.requests import CallRequest
 from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt
 from aioengine.media.intake.sources import NOT_TRUNCATED, ImageSource, check_number
 from aioengine.media.placeholders import check_count, image_ids, placed
+from aioengine.media.tokens._base import ImageModel
 from aioengine.protocol.messages import Media
 from aioengine.settings.machine import num_threads
 from aioengine.supervision.tasks import WorkerThread
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aioengine.frontend.calls.call import Call
-    from aioengine.frontend.intake.encoder import Encoded, Encoder
-    from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.media.tokens._base import ImageModel
 
 MAX_AHEAD: Final = 16
 """Prompts of a batch whose images are prepared at the same time."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec import Struct
 from msgspec.structs import replace
 
 from aioengine.api import checks
-
-if TYPE_CHECKING:
-    from aioengine.settings.config import ModelSettings
+from aioengine.settings.config import ModelSettings
 
 
 class Pooled(Struct, frozen=True, kw_only=True):

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 from msgspec import Meta, ValidationError, convert
 
 from aioengine.api import checks
 from aioengine.api.params import SamplingParams, output_limit, sampling, stop_ids, text_rules
 from aioengine.errors import RequestTooLargeError
+from aioengine.frontend.engine_parts import EngineParts
+from aioengine.frontend.intake.encoder import Encoder
 from aioengine.frontend.intake.image_prompts import PromptImages, check_images
 from aioengine.frontend.intake.pooling import completed
 from aioengine.frontend.intake.prompts import ChatPrompt, EmbedsIds, IdsPrompt, PooledPrompt, TextPrompt
 from aioengine.frontend.intake.requests import CallRequest, MessageParts
 from aioengine.protocol.messages import ALL_STATES
-
-if TYPE_CHECKING:
-    from aioengine.frontend.engine_parts import EngineParts
-    from aioengine.frontend.intake.encoder import Encoder
 
 
 class RequestChecks:

@@ -6,19 +6,26 @@ Also ends the rows that will not start.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 from msgspec.structs import replace
 
+from aioengine.api.answers import RowError
 from aioengine.api.params import SamplingParams, drawn_seed
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.calls.call import Call, CallRow, Ending, NotifyOn
+from aioengine.frontend.calls.call_ids import CallIds
+from aioengine.frontend.calls.overload import QueueLimits
 from aioengine.frontend.calls.row_types import row_type
 from aioengine.frontend.intake.encoder import Encoded, EncodeJob
 from aioengine.frontend.intake.image_prompts import check_no_images
+from aioengine.frontend.intake.pooling import Pooled
 from aioengine.frontend.intake.prompt_options import check_lengths
 from aioengine.frontend.intake.prompts import (
     ChatIds,
@@ -30,21 +37,11 @@ from aioengine.frontend.intake.prompts import (
     PromptError,
     TextPrompt,
 )
+from aioengine.frontend.intake.request_checks import RequestChecks
+from aioengine.frontend.sessions.sessions import Sessions
 from aioengine.protocol.messages import SEED_MASK, End, FinishCode, Limits, PairIds, RequestKind, Submit
 from aioengine.supervision.tasks import post
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable
-    from concurrent.futures import Future
-
-    from aioengine.api.answers import RowError
-    from aioengine.frontend.calls.call_ids import CallIds
-    from aioengine.frontend.calls.overload import QueueLimits
-    from aioengine.frontend.intake.pooling import Pooled
-    from aioengine.frontend.intake.request_checks import RequestChecks
-    from aioengine.frontend.sessions.sessions import Sessions
 
 MAX_ROWS_AT_ONCE: Final = 64
 """Rows of a batch that are started in one iteration of the loop."""

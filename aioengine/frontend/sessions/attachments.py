@@ -6,24 +6,21 @@ The output of such a call is kept. It is forgotten ``resume_ttl`` seconds after 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from copy import copy
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 from msgspec import Struct
 
 from aioengine.api import checks
+from aioengine.errors import EngineClosedError
 from aioengine.frontend.calls.call import Call, CallRow, NotifyOn
+from aioengine.frontend.calls.call_ids import CallIds
 from aioengine.frontend.calls.reader import Reader, ReaderActions
 from aioengine.frontend.calls.row_types import Log, LoggedRow
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable
-
-    from aioengine.errors import EngineClosedError
-    from aioengine.frontend.calls.call_ids import CallIds
 
 MAX_KEPT_TOKENS: Final = 1 << 20
 """Tokens of ended requests that are kept. If there are more, the requests that ended first are forgotten."""

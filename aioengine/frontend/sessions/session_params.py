@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import Final
 
 from msgspec import Struct
 
 from aioengine.api import checks
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MAX_ID_BYTES: Final = 512
 

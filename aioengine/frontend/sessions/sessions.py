@@ -18,33 +18,29 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from msgspec import Struct, field, structs
 
 from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineOverloadedError
+from aioengine.frontend.calls.call import Call, CallRow
+from aioengine.frontend.calls.overload import QueueLimits
 from aioengine.frontend.calls.row_types import KeptRow
+from aioengine.frontend.controls import Controls
+from aioengine.frontend.engine_parts import EngineParts
 from aioengine.frontend.intake.prompts import MediaIds
 from aioengine.frontend.intake.requests import MAX_TIMEOUT_S
 from aioengine.frontend.sessions.session_params import MAX_ID_BYTES, SessionParams
 from aioengine.logs import log
 from aioengine.protocol.messages import Abort, Media
 from aioengine.supervision.tasks import post
-
-if TYPE_CHECKING:
-    import threading
-    from typing import NoReturn
-
-    from aioengine.frontend.calls.call import Call, CallRow
-    from aioengine.frontend.calls.overload import QueueLimits
-    from aioengine.frontend.controls import Controls
-    from aioengine.frontend.engine_parts import EngineParts
 
 logger = logging.getLogger(__name__)
 

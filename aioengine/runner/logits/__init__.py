@@ -5,22 +5,18 @@ Processors change fp32 logits in place, and only the rows that use them. Other r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
+from aioengine.protocol.messages import Sampling
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.token_processors import AllowedTokenIds, BadWords, Bias, MinNewTokens, Penalties
 from aioengine.runner.request_row import LogitsRow, SampledRows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from aioengine.protocol.messages import Sampling
-    from aioengine.runner.transfer import Upload
+from aioengine.runner.transfer import Upload
 
 
 class LogitsProcessor(Protocol):

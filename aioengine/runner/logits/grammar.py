@@ -7,21 +7,18 @@ S rows of logits, W width of logits, X constrained rows, N masks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from aioengine.protocol.messages import Sampling
-    from aioengine.runner.request_row import LogitsRow, RowConstraint
-    from aioengine.runner.transfer import Upload
+from aioengine.protocol.messages import Sampling
+from aioengine.runner.request_row import LogitsRow, RowConstraint
+from aioengine.runner.transfer import Upload
 
 
 class GrammarMask:

@@ -5,22 +5,18 @@ Sizes in ``BadWords``: B sequences of all rows, E tokens of all sequences withou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from aioengine.protocol.messages import Sampling
 from aioengine.runner.logits.grammar import apply_masks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from aioengine.protocol.messages import Sampling
-    from aioengine.runner.request_row import LogitsRow
-    from aioengine.runner.token_lists import Ints
-    from aioengine.runner.transfer import Upload
+from aioengine.runner.request_row import LogitsRow
+from aioengine.runner.token_lists import Ints
+from aioengine.runner.transfer import Upload
 
 _LEAST = -1e30
 """Finite, even divided by a temperature: if all tokens are stop tokens, one of them is sampled."""

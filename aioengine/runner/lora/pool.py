@@ -8,24 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from aioengine.kernels.adapter_types import UNIT, AdapterTiles, AdapterWeights, max_tiles, rows_of_tile
 from aioengine.layers.adapters import Grouping, HostAdapters, PooledAdapters, RowGroups
+from aioengine.layers.linear import Linear
+from aioengine.layers.ranks import RankGroup
+from aioengine.protocol.messages import Adapter
 from aioengine.runner.lora.reading import Layout, PackedAdapter, read_adapter
 from aioengine.runner.transfer import Ints, Upload, upload_to
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aioengine.layers.linear import Linear
-    from aioengine.layers.ranks import RankGroup
-    from aioengine.protocol.messages import Adapter
-    from aioengine.settings.config import LoraSettings
+from aioengine.settings.config import LoraSettings
 
 Slots = npt.NDArray[np.int32]
 """The adapter slot of each row of a step; 0: the base model."""

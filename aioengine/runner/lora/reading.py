@@ -6,30 +6,25 @@ D input size, O output size of a part.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from aioengine.kernels.adapter_types import RANK_UNIT, TABLE_COLUMNS, UNIT
 from aioengine.layers.adapters import LayerMatrices
+from aioengine.layers.linear import Linear
 from aioengine.model_files import folder_files
 from aioengine.model_files.adapter_folder import read_folder
+from aioengine.model_files.checkpoint import Entry
+from aioengine.protocol.messages import Adapter
 from aioengine.runner.weight_reading import read_tensor
 from aioengine.settings.config import LoraSettings, padded_rank
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from aioengine.layers.linear import Linear
-    from aioengine.model_files.checkpoint import Entry
-    from aioengine.protocol.messages import Adapter
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,17 +20,14 @@ S rows, W width of a row (a multiple of BLOCK), B blocks, C tokens of a block, H
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from torch import Tensor
-
-    Floats = npt.NDArray[np.float64]
-    Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 BLOCK = 64
 """The width of rows is a multiple of this."""

@@ -17,21 +17,17 @@ token of this step are then left out.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
 from aioengine.protocol.messages import RequestKind
+from aioengine.runner.request_row import RequestRow
+from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED
 from aioengine.runner.speculation.draft_model import DraftedRequest, DraftModel, PlannedDrafts
 from aioengine.runner.ticket import NO_DRAFTS, OpenDrafts, StepDrafts, Ticket
 from aioengine.scheduler.plan import NewRow, Row
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aioengine.runner.request_row import RequestRow
-    from aioengine.runner.rows import RowTable
 
 
 class DraftRows:

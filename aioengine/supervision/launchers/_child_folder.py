@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from aioengine.errors import EngineStartupError
 from aioengine.protocol.board import blank_board
+from aioengine.protocol.messages import Role
 from aioengine.protocol.orders import Orders, SecureEndpoint, encode_orders
+from aioengine.settings.config import Settings
 from aioengine.supervision.launchers._process_child import ProcessChild, start_child
 from aioengine.transport.addresses import BOARD_SUFFIX, PrivateDirectory
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aioengine.protocol.messages import Role
-    from aioengine.settings.config import Settings
 
 
 class ChildFolder:

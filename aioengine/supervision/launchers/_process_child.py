@@ -10,17 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from aioengine.errors import EngineStartupError
 from aioengine.protocol.board import read_board
+from aioengine.protocol.messages import Role
 from aioengine.transport.addresses import BOARD_SUFFIX
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from aioengine.protocol.messages import Role
 
 KILL_WAIT_S = 1.0
 """Maximum time from the kill of a process to its exit. Its device memory is free only after the exit."""

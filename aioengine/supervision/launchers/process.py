@@ -6,24 +6,19 @@ import asyncio
 import contextlib
 import os
 import secrets
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
-from typing import TYPE_CHECKING
 
 from aioengine.errors import EngineStartupError
 from aioengine.file_descriptors import require_descriptors
 from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
+from aioengine.settings.config import Settings
 from aioengine.supervision.launchers._child_folder import ChildFolder
-from aioengine.supervision.launchers._process_child import KILL_WAIT_S
+from aioengine.supervision.launchers._process_child import KILL_WAIT_S, ProcessChild
 from aioengine.supervision.tasks import WorkerThread, require_threads
 from aioengine.transport.async_zmq import AsyncZmqReceiver
 from aioengine.transport.zmq import Context, ZmqError, ZmqSender, end_context
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from aioengine.settings.config import Settings
-    from aioengine.supervision.launchers._process_child import ProcessChild
 
 _FRONTEND = "frontend"
 _EPOCH_BITS = 62
