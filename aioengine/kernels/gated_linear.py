@@ -17,25 +17,23 @@ from aioengine.kernels.triton import launcher
 def prepare(matmul: Matmul, weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Matmul:
     """Return a callable [T, I] -> [T, O] for weight [2 O, I] and bias [2 O]. matmul: their ``linear.prepare``."""
 
-    def separate(x: Tensor) -> Tensor:
-        """[T, I] -> [T, O] in two kernels."""
-        return activate_and_mul(matmul(x), "silu")
-
     if bias is not None or not _can_fuse(weight):
-        return separate
+        return lambda x: activate_and_mul(matmul(x), "silu")
     from aioengine.kernels.triton.gated_linear import compile_specializations, shape_of_programs
     from aioengine.kernels.triton.gated_linear import matmul as gated_matmul
-    from aioengine.kernels.triton.invariant_linear import num_splits
+    from aioengine.kernels.triton.invariant_linear import InvariantMatmul, num_splits
     from aioengine.kernels.triton.skinny_linear import gated_vector_matmul
 
-    if batch_invariant and num_splits(*weight.shape) > 1:  # otherwise both kernels add in the same order
+    is_invariant = isinstance(matmul, InvariantMatmul)
+    separate = matmul.gated if isinstance(matmul, InvariantMatmul) else lambda x: activate_and_mul(matmul(x), "silu")
+    if is_invariant and num_splits(*weight.shape) > 1:  # otherwise all kernels add in the same order
         return separate
     num_outputs, size = weight.shape[0] // 2, weight.shape[1]
     compile_specializations(weight)
 
     def fused(x: Tensor) -> Tensor:
         """[T, I] -> [T, O], in one kernel if that is faster."""
-        if x.shape[0] == 1 and not batch_invariant:
+        if x.shape[0] == 1 and not is_invariant:
             return gated_vector_matmul(x, weight)
         programs = shape_of_programs(num_outputs, size, x.shape[0])
         if programs is None or not x.is_contiguous() or x.data_ptr() % 16:

@@ -64,7 +64,7 @@ DECODE_ROWS = 16
 BLOCK = 64
 LARGE = 128
 """Query rows and block of a tile in 16 bits on Hopper and newer, which have enough shared memory and registers."""
-ONES = tl.constexpr(16)
+ONES = tl.constexpr(8)
 """Columns of a matrix of ones, by which weights are multiplied to add them: the minimum for tensor cores."""
 
 

@@ -19,7 +19,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aioengine.kernels.triton import skinny_linear
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch
+from aioengine.kernels.triton.activation import activate_and_mul
+from aioengine.kernels.triton.dependent import wait_and_start_next
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, options
+from aioengine.kernels.triton.skinny_linear import activated, prefetch
 
 Tile = tuple[int, int, int, int, int]
 """(rows, outputs, inputs per block, stages, warps)."""
@@ -32,6 +35,9 @@ SPLIT_TINY: Tile = 64, 64, 128, 4, 4
 """A tile for two sums of each element, which are both in registers."""
 SPLIT_SMALL: Tile = 64, 128, 64, 6, 4
 SPLIT_MEDIUM: Tile = 128, 128, 64, 4, 8
+GATED: Tile = 128, 128, 64, 4, 8
+PAIRS = 16, 256, 4, 8
+"""(outputs, inputs per block, stages, lines to prefetch) for one row."""
 ANY: Tile = 64, 64, 128, 4, 4
 """The tile of the kernel that supports all sizes, in 16 bits."""
 FP32: Tile = 32, 32, 32, 2, 4
@@ -108,22 +114,31 @@ _matmul = KernelLauncher(_matmul_kernel)
 def _tiled_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, IS_GATED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute every n-th tile, where n is the number of programs. The two loops are compiled as one, so that the inputs
-    of the next sum are loaded while a tile is stored. SPLITS: sums of each element, 1 or 2.
+    of the next sum are loaded while a tile is stored; gated tiles are slower in this way.
+
+    SPLITS: sums of each element, 1 or 2. IS_GATED: compute silu(gate) * up for a weight [2 O, I].
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
+    IS_FLAT: tl.constexpr = not IS_GATED
     PART: tl.constexpr = SIZE // SPLITS
     num_tiles = tl.cdiv(num_rows, ROWS) * tl.cdiv(num_outputs, OUTPUTS)
     first_sum = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for index in tl.range(0, tl.cdiv(num_tiles - program, num_programs) * SPLITS, flatten=True):
+    for index in tl.range(0, tl.cdiv(num_tiles - program, num_programs) * SPLITS, flatten=IS_FLAT):
         tile = program + index // SPLITS * num_programs
         first_row, first_output = _tile_of(tile, num_rows, num_outputs, ROWS, OUTPUTS)
         first = index % SPLITS * PART
         total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        up = total
         for start in tl.range(first, first + PART, BLOCK, num_stages=STAGES):
-            total = tl.dot(x.load([first_row, start]), weight.load([first_output, start]).T, total)
+            vectors = x.load([first_row, start])
+            total = tl.dot(vectors, weight.load([first_output, start]).T, total)
+            if IS_GATED:
+                up = tl.dot(vectors, weight.load([num_outputs + first_output, start]).T, up)
+        if IS_GATED:
+            total = activated(total, up, out.dtype.element_ty)
         if SPLITS == 1:
             _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
         elif index % SPLITS == 0:
@@ -133,6 +148,43 @@ def _tiled_kernel(
 
 
 _tiled = KernelLauncher(_tiled_kernel)
+
+
+@triton.jit
+def _pairs_kernel(
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
+    IS_GATED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Multiply one row. Each output has two sums, of the halves of the inputs or of gate and up; each is computed by
+    one warp. LINES: lines of each sum to prefetch, of 64 weights.
+    """
+    PART: tl.constexpr = SIZE if IS_GATED else SIZE // 2
+    second = tl.arange(0, 2)[:, None, None]
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)[None, :, None]
+    columns, is_row = tl.arange(0, BLOCK), tl.arange(0, 8)[None, None, :] == 0  # 8: the minimum for tensor cores
+    if IS_GATED:
+        lines, vectors = weight + (rows + second * num_outputs) * SIZE, x + second * 0
+    else:
+        lines, vectors = weight + rows * SIZE + second * PART, x + second * PART
+    prefetch(lines + tl.arange(0, LINES)[None, None, :] * 64)
+    wait_and_start_next()
+    total = tl.zeros((2, OUTPUTS, 8), tl.float32)
+    for start in tl.range(0, PART, BLOCK, num_stages=STAGES):
+        part = tl.load(lines + (start + columns)[None, None, :])
+        vector = tl.load(
+            vectors + (start + columns)[None, :, None] + tl.zeros((1, 1, 8), tl.int32), mask=is_row, other=0.0
+        )
+        total = tl.dot(part, vector, total)
+    one, other = tl.split(tl.permute(tl.sum(total, 2), (1, 0)))
+    result = activated(one, other, out.dtype.element_ty) if IS_GATED else one + other
+    if bias is not None:
+        result += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
+    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=outputs < num_outputs)
+
+
+_pairs = KernelLauncher(_pairs_kernel)
 
 
 def _num_tiles(num_rows: int, num_outputs: int, tile: Tile) -> int:
@@ -151,9 +203,7 @@ def programs_of(num_rows: int, num_outputs: int, size: int) -> skinny_linear.Pro
         return None
     if num_outputs > MANY_OUTPUTS:
         return (16, 256, 1, 3, 1, 0) if num_rows == 1 else (128, 128, 1, 3, 8, 0)
-    if num_rows == 1 and splits > 1 and num_outputs <= 1024 and size // splits % 512 == 0:
-        return 16, 512, splits, 3, 1, 8
-    return 64, 128, splits, 4, 4, 0
+    return (16, 256, 1, 5, 2, 8) if num_rows == 1 and splits == 1 else (64, 128, splits, 4, 4, 0)
 
 
 @lru_cache(maxsize=1024)
@@ -185,20 +235,47 @@ class InvariantMatmul:
         x, weight, bias = x.contiguous(), self._weight, self._bias
         if not self._is_fast or x.data_ptr() % 16:
             return matmul(x, weight, bias)
+        if len(x) == 1 and self._splits == 2:
+            return self._paired(x, is_gated=False)
         programs = programs_of(len(x), *weight.shape)
         if programs is not None:
             return skinny_linear.matmul(x, weight, bias, programs=programs, num_done=self._num_done)
-        (num_outputs, size), num_rows = weight.shape, len(x)
-        tile = tile_for(num_rows, num_outputs, self._splits)
+        return self._tiled(x, tile_for(len(x), len(weight), self._splits), is_gated=False)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """[T, I] -> silu(first half of the outputs) * (second half), [T, O / 2]."""
+        if self._is_fast and self._splits == 1 and self._bias is None and x.is_contiguous() and x.data_ptr() % 16 == 0:
+            if len(x) == 1:
+                return self._paired(x, is_gated=True)
+            if _num_tiles(len(x), len(self._weight) // 2, GATED) >= PROCESSORS:
+                return self._tiled(x, GATED, is_gated=True)
+        return activate_and_mul(self(x), "silu")
+
+    def _paired(self, x: Tensor, *, is_gated: bool) -> Tensor:
+        """[1, I] -> [1, O], or [1, O / 2] if gated."""
+        weight, bias = self._weight, self._bias
+        num_outputs = len(weight) // 2 if is_gated else len(weight)
+        out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
+        sizes = x.shape[1], *PAIRS, is_gated
+        key = x.dtype, weight.shape, is_gated, None if bias is None else bias.data_ptr() % 16
+        grid = -(-num_outputs // PAIRS[0]), 1, 1
+        _pairs(grid, key, (x, weight, bias, out, num_outputs, *sizes), options(num_warps=2))
+        return out
+
+    def _tiled(self, x: Tensor, tile: Tile, *, is_gated: bool) -> Tensor:
+        """[T, I] -> [T, O], or [T, O / 2] if gated."""
+        weight, bias, num_rows = self._weight, self._bias, len(x)
+        num_outputs = len(weight) // 2 if is_gated else len(weight)
         rows, outputs, block, stages, num_warps = tile
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-        sizes = size, rows, outputs, block, stages, self._splits
+        sizes = x.shape[1], rows, outputs, block, stages, self._splits, is_gated
         tensors = TensorDescriptor.from_tensor(x, [rows, block]), TensorDescriptor.from_tensor(weight, [outputs, block])
         key = x.dtype, weight.shape, sizes, None if bias is None else bias.data_ptr() % 16
-        num_programs = min(_num_tiles(num_rows, num_outputs, tile), PROCESSORS * (2 if num_warps == 4 else 1))
-        _tiled(
-            (num_programs, 1, 1), key, (*tensors, bias, out, num_rows, num_outputs, *sizes), {"num_warps": num_warps}
-        )
+        num_programs = _num_tiles(num_rows, num_outputs, tile)
+        if not is_gated:
+            num_programs = min(num_programs, PROCESSORS * (2 if num_warps == 4 else 1))
+        arguments = (*tensors, bias, out, num_rows, num_outputs, *sizes)
+        _tiled((num_programs, 1, 1), key, arguments, {"num_warps": num_warps})
         return out
 
 
