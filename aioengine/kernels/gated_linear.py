@@ -14,9 +14,8 @@ from aioengine.kernels.linear import Matmul
 from aioengine.kernels.triton import launcher
 
 
-def prepare(matmul: Matmul, weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Matmul:
+def prepare(matmul: Matmul, weight: Tensor, bias: Tensor | None) -> Matmul:
     """Return a callable [T, I] -> [T, O] for weight [2 O, I] and bias [2 O]. matmul: their ``linear.prepare``."""
-
     if bias is not None or not _can_fuse(weight):
         return lambda x: activate_and_mul(matmul(x), "silu")
     from aioengine.kernels.triton.gated_linear import compile_specializations, shape_of_programs
