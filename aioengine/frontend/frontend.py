@@ -137,9 +137,9 @@ class Frontend:
         return self.weights.loaded.version
 
     def check_waiting(self, *, blocks: bool) -> None:
-        """Raise an error if the engine could never wake this thread, because it is in a fork.
+        """Raise an error if the engine could never wake this thread: it is in a fork, or blocks the engine's loop.
 
-        ``blocks``: the thread blocks while it waits, so it must not be the thread of the engine's loop.
+        ``blocks``: the thread blocks while it waits.
         """
         if blocks and runs_here(self.loop):
             raise RuntimeError("a call from the engine's own thread would wait for itself; hand it to another thread")

@@ -62,7 +62,7 @@ class _OpenUpdate:
         self.loss = ""
 
 
-def _to_its_end(
+def _shielded(
     method: Callable[Concatenate[LiveWeights, Arguments], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[LiveWeights, Arguments], Coroutine[Any, Any, Result]]:
     """Run a method after the others, and to its end, even if its caller is cancelled.
@@ -109,7 +109,7 @@ class LiveWeights:
         weights = self._processes.weights
         return weights if weights.number else replace(weights, version=self._first_version)
 
-    @_to_its_end
+    @_shielded
     async def from_disk(self, model_path: object, load_format: object, weight_version: object) -> WeightUpdate:
         """Replace all weights by a checkpoint. See ``AsyncEngine.update_weights_from_disk``."""
         path = _path(model_path)
@@ -145,7 +145,7 @@ class LiveWeights:
             self._end_update()
         return result
 
-    @_to_its_end
+    @_shielded
     async def from_tensors(self, named_tensors: object, load_format: object, weight_version: object) -> WeightUpdate:
         """Replace some weights. See ``AsyncEngine.update_weights_from_tensor``."""
         tensors = tensor_arguments.checked("named_tensors", named_tensors)
@@ -196,7 +196,7 @@ class LiveWeights:
             self._keep(files)
         return result
 
-    @_to_its_end
+    @_shielded
     async def join(
         self, address: object, port: object, rank_offset: object, world_size: object, group: object, backend: object
     ) -> Outcome:
@@ -212,13 +212,13 @@ class LiveWeights:
         reply = await self._ask(WeightCall.JOIN_GROUP, arguments)
         return Outcome(reply.success, reply.message)
 
-    @_to_its_end
+    @_shielded
     async def leave(self, group: object) -> Outcome:
         """See ``AsyncEngine.destroy_weights_update_group``."""
         reply = await self._ask(WeightCall.LEAVE_GROUP, {"group": checks.text("group_name", group)})
         return Outcome(reply.success, reply.message)
 
-    @_to_its_end
+    @_shielded
     async def from_group(
         self,
         names: object,
@@ -255,7 +255,7 @@ class LiveWeights:
                 file.close()
         return result
 
-    @_to_its_end
+    @_shielded
     async def begin(self, selector: object) -> Outcome:
         """See ``AsyncEngine.begin_weight_update``."""
         checks.choice("selector", selector, {"all": "all", "target": "target"})
@@ -269,7 +269,7 @@ class LiveWeights:
             self._update = update
         return Outcome(reply.success, reply.message)
 
-    @_to_its_end
+    @_shielded
     async def end(self, weight_version: object) -> Outcome:
         """See ``AsyncEngine.end_weight_update``."""
         version = _version(weight_version)
@@ -294,7 +294,7 @@ class LiveWeights:
         self._end_update()
         return Outcome(result.success, result.message)
 
-    @_to_its_end
+    @_shielded
     async def change_memory(self, tags: object, name: str) -> None:
         """Release or resume memory. See ``AsyncEngine.release_memory_occupation``."""
         chosen = MEMORY_TAGS if tags is None else checks.items("tags", [tags] if isinstance(tags, str) else tags, 8)

@@ -122,13 +122,13 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     if draft is not None:
         check_same_vocabulary(facts, draft)
     places: RayPlaces | None = None
-    with ExitStack() as failed:
+    with ExitStack() as on_failure:
         if config.supervision.executor == "ray":
             from aioengine.supervision.launchers._ray_launcher import RayLauncher
             from aioengine.supervision.launchers._ray_places import RayPlaces
 
             places = RayPlaces.reserve(config)
-            failed.callback(places.remove)
+            on_failure.callback(places.remove)
             settings = resolve(places.config_of_a_node(config), facts, places.device_facts(), folders, draft)
         else:
             settings = resolve(config, facts, machine.device_facts(), folders, draft)
@@ -142,7 +142,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         images = find_image_model(Path(facts.path)) if facts.task in ("generate", "embed") else None
         if tokenizer_path is not None:
             check_files(Path(tokenizer_path))
-        failed.pop_all()
+        on_failure.pop_all()
 
     num_replicas = config.supervision.num_replicas
 

@@ -204,7 +204,7 @@ class PrefixCache:
         allocation.num_ready = index
         allocation.next_insert_at = (index + 1) * size
         if self.snapshots is not None and allocation.snapshots is not None:
-            self.snapshots.passed(allocation.snapshots, allocation.path, num_computed)
+            self.snapshots.record_computed(allocation.snapshots, allocation.path, num_computed)
 
     def unlock(self, allocation: Allocation, *, is_invalid: bool = False) -> None:
         """Release the pages: computed pages stay cached, all others become free. A second call does nothing.

@@ -159,7 +159,7 @@ class Snapshots:
             request.copies.append(_Copy(position, snapshot_id, is_rolling))
         return snapshot_id
 
-    def passed(self, request: RequestSnapshots, path: list[Node], num_computed: int) -> None:
+    def record_computed(self, request: RequestSnapshots, path: list[Node], num_computed: int) -> None:
         """Record that positions before ``num_computed`` are computed. path: the nodes of the request; the last ones may
         be missing while another request computes the same pages.
         """
@@ -178,7 +178,7 @@ class Snapshots:
                 request.rolling.append(node)
 
     def end(self, request: RequestSnapshots, *, is_invalid: bool = False) -> None:
-        """The request stops running. Its snapshots stay, unless ``is_invalid``: its computed states are wrong."""
+        """Record that the request stops running. Its snapshots stay, unless ``is_invalid``: its states are wrong."""
         for boundary in request.produces:
             self._forget_producer(boundary.node, request)
         self._free.extend(copy.snapshot_id for copy in request.copies)

@@ -173,7 +173,7 @@ class WindowedCache(PrefixCache):
         allocation.num_ready = index
         allocation.next_insert_at = ((index if self.enabled else num_full) + 1) * size
         for group in range(self._groups.num_groups):
-            self._give_back(allocation, group, self._groups.first_seen(group, num_computed))
+            self._release(allocation, group, self._groups.first_seen(group, num_computed))
 
     def unlock(self, allocation: Allocation, *, is_invalid: bool = False) -> None:
         assert isinstance(allocation, WindowedAllocation)
@@ -238,7 +238,7 @@ class WindowedCache(PrefixCache):
             if allocation.nodes[entry] is None and allocation.pages[entry] != RELEASED and key not in node.children:
                 allocation.nodes[entry] = self._tree.add(node, key, allocation.pages[entry])
 
-    def _give_back(self, allocation: WindowedAllocation, group: int, first: int) -> None:
+    def _release(self, allocation: WindowedAllocation, group: int, first: int) -> None:
         """Unlock or free the pages of a group before the block of positions ``first``."""
         num_groups = self._groups.num_groups
         for entry in range(allocation.firsts[group] * num_groups + group, first * num_groups, num_groups):

@@ -10,17 +10,17 @@ from msgspec import Struct
 from aioengine.families._block_config import LinearShape, TensorSpecs
 from aioengine.model_files.checkpoint import read_headers
 from aioengine.model_files.gguf_header import BLOCKS
-from aioengine.model_files.online_quantization import CPU_OUTPUTS, Numbers, code_tensors
+from aioengine.model_files.online_quantization import CPU_OUTPUTS, Precision, code_tensors
 
 KEPT: Final = {
-    "Q4_0": Numbers("int4", 32),
-    "Q4_1": Numbers("int4", 32, has_offsets=True),
-    "Q4_K": Numbers("int4", 32, has_offsets=True),
-    "Q8_0": Numbers("int8", 32),
-    "Q5_K": Numbers("int8", 32, has_offsets=True),
-    "Q6_K": Numbers("int8", 16),
+    "Q4_0": Precision("int4", 32),
+    "Q4_1": Precision("int4", 32, has_offsets=True),
+    "Q4_K": Precision("int4", 32, has_offsets=True),
+    "Q8_0": Precision("int8", 32),
+    "Q5_K": Precision("int8", 32, has_offsets=True),
+    "Q6_K": Precision("int8", 16),
 }
-"""Types of tensors that can stay quantized -> their numbers in memory. On a CPU, only 4-bit types can."""
+"""Types of tensors that can stay quantized -> their precision in memory. On a CPU, only 4-bit types can."""
 _WEIGHT: Final = ".weight"
 
 
@@ -38,7 +38,7 @@ class StoredTypes(Struct, frozen=True):
     @classmethod
     def of(cls, path: Path, *, is_on_cpu: bool) -> StoredTypes:
         """Read the header of the file. Raises ValueError if it cannot be read."""
-        allowed = [kind for kind, numbers in KEPT.items() if numbers.kind == "int4" or not is_on_cpu]
+        allowed = [kind for kind, precision in KEPT.items() if precision.kind == "int4" or not is_on_cpu]
         kept: dict[str, str] = {}
         widened: set[str] = set()
         for entry in read_headers(path, ""):

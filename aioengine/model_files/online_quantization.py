@@ -25,8 +25,8 @@ _UNQUANTIZED: Final = frozenset(
 """Parts of the names of routers, of the heads of classifiers, and of the matrix that latent attention multiplies by."""
 
 
-class Numbers(NamedTuple):
-    """How a weight [O, D] is kept in memory.
+class Precision(NamedTuple):
+    """The bits and the groups of a weight [O, D] in memory.
 
     Attributes:
         kind: "int4" may also be codes of a table.
@@ -66,16 +66,16 @@ class OnlineQuantization(Struct, frozen=True, kw_only=True):
         return "head" if parts & _HEADS else "layer"
 
     @property
-    def head(self) -> Numbers | None:
+    def head(self) -> Precision | None:
         """How the head is quantized, which may also be the table of token embeddings; None: it is not."""
-        return None if self.method == "fp8" else Numbers("int8")
+        return None if self.method == "fp8" else Precision("int8")
 
-    def layer(self, inputs: int) -> Numbers:
+    def layer(self, inputs: int) -> Precision:
         """Return how a layer with this number of inputs is quantized."""
         sizes = (size for size in GROUP_SIZES if size <= self.group_size and inputs % size == 0)
         if self.method == "int4" and (group := next(sizes, 0)):
-            return Numbers("int4", group)
-        return Numbers("fp8" if self.method == "fp8" else "int8")
+            return Precision("int4", group)
+        return Precision("fp8" if self.method == "fp8" else "int8")
 
     def tensors_in_memory(self, linear: LinearShape, *, is_on_cpu: bool) -> TensorSpecs:
         """Describe the tensors of a linear layer in memory (``LinearTensors``)."""
@@ -88,25 +88,25 @@ class OnlineQuantization(Struct, frozen=True, kw_only=True):
 
 
 def code_tensors(
-    linear: LinearShape, numbers: Numbers | None, *, is_on_cpu: bool = False, has_table: bool = False
+    linear: LinearShape, precision: Precision | None, *, is_on_cpu: bool = False, has_table: bool = False
 ) -> TensorSpecs:
     """Describe the tensors of a quantized layer in memory.
 
     Args:
-        numbers: how it is quantized; None: it is not.
+        precision: how it is quantized; None: it is not.
         is_on_cpu: fp8 is converted to the dtype, and torch's product with 4-bit codes needs its own scales.
         has_table: codes are not integers, so that product cannot be used.
     """
     specs, (outputs, inputs) = plain_tensors(linear), (linear.outputs, linear.inputs)
-    if numbers is None:
+    if precision is None:
         return specs
-    group = numbers.group or inputs
+    group = precision.group or inputs
     specs["scales"] = scales = TensorSpec((outputs, -(-inputs // group)), "F32")
-    if numbers.kind == "int4" and is_on_cpu and not has_table and outputs % CPU_OUTPUTS == 0:
+    if precision.kind == "int4" and is_on_cpu and not has_table and outputs % CPU_OUTPUTS == 0:
         size = next((size for size in GROUP_SIZES if group % size == 0), group)
         specs["factors"] = TensorSpec((outputs, inputs // size, 2), "BF16")
-    elif numbers.has_offsets:
+    elif precision.has_offsets:
         specs["offsets"] = scales
-    if numbers.kind != "fp8" or not is_on_cpu:
-        specs["weight"] = TensorSpec((outputs, inputs // 2 if numbers.kind == "int4" else inputs), "U8")
+    if precision.kind != "fp8" or not is_on_cpu:
+        specs["weight"] = TensorSpec((outputs, inputs // 2 if precision.kind == "int4" else inputs), "U8")
     return specs

@@ -16,7 +16,7 @@ from aioengine.families._fields import decode, not_implemented
 from aioengine.families._tensors import plain_tensors
 from aioengine.model_files import folder_files
 from aioengine.model_files.config_patterns import ConfigPatterns
-from aioengine.model_files.online_quantization import Method, Numbers, code_tensors
+from aioengine.model_files.online_quantization import Method, Precision, code_tensors
 from aioengine.model_files.quantized_formats import FORMATS
 
 FP8_BLOCK: Final = 128
@@ -192,7 +192,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
     def specs_in_memory(self, linear: LinearShape, *, is_on_cpu: bool) -> TensorSpecs:
         """Describe the tensors of a linear layer in memory: codes, and loaded tensors that codes cannot restore."""
         kind: Method = "fp8" if self.layout == "fp8" else "int8" if self.bits == 8 else "int4"
-        numbers = Numbers(kind, self.block or max(self.group, 0), self.has_zeros and not self.is_symmetric)
+        precision = Precision(kind, self.block or max(self.group, 0), self.has_zeros and not self.is_symmetric)
         specs = {
             name: spec._replace(dtype=spec.dtype or "F32")
             for name, spec in self.specs(linear).items()
@@ -202,7 +202,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
             specs["block_scales"] = specs[self.scale]
         if self.has_order:
             specs["order"] = TensorSpec((linear.inputs,), "I64")
-        return specs | code_tensors(linear, numbers, is_on_cpu=is_on_cpu, has_table=bool(self.table))
+        return specs | code_tensors(linear, precision, is_on_cpu=is_on_cpu, has_table=bool(self.table))
 
 
 class Quantization(Struct, frozen=True, kw_only=True):

@@ -14,9 +14,14 @@ Arguments:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
+import msgspec
 from msgspec import Struct
+
+from aioengine.protocol.messages import Argument
+from aioengine.settings.config import LoadedWeights
 
 
 class WeightCall:
@@ -89,3 +94,9 @@ class CudaTensor(Struct, array_like=True):
     counter_offset: int
     event_handle: bytes
     must_wait: bool
+
+
+def loaded_by(arguments: Mapping[str, Argument]) -> LoadedWeights | None:
+    """Return the weights after a control call; None: it leaves them unchanged, or incomplete."""
+    text = arguments.get("weights")
+    return msgspec.json.decode(str(text), type=LoadedWeights) if text else None

@@ -15,7 +15,7 @@ from aioengine.kernels.codes import Codes
 from aioengine.kernels.linear import Matmul
 from aioengine.model_files.quantization import Axis, PackedTensor, Ranges
 
-Tensors = dict[str, "Tensor"]
+Tensors = dict[str, Tensor]
 """The tensors of a linear layer, by the last part of their names in the checkpoint, such as "weight" and "bias"."""
 
 
@@ -26,15 +26,15 @@ class Prepared(NamedTuple):
         matmul: [T, D] -> [T, O].
         restore: returns tensors in the form of ``LinearFormat.empty`` with the current values, to load some or all
             again.
-        gated: for a gated layer, [T, D] -> silu(first half of the outputs) * (second half), [T, O / 2].
         update: makes ``matmul`` read new values of the tensors of ``restore``, at the addresses that CUDA graphs
             contain. None: the layer must be prepared again.
+        gated: for a gated layer, [T, D] -> silu(first half of the outputs) * (second half), [T, O / 2].
     """
 
     matmul: Matmul
     restore: Callable[[], Tensors]
-    gated: Matmul | None = None
     update: Callable[[Tensors], None] | None = None
+    gated: Matmul | None = None
 
 
 class LinearSpec(NamedTuple):
@@ -73,7 +73,7 @@ class LinearSpec(NamedTuple):
     ) -> Prepared:
         """Return a layer. gated: fuses ``matmul`` with the activation of gates."""
         gated = gated or (lambda x: activate_and_mul(matmul(x), "silu"))
-        return Prepared(matmul, restore, gated if self.is_gated else None, update)
+        return Prepared(matmul, restore, update, gated if self.is_gated else None)
 
 
 class LinearFormat(Protocol):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.codes import FP8, FP8_MAX, MAX_INT8, MIDDLE, Codes, pack_nibbles
-from aioengine.model_files.online_quantization import Numbers, OnlineQuantization
+from aioengine.model_files.online_quantization import OnlineQuantization, Precision
 from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, RowWriter, Tensors
 from aioengine.quantization.plain import PLAIN
 
@@ -25,18 +25,18 @@ On normally distributed weights in groups of 128, the best of three has 5 % less
 """
 
 
-def quantize(weight: Tensor, numbers: Numbers) -> Codes:
+def quantize(weight: Tensor, precision: Precision) -> Codes:
     """Quantize a weight [R, D].
 
     The scales of int8 and int4 are rounded to bf16, because products on a CPU take them in the dtype of the
     activations. The numbers are then chosen for the rounded scales.
     """
     wide = weight.float()
-    if numbers.kind == "int4":
-        codes, scales = _int4(wide.unflatten(1, (-1, numbers.group)))
+    if precision.kind == "int4":
+        codes, scales = _int4(wide.unflatten(1, (-1, precision.group)))
         return Codes(pack_nibbles(codes.flatten(1)), scales, -MIDDLE * scales, 4)
     largest = wide.abs().amax(1, keepdim=True)
-    if numbers.kind == "fp8":
+    if precision.kind == "fp8":
         scales = _without_zeros(largest / FP8_MAX)
         return Codes((wide / scales).to(FP8), scales)
     scales = _without_zeros((largest / MAX_INT8).bfloat16().float())
@@ -72,18 +72,18 @@ def _without_zeros(scales: Tensor) -> Tensor:
 class OnlineFormat(CodesFormat):
     """Quantizes the weights while they are loaded."""
 
-    def __init__(self, numbers_of: Callable[[int], Numbers]) -> None:
-        """numbers_of: inputs of a layer -> how it is quantized."""
-        self._numbers_of = numbers_of
+    def __init__(self, precision_of: Callable[[int], Precision]) -> None:
+        """precision_of: inputs of a layer -> how it is quantized."""
+        self._precision_of = precision_of
 
     def empty(self, layer: LinearSpec) -> Tensors:
-        numbers, device = self._numbers_of(layer.in_features), layer.device
+        precision, device = self._precision_of(layer.in_features), layer.device
         outputs, inputs = sum(layer.sizes), layer.in_features
-        dtype = {"fp8": FP8, "int8": torch.int8, "int4": torch.uint8}[numbers.kind]
-        is_packed = numbers.kind == "int4"
+        dtype = {"fp8": FP8, "int8": torch.int8, "int4": torch.uint8}[precision.kind]
+        is_packed = precision.kind == "int4"
         return {
             "weight": torch.empty(outputs, inputs // 2 if is_packed else inputs, dtype=dtype, device=device),
-            "scales": torch.empty(outputs, inputs // (numbers.group or inputs), device=device),
+            "scales": torch.empty(outputs, inputs // (precision.group or inputs), device=device),
             **layer.empty_bias(),
         }
 
@@ -101,18 +101,18 @@ class OnlineFormat(CodesFormat):
         return {"weight": codes.packed, "scales": codes.scales.contiguous()}
 
     def writers(self, layer: LinearSpec, tensors: Tensors) -> Mapping[str, Sequence[RowWriter]]:
-        numbers = self._numbers_of(layer.in_features)
+        precision = self._precision_of(layer.in_features)
         parts = zip(tensors["weight"].split(layer.sizes), tensors["scales"].split(layer.sizes), strict=True)
-        return {"weight": [_writer(layer, numbers, packed, scales) for packed, scales in parts]}
+        return {"weight": [_writer(layer, precision, packed, scales) for packed, scales in parts]}
 
 
-def _writer(layer: LinearSpec, numbers: Numbers, packed: Tensor, scales: Tensor) -> RowWriter:
+def _writer(layer: LinearSpec, precision: Precision, packed: Tensor, scales: Tensor) -> RowWriter:
     """Return the writer for codes [O, D] or, packed, [O, D / 2], and scales [O, G]."""
 
     def write(first: int, values: Tensor) -> None:
         """values: [R, D]."""
         for rows in values.reshape(-1, layer.in_features).split(max(PIECE_ELEMENTS // layer.in_features, 1)):
-            codes = quantize(rows, numbers)
+            codes = quantize(rows, precision)
             stop = first + len(rows)
             packed[first:stop], scales[first:stop] = codes.packed, codes.scales
             first = stop
@@ -125,7 +125,7 @@ def online_formats(
     quantization: OnlineQuantization,
 ) -> tuple[Callable[[str], LinearFormat], Callable[[bool], CodesFormat | None]]:
     """Return ``Placement.format_of`` and ``Placement.table_format``."""
-    head = None if (numbers := quantization.head) is None else OnlineFormat(lambda inputs: numbers)
+    head = None if (precision := quantization.head) is None else OnlineFormat(lambda inputs: precision)
     by_part: dict[str, LinearFormat] = {"layer": OnlineFormat(quantization.layer), "unquantized": PLAIN}
     if head is not None:
         by_part["head"] = head

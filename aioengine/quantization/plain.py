@@ -31,7 +31,7 @@ class PlainFormat(LinearFormat):
         gated = gated_linear.prepare(matmul, weight, bias) if layer.is_gated else None
         others = {} if bias is None else {"bias": bias}
         update = None if linear.packs(layer.dtype, layer.device) else _keep
-        return Prepared(matmul, lambda: {"weight": linear.unpack(weight), **others}, gated, update)
+        return Prepared(matmul, lambda: {"weight": linear.unpack(weight), **others}, update, gated)
 
 
 def _keep(tensors: Tensors) -> None:

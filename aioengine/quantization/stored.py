@@ -52,7 +52,7 @@ class _QuantState(msgspec.Struct):
 
 
 class StoredFormat(CodesFormat):
-    """The format of a scheme."""
+    """Layers of a quantized checkpoint, stored as ``scheme`` says."""
 
     reorders = True
 

@@ -36,7 +36,7 @@ from aioengine.runner.request_row import GrammarSource, RequestRow, SampledRows,
 from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
-from aioengine.runner.speculation.draft_rows import DraftRows, SentDrafts, rows_with_drafts
+from aioengine.runner.speculation.proposer import Proposer, ReceivedDrafts, rows_with_drafts
 from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, sample_one_by_one
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.ticket import NO_DRAFTS, StepDrafts, Ticket
@@ -137,7 +137,7 @@ class ModelRunner:
         # a GPU has no graph for rows of several tokens of a model with states
         may_force = parts.states is None or parts.device.type == "cpu"
         self._constrained = ConstrainedRows(masks, parts.device, may_force=may_force)
-        self._drafts: DraftRows | None = None
+        self._proposer: Proposer | None = None
         if settings.scheduler.max_drafts:
             models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
             has_windows = any(any(model.attention_shape.windows) for model in models)
@@ -145,8 +145,8 @@ class ModelRunner:
             draft_model = None
             if parts.draft is not None:
                 draft_model = DraftModel(parts.draft, self._table, sampler, processors, num_embeddings)
-            kind = SentDrafts if parts.ranks is not None and parts.ranks.rank else DraftRows
-            self._drafts = kind(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
+            kind = ReceivedDrafts if parts.ranks is not None and parts.ranks.rank else Proposer
+            self._proposer = kind(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
             self._verifier = Verifier(
                 self._table,
                 sampler,
@@ -155,7 +155,7 @@ class ModelRunner:
                 logits=self._logits,
                 keep=self._keep,
                 errors=self._custom.errors,
-                read=self._drafts.read,
+                read=self._proposer.read,
             )
 
     @torch.inference_mode()
@@ -172,8 +172,8 @@ class ModelRunner:
         graphs.capture(report)
         self._graphs = graphs
         self._constrained.max_tokens = graphs.max_rows
-        if self._drafts is not None:
-            self._drafts.capture_graphs(self._vocab_size, max_rows, report)
+        if self._proposer is not None:
+            self._proposer.capture_graphs(self._vocab_size, max_rows, report)
         self.facts["cuda_graph_sizes"] = " ".join(map(str, graphs.sizes))
 
     @torch.inference_mode()
@@ -184,10 +184,10 @@ class ModelRunner:
         with part("prepare"):
             self._change_requests(plan)
             plan_rows, drafts = plan.rows, NO_DRAFTS
-            if self._drafts is None or self._drafts.is_plain(plan_rows):
+            if self._proposer is None or self._proposer.is_plain(plan_rows):
                 rows = self._read(plan_rows)
             else:
-                plan_rows, rows, drafts = self._propose(self._drafts, plan_rows)
+                plan_rows, rows, drafts = self._propose(self._proposer, plan_rows)
         self._needs_logits = plan.needs_logits
         if self._send_plan is not None:
             self._needs_logits = not self._may_sample_together(rows)
@@ -226,8 +226,8 @@ class ModelRunner:
             pooled,
             drafts=drafts,
         )
-        if self._drafts is not None:
-            self._drafts.launched(ticket, plan_rows)
+        if self._proposer is not None:
+            self._proposer.launched(ticket, plan_rows)
         if self._table.num_with_grammar:
             self._constrained.note(ticket, sampled, positions, drafts.followed)
         return ticket
@@ -248,8 +248,8 @@ class ModelRunner:
         try:
             values = ticket.values.wait()
         except Exception:
-            if self._drafts is not None:
-                self._drafts.forget(ticket)
+            if self._proposer is not None:
+                self._proposer.forget(ticket)
             raise
         extras, invalid = ([], set[int]()) if ticket.logprobs is None else ticket.logprobs.extras()
         if ticket.hidden_states is not None:
@@ -260,8 +260,8 @@ class ModelRunner:
             self._constrained.follow(ticket)
             self._constrained.begin_masks()
         drafts = ticket.drafts
-        if self._drafts is not None:
-            self._drafts.collected(ticket, values)
+        if self._proposer is not None:
+            self._proposer.collected(ticket, values)
         is_simple = not (ticket.failed or ticket.forced or ticket.repeated or invalid or drafts.planned)
         is_simple = is_simple and len(ticket.with_outputs) == len(ticket.sampled)
         if is_simple and FAILED not in values:
@@ -291,15 +291,15 @@ class ModelRunner:
     def release_pools(self) -> None:
         """Free the memory of keys, values and states, until ``resume_pools``."""
         self._kv_pool.release()
-        if self._drafts is not None:
-            self._drafts.release()
+        if self._proposer is not None:
+            self._proposer.release()
         if self._inputs.states is not None and not self._inputs.states.tensors[0].is_cuda:
             self._inputs.states.release()
 
     def resume_pools(self) -> None:
         self._kv_pool.resume()
-        if self._drafts is not None:
-            self._drafts.resume()
+        if self._proposer is not None:
+            self._proposer.resume()
         if self._inputs.states is not None and not self._inputs.states.tensors[0].is_cuda:
             self._inputs.states.resume()
 
@@ -339,15 +339,15 @@ class ModelRunner:
             self._failed.clean_after_step(dict(zip(uids, indices, strict=True)), values.source, plan.closed)
         for uid in plan.closed:
             self._failed.close(uid)
-            if self._drafts is not None:
-                self._drafts.close(uid)
+            if self._proposer is not None:
+                self._proposer.close(uid)
         for opened in plan.new_rows:
             self._failed.close(opened.uid)
             try:
                 self._inputs.open(opened)
                 request = self._table.requests[opened.uid]
-                if self._drafts is not None:
-                    self._drafts.open(opened, request)
+                if self._proposer is not None:
+                    self._proposer.open(opened, request)
                 if opened.sampling.grammar is not None:
                     self._constrained.open(opened, request)
             except (ValueError, TypeError, OverflowError) as error:
@@ -371,7 +371,7 @@ class ModelRunner:
             self._failed.add(uid, error)
         return self._inputs.columns_of([row for row in rows if row.uid not in failed])
 
-    def _propose(self, proposer: DraftRows, planned: list[Row]) -> tuple[list[Row], StepRows, StepDrafts]:
+    def _propose(self, proposer: Proposer, planned: list[Row]) -> tuple[list[Row], StepRows, StepDrafts]:
         """Return the planned rows with their proposed drafts, the columns of the computable rows, and the drafts."""
         if any(row.num_drafts for row in planned):
             self._constrained.sample_deferred()

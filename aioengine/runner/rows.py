@@ -75,7 +75,8 @@ class RowTable:
         first_draft: the first index of drafts in ``last_tokens``.
         rejected: [max_rows + 1] int32 on the device, by row index: how many drafts the last step with drafts has
             rejected. The last entry is 0.
-        is_bound: [max_rows] bool: the host has not read this number yet, so the next step subtracts it.
+        is_bound: [max_rows] bool: the next position of the row is an upper bound. The host has not read ``rejected``
+            yet, so the next step subtracts it.
         is_unread: [max_rows] bool: only the device has the last token of the row.
         has_bounds: steps may begin before the host knows how many drafts are rejected. Their positions are then upper
             bounds, and CUDA graphs subtract ``rejected``.

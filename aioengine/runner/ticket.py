@@ -22,11 +22,11 @@ class OpenDrafts:
     """The drafts of an open request.
 
     Attributes:
-        tokens: its known tokens, for the draft model; None: the draft model proposes none for it.
+        drafted: its known tokens, for the draft model; None: the draft model proposes none for it.
         num_rejected: drafts rejected in flight, which the scheduler does not know yet.
     """
 
-    tokens: DraftedRequest | None
+    drafted: DraftedRequest | None
     num_rejected: int = 0
 
 

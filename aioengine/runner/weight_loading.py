@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -26,7 +27,7 @@ from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.tensor_file import TensorFile
 from aioengine.models._base import Model
 from aioengine.protocol.messages import Argument, Control, Reply
-from aioengine.protocol.weight_messages import NOT_OPEN, CudaTensor, WeightCall
+from aioengine.protocol.weight_messages import NOT_OPEN, CudaTensor, WeightCall, loaded_by
 from aioengine.runner import weights
 from aioengine.runner.model_runner import ModelRunner
 from aioengine.runner.weight_reading import DTYPES, check_all, check_finite
@@ -91,6 +92,14 @@ class WeightsBrokenError(BaseException):
     """
 
 
+class _RefusedError(Exception):
+    """A control call changes nothing, for this reason. data: of its reply."""
+
+    def __init__(self, reason: str, data: str = "") -> None:
+        super().__init__(reason)
+        self.data = data
+
+
 @dataclass(frozen=True, slots=True)
 class _StoredPart:
     """Tensors of files. entries: checked against the model."""
@@ -153,7 +162,7 @@ class WeightLoader:
         capture_graphs: captures the CUDA graphs of the runner again, after they were dropped.
         ranks: None: there is one rank.
         """
-        self.controls: dict[str, Callable[[Control], Reply]] = {
+        calls: dict[str, Callable[[Mapping[str, Argument]], str | None]] = {
             WeightCall.CHECK: self._check,
             WeightCall.LOAD: self._load,
             WeightCall.BEGIN: self._begin,
@@ -166,6 +175,7 @@ class WeightLoader:
             WeightCall.RELEASE_MEMORY: self._release,
             WeightCall.RESUME_MEMORY: self._resume,
         }
+        self.controls = {name: partial(_reply_to, call) for name, call in calls.items()}
         self._model = model
         self._settings = settings
         self._facts = facts
@@ -183,44 +193,40 @@ class WeightLoader:
         self._received_file: TensorFile | None = None
         self._opened: tuple[str, _PresentPart] | None = None
         """The checked tensors of another process, and their handles, which may be opened only once."""
-        for path in settings.model.weights.tensor_files:
-            self._replace(self._part_of({"path": path, "is_part": True}))
+        self._replace_by_files(settings.model.weights.tensor_files)
         self._note(settings.model.weights)
 
     def _note(self, loaded: LoadedWeights) -> None:
         self._loaded = loaded
         self._facts |= {"weight_version": loaded.version, "num_weight_loads": loaded.number, "lacks_weights": False}
 
-    # ------------------------------------------------------------ control calls
+    # ------------------------------------------------------------ control calls: they return the data of the reply
 
-    def _check(self, control: Control) -> Reply:
-        """Check new weights. The data of the reply are the digests of the files of a checkpoint."""
-        arguments = control.arguments
-        if refusal := self._refusal(control):
-            return refusal
+    def _check(self, arguments: Mapping[str, Argument]) -> str | None:
+        """Check new weights. Return the digests of the files of a checkpoint."""
+        self._require_update(arguments)
         try:
             if arguments.get("ends"):
                 self._check_complete()
-                return Reply(control.call_id, True)
+                return None
             part = self._part_of(arguments)
             self._check_model(None if arguments.get("is_part") else Path(str(arguments["path"])))
             files = file_states(entry.path for entry in part.entries) if isinstance(part, _StoredPart) else {}
             part.check(self._targets())
             check_unchanged(files, "while it was checked")
         except ValueError as error:
-            return Reply(control.call_id, False, str(error))
-        return Reply(control.call_id, True, data=json.dumps(files))
+            raise _RefusedError(str(error)) from error
+        return json.dumps(files)
 
-    def _load(self, control: Control) -> Reply:
-        if refusal := self._refusal(control):
-            return refusal
-        loaded = _loaded_by(control)
+    def _load(self, arguments: Mapping[str, Argument]) -> None:
+        self._require_update(arguments)
+        loaded = loaded_by(arguments)
         if loaded is not None and loaded.number == self._loaded.number:
-            return Reply(control.call_id, True)  # the process has started with them, or the call arrived twice
+            return  # the process has started with them, or the call arrived twice
         try:
-            if loaded is not None and control.arguments.get("path") == loaded.path:
+            if loaded is not None and arguments.get("path") == loaded.path:
                 check_unchanged(loaded.files, "after it was checked")
-            part = self._part_of(control.arguments)
+            part = self._part_of(arguments)
             self._replace(part)
         except Exception as error:
             raise WeightsBrokenError(f"new weights could not be loaded: {error}") from error
@@ -231,86 +237,73 @@ class WeightLoader:
         else:
             self._update = 0  # a checkpoint ends an open update
             self._note(loaded)
-        return Reply(control.call_id, True)
 
-    def _begin(self, control: Control) -> Reply:
-        self._update, self._arrived = _update_of(control), set()
+    def _begin(self, arguments: Mapping[str, Argument]) -> None:
+        self._update, self._arrived = _update_of(arguments), set()
         self._facts["lacks_weights"] = True
-        return Reply(control.call_id, True)
 
-    def _end(self, control: Control) -> Reply:
-        loaded = _loaded_by(control)
+    def _end(self, arguments: Mapping[str, Argument]) -> None:
+        loaded = loaded_by(arguments)
         assert loaded is not None, "the end of an update names its weights"
-        if loaded.number == self._loaded.number:
-            return Reply(control.call_id, True)
-        if refusal := self._refusal(control):
-            return refusal
-        self._update = 0
-        self._note(loaded)
-        return Reply(control.call_id, True)
+        if loaded.number != self._loaded.number:
+            self._require_update(arguments)
+            self._update = 0
+            self._note(loaded)
 
-    def _cancel(self, control: Control) -> Reply:
+    def _cancel(self, _: Mapping[str, Argument]) -> None:
         """Let the next process start with the weights before the open update, because another replica has lost it."""
         if self._update:
             raise WeightsBrokenError("another replica was lost in the middle of an update of the weights")
-        return Reply(control.call_id, True)
 
     @torch.no_grad()
-    def _get(self, control: Control) -> Reply:
-        """The data of the reply: the first rows of a tensor as JSON, or null if there is no such tensor."""
+    def _get(self, arguments: Mapping[str, Argument]) -> str:
+        """Return the first rows of a tensor as JSON, or null if there is no such tensor."""
         if "weights" in self._released:
-            return Reply(control.call_id, False, RELEASED)
-        name, num_rows = str(control.arguments["name"]), int(str(control.arguments["num_rows"]))
+            raise _RefusedError(RELEASED)
+        name, num_rows = str(arguments["name"]), int(str(arguments["num_rows"]))
         target = self._targets().get(name)
         if target is None:
-            return Reply(control.call_id, True, data="null")
+            return "null"
         if target.writer is not None or target.source is not None:
             where = "quantized" if target.source is None else "divided among ranks"
-            return Reply(control.call_id, False, f"{name} is {where}, and cannot be returned")
+            raise _RefusedError(f"{name} is {where}, and cannot be returned")
         self._model.open_for_loading("", {name.rpartition(".")[0]})
         rows = self._model.weights()[name].tensor[:num_rows].float().tolist()
         self._model.finish_loading()
-        return Reply(control.call_id, True, data=json.dumps(rows))
+        return json.dumps(rows)
 
-    def _join(self, control: Control) -> Reply:
-        arguments = control.arguments
+    def _join(self, arguments: Mapping[str, Argument]) -> None:
         name, runner = str(arguments["group"]), self._settings.runner
         offset, size, port = (int(str(arguments[key])) for key in ("rank_offset", "world_size", "port"))
         num_ranks, rank = (1, 0) if runner.ranks is None else (runner.ranks.size, runner.ranks.rank)
         rank += offset + runner.replica * num_ranks
         if name in self._groups:
-            return Reply(control.call_id, False, f"the engine is in a group {name!r} already; destroy it first")
+            raise _RefusedError(f"the engine is in a group {name!r} already; destroy it first")
         if arguments["backend"] == "nccl" and not torch.cuda.is_available():
-            return Reply(control.call_id, False, "backend='nccl' needs a GPU; backend='gloo' works")
+            raise _RefusedError("backend='nccl' needs a GPU; backend='gloo' works")
         try:
             backend, address = str(arguments["backend"]), str(arguments["address"])
             self._groups[name] = TrainerGroup(name, backend, address, port, rank=rank, size=size)
         except RuntimeError as error:
-            return Reply(control.call_id, False, f"rank {rank} could not join the group at {address}:{port}: {error}")
-        return Reply(control.call_id, True)
+            raise _RefusedError(f"rank {rank} could not join the group at {address}:{port}: {error}") from error
 
-    def _leave(self, control: Control) -> Reply:
-        is_known = self._groups.pop(name := str(control.arguments["group"]), None) is not None
-        return Reply(control.call_id, is_known, "" if is_known else _no_group(name))
+    def _leave(self, arguments: Mapping[str, Argument]) -> None:
+        del self._groups[self._group_of(arguments)]
 
-    def _receive(self, control: Control) -> Reply:
+    def _receive(self, arguments: Mapping[str, Argument]) -> str | None:
         """Receive tensors before they are checked, because the program waits until all have received them."""
-        name = str(control.arguments["group"])
-        if refusal := self._refusal(control):
-            return refusal
-        if (group := self._groups.get(name)) is None:
-            return Reply(control.call_id, False, _no_group(name))
-        listed = msgspec.json.decode(str(control.arguments["tensors"]), type=list[tuple[str, str, tuple[int, ...]]])
+        self._require_update(arguments)
+        group = self._groups[self._group_of(arguments)]
+        listed = msgspec.json.decode(str(arguments["tensors"]), type=list[tuple[str, str, tuple[int, ...]]])
         try:
             tensors = group.receive((tensor, DTYPES[dtype], shape) for tensor, dtype, shape in listed)
             self._check_model(None)
             part = self._present(tensors)
             part.check(self._targets())
         except (ValueError, RuntimeError) as error:
-            return Reply(control.call_id, False, str(error))
-        self._keep_received(part, in_file=bool(control.arguments.get("keeps")))
-        file = self._received_file
-        return Reply(control.call_id, True, data="" if file is None else json.dumps(file.path))
+            raise _RefusedError(str(error)) from error
+        self._keep_received(part, in_file=bool(arguments.get("keeps")))
+        return None if self._received_file is None else json.dumps(self._received_file.path)
 
     def _keep_received(self, part: _PresentPart | None, *, in_file: bool = False) -> None:
         """Keep received tensors until they are loaded. in_file: also in a file, which another process opens."""
@@ -320,17 +313,16 @@ class WeightLoader:
         is_first = self._ranks is None or self._ranks.rank == 0
         self._received_file = tensor_file.write(part.tensors) if part is not None and in_file and is_first else None
 
-    def _release(self, control: Control) -> Reply:
-        tags = set(cast("list[str]", control.arguments["tags"])) - self._released
-        reason = ""
+    def _release(self, arguments: Mapping[str, Argument]) -> None:
+        tags = set(cast("list[str]", arguments["tags"])) - self._released
         if not self._settings.memory.can_release:
-            reason = "this engine cannot release memory; give its constructor enable_memory_saver=True"
-        elif "weights" in tags and not self._loaded.are_kept:
-            reason = "weights that came by tensor would be lost; enable_weights_cpu_backup=True keeps a copy"
-        elif "weights" in tags and self._settings.model.implementation == TRANSFORMERS:
-            reason = "the weights of a model in transformers' code cannot be released"
-        if reason:
-            return Reply(control.call_id, False, reason)
+            raise _RefusedError("this engine cannot release memory; give its constructor enable_memory_saver=True")
+        if "weights" in tags and not self._loaded.are_kept:
+            raise _RefusedError(
+                "weights that came by tensor would be lost; enable_weights_cpu_backup=True keeps a copy"
+            )
+        if "weights" in tags and self._settings.model.implementation == TRANSFORMERS:
+            raise _RefusedError("the weights of a model in transformers' code cannot be released")
         if "kv_cache" in tags:
             self._runner.release_pools()
         if "weights" in tags:
@@ -342,16 +334,16 @@ class WeightLoader:
             _free_unused_memory()
         self._released |= tags
         self._facts["lacks_memory"] = True
-        return Reply(control.call_id, True)
 
     @torch.no_grad()
-    def _resume(self, control: Control) -> Reply:
-        tags = set(cast("list[str]", control.arguments["tags"])) & self._released
+    def _resume(self, arguments: Mapping[str, Argument]) -> None:
+        tags = set(cast("list[str]", arguments["tags"])) & self._released
         if "kv_cache" in tags:
             self._runner.resume_pools()
         try:
             if "weights" in tags:
-                self._load_all()
+                weights.load_newest(self._model, self._settings, self._loaded, lambda done, total: None)
+                self._replace_by_files(self._loaded.tensor_files)
             if self._lacks_graphs and not self._released - tags:
                 self._runner.resume_workspace()
                 self._capture_graphs()
@@ -360,22 +352,22 @@ class WeightLoader:
             raise WeightsBrokenError(f"released memory could not be allocated again: {error}") from error
         self._released -= tags
         self._facts["lacks_memory"] = bool(self._released)
-        return Reply(control.call_id, True)
 
-    def _load_all(self) -> None:
-        """Load all weights again."""
-        weights.load_newest(self._model, self._settings, self._loaded, lambda done, total: None)
-        for file in self._loaded.tensor_files:
-            self._replace(self._part_of({"path": file, "is_part": True}))
-
-    def _refusal(self, control: Control) -> Reply | None:
-        """Return a refusal if this process has no weights, or not the open update of the call."""
+    def _require_update(self, arguments: Mapping[str, Argument]) -> None:
+        """Refuse a call if this process has no weights, or not the open update of the call."""
         if "weights" in self._released:
-            return Reply(control.call_id, False, RELEASED)
-        if _update_of(control) == self._update:
-            return None
-        text = "no weight update is open, because the process was replaced after begin_weight_update; begin again"
-        return Reply(control.call_id, False, text, data=NOT_OPEN)
+            raise _RefusedError(RELEASED)
+        if _update_of(arguments) != self._update:
+            text = "no weight update is open, because the process was replaced after begin_weight_update; begin again"
+            raise _RefusedError(text, data=NOT_OPEN)
+
+    def _group_of(self, arguments: Mapping[str, Argument]) -> str:
+        """Return the name of the group of a call. Refuse the call if the engine is not in it."""
+        name = str(arguments["group"])
+        if name not in self._groups:
+            hint = "call init_weights_update_group (again, if its process was replaced)"
+            raise _RefusedError(f"the engine is in no group {name!r}; {hint}")
+        return name
 
     # ------------------------------------------------------------ tensors
 
@@ -388,6 +380,11 @@ class WeightLoader:
         self._runner.forget_features()
         if self._ranks is not None:
             self._ranks.all_reduce_min(0)  # all have read the files, which may be removed after the reply
+
+    def _replace_by_files(self, paths: Iterable[str]) -> None:
+        """Replace weights by the tensors of these files, one after the other."""
+        for path in paths:
+            self._replace(self._part_of({"path": path, "is_part": True}))
 
     def _part_of(self, arguments: Mapping[str, Argument]) -> _StoredPart | _PresentPart:
         """Return the tensors that a control call names. Raises ValueError if they do not match the model."""
@@ -446,14 +443,11 @@ class WeightLoader:
             )
 
 
-def _loaded_by(control: Control) -> LoadedWeights | None:
-    """Return the weights after a control call; None: they are incomplete."""
-    text = control.arguments.get("weights")
-    return msgspec.json.decode(str(text), type=LoadedWeights) if text else None
-
-
-def _no_group(name: str) -> str:
-    return f"the engine is in no group {name!r}; call init_weights_update_group (again, if its process was replaced)"
+def _reply_to(call: Callable[[Mapping[str, Argument]], str | None], control: Control) -> Reply:
+    try:
+        return Reply(control.call_id, True, data=call(control.arguments) or "")
+    except _RefusedError as refusal:
+        return Reply(control.call_id, False, str(refusal), data=refusal.data)
 
 
 def _free_unused_memory() -> None:
@@ -464,8 +458,8 @@ def _free_unused_memory() -> None:
         trim(0)
 
 
-def _update_of(control: Control) -> int:
-    return int(str(control.arguments.get("update") or 0))
+def _update_of(arguments: Mapping[str, Argument]) -> int:
+    return int(str(arguments.get("update") or 0))
 
 
 def _opened(tensor: CudaTensor) -> Tensor:

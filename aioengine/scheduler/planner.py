@@ -32,7 +32,7 @@ OUTPUTS = {RequestKind.GENERATE: TOKENS, RequestKind.POOL: VECTOR, RequestKind.S
 
 MAX_LATER = 64  # requests that may be passed over in a step because of a prefix: each costs a cache lookup
 
-MAX_PAUSE_S = 0.15
+MAX_PAUSE_S = 0.1
 """The longest time between two tokens of a request in a rush, estimated from the time of full steps."""
 RUSH_SHARE = 16  # in a rush, decode rows use at least this part of the token budget: 1 / 16
 
@@ -121,7 +121,7 @@ class Planner:
             self._is_full
             and bool(self._requests.waiting)
             and RUSH_SHARE * settings.decode_cost * len(self._requests.running) >= settings.chunk_tokens
-            and 0 < (self._num_paused + 2) * full_step_s <= MAX_PAUSE_S
+            and 0 < (self._num_paused + 2) * full_step_s <= MAX_PAUSE_S  # this step, then one with decode rows
         )
 
     def _fill(self, flight: Flight, now: float, *, pauses_decodes: bool = False) -> None:

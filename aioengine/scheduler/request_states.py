@@ -117,7 +117,7 @@ class Requests:
             ``Scheduler.schedule``.
         closed: uids for ``StepPlan.closed``: the runner knows them, and they have ended or lost their pages.
         events: not reported yet. cache: the pages. adapters: the adapter slots. pace: estimates of step and queue time.
-        reweighted: requests whose next token is the first one with other weights than their last one.
+        with_new_weights: uids of requests that had no token since the weights changed. Their next token reports it.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Requests:
         self.gated: dict[int, Request] = {}
         self.is_blocked = False
         self.closed: list[int] = []
-        self.reweighted: set[int] = set()
+        self.with_new_weights: set[int] = set()
         self.pace = Pace(settings.chunk_tokens)
         self._tenants = Tenants(settings.tenant_weights)
         share = settings.max_running // max(1, num_adapter_slots)
@@ -190,7 +190,7 @@ class Requests:
             self.deadlines.add(request.uid, submit.limits.deadlines, self._requests)
         if submit.continuation is not None:
             self.events.reopen_text(request, submit.continuation)
-            self.reweighted.add(request.uid)  # the weights of its last token are unknown
+            self.with_new_weights.add(request.uid)  # the weights of its last token are unknown
 
     def abort(
         self,
@@ -278,7 +278,7 @@ class Requests:
         for request in self._requests.values():
             request.wait_for(None)  # the prefix that it waits for has other weights
             if request.is_text_open:
-                self.reweighted.add(request.uid)
+                self.with_new_weights.add(request.uid)
         self.is_blocked = False
         return num_running
 
@@ -329,7 +329,7 @@ class Requests:
         is_invalid: its KV is wrong and must not be reused by other requests.
         """
         del self._requests[request.uid]
-        self.reweighted.discard(request.uid)
+        self.with_new_weights.discard(request.uid)
         session = request.submit.session
         if session in self._sessions and end is not None and end.code in ANSWERED_CODES and not is_invalid:
             self.cache.pin(session, request.allocation)

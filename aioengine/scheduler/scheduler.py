@@ -108,7 +108,7 @@ class Scheduler:
             )
         cache = self.cache
         # a copy, because requests that end are removed from it
-        reweighted = self.requests.reweighted.copy() if self.requests.reweighted else None
+        with_new_weights = self.requests.with_new_weights.copy() if self.requests.with_new_weights else None
         row_tokens, others = result.tokens.token_ids, dict[int, list[int]]()
         has_one_each = result.tokens.counts is None and len(row_tokens) == len(plan.rows)
         if not has_one_each or flight.num_drafts or flight.rejected or result.failed:
@@ -146,8 +146,8 @@ class Scheduler:
                 if row.uid in result.complete and request.allocation is allocation:
                     self.requests.end(request, End(row.uid, FinishCode.STOP))
         tokens = result.tokens.limited(limits) if limits else result.tokens
-        if reweighted:
-            self._note_weights(flight, tokens, reweighted)
+        if with_new_weights:
+            self._note_weights(flight, tokens, with_new_weights)
         self._events.totals.num_steps += 1
         self._events.totals.output_tokens += len(tokens.token_ids)
         return self._events.take(tokens)
@@ -208,15 +208,15 @@ class Scheduler:
             request.count_forced()
         return None
 
-    def _note_weights(self, flight: Flight, tokens: TokenColumns, reweighted: set[int]) -> None:
+    def _note_weights(self, flight: Flight, tokens: TokenColumns, with_new_weights: set[int]) -> None:
         """Report the version of the weights with the first token of each request since they were replaced."""
         num_output = {request.uid: request.num_output for request in flight.requests}
         version = self._events.weight_version.encode()
         for uid, new in zip(tokens.uids, tokens.rows(), strict=True):
-            if uid in reweighted and (isinstance(new, int) or new):
+            if uid in with_new_weights and (isinstance(new, int) or new):
                 first = num_output[uid] - (1 if isinstance(new, int) else len(new))
                 tokens.extras.append(Extra(uid, first, WEIGHT_VERSION, version))
-                self.requests.reweighted.discard(uid)
+                self.requests.with_new_weights.discard(uid)
 
     def _note_drafts(self, row: Row, request: Request, result: StepResult) -> None:
         """Count the drafts of a row, and report them with the first token of the row."""

@@ -168,7 +168,7 @@ class Incarnation:
         self._launcher = make_launcher(settings, roles)
         self._heartbeats = Heartbeats(stall_timeout_s)
         self._startup_timeout_s = startup_timeout_s
-        self._step_tokens = settings.scheduler.chunk_tokens
+        self._most_unsent_tokens = settings.scheduler.chunk_tokens // 4
         self._on_messages = on_messages
         self._on_loss = on_loss
         self._on_progress: Callable[[Progress], None] | None = None
@@ -276,15 +276,15 @@ class Incarnation:
     def send(self, messages: Iterable[ToScheduler]) -> None:
         """Send messages to the scheduler in order, in the next iteration of the event loop.
 
-        If the unsent prompts fill a step, they are sent immediately. A program that submits a thousand requests takes
-        long to submit all, and the scheduler computes the first requests in the meantime. If ``messages`` is empty, an
-        empty frame is sent.
+        If the unsent prompts fill a quarter of a step, they are sent immediately. A program that submits a thousand
+        requests takes long to submit all, and the scheduler computes the first requests in the meantime. If
+        ``messages`` is empty, an empty frame is sent.
         """
         for message in messages:
             self._unsent.append(message)
             if isinstance(message, Submit):
                 self._num_unsent_tokens += len(message.prompt_token_ids)
-        if self._num_unsent_tokens >= self._step_tokens:
+        if self._num_unsent_tokens >= self._most_unsent_tokens:
             self._flush()
         elif self._flushing is None:
             self._flushing = asyncio.get_running_loop().call_soon(self._flush)

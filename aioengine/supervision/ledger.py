@@ -21,7 +21,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Final, cast
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -40,7 +39,7 @@ from aioengine.protocol.messages import (
     Suspend,
     TextChunks,
 )
-from aioengine.protocol.weight_messages import WeightCall
+from aioengine.protocol.weight_messages import WeightCall, loaded_by
 from aioengine.settings.config import LoadedWeights
 
 if TYPE_CHECKING:
@@ -183,7 +182,7 @@ class ControlCalls:
         self._sent: dict[int, Control] = {}
 
     def add(self, control: Control) -> None:
-        if loaded := _loaded_by(control):
+        if loaded := loaded_by(control.arguments):
             if self.weights.are_lost and control.arguments.get("is_part"):
                 self.lost.append(Reply(control.call_id, False, LOST_WEIGHTS))
                 return
@@ -223,7 +222,7 @@ class ControlCalls:
         "continue" succeeds, because the next scheduler is not paused, and so do new weights with which it starts.
         """
         for control in self._sent.values():
-            loaded = _loaded_by(control)
+            loaded = loaded_by(control.arguments)
             if control.name == "continue" or (loaded is not None and loaded.are_kept):
                 self.is_paused &= control.name != "continue"
                 self.lost.append(Reply(control.call_id, True))
@@ -236,12 +235,6 @@ class ControlCalls:
         """Mark all control calls as unsent. They are sent again, because replies of the scheduler may be lost."""
         self._waiting = self._sent | self._waiting
         self._sent = {}
-
-
-def _loaded_by(control: Control) -> LoadedWeights | None:
-    """Return the weights after this control call; None: it leaves them unchanged, or incomplete."""
-    text = control.arguments.get("weights")
-    return msgspec.json.decode(str(text), type=LoadedWeights) if text else None
 
 
 class Ledger:

@@ -30,9 +30,9 @@ from aioengine.media.intake.image_intake import folder_base
 from aioengine.media.intake.sources import ImageSource, read_source
 from aioengine.media.service.processors import load_processor
 from aioengine.media.service.resizing import taps
-from aioengine.media.service.worker import MediaWorker
 from aioengine.media.tokens._base import find_image_model
 from aioengine.models._base import ModelOptions, VisionModel
+from aioengine.processes.media_process import MediaWorker
 from aioengine.protocol.media import MediaOrders, PrepareJob
 from aioengine.runner import weights
 from aioengine.runner.weight_reading import read_arrays

@@ -169,8 +169,8 @@ class SimulatedGraphs(decode_graphs.DecodeGraphs):
 
 def capture(runner: ModelRunner, max_rows: int) -> None:
     """Capture the graphs of a runner, after ``simulate_graphs``."""
-    drafts = runner._drafts
-    model = None if drafts is None else drafts._model
+    proposer = runner._proposer
+    model = None if proposer is None else proposer._model
     for attention in (runner._attention, None if model is None else model._parts.attention):
         if attention is not None:
             attention.__class__ = CapturableTorch  # type: ignore[assignment]

@@ -31,8 +31,8 @@ from aioengine.frontend.engine_parts import Blueprint
 from aioengine.frontend.intake import image_prompts
 from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt, folder_base
 from aioengine.media.intake.sources import ImageSource
-from aioengine.media.service.worker import PixelLimit
 from aioengine.media.tokens._base import find_image_model
+from aioengine.processes.media_process import PixelLimit
 from aioengine.protocol.media import JobWaiting, encode_line
 from aioengine.protocol.messages import Submit
 from aioengine.settings.config import MediaConfig

@@ -160,7 +160,7 @@ async def test_messages_of_one_loop_iteration_are_sent_in_one_frame(monkeypatch:
             await frontend.finished(uid)
 
 
-async def test_prompts_that_fill_a_step_are_sent_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompts_that_fill_a_quarter_of_a_step_are_sent_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = fake_settings()
     step_tokens = settings.scheduler.chunk_tokens
     async with Frontend(settings, launcher="inline") as frontend:
@@ -169,7 +169,7 @@ async def test_prompts_that_fill_a_step_are_sent_immediately(monkeypatch: pytest
         plain = type(sender).send
         monkeypatch.setattr(type(sender), "send", lambda own, sent: (frames.append(len(sent)), plain(own, sent))[1])
         for uid in range(5):
-            frontend.submit(uid, num_tokens=3, num_prompt=step_tokens // 2)
+            frontend.submit(uid, num_tokens=3, num_prompt=step_tokens // 8)
         assert frames == [2, 2]
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -18,10 +18,10 @@ from aioengine.errors import EngineError, RequestError, RequestTooLargeError, de
 from aioengine.frontend.intake.prompts import (
     ChatIds,
     ChatPrompt,
+    CheckedPrompt,
     EncodeRules,
     IdsPrompt,
     PooledPrompt,
-    Prompt,
     PromptError,
     TextPrompt,
 )
@@ -101,7 +101,7 @@ def longest_token(facts: Mapping[str, object]) -> int | None:
 class EncodeJob(NamedTuple):
     """Prompts to encode. ``done`` is called on the loop with their ids, in order, and the seconds of their batch."""
 
-    prompts: Sequence[Prompt | PromptError]
+    prompts: Sequence[CheckedPrompt | PromptError]
     done: Callable[[list[Encoded], float], None]
 
 
@@ -271,7 +271,7 @@ class Encoder:
         """Encode the prompts of all jobs, texts with the same rules in one batch. Return their ids, and the seconds."""
         began_at = time.monotonic()
         encoded: list[Encoded] = []  # of all jobs
-        texts: dict[EncodeRules, list[tuple[int, Prompt, str]]] = {}
+        texts: dict[EncodeRules, list[tuple[int, CheckedPrompt, str]]] = {}
         pooled: dict[int, PooledPrompt] = {}
         for job in jobs:
             for prompt in job.prompts:

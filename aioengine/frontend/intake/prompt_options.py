@@ -57,14 +57,9 @@ class PerPrompt(Struct, Generic[Value]):
 class PromptCounts(Protocol):
     """The numbers of prompts and samples of a call (``CallRequest``)."""
 
-    @property
-    def is_batch(self) -> bool: ...
-
-    @property
-    def num_prompts(self) -> int: ...
-
-    @property
-    def num_samples(self) -> int: ...
+    is_batch: bool
+    num_prompts: int
+    num_samples: int
 
 
 def list_for(name: str, value: object, counts: PromptCounts, *, one: str = "") -> list[object]:

@@ -147,8 +147,7 @@ class PooledPrompt(Struct, frozen=True, gc=False):
         return self.first.num_bytes + (0 if self.second is None else self.second.num_bytes)
 
 
-Prompt = TextPrompt | ChatPrompt | IdsPrompt | PooledPrompt
-"""The prompt of a row."""
+CheckedPrompt = TextPrompt | ChatPrompt | IdsPrompt | PooledPrompt
 
 
 def encode_rules(options: Mapping[str, object]) -> EncodeRules:

@@ -31,8 +31,8 @@ from aioengine.frontend.intake.prompts import (
     CHAT_ARGUMENTS,
     DEFAULT_RULES,
     MESSAGES,
+    CheckedPrompt,
     EncodeRules,
-    Prompt,
     PromptError,
     chat_prompt,
     encode_rules,
@@ -58,8 +58,8 @@ _TIMEOUTS: Final = (("total", "timeout"), ("queue", "queue_timeout"), ("first_to
 """Name of each deadline in finish reasons, and its option."""
 
 
-PromptCheck = Callable[[str, object], Prompt]
-"""Takes the name and the value of a prompt. Returns the prompt."""
+PromptCheck = Callable[[str, object], CheckedPrompt]
+"""Takes the name and the value of a prompt."""
 
 MAX_BYTES_IN_PIECE: Final = 512 * 1024
 """Bytes of the prompts that are checked at once, except the last one."""
@@ -115,7 +115,7 @@ class CallRequest(Struct):
     num_bytes: int = 0
     gives_batch: bool = False
     is_stream: bool = False
-    prompts: list[Prompt | PromptError] = []
+    prompts: list[CheckedPrompt | PromptError] = []
     params: list[SamplingParams] = []
     given_params: list[object] | None = None
     parsed: dict[int, SamplingParams | Exception] = {}
@@ -198,7 +198,7 @@ class CallRequest(Struct):
                 name = f"{self.name}[{index}]" if self.is_batch else self.name
                 checked = self.check_prompt(name, self.values[index])
                 num_bytes += checked.num_bytes
-                prompt: Prompt | PromptError = checked
+                prompt: CheckedPrompt | PromptError = checked
             except (TypeError, ValueError) as error:
                 if not self.prompts_fail_alone:
                     raise named(error, index, self.num_prompts) from None
@@ -354,7 +354,7 @@ def complete(
         _set_options(request, options)
     request.check_more()
     if not request.is_batch:
-        request.num_bytes = cast("Prompt", request.prompts[0]).num_bytes
+        request.num_bytes = cast("CheckedPrompt", request.prompts[0]).num_bytes
         request.num_bytes += 0 if request.images is None else request.images.num_bytes
     return request
 

@@ -30,10 +30,10 @@ from aioengine.frontend.intake.prompt_options import check_lengths
 from aioengine.frontend.intake.prompts import (
     ChatIds,
     ChatPrompt,
+    CheckedPrompt,
     EmbedsIds,
     IdsPrompt,
     MediaIds,
-    Prompt,
     PromptError,
     TextPrompt,
 )
@@ -53,9 +53,7 @@ MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 """Bytes of messages that are sent in one iteration of the loop. The message of each row contains the whole prompt, even
 for samples of one prompt."""
 
-GENERATE, POOL, SCORE = RequestKind
-
-MIN_SHARED_BYTES: Final = 1024
+MIN_PREFIX_BYTES: Final = 1024
 """If the first message of a scored call is larger, its other rows start in the next iteration of the loop. If their
 prompts begin like the first one, they may find that beginning in the prefix cache."""
 
@@ -193,7 +191,7 @@ class Submitter:
         # The first row is always tried: it starts, or is refused.
         return min(limit, max(num_rows, 0 if call.num_held else 1))
 
-    def _ids_if_known(self, prompt: Prompt | PromptError) -> list[int] | PromptError | None:
+    def _ids_if_known(self, prompt: CheckedPrompt | PromptError) -> list[int] | PromptError | None:
         """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized.
 
         A text that is certainly too long gets its error here and is not tokenized.
@@ -240,7 +238,9 @@ class Submitter:
                     if len(submits) > num_submits and call.num_started < end:
                         num_bytes += _size(submits[-1])
                         others_wait_for_prefix = (
-                            call.num_started == 1 and num_bytes > MIN_SHARED_BYTES and submits[0].kind is SCORE
+                            call.num_started == 1
+                            and num_bytes > MIN_PREFIX_BYTES
+                            and submits[0].kind is RequestKind.SCORE
                         )
                         call.is_start_pending = num_bytes >= MAX_BYTES_AT_ONCE or others_wait_for_prefix
                 # A call with grammars is accepted when they are compiled. If rows may be refused because they
@@ -383,7 +383,7 @@ class Submitter:
             priority=request.priority,
             arrived_at=call.called_at,
             tenant=request.tenant,
-            kind=POOL if request.pooled else GENERATE if max_new_tokens else SCORE,
+            kind=RequestKind.POOL if request.pooled else RequestKind.GENERATE if max_new_tokens else RequestKind.SCORE,
             second_text=ids.second_text if isinstance(ids, PairIds) else 0,
             cache_salt=salt,
             session=session,

@@ -5,6 +5,7 @@ S sampled rows, T tokens of a step, K drafts of a step, D model size, V vocabula
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -136,37 +137,26 @@ class SampledDrafts(Readback):
         return self._last_tokens
 
 
+@dataclass(eq=False)
 class Verifier:
-    """Verifies the drafts of steps."""
+    """Verifies the drafts of steps.
 
-    def __init__(
-        self,
-        table: RowTable,
-        sampler: Sampler | DeviceSampler,
-        kv_pool: KVPool,
-        ranks: RankGroup | None = None,
-        *,
-        logits: Callable[[Tensor], Tensor],
-        keep: Callable[[Tensor, Tensor, Tensor, SampledRows, Ints], None],
-        errors: dict[int, str],
-        read: Callable[[StepDrafts, list[int]], None],
-    ) -> None:
-        """
-        Args:
-            sampler: of rank 0. ranks: None: there is one rank.
-            logits: computes logits [N, V] from hidden states [N, D].
-            keep: see ``ModelRunner._keep``.
-            errors: uid -> error of a custom processor.
-            read: see ``DraftRows.read``.
-        """
-        self._table = table
-        self._sampler = sampler
-        self._kv_pool = kv_pool
-        self._ranks = ranks
-        self._logits = logits
-        self._keep = keep
-        self._errors = errors
-        self._read = read
+    Attributes:
+        sampler: of rank 0. ranks: None: there is one rank.
+        logits: computes logits [N, V] from hidden states [N, D].
+        keep: see ``ModelRunner._keep``.
+        errors: uid -> error of a custom processor.
+        read: see ``Proposer.read``.
+    """
+
+    table: RowTable
+    sampler: Sampler | DeviceSampler
+    kv_pool: KVPool
+    ranks: RankGroup | None
+    logits: Callable[[Tensor], Tensor]
+    keep: Callable[[Tensor, Tensor, Tensor, SampledRows, Ints], None]
+    errors: dict[int, str]
+    read: Callable[[StepDrafts, list[int]], None]
 
     def accept_later(
         self, graphs: DecodeGraphs, step: DecodeStep, rows: StepRows, sampled: SampledRows, drafts: StepDrafts
@@ -181,12 +171,12 @@ class Verifier:
         if token_ids is None:
             row_of_token = np.repeat(np.arange(len(firsts)), rows.counts)
             later = np.arange(len(row_of_token)) - firsts[row_of_token]
-            token_ids = self._sampler.sample(graphs.logits(step)[: len(later)], sampled.part(row_of_token, later))
+            token_ids = self.sampler.sample(graphs.logits(step)[: len(later)], sampled.part(row_of_token, later))
         requests, row_indices = sampled.requests, sampled.row_indices
         num_planned = np.array([drafts.planned.get(request.uid, 0) for request in requests], dtype=np.int64)
-        stored = self._table.draft_indices(-1, row_indices)
+        stored = self.table.draft_indices(-1, row_indices)
         spans = np.stack([row_indices, firsts, counts, num_planned, stored])
-        graphs.accept(step, token_ids, self._table.upload(spans))
+        graphs.accept(step, token_ids, self.table.upload(spans))
         drafts.is_counted = True
         if drafts.on_device is not None:
             token_ids = torch.cat([token_ids, drafts.on_device.token_ids])
@@ -202,7 +192,7 @@ class Verifier:
         only on the device.
         """
         if drafts.on_device is not None:
-            self._read(drafts, token_ids[-len(drafts.on_device.token_ids) :])
+            self.read(drafts, token_ids[-len(drafts.on_device.token_ids) :])
         proposed = [drafts.proposed.get(request.uid, []) for request in requests]
         last_tokens: list[int] = []
         for request, ids, first in zip(requests, proposed, firsts, strict=True):
@@ -210,8 +200,8 @@ class Verifier:
             count = num_accepted(ids, sampled)
             drafts.accepted[request.uid] = ids[:count]
             last_tokens.append(sampled[count])
-            if FAILED in sampled[1:] and self._table.requests.get(request.uid) is request:
-                self._kv_pool.clean(self._table.pages(request.uid))  # a draft is not finite, as in ``verify``
+            if FAILED in sampled[1:] and self.table.requests.get(request.uid) is request:
+                self.kv_pool.clean(self.table.pages(request.uid))  # a draft is not finite, as in ``verify``
         return last_tokens
 
     def verify(self, hidden: Tensor, before_drafts: Tensor, rows: SampledRows, drafts: StepDrafts) -> list[int]:
@@ -232,24 +222,24 @@ class Verifier:
                 first = len(rows.requests) + num_before[row]
                 firsts.append(len(sources))
                 sources += [*range(first, first + len(proposed[row])), row]
-            states = all_hidden[self._table.upload(np.array(sources, dtype=np.int64))]
-            logits = self._logits(states)
-            if self._ranks is not None and self._ranks.rank:  # only rank 0 samples
+            states = all_hidden[self.table.upload(np.array(sources, dtype=np.int64))]
+            logits = self.logits(states)
+            if self.ranks is not None and self.ranks.rank:  # only rank 0 samples
                 continue
             verification = Verification(proposed[group.start : group.stop], one_by_one[group.start : group.stop])
             while verification.active:
                 entries = verification.entries()
                 later = np.array([count for _, count in entries], dtype=np.int64)
                 entry_rows = rows.part(np.array([group[row] for row, _ in entries], dtype=np.int64), later)
-                chosen = self._table.upload(np.array([firsts[row] for row, _ in entries], dtype=np.int64) + later)
+                chosen = self.table.upload(np.array([firsts[row] for row, _ in entries], dtype=np.int64) + later)
                 scores = logits[chosen]
-                token_ids = self._sampler.sample(scores, entry_rows)
+                token_ids = self.sampler.sample(scores, entry_rows)
                 kept = verification.take(entries, token_ids.tolist())
                 for row in {row for row, _ in entries} - kept.keys():  # failed after an accepted draft
-                    self._errors.pop(rows.requests[group[row]].uid, None)
+                    self.errors.pop(rows.requests[group[row]].uid, None)
                     drafts.followed.add(group[row])
                 indices = np.array(list(kept.values()), dtype=np.int64)
-                self._keep(states[chosen], scores, token_ids, entry_rows, indices)
+                self.keep(states[chosen], scores, token_ids, entry_rows, indices)
                 for row in verification.active.copy():
                     constraint = rows.requests[group[row]].constraint
                     if constraint is not None:
@@ -260,11 +250,11 @@ class Verifier:
             for row, count in zip(group, verification.counts, strict=True):
                 drafts.accepted[rows.requests[row].uid] = proposed[row][:count]
             values += verification.final
-        if self._ranks is not None:
-            values = self._from_rank_0(self._ranks, values, rows, drafts)
+        if self.ranks is not None:
+            values = self._from_rank_0(self.ranks, values, rows, drafts)
         for request, ids, is_finite in zip(rows.requests, proposed, hidden.isfinite().all(-1).tolist(), strict=True):
             if ids and not is_finite:  # of a rejected draft; attention multiplies its keys and values by 0
-                self._kv_pool.clean(self._table.pages(request.uid))
+                self.kv_pool.clean(self.table.pages(request.uid))
         return values
 
     def _from_rank_0(self, ranks: RankGroup, values: list[int], rows: SampledRows, drafts: StepDrafts) -> list[int]:
@@ -272,10 +262,10 @@ class Verifier:
         uids = [request.uid for request in rows.requests]
         counts = [len(drafts.accepted.get(uid, ())) for uid in uids]
         # other ranks have no values, and their counts only have the shape of the result
-        results = torch.tensor([values or counts, counts], device=self._table.last_tokens.device)
+        results = torch.tensor([values or counts, counts], device=self.table.last_tokens.device)
         tokens, accepted = ranks.broadcast(results)
         if ranks.rank:
-            self._table.write_tokens(rows, tokens)
+            self.table.write_tokens(rows, tokens)
             values = tokens.tolist()
             for uid, count in zip(uids, accepted.tolist(), strict=True):
                 drafts.accepted[uid] = drafts.proposed.get(uid, [])[:count]

@@ -14,8 +14,8 @@ from PIL import Image, ImageOps
 from safetensors.numpy import load_file
 
 from aioengine.media.service.processors import load_processor
-from aioengine.media.service.worker import MediaWorker
 from aioengine.media.tokens._base import find_image_model
+from aioengine.processes.media_process import MediaWorker
 from aioengine.protocol.media import Cancelled, FetchJob, JobEnd, MediaOrders, PreparedImage, PrepareJob, Refused
 from aioengine.settings.config import MediaConfig
 from tests.kit.image_models import FAMILIES, write_image_folder

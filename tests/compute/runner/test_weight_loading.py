@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioengine.protocol.messages import Control
-from aioengine.protocol.weight_messages import CHECK_WEIGHTS, LOAD_WEIGHTS, RELEASE_MEMORY, RESUME_MEMORY
+from aioengine.protocol.weight_messages import WeightCall
 from aioengine.runner import build, weight_loading
 from aioengine.runner.weight_loading import WeightsBrokenError
 from aioengine.runner.weight_reading import check_all
@@ -77,9 +77,9 @@ def test_new_weights_are_those_of_a_new_model(
     world, new = (World(quantized(make_settings(folder), quantization)) for folder in (first, second))
     old, expected = logits_of(world), logits_of(new)
     assert not torch.equal(old, expected)
-    assert call(world, CHECK_WEIGHTS, second).success
+    assert call(world, WeightCall.CHECK, second).success
     assert torch.equal(logits_of(world), old)
-    reply = call(world, LOAD_WEIGHTS, second)
+    reply = call(world, WeightCall.LOAD, second)
     assert reply.success, reply.message
     assert torch.equal(logits_of(world), expected)
     assert world.runner.facts["weight_version"] == "v1"
@@ -88,9 +88,9 @@ def test_new_weights_are_those_of_a_new_model(
 def test_a_call_that_arrives_twice_loads_once(tmp_path: Path) -> None:
     first, second = save_pair("llama", tmp_path)
     world = World(make_settings(first))
-    assert call(world, LOAD_WEIGHTS, second).success
+    assert call(world, WeightCall.LOAD, second).success
     expected = logits_of(world)
-    assert call(world, LOAD_WEIGHTS, first).success  # the same number
+    assert call(world, WeightCall.LOAD, first).success  # the same number
     assert torch.equal(logits_of(world), expected)
 
 
@@ -103,7 +103,7 @@ def test_files_that_change_while_they_are_checked_are_refused(tmp_path: Path, mo
         (second / "model.safetensors").write_bytes((first / "model.safetensors").read_bytes())
 
     monkeypatch.setattr(weight_loading, "check_all", check_and_change)
-    reply = call(world, CHECK_WEIGHTS, second)
+    reply = call(world, WeightCall.CHECK, second)
     assert not reply.success
     assert "was changed while it was checked" in reply.message
 
@@ -111,29 +111,31 @@ def test_files_that_change_while_they_are_checked_are_refused(tmp_path: Path, mo
 def test_failure_while_weights_are_replaced_ends_the_process(tmp_path: Path) -> None:
     first, second = save_pair("llama", tmp_path)
     world = World(make_settings(first))
-    assert call(world, CHECK_WEIGHTS, second).success
+    assert call(world, WeightCall.CHECK, second).success
     tensors = load_file(second / "model.safetensors")
     save_file(tensors | {"lm_head.weight": torch.full((300, 64), torch.inf)}, second / "model.safetensors")
     with pytest.raises(WeightsBrokenError, match=r"lm_head\.weight has numbers that are not finite"):
-        call(world, LOAD_WEIGHTS, second)
+        call(world, WeightCall.LOAD, second)
 
 
 def test_files_that_change_after_their_check_end_the_process(tmp_path: Path) -> None:
     first, second = save_pair("llama", tmp_path)
     world = World(make_settings(first))
     old = logits_of(world)
-    files = json.loads(call(world, CHECK_WEIGHTS, second).data)
+    files = json.loads(call(world, WeightCall.CHECK, second).data)
     (second / "model.safetensors").write_bytes((first / "model.safetensors").read_bytes())
     loaded = LoadedWeights(number=1, path=str(second), files=files)
-    control = Control(3, LOAD_WEIGHTS, {"path": str(second), "weights": msgspec.json.encode(loaded).decode()})
+    control = Control(3, WeightCall.LOAD, {"path": str(second), "weights": msgspec.json.encode(loaded).decode()})
     with pytest.raises(WeightsBrokenError, match="was changed after it was checked"):
-        world.runner.controls[LOAD_WEIGHTS](control)
+        world.runner.controls[WeightCall.LOAD](control)
     assert torch.equal(logits_of(world), old)
 
 
 def test_memory_is_not_released_unless_the_engine_is_made_for_it(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
-    reply = World(make_settings(tmp_path)).runner.controls[RELEASE_MEMORY](Control(1, RELEASE_MEMORY, {"tags": []}))
+    reply = World(make_settings(tmp_path)).runner.controls[WeightCall.RELEASE_MEMORY](
+        Control(1, WeightCall.RELEASE_MEMORY, {"tags": []})
+    )
     assert not reply.success
     assert "give its constructor enable_memory_saver=True" in reply.message
 
@@ -154,17 +156,17 @@ def test_graphs_are_captured_again_when_all_memory_is_resumed(
     def change(name: str, tags: list[str]) -> None:
         assert world.runner.controls[name](Control(1, name, {"tags": tags})).success
 
-    change(RELEASE_MEMORY, ["kv_cache"])
+    change(WeightCall.RELEASE_MEMORY, ["kv_cache"])
     assert world.runner.has_graphs
-    change(RELEASE_MEMORY, ["weights"])
+    change(WeightCall.RELEASE_MEMORY, ["weights"])
     assert not world.runner.has_graphs
     assert workspace.untyped_storage().nbytes() == 0
-    change(RESUME_MEMORY, order[:1])
+    change(WeightCall.RESUME_MEMORY, order[:1])
     assert not captures
-    change(RESUME_MEMORY, order[1:])
+    change(WeightCall.RESUME_MEMORY, order[1:])
     assert captures == [world.runner]
     assert torch.equal(workspace, torch.zeros(64))
     assert torch.equal(logits_of(world), expected)
-    change(RELEASE_MEMORY, ["kv_cache"])
-    change(RESUME_MEMORY, ["kv_cache"])
+    change(WeightCall.RELEASE_MEMORY, ["kv_cache"])
+    change(WeightCall.RESUME_MEMORY, ["kv_cache"])
     assert len(captures) == 1

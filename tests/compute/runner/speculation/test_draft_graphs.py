@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.speculation.draft_rows import DraftRows
+from aioengine.runner.speculation.proposer import Proposer
 from tests.compute.runner.speculation import test_storms as storms
 from tests.compute.runner_world import World, make_settings, save_model, with_draft
 from tests.kit.draft_heads import save_repeating
@@ -48,13 +48,13 @@ def graph_worlds(monkeypatch: pytest.MonkeyPatch) -> list[World]:
 def followed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Record which steps could begin before the drafts of the step in flight were accepted."""
     answers: list[bool] = []
-    can_follow = DraftRows._can_follow
+    can_follow = Proposer._can_follow
 
-    def recorded(drafts: DraftRows, rows: list[Row]) -> bool:
-        answers.append(can_follow(drafts, rows))
+    def recorded(proposer: Proposer, rows: list[Row]) -> bool:
+        answers.append(can_follow(proposer, rows))
         return answers[-1]
 
-    monkeypatch.setattr(DraftRows, "_can_follow", recorded)
+    monkeypatch.setattr(Proposer, "_can_follow", recorded)
     return answers
 
 

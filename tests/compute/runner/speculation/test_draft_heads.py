@@ -149,9 +149,9 @@ def test_all_drafts_that_read_the_right_hidden_state_are_accepted(
 def test_released_memory_of_a_head_is_free_until_it_is_resumed(case: Case) -> None:
     world = World(case.settings)
     world.answers([prompt_of(1)], max_new_tokens=20)
-    assert world.runner._drafts is not None
-    assert world.runner._drafts._model is not None
-    parts = world.runner._drafts._model._parts
+    assert world.runner._proposer is not None
+    assert world.runner._proposer._model is not None
+    parts = world.runner._proposer._model._parts
     assert parts.features is not None
     assert parts.features.pool is not None
     assert any(tensor.any() for tensor in parts.kv_pool.tensors)

@@ -174,7 +174,7 @@ def test_a_draft_model_with_non_finite_numbers_proposes_nothing(folders: Folders
     prompts = [prompt_of(seed) for seed in range(3)]
     assert world.answers(prompts, max_new_tokens=30) == World(settings).answers(prompts, max_new_tokens=30)
     assert world.core.scheduler.stats(0.0).num_proposed_drafts == 0
-    assert world.runner._drafts is not None
-    assert world.runner._drafts._model is not None
-    for tensor in world.runner._drafts._model._parts.kv_pool.tensors:
+    assert world.runner._proposer is not None
+    assert world.runner._proposer._model is not None
+    for tensor in world.runner._proposer._model._parts.kv_pool.tensors:
         assert tensor[:, :, 1:].isfinite().all()

@@ -92,7 +92,7 @@ def test_row_fails_with_its_last_draft() -> None:
     unused: Any = None
     table: Any = SimpleNamespace(draft_indices=lambda number, rows: rows, upload=torch.from_numpy)
     graphs: Any = SimpleNamespace(accept=lambda step, token_ids, spans: None)
-    verifier = Verifier(table, unused, unused, logits=unused, keep=unused, errors={}, read=unused)
+    verifier = Verifier(table, unused, unused, None, logits=unused, keep=unused, errors={}, read=unused)
     rows: Any = SimpleNamespace(token_ends=np.array([3, 4]))
     requests = [SimpleNamespace(uid=1), SimpleNamespace(uid=2)]
     sampled: Any = SimpleNamespace(requests=requests, row_indices=np.arange(2))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from aioengine.errors import RequestError
 from aioengine.frontend.intake.encoder import Encoded, EncodeJob, Encoder
-from aioengine.frontend.intake.prompts import ChatPrompt, Prompt, TextPrompt
+from aioengine.frontend.intake.prompts import ChatPrompt, CheckedPrompt, TextPrompt
 
 
 class Panic(BaseException):
@@ -61,7 +61,7 @@ class Answers:
         self.encoder = Encoder(tokenizer)
         self.answers: dict[int, list[list[Encoded]]] = {}
 
-    def ask(self, *prompts: Prompt, then: Callable[[], object] = list) -> None:
+    def ask(self, *prompts: CheckedPrompt, then: Callable[[], object] = list) -> None:
         """``then`` is called with the answer, and may raise."""
         found = self.answers[len(self.answers)] = []
 
@@ -94,7 +94,7 @@ def chat(words: str) -> ChatPrompt:
 async def test_a_prompt_that_raises_any_exception_fails_alone(kind: str, error: type[BaseException]) -> None:
     answers = Answers(Fragile(error))
 
-    def made(words: str) -> Prompt:
+    def made(words: str) -> CheckedPrompt:
         return chat(words) if kind == "chat" else text(words)
 
     answers.ask(made("bad"))

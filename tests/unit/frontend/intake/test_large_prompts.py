@@ -10,7 +10,7 @@ import pytest
 
 from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.encoder import LONG_BYTES, Encoded, EncodeJob, Encoder
-from aioengine.frontend.intake.prompts import ChatPrompt, IdsPrompt, Prompt, PromptError, TextPrompt
+from aioengine.frontend.intake.prompts import ChatPrompt, CheckedPrompt, IdsPrompt, PromptError, TextPrompt
 from aioengine.frontend.intake.requests import MAX_BYTES_IN_PIECE, PROMPTS_IN_PIECE, CallRequest
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def chat(messages: object, **options: object) -> CallRequest:
 NUM_ROWS = PROMPTS_IN_PIECE + 3
 
 
-def all_of(request: CallRequest) -> list[Prompt | PromptError]:
+def all_of(request: CallRequest) -> list[CheckedPrompt | PromptError]:
     """The prompts, when all rows were checked as far as the loop does it."""
     while not request.is_checked:
         request.check_more()
@@ -131,7 +131,7 @@ class Threads:
     ],
     ids=["text", "long text", "chat", "long chat"],
 )
-async def test_long_prompts_are_encoded_on_another_thread_than_short_ones(prompt: Prompt, thread: str) -> None:
+async def test_long_prompts_are_encoded_on_another_thread_than_short_ones(prompt: CheckedPrompt, thread: str) -> None:
     tokenizer = Threads()
     encoder = Encoder(tokenizer)
     done: asyncio.Future[list[Encoded]] = asyncio.get_running_loop().create_future()

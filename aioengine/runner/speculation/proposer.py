@@ -30,7 +30,7 @@ from aioengine.runner.ticket import NO_DRAFTS, OpenDrafts, StepDrafts, Ticket
 from aioengine.scheduler.plan import NewRow, Row
 
 
-class DraftRows:
+class Proposer:
     """Proposes the drafts of a step, and keeps the tokens of the open requests for it."""
 
     def __init__(self, table: RowTable, model: DraftModel | None = None, *, with_grammars: bool) -> None:
@@ -116,11 +116,11 @@ class DraftRows:
         launched = dict(zip(ticket.sampled, ticket.drafts.open, strict=True))
         for row in rows:
             entry = launched.get(row.uid)
-            if entry is None or self._open.get(row.uid) is not entry or entry.tokens is None:
+            if entry is None or self._open.get(row.uid) is not entry or entry.drafted is None:
                 return False
             if row.uid in ticket.drafts.proposed:  # its drafts in flight follow all tokens that are known now
-                self._model.catch_up(entry.tokens)
-            if not self._model.can_follow(entry.tokens, _num_unknown(row, entry)):
+                self._model.catch_up(entry.drafted)
+            if not self._model.can_follow(entry.drafted, _num_unknown(row, entry)):
                 return False
         return True
 
@@ -137,7 +137,7 @@ class DraftRows:
     def _may_get_drafts(self, row: Row) -> bool:
         """Return whether a row may get drafts when all tokens before them are known."""
         entry = self._open.get(row.uid)
-        return entry is not None and (self._model is None or entry.tokens is not None)
+        return entry is not None and (self._model is None or entry.drafted is not None)
 
     def with_drafts(self, rows: list[Row], drafts: StepDrafts) -> list[Row]:
         """Return the rows of ``propose`` with their proposed drafts as known tokens, and with exact starts."""
@@ -166,12 +166,11 @@ class DraftRows:
                     drafts.proposed[row.uid] = row.drafts[1:]
                     left -= row.num_drafts
                 continue
-            tokens = None if entry is None else entry.tokens
-            if entry is None or tokens is None or not self._model.can_propose(row):
+            if entry is None or entry.drafted is None or not self._model.can_propose(row):
                 continue
             num_unknown = _num_unknown(row, entry)
             if not num_unknown or self._table.is_unread[self._requests[row.uid].row_index]:
-                planned.append(PlannedDrafts(tokens, row.num_drafts, num_unknown))
+                planned.append(PlannedDrafts(entry.drafted, row.num_drafts, num_unknown))
                 left -= row.num_drafts
         if self._model is not None and (on_device := self._model.propose(planned)) is not None:
             drafts.on_device = on_device
@@ -185,16 +184,16 @@ class DraftRows:
             return row
         start, count, token_ids = row.start - entry.num_rejected, row.count - row.num_drafts, row.token_ids
         if proposed := drafts.proposed.get(row.uid):
-            if entry.tokens is None:
+            if entry.drafted is None:
                 known = token_ids or row.drafts[:1]
             else:
-                known = [*token_ids, *entry.tokens.token_ids[start + len(token_ids) :]]
+                known = [*token_ids, *entry.drafted.token_ids[start + len(token_ids) :]]
             token_ids = [*known, *[0] * (count - len(known)), *proposed]  # the device has the unknown token
             count += len(proposed)
         return Row(row.uid, start, count, row.outputs, token_ids)
 
     def launched(self, ticket: Ticket, rows: list[Row]) -> None:
-        """Record a launched step, and let the draft model compute its prompts. rows: as ``propose`` returned them."""
+        """Record a launched step, and let the draft model compute its prompts. rows: of ``with_drafts``."""
         drafts = ticket.drafts
         self._launched.append(ticket)
         if drafts is NO_DRAFTS:
@@ -208,11 +207,11 @@ class DraftRows:
         prompts: list[tuple[DraftedRequest, int]] = []
         for row in rows:
             entry = self._open.get(row.uid)
-            if entry is None or entry.tokens is None:
+            if entry is None or entry.drafted is None:
                 continue
-            is_known = len(row.token_ids) == row.count and row.start + row.count <= len(entry.tokens.token_ids)
+            is_known = len(row.token_ids) == row.count and row.start + row.count <= len(entry.drafted.token_ids)
             if is_known and row.uid not in drafts.proposed:
-                prompts.append((entry.tokens, row.start + row.count))
+                prompts.append((entry.drafted, row.start + row.count))
         self._model.compute(prompts)
 
     def _record(self, ticket: Ticket, values: list[int]) -> None:
@@ -223,13 +222,13 @@ class DraftRows:
         if self._model is None:
             return
         for uid, entry, value in zip(ticket.sampled, drafts.open, values, strict=False):
-            if entry is None or entry.tokens is None:
+            if entry is None or entry.drafted is None:
                 continue
             accepted = drafts.accepted.get(uid, ())
             if uid in drafts.proposed and self._open.get(uid) is entry:
-                self._model.accept(entry.tokens, len(drafts.proposed[uid]), len(accepted))
+                self._model.accept(entry.drafted, len(drafts.proposed[uid]), len(accepted))
             if value != FAILED and uid not in ticket.repeated:
-                entry.tokens.token_ids += (*accepted, value, *ticket.forced.get(uid, ()))
+                entry.drafted.token_ids += (*accepted, value, *ticket.forced.get(uid, ()))
 
     def collected(self, ticket: Ticket, values: list[int]) -> None:
         """Record a collected step, after its forced tokens are known. values: ``Ticket.values``."""
@@ -257,7 +256,7 @@ class DraftRows:
             self._launched.remove(ticket)
 
 
-class SentDrafts(DraftRows):
+class ReceivedDrafts(Proposer):
     """The drafts of a rank above 0. Rank 0 proposes them, and sends them in the rows of the plan."""
 
     def open(self, opened: NewRow, request: RequestRow) -> None:
@@ -273,7 +272,7 @@ class SentDrafts(DraftRows):
 
 
 def rows_with_drafts(rows: list[Row], drafted: list[Row], drafts: StepDrafts) -> list[Row]:
-    """Return the rows for ``SentDrafts``. rows: of the plan. drafted: as ``DraftRows.with_drafts`` returns them."""
+    """Return the rows for ``ReceivedDrafts``. rows: of the plan. drafted: as ``Proposer.with_drafts`` returns them."""
     new_pages = {row.uid: row.new_pages for row in rows}
     return [
         replace(row, new_pages=new_pages[row.uid], num_drafts=len(drafts.proposed.get(row.uid, ()))) for row in drafted
@@ -282,8 +281,8 @@ def rows_with_drafts(rows: list[Row], drafted: list[Row], drafts: StepDrafts) ->
 
 def _num_unknown(row: Row, entry: OpenDrafts) -> int:
     """Return how many tokens before the drafts of a row only the device knows. The draft model has its other tokens."""
-    assert entry.tokens is not None
-    return row.start - entry.num_rejected + row.count - row.num_drafts - len(entry.tokens.token_ids)
+    assert entry.drafted is not None
+    return row.start - entry.num_rejected + row.count - row.num_drafts - len(entry.drafted.token_ids)
 
 
 def _reject(ticket: Ticket, drafts: StepDrafts) -> None:
