@@ -430,7 +430,7 @@ def head_group(num_heads: int, pool: Pool) -> HeadGroup:
         return HeadGroup(tile, tile, group)
     if has_dependent_launch() and not is_wide:
         tile = AttentionTile(max(LARGE, least), LARGE, 8, 3)
-    return HeadGroup(tile, AttentionTile(max(DECODE_ROWS, least), tile.block, 4, tile.num_stages), group)
+    return HeadGroup(tile, AttentionTile(max(DECODE_ROWS, least), tile.block, 4, 2), group)
 
 
 def split_size(pool: Pool, tile: AttentionTile) -> int:

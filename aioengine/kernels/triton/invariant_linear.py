@@ -36,8 +36,10 @@ SPLIT_TINY: Tile = 64, 64, 128, 4, 4
 SPLIT_SMALL: Tile = 64, 128, 64, 6, 4
 SPLIT_MEDIUM: Tile = 128, 128, 64, 4, 8
 GATED: Tile = 128, 128, 64, 4, 8
-PAIRS = 16, 256, 4, 8
-"""(outputs, inputs per block, stages, lines to prefetch) for one row."""
+GATED_SIZE = 2048
+"""With more inputs and many rows, a separate activation is faster."""
+PAIR_OUTPUTS = 16
+"""Outputs of a program that multiplies one row."""
 ANY: Tile = 64, 64, 128, 4, 4
 """The tile of the kernel that supports all sizes, in 16 bits."""
 FP32: Tile = 32, 32, 32, 2, 4
@@ -203,7 +205,7 @@ def programs_of(num_rows: int, num_outputs: int, size: int) -> skinny_linear.Pro
         return None
     if num_outputs > MANY_OUTPUTS:
         return (16, 256, 1, 3, 1, 0) if num_rows == 1 else (128, 128, 1, 3, 8, 0)
-    return (16, 256, 1, 5, 2, 8) if num_rows == 1 and splits == 1 else (64, 128, splits, 4, 4, 0)
+    return (16, 256, 1, 4, 2, 8) if num_rows == 1 and splits == 1 else (64, 128, splits, 4, 4, 0)
 
 
 @lru_cache(maxsize=1024)
@@ -247,7 +249,8 @@ class InvariantMatmul:
         if self._is_fast and self._splits == 1 and self._bias is None and x.is_contiguous() and x.data_ptr() % 16 == 0:
             if len(x) == 1:
                 return self._paired(x, is_gated=True)
-            if _num_tiles(len(x), len(self._weight) // 2, GATED) >= PROCESSORS:
+            is_fused = len(x) <= FEW_ROWS or x.shape[1] <= GATED_SIZE
+            if is_fused and _num_tiles(len(x), len(self._weight) // 2, GATED) >= PROCESSORS:
                 return self._tiled(x, GATED, is_gated=True)
         return activate_and_mul(self(x), "silu")
 
@@ -256,9 +259,9 @@ class InvariantMatmul:
         weight, bias = self._weight, self._bias
         num_outputs = len(weight) // 2 if is_gated else len(weight)
         out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-        sizes = x.shape[1], *PAIRS, is_gated
+        sizes = x.shape[1], PAIR_OUTPUTS, 256, 4 if is_gated else 5, 8, is_gated
         key = x.dtype, weight.shape, is_gated, None if bias is None else bias.data_ptr() % 16
-        grid = -(-num_outputs // PAIRS[0]), 1, 1
+        grid = -(-num_outputs // PAIR_OUTPUTS), 1, 1
         _pairs(grid, key, (x, weight, bias, out, num_outputs, *sizes), options(num_warps=2))
         return out
 

@@ -131,7 +131,7 @@ def gated_vector_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None)
 
 
 MAX_ROWS = 64
-LEAST_ROWS = 16
+LEAST_ROWS = 8
 LARGE_OUTPUTS = 65_536
 Programs = tuple[int, int, int, int, int, int]
 
@@ -233,7 +233,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: Programs
     """x [T, I], weight [O, I], bias [O] -> [T, O]. num_done: [num_tiles] int32 zeros, which are zeros again after."""
     outputs, block, splits, stages, num_warps, ahead = programs
     num_rows, num_outputs, size = x.shape[0], *weight.shape
-    rows = 8 if num_rows == 1 else max(next_power_of_2(num_rows), LEAST_ROWS)
+    rows = max(next_power_of_2(num_rows), LEAST_ROWS)
     tiles = -(-num_outputs // outputs)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     partials = (
