@@ -24,11 +24,11 @@ from aioengine.kernels.triton.skinny_linear import with_other_splits
 MAX_ROWS = 256
 LEAST_ROWS = 8
 ROWS = 64
-"""Maximum rows of a program."""
+"""Up to this number of rows, programs are smaller."""
 OUTPUTS = 64
 """Minimum outputs of a program."""
 MANY_OUTPUTS = 16_384
-MAX_SPLITS = 4
+MANY_INPUTS = 8192
 PROCESSORS = 132
 """Of an H200."""
 PIECE = tl.constexpr(PIECES[0])
@@ -38,7 +38,37 @@ _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
 _MAX_ZERO = 64
 """Codes minus such zeros are exact in bf16."""
-Programs = tuple[int, int, int, int, int, int]
+
+
+class Programs(NamedTuple):
+    """Outputs, inputs per block, splits of the inputs, stages, warps, and rows of a program."""
+
+    outputs: int
+    block: int
+    splits: int
+    stages: int
+    warps: int
+    rows: int
+
+
+class Tile(NamedTuple):
+    """Outputs and rows of a program, and its warps.
+
+    The inputs are split while there are fewer than ``programs`` programs, into parts of at least ``inputs``.
+    """
+
+    outputs: int
+    rows: int
+    warps: int
+    programs: int
+    inputs: int
+
+
+TILES = {
+    "few": {64: Tile(64, 64, 4, 240, 512), 256: Tile(64, 128, 4, 132, 2048), 512: Tile(128, 256, 8, 120, 2048)},
+    "many": {64: Tile(128, 64, 4, 132, 2048), 128: Tile(64, 128, 4, 132, 2048), 512: Tile(128, 256, 8, 120, 2048)},
+}
+"""Few or ``MANY_OUTPUTS`` of 4-bit codes -> maximum rows -> tile."""
 
 
 @triton.jit
@@ -293,47 +323,27 @@ def max_rows(codes: DeviceCodes) -> int:
 
 @lru_cache(maxsize=1024)
 def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_rows: int) -> Programs:
-    """Return (outputs per program, inputs per block, splits, stages, warps, rows per program).
-
-    Measured on an H200 for the layers of an 8B model.
-    """
-    block = PIECES[0]
-    rows = min(max(next_power_of_2(num_rows), LEAST_ROWS), ROWS)
-    is_large, is_small = num_outputs >= MANY_OUTPUTS, num_rows <= ROWS
+    """Return the programs, as measured on an H200 for the layers of an 8B model."""
+    is_large = num_outputs >= MANY_OUTPUTS
     if bits == 8:
-        outputs, num_warps = (OUTPUTS, 4) if is_small else (2 * OUTPUTS, 8)
-        tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
-        splits = _num_splits(tiles, size, 2 * PROCESSORS if is_small else PROCESSORS, size // MAX_SPLITS)
-        stages = 4 if splits == 1 else 3
-        has_long_blocks = num_rows == 1 and group % (2 * block) == 0
+        is_small = num_rows <= ROWS
+        tile = Tile(*((64, ROWS, 4, 2 * PROCESSORS) if is_small else (128, ROWS, 8, PROCESSORS)), size // 4)
     else:
-        enough, least = PROCESSORS, 2048
-        if is_small:
-            outputs, stages, num_warps = 2 * OUTPUTS if is_large else OUTPUTS, 4, 4
-            if not is_large:
-                enough, least = 480 if size > 8192 and rows < ROWS else 240, 512
-        elif num_rows > MAX_ROWS or (is_large and num_rows > 2 * ROWS):
-            outputs, rows, stages, num_warps = 2 * OUTPUTS, 4 * ROWS, 3, 8
-            enough = 120
-        else:
-            outputs, rows, stages, num_warps = OUTPUTS, 2 * ROWS, 3, 4
-        tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
-        splits = _num_splits(tiles, size, enough, least)
-        has_long_blocks = rows == ROWS // 2 and (is_large or (tiles * splits > 2 * PROCESSORS and splits == 4))
-        has_long_blocks |= rows == LEAST_ROWS and is_large
-        if has_long_blocks or (rows == ROWS and not is_large and tiles * splits > 2 * PROCESSORS):
-            stages = 3  # so that a processor has three programs
-    if has_long_blocks and size % (2 * splits * block) == 0:
-        block *= 2
-    return outputs, block, splits, stages, num_warps, rows
-
-
-def _num_splits(tiles: int, size: int, enough: int, least: int) -> int:
-    """Return into how many parts of at least ``least`` inputs a product is split, to have ``enough`` programs."""
-    splits = 1
-    while tiles * splits < enough and size >= 2 * splits * least and size % (2 * splits * PIECES[0]) == 0:
+        tile = next(tile for most, tile in TILES["many" if is_large else "few"].items() if num_rows <= most)
+        if size > MANY_INPUTS and num_rows <= ROWS // 2 and not is_large:
+            tile = tile._replace(programs=2 * tile.programs)
+    rows = min(max(next_power_of_2(num_rows), LEAST_ROWS), tile.rows)
+    tiles, splits = -(-num_outputs // tile.outputs) * -(-num_rows // rows), 1
+    while tiles * splits < tile.programs and size >= 2 * splits * tile.inputs and size % (2 * splits * PIECES[0]) == 0:
         splits *= 2
-    return splits
+    is_crowded = tiles * splits > 2 * PROCESSORS  # with 3 stages, a processor has three programs at once
+    if bits == 8:
+        has_long_blocks, stages = num_rows == 1 and group % (2 * PIECES[0]) == 0, 4 if splits == 1 else 3
+    else:
+        has_long_blocks = rows in (8, 32) if is_large else rows == 32 and splits == 4 and is_crowded
+        stages = 3 if has_long_blocks or rows > ROWS or (rows == ROWS and not is_large and is_crowded) else 4
+    block = 2 * PIECES[0] if has_long_blocks and size % (2 * splits * PIECES[0]) == 0 else PIECES[0]
+    return Programs(tile.outputs, block, splits, stages, tile.warps, rows)
 
 
 def num_tiles(num_outputs: int, num_rows: int = MAX_ROWS) -> int:
