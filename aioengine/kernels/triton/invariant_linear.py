@@ -4,8 +4,9 @@ Each element is summed over the inputs from first to last, by tensor core instru
 size gives the same bits, and the fastest one can be chosen. A weight with few outputs and many inputs has two sums, of
 the first and the second half of the inputs, so that few rows keep the GPU busy.
 
-On Hopper, few rows in 16 bits use ``skinny_linear``, and more rows a kernel that loads tiles by TMA. Another kernel
-supports all GPUs, dtypes and sizes. H heads.
+On Hopper, few rows in 16 bits use ``skinny_linear``, and more rows a kernel that loads tiles by TMA. One row with two
+sums of each element, or of gate and up, uses a kernel that computes both at once. Another kernel supports all GPUs,
+dtypes and sizes. H heads.
 """
 
 from __future__ import annotations
