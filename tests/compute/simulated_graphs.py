@@ -89,8 +89,8 @@ class Kernels:
     """Replaces ``SamplingKernels``."""
 
     def __init__(self, *, max_rows: int, vocab_size: int, **_: object) -> None:
-        table: Any = SimpleNamespace(sampling=np.zeros(max_rows))
-        self._sampler = Sampler(vocab_size=vocab_size, num_embeddings=vocab_size, table=table, processors=())
+        table: Any = SimpleNamespace(sampling=np.zeros(max_rows), num_embeddings=vocab_size, processors=())
+        self._sampler = Sampler(vocab_size, table)
 
     def sample(self, logits: Tensor, draws: Draws, out: Tensor, last_tokens: tuple[Tensor, Tensor]) -> None:
         fields = draws.fields.numpy()

@@ -36,7 +36,7 @@ LINES = 32
 """Lines of a program that dequantizes 4-bit codes."""
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
-_MAX_ZERO = 64
+MAX_ZERO = tl.constexpr(64)
 """Codes minus such zeros are exact in bf16."""
 
 
@@ -142,8 +142,7 @@ def weights_of(
     IS_REGULAR: tl.constexpr = GROUP // (4 * N) * (4 * N) == GROUP or 4 * N % GROUP == 0
     narrow = like.dtype
     IS_MXFP4: tl.constexpr = scales.dtype.element_ty == tl.uint8
-    IS_SCALED: tl.constexpr = table is None and offsets is None and not IS_MXFP4  # offsets in 16 bits are too coarse
-    HAS_FACTORS: tl.constexpr = DEPENDENT and IS_SCALED and narrow != tl.float32
+    HAS_FACTORS: tl.constexpr = DEPENDENT and table is None and not IS_MXFP4 and narrow != tl.float32
     factors, weights = (), ()
     for index in tl.static_range(4):
         if index * N % GROUP == 0 or not IS_REGULAR:  # otherwise the group is the previous one
@@ -153,12 +152,20 @@ def weights_of(
             group = lines + columns // GROUP * num_lines
         if HAS_FACTORS:
             if index * N % GROUP == 0 or not IS_REGULAR:
-                zero = (
-                    tl.full((words.shape[0], 1), max(ZERO, 0), tl.float32) if zeros is None else tl.load(zeros + group)
-                )
-                zero = (zero * -_STEP).to(narrow)
-                scale = (tl.load(scales + group) / _STEP).to(narrow)
-            factors += (zero, scale)
+                scale = tl.load(scales + group)
+                if offsets is not None:
+                    # an integer that is subtracted from codes, and a rest that may be rounded like a scale
+                    offset = tl.load(offsets + group)
+                    zero = tl.minimum(tl.maximum(tl.floor(0.5 - offset / scale), 0.0), MAX_ZERO)
+                    rest = (offset + zero * scale).to(narrow)
+                else:
+                    rest = tl.zeros((words.shape[0], 1), narrow)
+                    if zeros is None:
+                        zero = tl.full((words.shape[0], 1), max(ZERO, 0), tl.float32)
+                    else:
+                        zero = tl.load(zeros + group)
+                zero, scale = (zero * -_STEP).to(narrow), (scale / _STEP).to(narrow)
+            factors += (zero, scale, rest)
         elif DEPENDENT and IS_MXFP4 and narrow == tl.bfloat16:
             if index * N % GROUP == 0 or not IS_REGULAR:
                 scale = as_scales(tl.load(scales + group)).to(narrow)
@@ -171,12 +178,13 @@ def weights_of(
             _ASM_MXFP4_SCALED, "=r,=r,=r,=r,r,r,r,r,r", [words, factors[0], factors[1], factors[2], factors[3]],
             dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
         )  # fmt: skip
-    elif len(factors) == 8:
+    elif len(factors) == 12:
         ASM: tl.constexpr = _ASM_BF16 if narrow == tl.bfloat16 else _ASM_FP16
         weights = tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
+            ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r",
             [
                 words, factors[0], factors[1], factors[2], factors[3], factors[4], factors[5], factors[6], factors[7],
+                factors[8], factors[9], factors[10], factors[11],
             ],
             dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
         )  # fmt: skip
@@ -193,19 +201,19 @@ def joined(parts: tl.tuple) -> tl.tensor:
 
 
 def _weights_asm(kind: str, first: int, second: int) -> str:
-    """Return the instructions that convert two words, with four zeros and scales for each.
+    """Return the instructions that convert two words, with four zeros, scales and offsets for each.
 
     If only the low 8 bits of a number of 16 bits are set, it is their value times the smallest number. So codes in bits
     0 to 3 only need the factor ``first``, and codes in bits 4 to 7 the factor ``second``, to become codes times
     ``_STEP``.
     """
-    lines = [f"{{ .reg .b32 a, b, c, d, e; mov.b32 c, {first:#x}; mov.b32 d, {second:#x}; mov.b32 e, 0x80008000;"]
+    lines = [f"{{ .reg .b32 a, b, c, d; mov.b32 c, {first:#x}; mov.b32 d, {second:#x};"]
     lines.append("shr.b32 b, $4, 8;")
     for index in range(4):
         word, mask, factor = "$4" if index < 2 else "b", 0x00F000F0 if index % 2 else 0x000F000F, "cd"[index % 2]
-        zero, scale = f"${5 + 2 * index}", f"${6 + 2 * index}"
+        zero, scale, offset = (f"${5 + 3 * index + own}" for own in range(3))
         lines.append(f"and.b32 a, {word}, {mask:#x}; fma.rn.{kind}x2 a, a, {factor}, {zero};")
-        lines.append(f"fma.rn.{kind}x2 ${index}, a, {scale}, e;")
+        lines.append(f"fma.rn.{kind}x2 ${index}, a, {scale}, {offset};")
     return " ".join([*lines, "}"])
 
 
@@ -416,7 +424,7 @@ def device_codes(codes: Codes) -> DeviceCodes:
         exact = torch.zeros_like(scales) if offsets is None else -offsets / scales
         exact = torch.where(exact.isnan(), float(MIDDLE), exact)  # scale and offset are 0: any number is correct
         integers = exact.round()
-        if (exact - integers).abs().max() < _EXACT and integers.min() >= 0 and integers.max() <= _MAX_ZERO:
+        if (exact - integers).abs().max() < _EXACT and integers.min() >= 0 and integers.max() <= MAX_ZERO.value:
             offsets, zeros = None, integers
             if (integers == integers[0, 0]).all():
                 zeros, zero = None, int(integers[0, 0])
