@@ -17,7 +17,7 @@ from aioengine.kernels.linear import Matmul
 from aioengine.kernels.triton import launcher
 
 
-def prepare(matmul: Matmul, weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Matmul:
+def prepare(matmul: Matmul, weight: Tensor, bias: Tensor | None) -> Matmul:
     """Return a callable [T, I] -> [T, O] for weight [2 O, I] and bias [2 O]. matmul: their ``linear.prepare``."""
 
     def separate(x: Tensor) -> Tensor:
@@ -31,21 +31,23 @@ def prepare(matmul: Matmul, weight: Tensor, bias: Tensor | None, *, batch_invari
         return separate
     from aioengine.kernels.triton.gated_linear import compile_specializations, shape_of_programs
     from aioengine.kernels.triton.gated_linear import matmul as gated_matmul
-    from aioengine.kernels.triton.invariant_linear import num_splits
+    from aioengine.kernels.triton.invariant_linear import InvariantMatmul, num_splits
     from aioengine.kernels.triton.skinny_linear import gated_vector_matmul
 
-    if batch_invariant and num_splits(*weight.shape) > 1:  # otherwise both kernels add in the same order
-        return separate
+    invariant = matmul if isinstance(matmul, InvariantMatmul) else None
+    other = separate if invariant is None else invariant.gated
+    if invariant is not None and num_splits(*weight.shape) > 1:  # otherwise all kernels add in the same order
+        return other
     num_outputs, size = weight.shape[0] // 2, weight.shape[1]
     compile_specializations(weight)
 
     def fused(x: Tensor) -> Tensor:
         """[T, I] -> [T, O], in one kernel if that is faster."""
-        if x.shape[0] == 1 and not batch_invariant:
+        if x.shape[0] == 1 and invariant is None:
             return gated_vector_matmul(x, weight)
         programs = shape_of_programs(num_outputs, size, x.shape[0])
         if programs is None or not x.is_contiguous() or x.data_ptr() % 16:
-            return separate(x)
+            return other(x)
         return gated_matmul(x, weight, programs)
 
     return fused

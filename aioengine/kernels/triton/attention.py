@@ -64,7 +64,7 @@ DECODE_ROWS = 16
 BLOCK = 64
 LARGE = 128
 """Query rows and block of a tile in 16 bits on Hopper and newer, which have enough shared memory and registers."""
-ONES = tl.constexpr(16)
+ONES = tl.constexpr(8)
 """Columns of a matrix of ones, by which weights are multiplied to add them: the minimum for tensor cores."""
 
 
@@ -261,6 +261,7 @@ def _tile_inputs(
     if keys.dtype.element_ty.is_fp8():
         queries, scale = fp16_queries(queries, scale)
     offset = tl.program_id(1) * SIZES.tile_stride
+    # a number, or [G, 1] from ``fp16_queries`` -> [G]
     scale = tl.reshape(tl.zeros((heads.shape[0], 1), tl.float32) + scale, heads.shape)
     return queries, rest, keys + offset, values + offset, scale
 
@@ -349,15 +350,16 @@ def _splits_kernel(
     last = tl.zeros_like(members) + (length - 1)
     first_seen = tl.maximum(length - SIZES.window, 0)
     page_ids += first_page
+    first_index = split_of(first_seen, SIZES.split) if SIZES.window else tl.full((), 0, tl.int32)
+    index, end_index = first_index + tl.program_id(2), split_of(length - 1, SIZES.split) + 1
     if length <= most_alone:
         if tl.program_id(2) == 0:
             whole = _attend_positions(inputs, page_ids, 0, length, last, first_seen, None, SIZES)
             targets = row * SIZES.num_heads + heads
             store_attended(out, targets, is_member, whole, sinks, heads, scales, SIZES.value_size)
-    else:
-        first_index = split_of(first_seen, SIZES.split) if SIZES.window else tl.full((), 0, tl.int32)
-        index = first_index + tl.program_id(2)
-        while split_start(index, SIZES.split) < length:
+    elif index < end_index:
+        num_used = tl.minimum(num_programs, end_index - first_index)
+        while index < end_index:
             start, end = split_start(index, SIZES.split), tl.minimum(split_start(index + 1, SIZES.split), length)
             state = _attend_positions(inputs, page_ids, start, end, last, first_seen, None, SIZES)
             targets = (row * max_splits + index) * SIZES.num_heads + heads
@@ -365,10 +367,10 @@ def _splits_kernel(
             index += num_programs
         tl.debug_barrier()  # all threads must have stored before one increments the counter
         done = num_done + row * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+        if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_used - 1:
             tl.store(done, 0)
-            whole, count = nothing_attended(SIZES.rows, SIZES.columns), split_of(length - 1, SIZES.split) + 1
-            for other in tl.range(first_index, count, loop_unroll_factor=4):
+            whole = nothing_attended(SIZES.rows, SIZES.columns)
+            for other in tl.range(first_index, end_index, loop_unroll_factor=4):
                 sources = (row * max_splits + other) * SIZES.num_heads + heads  # the loads bypass L1
                 whole = with_split(whole, split_sums, split_marks, sources, is_member, SIZES.value_size, ".cg")
             targets = row * SIZES.num_heads + heads
@@ -428,7 +430,7 @@ def head_group(num_heads: int, pool: Pool) -> HeadGroup:
         return HeadGroup(tile, tile, group)
     if has_dependent_launch() and not is_wide:
         tile = AttentionTile(max(LARGE, least), LARGE, 8, 3)
-    return HeadGroup(tile, AttentionTile(max(DECODE_ROWS, least), tile.block, 4, tile.num_stages), group)
+    return HeadGroup(tile, AttentionTile(max(DECODE_ROWS, least), tile.block, 4, 2), group)
 
 
 def split_size(pool: Pool, tile: AttentionTile) -> int:

@@ -4,8 +4,9 @@ Each element is summed over the inputs from first to last, by tensor core instru
 size gives the same bits, and the fastest one can be chosen. A weight with few outputs and many inputs has two sums, of
 the first and the second half of the inputs, so that few rows keep the GPU busy.
 
-On Hopper, few rows in 16 bits use ``skinny_linear``, and more rows a kernel that loads tiles by TMA. Another kernel
-supports all GPUs, dtypes and sizes. H heads.
+On Hopper, few rows in 16 bits use ``skinny_linear``, and more rows a kernel that loads tiles by TMA. One row with two
+sums of each element, or of gate and up, uses a kernel that computes both at once. Another kernel supports all GPUs,
+dtypes and sizes. H heads.
 """
 
 from __future__ import annotations
@@ -19,16 +20,27 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aioengine.kernels.triton import skinny_linear
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch
-from aioengine.kernels.triton.skinny_linear import with_other_splits
+from aioengine.kernels.triton.activation import activate_and_mul
+from aioengine.kernels.triton.dependent import wait_and_start_next
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, options
+from aioengine.kernels.triton.skinny_linear import activated, prefetch
 
 Tile = tuple[int, int, int, int, int]
 """(rows, outputs, inputs per block, stages, warps)."""
 
 TINY: Tile = 64, 64, 64, 6, 4
 SMALL: Tile = 64, 128, 64, 4, 4
-MEDIUM: Tile = 128, 128, 64, 4, 8
+MEDIUM: Tile = 128, 128, 64, 3, 4
 LARGE: Tile = 128, 256, 64, 4, 8
+SPLIT_TINY: Tile = 64, 64, 128, 4, 4
+"""A tile for two sums of each element, which are both in registers."""
+SPLIT_SMALL: Tile = 64, 128, 64, 6, 4
+SPLIT_MEDIUM: Tile = 128, 128, 64, 4, 8
+GATED: Tile = 128, 128, 64, 4, 8
+GATED_SIZE = 2048
+"""With more inputs and many rows, a separate activation is faster."""
+PAIR_OUTPUTS = 16
+"""Outputs of a program that multiplies one row."""
 ANY: Tile = 64, 64, 128, 4, 4
 """The tile of the kernel that supports all sizes, in 16 bits."""
 FP32: Tile = 32, 32, 32, 2, 4
@@ -36,7 +48,7 @@ FP32: Tile = 32, 32, 32, 2, 4
 SKINNY_ROWS = 64
 """With up to this number of rows, ``skinny_linear`` is faster than tiles."""
 FEW_ROWS = 256
-"""With up to this number of rows, small tiles are faster, and ``skinny_linear`` if there are ``MANY_OUTPUTS``."""
+"""With up to this number of rows, small tiles are faster, unless there are ``MANY_OUTPUTS``."""
 MANY_OUTPUTS = 16_384
 PROCESSORS = 132
 """Multiprocessors of an H200."""
@@ -52,13 +64,13 @@ def loaded(pointers: tl.tensor, inside: tl.tensor, IS_WHOLE: tl.constexpr) -> tl
 
 @triton.jit
 def _tile_of(
-    num_rows: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, OUTPUTS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first row and the first output of the tile of this program."""
+    index: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, OUTPUTS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Return the first row and the first output of a tile."""
     band_size = BAND * tl.cdiv(num_outputs, OUTPUTS)
-    first_tile = tl.program_id(0) // band_size * BAND
+    first_tile = index // band_size * BAND
     tiles_of_band = tl.minimum(tl.cdiv(num_rows, ROWS) - first_tile, BAND)
-    index = tl.program_id(0) % band_size
+    index = index % band_size
     return (first_tile + index % tiles_of_band) * ROWS, index // tiles_of_band * OUTPUTS
 
 
@@ -81,7 +93,7 @@ def _matmul_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    first_row, first_output = _tile_of(num_rows, num_outputs, ROWS, OUTPUTS)
+    first_row, first_output = _tile_of(tl.program_id(0), num_rows, num_outputs, ROWS, OUTPUTS)
     rows, outputs = first_row + tl.arange(0, ROWS), first_output + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, BLOCK)
     # rows and outputs beyond the end repeat the first one, which avoids a mask in the loop
@@ -101,40 +113,81 @@ def _matmul_kernel(
 _matmul = KernelLauncher(_matmul_kernel)
 
 
-@triton.jit
-def _sum(
-    x: tl.tensor, weight: tl.tensor, first_row: tl.tensor, first_output: tl.tensor, first: tl.tensor,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return the sums of a tile over SIZE inputs."""
-    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for start in tl.range(first, first + SIZE, BLOCK, num_stages=STAGES):
-        total = tl.dot(x.load([first_row, start]), weight.load([first_output, start]).T, total)
-    return total
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _tiled_kernel(
-    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor, out: tl.tensor,
-    num_rows: tl.tensor, num_outputs: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    SPLITS: tl.constexpr, IS_DIVIDED: tl.constexpr,
+    SPLITS: tl.constexpr, IS_GATED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """IS_DIVIDED: each split has its own program."""
-    first_row, first_output = _tile_of(num_rows, num_outputs, ROWS, OUTPUTS)
+    """Compute every n-th tile, where n is the number of programs. The two loops are compiled as one, so that the inputs
+    of the next sum are loaded while a tile is stored; gated tiles are slower in this way.
+
+    SPLITS: sums of each element, 1 or 2. IS_GATED: compute silu(gate) * up for a weight [2 O, I].
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    IS_FLAT: tl.constexpr = not IS_GATED
     PART: tl.constexpr = SIZE // SPLITS
-    is_last, split = True, tl.program_id(1)
-    total = _sum(x, weight, first_row, first_output, split * PART, PART, ROWS, OUTPUTS, BLOCK, STAGES)
-    if IS_DIVIDED:
-        total, is_last = with_other_splits(total, partials, num_done, tl.program_id(0), split, SPLITS)
-    else:
-        for index in tl.static_range(1, SPLITS):
-            total += _sum(x, weight, first_row, first_output, index * PART, PART, ROWS, OUTPUTS, BLOCK, STAGES)
-    if is_last:
-        _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
+    num_tiles = tl.cdiv(num_rows, ROWS) * tl.cdiv(num_outputs, OUTPUTS)
+    first_sum = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for index in tl.range(0, tl.cdiv(num_tiles - program, num_programs) * SPLITS, flatten=IS_FLAT):
+        tile = program + index // SPLITS * num_programs
+        first_row, first_output = _tile_of(tile, num_rows, num_outputs, ROWS, OUTPUTS)
+        first = index % SPLITS * PART
+        total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        up = total
+        for start in tl.range(first, first + PART, BLOCK, num_stages=STAGES):
+            vectors = x.load([first_row, start])
+            total = tl.dot(vectors, weight.load([first_output, start]).T, total)
+            if IS_GATED:
+                up = tl.dot(vectors, weight.load([num_outputs + first_output, start]).T, up)
+        if IS_GATED:
+            total = activated(total, up, out.dtype.element_ty)
+        if SPLITS == 1:
+            _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
+        elif index % SPLITS == 0:
+            first_sum = total
+        else:
+            _store(first_sum + total, bias, out, first_row, first_output, num_rows, num_outputs)
 
 
 _tiled = KernelLauncher(_tiled_kernel)
+
+
+@triton.jit
+def _pairs_kernel(
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
+    IS_GATED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Multiply one row. Each output has two sums, of the halves of the inputs or of gate and up; each is computed by
+    one warp. LINES: lines of each sum to prefetch, of 64 weights.
+    """
+    PART: tl.constexpr = SIZE if IS_GATED else SIZE // 2
+    second = tl.arange(0, 2)[:, None, None]
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)[None, :, None]
+    columns, is_row = tl.arange(0, BLOCK), tl.arange(0, 8)[None, None, :] == 0  # 8: the minimum for tensor cores
+    if IS_GATED:
+        lines, vectors = weight + (rows + second * num_outputs) * SIZE, x + second * 0
+    else:
+        lines, vectors = weight + rows * SIZE + second * PART, x + second * PART
+    prefetch(lines + tl.arange(0, LINES)[None, None, :] * 64)
+    wait_and_start_next()
+    total = tl.zeros((2, OUTPUTS, 8), tl.float32)
+    for start in tl.range(0, PART, BLOCK, num_stages=STAGES):
+        part = tl.load(lines + (start + columns)[None, None, :])
+        vector = tl.load(
+            vectors + (start + columns)[None, :, None] + tl.zeros((1, 1, 8), tl.int32), mask=is_row, other=0.0
+        )
+        total = tl.dot(part, vector, total)
+    one, other = tl.split(tl.permute(tl.sum(total, 2), (1, 0)))
+    result = activated(one, other, out.dtype.element_ty) if IS_GATED else one + other
+    if bias is not None:
+        result += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
+    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=outputs < num_outputs)
+
+
+_pairs = KernelLauncher(_pairs_kernel)
 
 
 def _num_tiles(num_rows: int, num_outputs: int, tile: Tile) -> int:
@@ -149,29 +202,22 @@ def num_splits(num_outputs: int, size: int) -> int:
 def programs_of(num_rows: int, num_outputs: int, size: int) -> skinny_linear.Programs | None:
     """Return the programs of ``skinny_linear`` for few rows; None: use tiles. Measured as in ``tile_for``."""
     splits = num_splits(num_outputs, size)
+    if num_rows > SKINNY_ROWS:
+        return None
     if num_outputs > MANY_OUTPUTS:
-        if num_rows == 1:
-            return 16, 256, 1, 3, 1, 0
-        if num_rows > FEW_ROWS:
-            return None
-        return (128, 128, 1, 3, 8, 0) if num_rows <= SKINNY_ROWS else (128, 64, 1, 3 if num_rows <= 128 else 4, 8, 0)
-    if num_rows == 1 and splits > 1 and num_outputs <= 1024 and size // splits % 512 == 0:
-        return 16, 512, splits, 3, 1, 8
-    return (64, 128, splits, 4, 4, 0) if num_rows <= SKINNY_ROWS else None
+        return (16, 256, 1, 3, 1, 0) if num_rows == 1 else (128, 128, 1, 3, 8, 0)
+    return (16, 256, 1, 4, 2, 8) if num_rows == 1 and splits == 1 else (64, 128, splits, 4, 4, 0)
 
 
 @lru_cache(maxsize=1024)
-def tile_for(num_rows: int, num_outputs: int, splits: int) -> tuple[Tile, bool]:
-    """Return the fastest tile, and whether each split has its own program. Measured on an H200 for the layers of 0.6B
-    and 8B models.
-    """
-    if num_rows <= FEW_ROWS:
-        is_tiny = splits * _num_tiles(num_rows, num_outputs, SMALL) < PROCESSORS
-        return TINY if is_tiny else SMALL, splits > 1
-    if splits > 1:  # two sums of a large tile would not fit into registers
-        return MEDIUM, _num_tiles(num_rows, num_outputs, MEDIUM) < PROCESSORS
-    medium, large = (-(-_num_tiles(num_rows, num_outputs, tile) // PROCESSORS) for tile in (MEDIUM, LARGE))
-    return (LARGE if 2 * large <= 1.1 * medium else MEDIUM), False
+def tile_for(num_rows: int, num_outputs: int, splits: int) -> Tile:
+    """Return the fastest tile. Measured on an H200 for the layers of 0.6B and 8B models."""
+    tiny, small, medium = (TINY, SMALL, MEDIUM) if splits == 1 else (SPLIT_TINY, SPLIT_SMALL, SPLIT_MEDIUM)
+    num_small, num_medium, num_large = (_num_tiles(num_rows, num_outputs, tile) for tile in (small, medium, LARGE))
+    if num_medium < PROCESSORS or (num_rows <= FEW_ROWS and num_outputs <= MANY_OUTPUTS):
+        return tiny if splits * num_small < PROCESSORS else small
+    is_large = splits == 1 and 2 * -(-num_large // PROCESSORS) <= 1.1 * -(-num_medium // PROCESSORS)
+    return LARGE if is_large else medium
 
 
 class InvariantMatmul:
@@ -192,22 +238,48 @@ class InvariantMatmul:
         x, weight, bias = x.contiguous(), self._weight, self._bias
         if not self._is_fast or x.data_ptr() % 16:
             return matmul(x, weight, bias)
+        if len(x) == 1 and self._splits == 2:
+            return self._paired(x, is_gated=False)
         programs = programs_of(len(x), *weight.shape)
         if programs is not None:
             return skinny_linear.matmul(x, weight, bias, programs=programs, num_done=self._num_done)
-        (num_outputs, size), num_rows = weight.shape, len(x)
-        tile, is_divided = tile_for(num_rows, num_outputs, self._splits)
+        return self._tiled(x, tile_for(len(x), len(weight), self._splits), is_gated=False)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """[T, I] -> silu(first half of the outputs) * (second half), [T, O / 2]."""
+        if self._is_fast and self._splits == 1 and self._bias is None and x.is_contiguous() and x.data_ptr() % 16 == 0:
+            if len(x) == 1:
+                return self._paired(x, is_gated=True)
+            is_fused = len(x) <= FEW_ROWS or x.shape[1] <= GATED_SIZE
+            if is_fused and _num_tiles(len(x), len(self._weight) // 2, GATED) >= PROCESSORS:
+                return self._tiled(x, GATED, is_gated=True)
+        return activate_and_mul(self(x), "silu")
+
+    def _paired(self, x: Tensor, *, is_gated: bool) -> Tensor:
+        """[1, I] -> [1, O], or [1, O / 2] if gated."""
+        weight, bias = self._weight, self._bias
+        num_outputs = len(weight) // 2 if is_gated else len(weight)
+        out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
+        sizes = x.shape[1], PAIR_OUTPUTS, 256, 4 if is_gated else 5, 8, is_gated
+        key = x.dtype, weight.shape, is_gated, None if bias is None else bias.data_ptr() % 16
+        grid = -(-num_outputs // PAIR_OUTPUTS), 1, 1
+        _pairs(grid, key, (x, weight, bias, out, num_outputs, *sizes), options(num_warps=2))
+        return out
+
+    def _tiled(self, x: Tensor, tile: Tile, *, is_gated: bool) -> Tensor:
+        """[T, I] -> [T, O], or [T, O / 2] if gated."""
+        weight, bias, num_rows = self._weight, self._bias, len(x)
+        num_outputs = len(weight) // 2 if is_gated else len(weight)
         rows, outputs, block, stages, num_warps = tile
-        num_tiles = _num_tiles(num_rows, num_outputs, tile)
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-        num_partials = num_tiles * self._splits * rows * outputs if is_divided else 1
-        partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
-        sizes = size, rows, outputs, block, stages, self._splits, is_divided
+        sizes = x.shape[1], rows, outputs, block, stages, self._splits, is_gated
         tensors = TensorDescriptor.from_tensor(x, [rows, block]), TensorDescriptor.from_tensor(weight, [outputs, block])
-        arguments = (*tensors, bias, partials, self._num_done, out, num_rows, num_outputs, *sizes)
         key = x.dtype, weight.shape, sizes, None if bias is None else bias.data_ptr() % 16
-        grid = num_tiles, self._splits if is_divided else 1, 1
-        _tiled(grid, key, arguments, {"num_warps": num_warps})
+        num_programs = _num_tiles(num_rows, num_outputs, tile)
+        if not is_gated:
+            num_programs = min(num_programs, PROCESSORS * (2 if num_warps == 4 else 1))
+        arguments = (*tensors, bias, out, num_rows, num_outputs, *sizes)
+        _tiled((num_programs, 1, 1), key, arguments, {"num_warps": num_warps})
         return out
 
 

@@ -131,7 +131,7 @@ def gated_vector_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None)
 
 
 MAX_ROWS = 64
-LEAST_ROWS = 16
+LEAST_ROWS = 8
 LARGE_OUTPUTS = 65_536
 Programs = tuple[int, int, int, int, int, int]
 
@@ -160,6 +160,14 @@ def with_other_splits(
     return total, is_last
 
 
+@triton.jit
+def prefetch(lines: tl.tensor) -> None:
+    """Prefetch weights at addresses [...], which do not depend on the previous kernel."""
+    if DEPENDENT:
+        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+        tl.inline_asm_elementwise(asm, "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor, out: tl.tensor,
@@ -172,10 +180,8 @@ def _skinny_kernel(
     outputs, rows = tile * OUTPUTS + tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
     columns = tl.arange(0, BLOCK)
     lines = weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64) * SIZE + first
-    if DEPENDENT and AHEAD > 0:  # prefetch weights, 64 elements per line: they do not depend on the previous kernel
-        ahead = (lines + tl.arange(0, AHEAD)[None, :] * 64).to(tl.int64)
-        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-        tl.inline_asm_elementwise(asm, "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1)
+    if AHEAD > 0:  # 64 elements per line
+        prefetch(lines + tl.arange(0, AHEAD)[None, :] * 64)
     wait_and_start_next()  # not earlier: the next kernel may read x without waiting (adapter_linear)
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in tl.range(0, SIZE // SPLITS, BLOCK, num_stages=STAGES):
