@@ -20,7 +20,6 @@ from hashlib import blake2b
 from typing import Any, BinaryIO, Final
 
 import msgspec
-from msgspec import Struct
 
 from aioengine.api import checks
 
@@ -31,7 +30,7 @@ _DIGEST_BYTES: Final = 8
 _ID_PREFIX: Final = "batch_req_"
 
 
-class _Indexed(Struct):
+class _Indexed(msgspec.Struct):
     """The part of a row that has its index: ``index``, or ``id`` in OpenAI's form."""
 
     index: int = -1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import os
 import signal
 import sys
@@ -92,12 +94,14 @@ def use_share_of_cores(number: int, num_shares: int) -> None:
 
 
 def limit_kernel_cache() -> None:
-    """Limit the kernel caches of torch and oneDNN, which are imported later.
+    """Limit the kernel caches of torch, oneDNN and Triton, which are imported later. Values set by the user are kept.
 
-    Each cache has 1024 entries by default, about 1 GB together. A capacity set by the user is kept.
+    Those of torch and oneDNN have 1024 entries by default, about 1 GB together. Triton's folder gets no intermediate
+    code, which a start would read.
     """
     for variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(variable, str(_KEPT_KERNELS))
+    os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
 
 
 def show_one_gpu(index: int) -> None:
@@ -110,8 +114,15 @@ def show_one_gpu(index: int) -> None:
 
 
 def open_gpu() -> None:
-    """Create the CUDA context of the first GPU in a thread, while torch is imported: both take a second or more."""
-    threading.Thread(target=_create_context, name="open-gpu", daemon=True).start()
+    """Create the CUDA context of the first GPU and load Triton in threads, while torch is imported."""
+    for work in (_create_context, _hash_triton):
+        threading.Thread(target=work, name="open-gpu", daemon=True).start()
+
+
+def _hash_triton() -> None:
+    """Let Triton compute the hash of its 400 MB for the keys of compiled kernels. It keeps the hash."""
+    with contextlib.suppress(ImportError, AttributeError):  # not installed, or another version
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def _create_context() -> None:

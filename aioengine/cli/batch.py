@@ -14,7 +14,6 @@ from typing import Any, BinaryIO, Final
 
 import httpx
 import msgspec
-from msgspec import Struct
 
 from aioengine.api import checks
 from aioengine.api.engine import AsyncEngine
@@ -35,7 +34,7 @@ LINES_AHEAD: Final = 64
 _decode = msgspec.json.Decoder(str | list[int] | dict[str, Any]).decode
 
 
-class BatchArguments(Struct, frozen=True, kw_only=True):
+class BatchArguments(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments of ``batch``.
 
     Attributes:

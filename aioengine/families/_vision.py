@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal, cast
 
-import msgspec
-from msgspec import Meta
-from msgspec.structs import replace
+from msgspec import Meta, Struct, convert, field
+from msgspec.structs import asdict, replace
 
 from aioengine import plugins
 from aioengine.families._config import DecoderConfig, DecoderFamily, Family, Task, new_name
 from aioengine.families._fields import decode_config, not_implemented
 
-ImageToken = Annotated[int, msgspec.Meta(ge=0)]
-Layers = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+ImageToken = Annotated[int, Meta(ge=0)]
+Layers = Annotated[int, Meta(ge=1, le=1024)]
 
 TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
     "llama": {
@@ -62,7 +61,7 @@ class VisionConfig(DecoderConfig, frozen=True, kw_only=True):
         return new_name(stored_name, self.renamed).startswith(self.towers) and not stored_name.endswith("position_ids")
 
 
-class Tower(msgspec.Struct, frozen=True):
+class Tower(Struct, frozen=True):
     """The fields of ``vision_config`` that families read. transformers builds all layers before it reads weights."""
 
     model_type: str = ""
@@ -91,7 +90,7 @@ class VisionFamily(Family, frozen=True, kw_only=True):
     renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
     tasks: ClassVar[Mapping[str, Task]] = {"ForConditionalGeneration": Task.GENERATE, "Model": Task.EMBED}
 
-    text_config: dict[str, object] = msgspec.field(default_factory=dict[str, object])
+    text_config: dict[str, object] = field(default_factory=dict[str, object])
     vision_config: Tower = Tower()
     image_token_id: ImageToken | None = None
     tie_word_embeddings: bool | None = None
@@ -135,7 +134,7 @@ class VisionFamily(Family, frozen=True, kw_only=True):
         if text.short_length:
             not_implemented("rope_parameters.rope_type", "longrope", "other types in a model that reads images")
         own = {"image_token_id": self.placeholder_id, "towers": self.towers, "renamed": self.renamed, **fields}
-        config = msgspec.convert({**msgspec.structs.asdict(text), **own}, VisionConfig)
+        config = convert({**asdict(text), **own}, VisionConfig)
         if not 0 <= config.image_token_id < config.vocab_size:
             limit = f"an id below the vocabulary of {config.vocab_size}"
             not_implemented("image_token_id", config.image_token_id, limit)
@@ -162,17 +161,13 @@ class QwenFamily(VisionFamily, frozen=True, kw_only=True):
     @classmethod
     def read(cls, config: Mapping[str, object]) -> DecoderConfig:
         """Read config.json. In older files the fields of the text model are not in ``text_config``."""
-        text = config.get("text_config")
-        if text is None:
+        if config.get("text_config") is None:
             text = {name: value for name, value in config.items() if name not in ("vision_config", "architectures")}
             text["model_type"] = cls.text_types[0]
-        if not isinstance(text, dict):
-            not_implemented("text_config", text, "an object")
+        else:
+            text = dict(_part(config, "text_config"))
         name = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
-        rope = text.get(name) or {}
-        if not isinstance(rope, dict):
-            not_implemented(name, rope, "an object")
-        rope = {**cls.rope, **rope}
+        rope = {**cls.rope, **_part(text, name)}
         for kind in ("type", "rope_type"):
             if rope.get(kind) == "mrope":
                 rope[kind] = "default"

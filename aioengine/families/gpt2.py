@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal
 
-import msgspec
 from msgspec import Meta, field
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, HeadNorm, MlpConfig, NormConfig, TensorNames
 from aioengine.families._config import DecoderConfig, DecoderFamily, Task
 from aioengine.families._fields import not_implemented
-from aioengine.families._rope_config import RopeConfig, read_rope
+from aioengine.families._rope_config import RopeConfig
 
 UNREAD: Final = "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "rope_parameters"
 """transformers ignores these fields: each head has its own keys and values, and positions are learned."""
@@ -57,13 +56,13 @@ class Gpt2Family(DecoderFamily, frozen=True, kw_only=True):
     @classmethod
     def read(cls, config: Mapping[str, object]) -> DecoderConfig:
         """Read config.json, which may use the usual names of sizes. The default of ``n_inner`` is 4 * ``n_embd``."""
-        sizes = {field.name: field for field in msgspec.structs.fields(cls) if field.name in _SIZES}
+        sizes = {field.name: field for field in fields(cls) if field.name in _SIZES}
         usual = {field.encode_name: config[name] for name, field in sizes.items() if name in config}
-        fields = {**usual, **config}
-        size = fields.get("n_embd", sizes["hidden_size"].default)
-        if fields.get("n_inner") is None:
-            fields["n_inner"] = 4 * size if isinstance(size, int) else None
-        return super().read(fields)
+        values = {**usual, **config}
+        size = values.get("n_embd", sizes["hidden_size"].default)
+        if values.get("n_inner") is None:
+            values["n_inner"] = 4 * size if isinstance(size, int) else None
+        return super().read(values)
 
     @property
     def attention(self) -> AttentionConfig:
@@ -109,7 +108,7 @@ class GptJFamily(Gpt2Family, frozen=True, kw_only=True):
     num_attention_heads: int = field(default=16, name="n_head")
     max_position_embeddings: int = field(default=2048, name="n_positions")
     tie_word_embeddings: bool = False
-    rotary_dim: Annotated[int, msgspec.Meta(ge=1)] | None = 64
+    rotary_dim: Annotated[int, Meta(ge=1)] | None = 64
 
     @property
     def attention(self) -> AttentionConfig:
@@ -142,19 +141,10 @@ class GptNeoxFamily(DecoderFamily, frozen=True, kw_only=True):
 
     hidden_act: str = "gelu"
     rms_norm_eps: float = field(default=1e-5, name="layer_norm_eps")
-    rotary_pct: float | None = None
-    rotary_emb_base: float | None = None
+    partial_rotary_factor: float | None = field(default=None, name="rotary_pct")
+    rope_theta: float | None = field(default=None, name="rotary_emb_base")
     use_parallel_residual: bool = True
     attention_bias: bool = True
-
-    @property
-    def rope(self) -> RopeConfig:
-        return read_rope(
-            self.rotation,
-            self.default_theta if self.rotary_emb_base is None else self.rotary_emb_base,  # rope_theta is ignored
-            partial=self.default_partial if self.rotary_pct is None else self.rotary_pct,
-            original=self.original_max_position_embeddings,
-        )
 
     @property
     def block(self) -> BlockConfig:
@@ -336,10 +326,10 @@ class Starcoder2Family(DecoderFamily, frozen=True, kw_only=True):
 
     num_key_value_heads: int | None = 2
     hidden_act: str = "gelu_pytorch_tanh"
-    rms_norm_eps: float = msgspec.field(default=1e-5, name="norm_epsilon")
+    rms_norm_eps: float = field(default=1e-5, name="norm_epsilon")
     max_position_embeddings: int = 4096
     tie_word_embeddings: bool = True
-    attention_bias: bool = msgspec.field(default=True, name="use_bias")
+    attention_bias: bool = field(default=True, name="use_bias")
     sliding_window: int | None = None
 
 

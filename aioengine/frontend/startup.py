@@ -69,8 +69,8 @@ def start_arguments(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool
     path = config.model.path
     if config.supervision.executor == "ray":
         _check_ray(config)
-    config = _with_local_model(config)
-    return partial(blueprint_of, config), config.progress, "demo model" if path is None else repr(path)
+    prepare = _checked(_with_absolute_paths(config))
+    return prepare, config.progress, "demo model" if path is None else repr(path)
 
 
 def _check_ray(config: EngineConfig) -> None:
@@ -83,26 +83,31 @@ def _check_ray(config: EngineConfig) -> None:
         raise ValueError("enable_weights_cpu_backup=True does not work with executor='ray'")
 
 
-def _with_local_model(config: EngineConfig) -> EngineConfig:
-    """Check local folders, and return ``config`` with their absolute paths."""
+def _with_absolute_paths(config: EngineConfig) -> EngineConfig:
+    """Return ``config`` with absolute paths, because the working directory may change before the start."""
     draft_path = _absolute(config.speculation.draft_model_path, "speculative_draft_model_path")
     config = replace(config, speculation=replace(config.speculation, draft_model_path=draft_path))
     adapters = tuple(replace(adapter, path=_absolute_folder(adapter.path)) for adapter in config.lora.adapters)
     config = replace(config, lora=replace(config.lora, adapters=adapters))
     model = config.model
-    if not model_folder.needs_download(model.path):
-        if any(map(model_folder.needs_download, (model.tokenizer_path, draft_path))):
-            model_folder.find_facts(replace(model, tokenizer_path=None))
-        elif config.supervision.executor == "process":  # the devices of a Ray cluster are known at the start
-            blueprint_of(config)
-    else:
+    path, tokenizer_path = _absolute(model.path, "model_path"), _absolute(model.tokenizer_path, "tokenizer_path")
+    return replace(config, model=replace(model, path=path, tokenizer_path=tokenizer_path))
+
+
+def _checked(config: EngineConfig) -> Callable[[], Blueprint]:
+    """Check local folders, and return a function that returns the blueprint at the start."""
+    model = config.model
+    if model_folder.needs_download(model.path):
         read_adapters(config)
-    paths = {"path": _absolute(model.path), "tokenizer_path": _absolute(model.tokenizer_path)}
-    return replace(config, model=replace(model, **paths))
+    elif any(map(model_folder.needs_download, (model.tokenizer_path, config.speculation.draft_model_path))):
+        model_folder.find_facts(replace(model, tokenizer_path=None))
+    elif config.supervision.executor == "process":  # the devices of a Ray cluster are known at the start
+        blueprint = blueprint_of(config)
+        return lambda: blueprint
+    return partial(blueprint_of, config)
 
 
-def _absolute(path: str | None, argument: str = "model_path") -> str | None:
-    """Return an absolute path, because the working directory may change or be removed before the start."""
+def _absolute(path: str | None, argument: str) -> str | None:
     return path if path is None or model_folder.needs_download(path) else model_folder.locate(path, argument=argument)
 
 

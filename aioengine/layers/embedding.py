@@ -60,7 +60,7 @@ class EmbeddingTable(Layer):
     def as_head(self) -> Matmul:
         """Return the matmul [T, D] -> [T, V] with this weight, for models with tied embeddings.
 
-        Call it again after new weights are loaded. On a CPU the matmul reads a packed copy, which is then replaced.
+        Call it again after new weights are loaded. On a CPU the matmul may read a packed copy, which is then replaced.
         """
         if self._head is None or linear.packs(self.weight.dtype, self.weight.device):
             self._head = linear.prepare(self.weight, None, batch_invariant=self._batch_invariant)

@@ -186,26 +186,17 @@ class CodedExperts:
 
     Args:
         names: of the fused parts of an expert, such as gate and up.
-        inner_size: the outputs of a part.
-        first_input: see ``LinearSpec``.
+        expert: one expert, with its parts.
     """
 
     def __init__(
-        self,
-        linear_format: CodesFormat,
-        names: tuple[str, ...],
-        in_features: int,
-        inner_size: int,
-        num_experts: int,
-        placement: Placement,
-        first_input: int = 0,
+        self, linear_format: CodesFormat, names: tuple[str, ...], expert: LinearSpec, num_experts: int
     ) -> None:
         self._format = linear_format
         self._names = names
-        sizes = (inner_size,) * len(names)  # of one expert
-        self._layer = LinearSpec(in_features, sizes, False, placement.dtype, placement.device, first_input=first_input)
+        self._layer = expert
         self._kept: list[Tensors] = [{} for _ in range(num_experts)]
-        self._loaded = [linear_format.empty(self._layer) for _ in range(num_experts)]
+        self._loaded = [linear_format.empty(expert) for _ in range(num_experts)]
 
     def targets(self) -> dict[str, Target]:
         """Map tensor names within the MLP to targets."""
@@ -246,19 +237,12 @@ class JoinedExperts:
     """The codes [E * O, D] of a matrix whose tensor [E, O, D] is quantized while it is loaded."""
 
     def __init__(
-        self,
-        linear_format: CodesFormat,
-        names: tuple[str, ...],
-        in_features: int,
-        out_features: int,
-        num_experts: int,
-        placement: Placement,
-        first_input: int = 0,
+        self, linear_format: CodesFormat, names: tuple[str, ...], expert: LinearSpec, num_experts: int
     ) -> None:
+        """names: of the tensor. expert: one expert."""
         self._format, [self._name] = linear_format, names
-        self._shape = num_experts, out_features, in_features
-        sizes = (num_experts * out_features,)
-        self._layer = LinearSpec(in_features, sizes, False, placement.dtype, placement.device, first_input=first_input)
+        self._shape = num_experts, sum(expert.sizes), expert.in_features
+        self._layer = expert._replace(sizes=(num_experts * sum(expert.sizes),))
         self._loaded = linear_format.empty(self._layer)
 
     def targets(self) -> dict[str, Target]:

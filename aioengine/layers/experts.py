@@ -26,7 +26,7 @@ from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import MLP
 from aioengine.model_files.quantization import Axis
-from aioengine.quantization._base import CodesFormat, LinearFormat
+from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec
 from aioengine.quantization.plain import PLAIN, plain
 
 
@@ -114,10 +114,12 @@ class SparseMLP(Layer):
         if any(other is not linear_format for other in others):
             raise ValueError(f"the experts {self._name} have several formats; what works: one format for all of them")
         if isinstance(linear_format, CodesFormat) and config.stored in {"separate", "packed"}:
-            kind, outputs = (CodedExperts, inner) if config.stored == "separate" else (JoinedExperts, 2 * inner)
+            kind = CodedExperts if config.stored == "separate" else JoinedExperts
+            gate_up = LinearSpec(size, (inner, inner), False, placement.dtype, placement.device)
+            down = gate_up._replace(in_features=inner, sizes=(size,), first_input=self._inner_range[0])
             self._coded = (
-                kind(linear_format, config.names[:-1], size, outputs, num_experts, placement),
-                kind(linear_format, config.names[-1:], inner, size, num_experts, placement, self._inner_range[0]),
+                kind(linear_format, config.names[:-1], gate_up, num_experts),
+                kind(linear_format, config.names[-1:], down, num_experts),
             )
         else:
             self._tensors = expert_tensors.empty(config, size, placement)

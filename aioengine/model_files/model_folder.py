@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final, cast
 
 import msgspec
-from msgspec import Struct
 
 from aioengine import plugins
 from aioengine.api import checks
@@ -53,7 +52,7 @@ _MAX_HUB_ID: Final = 200
 _FALLBACK_IS_WHOLE: Final = "models in transformers' code are not divided"
 
 
-class StoredWeights(Struct, frozen=True, kw_only=True):
+class StoredWeights(msgspec.Struct, frozen=True, kw_only=True):
     """The files that a model is loaded from.
 
     Attributes:
@@ -70,7 +69,7 @@ class StoredWeights(Struct, frozen=True, kw_only=True):
     num_parameters: int = 0
 
 
-class ModelFacts(Struct, frozen=True, kw_only=True):
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a model in its JSON files.
 
     Attributes:
@@ -223,7 +222,7 @@ def _nearest_parent(folder: Path) -> str:
 # ---------------------------------------------------------------- reading the facts
 
 
-class _TextFacts(Struct, frozen=True):
+class _TextFacts(msgspec.Struct, frozen=True):
     """The fields of ``text_config`` that no family reads."""
 
     dtype: str | None = None
@@ -239,7 +238,7 @@ class _ConfigFacts(_TextFacts, frozen=True):
     text_config: _TextFacts = _TextFacts()
 
 
-class _GenerationConfig(Struct):
+class _GenerationConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 

@@ -109,6 +109,7 @@ class Model(Layer, metaclass=ABCMeta):
             none. A state includes all tokens computed so far, so each step of a request must start where the previous
             one ended.
         features: keeps hidden states for a draft head; None: there is none.
+        knows_kinds: whether ``shortened`` has all kinds of blocks.
     """
 
     input_spec: InputSpec
@@ -117,11 +118,13 @@ class Model(Layer, metaclass=ABCMeta):
     renamed: tuple[tuple[str, str], ...] = ()
     state_shape: StateShape | None = None
     features: Features | None = None
+    knows_kinds: bool = True
 
     def __init__(self, config: TransformerConfig, options: ModelOptions) -> None:
         self._config = config
         self.task = config.task
         self.dtype = options.dtype
+        self.device = options.device
         self.num_active = active_parameters(config)
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
@@ -147,9 +150,9 @@ class Model(Layer, metaclass=ABCMeta):
         ``attention`` is prepared for the step.
         """
 
-    @abstractmethod
-    def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
-        """Run one block of each kind on ``num_tokens`` tokens, to load the kernels for this size."""
+    def shortened(self) -> Model:
+        """Return this model with only the first block of each kind, which loads all kernels for the size of a step."""
+        return self
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ key without RoPE and a value, V latent size.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Final
 
 import torch
@@ -51,7 +52,6 @@ class DecoderModel(Model):
             self.state_shape = StateShape(len(config.stateful.layers), tuple(tensors))
         self.input_spec = InputSpec(short_length=_short_length(config, options), states=self.state_shape is not None)
         head = config.head
-        self._device = options.device
         is_tied = head is None and self.task is Task.GENERATE
         self._embedding = token_embeddings(config.vocab_size, config.hidden_size, options, is_head=is_tied)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=options.dtype).item()
@@ -157,12 +157,10 @@ class DecoderModel(Model):
             return x.clone()
         return add_to_stream(delta.clone(), x.clone(), self._blocks[layer - 1].output_norm, None, self._shard.group)
 
-    def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
-        positions = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        step = self._step(ModelInputs(positions=positions), attention)
-        for layer in self._block_kinds:
-            x = torch.zeros(num_tokens, self.hidden_size, dtype=self.dtype, device=self._device)
-            self._blocks[layer](x, None, step, outputs=None)
+    def shortened(self) -> Model:
+        model = copy(self)
+        model._blocks, model.features = [self._blocks[layer] for layer in self._block_kinds], None
+        return model
 
     def _step(self, inputs: ModelInputs, attention: StepAttention) -> BlockStep:
         """Return the arguments of the blocks. Without states in the inputs, use states that are dropped."""
@@ -254,9 +252,10 @@ def rank_heads(config: DecoderConfig, shard: Shard) -> tuple[range, range]:
 
 
 def _first_of_each_kind(config: DecoderConfig, options: ModelOptions) -> list[int]:
-    """Return the first layer of each kind of block, where kinds differ in tensor shapes or formats of linear layers."""
+    """Return the first layer of each kind of block: kinds differ in windows, tensor shapes or linear formats."""
     kinds = [
         [
+            config.windows[layer] if config.windows else None,
             *block_tensors(config, layer).values(),
             *(options.format_of(linear.name) for linear in block_linears(config, layer)),
         ]

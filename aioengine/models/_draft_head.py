@@ -42,7 +42,6 @@ class DraftHead(Model):
     def __init__(self, config: DraftHeadConfig, options: ModelOptions) -> None:
         super().__init__(config, options)
         self._config = config
-        self._device = options.device
         self.input_spec = InputSpec()
         self.attention_shape = attention_shape(config, options)
         self._ropes = rotary_embeddings(config, options)
@@ -106,10 +105,6 @@ class DraftHead(Model):
             x = self._fc(torch.cat((embeddings, features), dim=1))
             x, delta = self._block(x, None, step, outputs=inputs.outputs)
         return x.add_(delta)
-
-    def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
-        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        self.forward(ModelInputs(positions=ids, token_ids=ids), attention)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> [S, V]. Tokens that its own output head does not have get very small logits."""

@@ -5,6 +5,8 @@ Shape letters: T tokens, S output tokens, D hidden size, C classes.
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -155,10 +157,10 @@ class EncoderModel(Model):
             x = block(x, step, outputs=inputs.outputs if layer == len(self._blocks) - 1 else None)
         return self._last_norm[0](x) if self._last_norm else x
 
-    def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
-        x = self._tokens.weight.new_zeros(num_tokens, self.hidden_size)
-        positions = torch.zeros(num_tokens, dtype=torch.int64, device=x.device)
-        self._blocks[-1](x, self._step(positions, attention), outputs=None)
+    def shortened(self) -> Model:
+        model = copy(self)
+        model._blocks = self._blocks[-1:]
+        return model
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Pooled [S, D] -> scores [S, C] of a classifier. Without a head, return ``hidden``."""

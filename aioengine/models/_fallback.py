@@ -69,6 +69,8 @@ _CLASSES = {
 class TransformersModel(Model):
     """A model in transformers' code."""
 
+    knows_kinds = False
+
     def __init__(self, model: PreTrainedModel, task: Task, options: ModelOptions, folder: Path | None = None) -> None:
         """Wrap a model of ``build_module``.
 
@@ -86,8 +88,9 @@ class TransformersModel(Model):
         self.vocab_size: int = config.vocab_size
         self._body = model if task is Task.EMBED else _body_of(model)
         self._embedding: nn.Module = model.get_input_embeddings()
-        self._device = options.device
+        self.device = options.device
         self._step = PackedStep(config.model_type, options.max_positions)
+        self._last_layer: int | None = None
         _check_model(model, self._body)
         _fix_rope(self._body, self._step)
         layers.share_step(model, self._step)
@@ -123,7 +126,7 @@ class TransformersModel(Model):
     @torch.inference_mode()
     def _try(self, *, gives_positions: bool = True) -> None:
         """Run a few tokens to find out how the layers attend, which position tables they read, and the output sizes."""
-        positions = torch.arange(NUM_TRIED, device=self._device)[None]
+        positions = torch.arange(NUM_TRIED, device=self.device)[None]
         ids = positions.flip(1) + _FIRST_TRIED
         optional = {"position_ids": positions} if gives_positions else {}
         tables, kind = _PositionTables(), self._step.model_type
@@ -187,12 +190,12 @@ class TransformersModel(Model):
     @torch.inference_mode()
     def _check_independence(self) -> None:
         """Raise ValueError if tokens depend on each other outside attention, which would mix the requests of a step."""
-        positions, attention = torch.arange(NUM_TRIED, device=self._device), layers.DiagonalAttention()
+        positions, attention = torch.arange(NUM_TRIED, device=self.device), layers.DiagonalAttention()
         for first in range(
             _FIRST_TRIED, _FIRST_TRIED + _NUM_COMPARED
         ):  # several, since with experts one may be near a tie
             neighbours = ((first + 1, first + 2), (first + 3, first + 4))
-            sequences = [torch.tensor([left, first, right], device=self._device) for left, right in neighbours]
+            sequences = [torch.tensor([left, first, right], device=self.device) for left, right in neighbours]
             inputs = [ModelInputs(positions=positions, token_ids=ids % self.vocab_size) for ids in sequences]
             state, other = (self.forward(step_inputs, attention)[1].float() for step_inputs in inputs)
             if not (state - other).norm() > _MIXED * state.norm():
@@ -206,11 +209,13 @@ class TransformersModel(Model):
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """Return [T, D], or [S, D] with ``inputs.outputs``. See ``Model.forward``."""
         step, outputs = self._step, inputs.outputs
-        step.attention, step.adapters = attention, inputs.adapters
+        step.attention, step.adapters, step.last_layer = attention, inputs.adapters, self._last_layer
         try:
             hidden = self._run(inputs.token_ids, inputs.embeddings, inputs.positions)
+        except StopError:
+            hidden = torch.zeros(len(inputs.positions), self.hidden_size, dtype=self.dtype, device=self.device)
         finally:
-            step.attention = step.adapters = None
+            step.attention = step.adapters = step.last_layer = None
         return hidden if outputs is None else hidden.index_select(0, outputs)
 
     def _run(self, token_ids: Tensor | None, embeddings: Tensor | None, positions: Tensor) -> Tensor:
@@ -221,16 +226,10 @@ class TransformersModel(Model):
         }
         return self._body(**inputs, position_ids=positions[None], use_cache=False).last_hidden_state[0]
 
-    def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
-        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        step = self._step
-        step.attention, step.last_layer = attention, 0
-        try:
-            self._run(ids, None, ids)
-        except StopError:
-            pass
-        finally:
-            step.attention = step.last_layer = None
+    def shortened(self) -> Model:
+        model = copy.copy(self)
+        model._last_layer = 0
+        return model
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> logits [S, V], or scores of a classifier. Without a head, return ``hidden``."""

@@ -68,7 +68,7 @@ class ImageDecoder(DecoderModel):
         """Move arrays [...] to the device and the model's dtype, resize pictures, and convert bytes to values."""
         inputs: dict[str, Tensor] = {}
         for name, array in arrays.items():
-            on_device = to_device(array, self._device)  # first, since the GPU converts faster
+            on_device = to_device(array, self.device)  # first, since the GPU converts faster
             inputs[name] = on_device.to(self.dtype) if array.is_floating_point() else on_device
         if "picture" in inputs:
             inputs["pixels"] = resized(inputs, rows_first=bool(arrays["rows_first"]))

@@ -410,10 +410,13 @@ def build_service(
     report: Callable[[Progress], None],
     board: CrashBoard | None = None,
     send_to_ranks: Callable[[RankStep | RankAdapter | Control], None] | None = None,
+    *,
+    imports_s: float = 0.0,
 ) -> SchedulerService:
     """Build the runner with the factory in the settings, and a scheduler with the runner's number of pages.
 
     board: crash board on which each step is recorded. send_to_ranks: sends a message to the other ranks.
+    imports_s: duration of the import of the factory, for the facts.
 
     Raises:
         ImportError, AttributeError: the factory cannot be imported.
@@ -422,7 +425,6 @@ def build_service(
     """
     start = time.monotonic()
     factory: RunnerFactory = pkgutil.resolve_name(settings.runner.factory)
-    imports_s = time.monotonic() - start
     runner: Runner[Any] = factory(settings, report)
     if send_to_ranks is not None:
         runner = LeadingRunner(runner, send_to_ranks)
@@ -490,6 +492,8 @@ def prepare_process(child: Child) -> Settings:
         show_one_gpu(runner.base_gpu_id + runner.replica * runner.num_runners // runner.num_replicas + rank)
     if runner.device == "cuda":
         open_gpu()
+    pkgutil.resolve_name(runner.factory)  # imports torch
+    gc.freeze()  # otherwise a later collection takes 0.1 s to visit all modules
     if ranks is None:
         return settings
     ranks = replace(ranks, rank=rank, store_file=str(Path(child.orders.board).with_name(RANKS_FILE)))
@@ -497,12 +501,14 @@ def prepare_process(child: Child) -> Settings:
 
 
 def work(child: Child) -> None:
+    start = time.monotonic()
     settings = prepare_process(child)
+    imports_s = time.monotonic() - start
     install_timer_signal()
     if settings.runner.lora is not None:
         sys.setswitchinterval(_SWITCH_S)
     send_to_ranks = None if settings.runner.ranks is None else child.connect_ranks()
-    service = build_service(settings, child.uplink.post, child.board, send_to_ranks)
+    service = build_service(settings, child.uplink.post, child.board, send_to_ranks, imports_s=imports_s)
     child.serve(service, DETOKENIZER)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
-from msgspec import Struct
 
 from aioengine.media.tokens._base import ImageShape
 from aioengine.settings.config import MediaConfig
@@ -18,7 +17,7 @@ RESIZE_BITS: Final = 22
 """Fractional bits of the weights with which a device resizes an image."""
 
 
-class MediaOrders(Struct, frozen=True, kw_only=True):
+class MediaOrders(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a media process.
 
     processor: the image processor of transformers, "module:class". settings: its fields. options: of its calls.
@@ -37,7 +36,7 @@ class MediaOrders(Struct, frozen=True, kw_only=True):
     resizes_on_device: bool = False
 
 
-class FetchJob(Struct, tag="fetch", frozen=True):
+class FetchJob(msgspec.Struct, tag="fetch", frozen=True):
     """Download ``url`` to the file ``path``."""
 
     id: int
@@ -45,7 +44,7 @@ class FetchJob(Struct, tag="fetch", frozen=True):
     path: str
 
 
-class PrepareJob(Struct, tag="prepare", frozen=True):
+class PrepareJob(msgspec.Struct, tag="prepare", frozen=True):
     """Decode the image in the file ``source``, prepare it for the model, and write the arrays to the file ``path``.
 
     ``size``: (width, height) if the source is RGB bytes; (0, 0) if it is an image file.
@@ -57,31 +56,31 @@ class PrepareJob(Struct, tag="prepare", frozen=True):
     size: tuple[int, int] = (0, 0)
 
 
-class CancelJob(Struct, tag="cancel", frozen=True):
+class CancelJob(msgspec.Struct, tag="cancel", frozen=True):
     """End this job early. It ends with ``Cancelled``, or as usual if it is too late."""
 
     id: int
 
 
-class MediaReady(Struct, tag="ready", frozen=True):
+class MediaReady(msgspec.Struct, tag="ready", frozen=True):
     """The media process accepts jobs."""
 
 
-class JobWaiting(Struct, tag="waiting", frozen=True):
+class JobWaiting(msgspec.Struct, tag="waiting", frozen=True):
     """The job waits for other jobs, or (``is_over``) continues. This time does not count for its timeout."""
 
     id: int
     is_over: bool = False
 
 
-class Fetched(Struct, tag="fetched", frozen=True):
+class Fetched(msgspec.Struct, tag="fetched", frozen=True):
     """The download is complete. ``digest``: sha256 of the body, in hexadecimal."""
 
     id: int
     digest: str
 
 
-class PreparedImage(Struct, tag="prepared", frozen=True):
+class PreparedImage(msgspec.Struct, tag="prepared", frozen=True):
     """The image is prepared. ``num_bytes``: size of the arrays in the file."""
 
     id: int
@@ -89,21 +88,21 @@ class PreparedImage(Struct, tag="prepared", frozen=True):
     num_bytes: int
 
 
-class Refused(Struct, tag="refused", frozen=True):
+class Refused(msgspec.Struct, tag="refused", frozen=True):
     """The image or its URL is invalid. ``reason`` is the end of a sentence about the image."""
 
     id: int
     reason: str
 
 
-class Broken(Struct, tag="broken", frozen=True):
+class Broken(msgspec.Struct, tag="broken", frozen=True):
     """The media process failed, for a reason that is not the image."""
 
     id: int
     reason: str
 
 
-class Cancelled(Struct, tag="cancelled", frozen=True):
+class Cancelled(msgspec.Struct, tag="cancelled", frozen=True):
     """The frontend cancelled the job."""
 
     id: int

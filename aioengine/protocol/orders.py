@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 
 import msgspec
-from msgspec import Struct
 
 from aioengine.protocol.messages import DETOKENIZER, RUNNER, SCHEDULER, Role
 from aioengine.settings.config import Settings
@@ -23,7 +22,7 @@ def roles_of(settings: Settings) -> tuple[Role, ...]:
     return ROLES if ranks is None else (*ROLES, *(Role(RUNNER, rank) for rank in range(1, ranks.size)))
 
 
-class SecureEndpoint(Struct, frozen=True):
+class SecureEndpoint(msgspec.Struct, frozen=True):
     """One end of a link between machines: TCP with CURVE, which encrypts and authenticates the frames.
 
     address: "tcp://host:port"; of the listening end, it may be "tcp://host:*".
@@ -37,7 +36,7 @@ class SecureEndpoint(Struct, frozen=True):
     server_key: str = ""
 
 
-class Orders(Struct, frozen=True, kw_only=True):
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """The role of a child process, its settings and its channels.
 
     epoch: a large random number in all frames of this incarnation; other frames are ignored.

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Final
 
 import msgspec
-from msgspec import Struct
 
 from aioengine.protocol.messages import Argument
 from aioengine.settings.config import LoadedWeights
@@ -74,7 +73,7 @@ DTYPE_NAMES: Final = {
 """Name of a dtype in torch -> name in safetensors files."""
 
 
-class CudaTensor(Struct, array_like=True):
+class CudaTensor(msgspec.Struct, array_like=True):
     """A tensor in the GPU memory of another process, as ``torch.UntypedStorage._share_cuda_`` describes it.
 
     Attributes:

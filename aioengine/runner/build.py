@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,7 +96,8 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     if dtype == torch.float32:
         advice += "; dtype='bfloat16' needs half"
     config, options, widened = _options(settings, shard)
-    with memory.record("the weights", advice=advice, need=_weights_bytes(settings, config, options)), torch.no_grad():
+    need = partial(_weights_bytes, settings, config, options)
+    with memory.record("the weights", advice=advice, need=need), torch.no_grad():
         model = _model(settings, config, options)
         if shard.group is not None:
             shard.group.open_inboxes(
@@ -297,7 +299,7 @@ def _take_adapters(
     lora = settings.runner.lora
     if lora is None:
         return None
-    need = slots_bytes(model.linears(), lora, dtype)
+    need = partial(slots_bytes, model.linears(), lora, dtype)
     with memory.record("the LoRA adapter slots", advice=_LESS_ADAPTERS, need=need):
         return AdapterPool(
             model.linears(),

@@ -53,8 +53,8 @@ class DeviceMemory:
         self.recorded: dict[str, int] = {}
 
     @contextmanager
-    def record(self, purpose: str, *, advice: str, need: int | None = None) -> Iterator[None]:
-        """Record, under ``purpose``, the memory that the body allocates. need: its bytes, if known, for the message.
+    def record(self, purpose: str, *, advice: str, need: Callable[[], int] | None = None) -> Iterator[None]:
+        """Record, under ``purpose``, the memory that the body allocates. need: returns its bytes, for the message.
 
         Raises:
             ValueError: not enough memory. The message has the free memory, the memory of this engine and of other
@@ -69,7 +69,7 @@ class DeviceMemory:
         except RuntimeError as error:  # not an OutOfMemoryError if CUDA itself is out of memory
             if "out of memory" not in str(error):
                 raise
-            needed = "" if need is None else f" ({format_bytes(need)})"
+            needed = "" if need is None else f" ({format_bytes(need())})"
             cause = str(error).split(". ")[0]
             message = f"not enough GPU memory for {purpose}{needed}: {cause}. {self.describe()}. {advice}"
             raise ValueError(message) from None
@@ -172,10 +172,11 @@ def peak_memory(model: Model, device: torch.device, limits: SchedulerSettings, a
     """
     attention = NoAttention(model.attention_shape)
     # Compile Triton kernels and run torch's operations once: both allocate memory that is not part of a step.
+    short = model.shortened()
     with compile_only():
         for num_rows in _WARMUP_ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-            model.compute_logits(model.forward(model_inputs(model, ids, ids), attention))
+            short.compute_logits(short.forward(model_inputs(short, ids, ids), attention))
     rows = None if adapters is None else adapters.rows(np.ones(limits.max_step_tokens, dtype=np.int32), None)
     ids = torch.zeros(limits.max_step_tokens, dtype=torch.int64, device=device)
 

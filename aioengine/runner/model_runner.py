@@ -118,9 +118,7 @@ class ModelRunner:
             max_drafts=settings.scheduler.max_drafts,
         )
         self._inputs = InputBuilder(self._table, parts.states, page_size=pool.page_size, num_embeddings=num_embeddings)
-        sampler = _sampler_class(parts.device, parts.ranks)(
-            vocab_size=vocab_size, num_embeddings=num_embeddings, table=self._table, processors=processors
-        )
+        sampler = _sampler(vocab_size, self._table, parts)
         self._ranks = parts.ranks
         self._sampler = sampler if parts.ranks is None else RankSampler(sampler, parts.ranks)
         self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
@@ -144,7 +142,7 @@ class ModelRunner:
             self._table.has_bounds = parts.ranks is None and not has_windows
             draft_model = None
             if parts.draft is not None:
-                draft_model = DraftModel(parts.draft, self._table, sampler, processors, num_embeddings)
+                draft_model = DraftModel(parts.draft, self._table, sampler)
             kind = ReceivedDrafts if parts.ranks is not None and parts.ranks.rank else Proposer
             self._proposer = kind(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
             self._verifier = Verifier(
@@ -575,11 +573,11 @@ class ModelRunner:
         return self._model.compute_logits(padded)[:num_rows]
 
 
-def _sampler_class(device: torch.device, ranks: RankGroup | None) -> Callable[..., Sampler | DeviceSampler]:
-    if device.type == "cpu":
-        return Sampler
+def _sampler(vocab_size: int, table: RowTable, parts: DeviceParts) -> Sampler | DeviceSampler:
+    if parts.device.type == "cpu":
+        return Sampler(vocab_size, table)
     if find_spec("triton") is None:
         raise ValueError("device='cuda' needs the package triton, which torch's CUDA wheels install")
     from aioengine.runner.sampling.device_sampler import DeviceSampler
 
-    return partial(DeviceSampler, num_ranks=1 if ranks is None else ranks.size)
+    return DeviceSampler(vocab_size, table, 1 if parts.ranks is None else parts.ranks.size)

@@ -61,12 +61,13 @@ class RowTable:
 
     Args:
         page_tables: for ``max_rows`` requests.
-        num_embeddings: token ids are below this.
         max_rows: maximum number of open requests.
         adapters: the adapter slots; None: all requests use the base model.
         max_drafts: maximum drafts of a row.
 
     Attributes:
+        num_embeddings: token ids are below this.
+        processors: of the logits.
         requests: uid -> open request.
         page_tables: their pages.
         last_tokens: [X] int64 on the device, by row index. Behind the first ``max_rows`` there is memory for the known
@@ -121,11 +122,15 @@ class RowTable:
         self.num_with_embeds = 0
         self.images = images
         self.adapters = RowAdapters(max_rows, adapters)
-        self._num_embeddings = num_embeddings
-        self._processors = processors
-        self.mask_bit = sum(1 << i for i, processor in enumerate(processors) if isinstance(processor, GrammarMask))
+        self.num_embeddings = num_embeddings
+        self.processors = processors
+        self.mask_bit = self.processor_bits(GrammarMask)
         self._recent: Tensor | None = None
         self._free_indices = list(range(max_rows - 1, -1, -1))
+
+    def processor_bits(self, *kinds: type) -> int:
+        """Return the bits in ``SAMPLING_RECORD`` of the processors of these kinds."""
+        return sum(1 << i for i, processor in enumerate(self.processors) if isinstance(processor, kinds))
 
     def draft_indices(self, number: Ints | int, row_indices: Ints) -> Ints:
         """Return the indices in ``last_tokens`` of the drafts with this number, from 0 on, of these rows [R].
@@ -167,7 +172,7 @@ class RowTable:
             first_id=opened.num_prompt if opened.embeds else 0,
             is_pooled=opened.kind is RequestKind.POOL,
             is_long=opened.is_long,
-            lists=token_lists(sampling, self._num_embeddings, self.upload),
+            lists=token_lists(sampling, self.num_embeddings, self.upload),
         )
         self.requests[opened.uid] = request  # from here on, ``close`` cleans up after an error
         self.num_opened += 1
@@ -251,9 +256,9 @@ class RowTable:
         return self._recent[row_index].copy_(self.upload(recent))
 
     def _record(self, sampling: Sampling) -> tuple[bool, bool, bool, int, float, int, float, float, int]:
-        has_top_k = 0 < sampling.top_k < self._num_embeddings
+        has_top_k = 0 < sampling.top_k < self.num_embeddings
         is_greedy = sampling.is_greedy
-        processors = sum(1 << i for i, processor in enumerate(self._processors) if processor.wants(sampling))
+        processors = sum(1 << i for i, processor in enumerate(self.processors) if processor.wants(sampling))
         return (
             is_greedy and not processors,
             is_greedy,

@@ -68,11 +68,13 @@ def token_counts(largest: int, longest_graph: int) -> range:
 
 @torch.inference_mode()
 def load_kernels(model: Model, counts: Iterable[int]) -> None:
-    """Run one block of layers with each token count, to load its kernels. When CUDA loads a kernel during a step, it
-    waits for all queued work. All blocks have the same matmuls, so one block is enough.
+    """Run the shortened model with each token count, to load its kernels. When CUDA loads a kernel during a step, it
+    waits for all queued work.
     """
+    model = model.shortened()
     for num_tokens in counts:
-        model.forward_block(num_tokens, NoAttention(model.attention_shape))
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=model.device)
+        model.forward(model_inputs(model, ids, ids), NoAttention(model.attention_shape))
 
 
 def warm_up_device(

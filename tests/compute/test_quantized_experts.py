@@ -25,7 +25,7 @@ from aioengine.model_files.checkpoint import check_folder
 from aioengine.model_files.model_folder import find_facts
 from aioengine.model_files.quantization import TEXTS, split_config
 from aioengine.models._base import Model, ModelOptions
-from aioengine.quantization.plain import PLAIN
+from aioengine.quantization._base import LinearSpec
 from aioengine.quantization.stored import formats
 from aioengine.runner import weights
 from tests.compute.quantized import METHODS, assert_close, bits_of, quantize_checkpoint
@@ -123,9 +123,8 @@ def test_only_some_experts_have_offsets(first_has_offsets: bool) -> None:
     plain = Codes(torch.ones(4, 32, dtype=torch.int8), torch.ones(4, 1))
     shifted = plain._replace(offsets=torch.full((4, 1), 3.0))
     both = (shifted, plain) if first_has_offsets else (plain, shifted)
-    placement = Placement(dtype=torch.float32, device=CPU, format_of=lambda _name: PLAIN)
     given: Any = _GivenCodes(*both)
-    joined = CodedExperts(given, ("down_proj",), 32, 4, 2, placement).assemble()
+    joined = CodedExperts(given, ("down_proj",), LinearSpec(32, (4,), False, torch.float32, CPU), 2).assemble()
     expected = torch.cat([codes.dequantized(torch.float32) for codes in both])
     assert torch.equal(joined.dequantized(torch.float32), expected)
 

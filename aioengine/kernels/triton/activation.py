@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.dependent import start_next_and_wait, wait_between_products
 from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2, options
 
 
@@ -40,7 +40,7 @@ def _gated_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, ACTIVATION: tl.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
-    start_next_and_wait()
+    wait_between_products()
     gate = tl.load(x + row * 2 * size + columns, mask=mask, other=0.0)
     up = tl.load(x + row * 2 * size + size + columns, mask=mask, other=0.0)
     wide = gate.to(tl.float32)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aioengine.kernels.codes import FP8, FP8_MAX
 from aioengine.kernels.triton.code_linear import DeviceCodes
-from aioengine.kernels.triton.dependent import start_next_and_wait, wait_and_start_next
+from aioengine.kernels.triton.dependent import wait_and_start_next, wait_between_products
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import with_other_splits
 
@@ -43,7 +43,7 @@ def _quantize_rows_kernel(
     SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr,
 ) -> None:  # fmt: skip
     """LOW: of pairs; 0: no pairs."""
-    start_next_and_wait()
+    wait_between_products()
     narrow = numbers.dtype.element_ty
     row, groups = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS)
     columns = groups[:, None] * GROUP + tl.arange(0, WIDTH)[None, :]

@@ -24,11 +24,11 @@ from aioengine.kernels.triton.skinny_linear import with_other_splits
 MAX_ROWS = 256
 LEAST_ROWS = 8
 ROWS = 64
-"""Maximum rows of a program."""
+"""Up to this number of rows, programs are smaller."""
 OUTPUTS = 64
 """Minimum outputs of a program."""
 MANY_OUTPUTS = 16_384
-MAX_SPLITS = 4
+MANY_INPUTS = 8192
 PROCESSORS = 132
 """Of an H200."""
 PIECE = tl.constexpr(PIECES[0])
@@ -36,9 +36,39 @@ LINES = 32
 """Lines of a program that dequantizes 4-bit codes."""
 _EXACT = 1e-3
 """Offsets that are this near to integers times scales were such products before they were rounded."""
-_MAX_ZERO = 64
+MAX_ZERO = tl.constexpr(64)
 """Codes minus such zeros are exact in bf16."""
-Programs = tuple[int, int, int, int, int, int]
+
+
+class Programs(NamedTuple):
+    """Outputs, inputs per block, splits of the inputs, stages, warps, and rows of a program."""
+
+    outputs: int
+    block: int
+    splits: int
+    stages: int
+    warps: int
+    rows: int
+
+
+class Tile(NamedTuple):
+    """Outputs and rows of a program, and its warps.
+
+    The inputs are split while there are fewer than ``programs`` programs, into parts of at least ``inputs``.
+    """
+
+    outputs: int
+    rows: int
+    warps: int
+    programs: int
+    inputs: int
+
+
+TILES = {
+    "few": {64: Tile(64, 64, 4, 240, 512), 256: Tile(64, 128, 4, 132, 2048), 512: Tile(128, 256, 8, 120, 2048)},
+    "many": {64: Tile(128, 64, 4, 132, 2048), 128: Tile(64, 128, 4, 132, 2048), 512: Tile(128, 256, 8, 120, 2048)},
+}
+"""Few or ``MANY_OUTPUTS`` of 4-bit codes -> maximum rows -> tile."""
 
 
 @triton.jit
@@ -112,8 +142,7 @@ def weights_of(
     IS_REGULAR: tl.constexpr = GROUP // (4 * N) * (4 * N) == GROUP or 4 * N % GROUP == 0
     narrow = like.dtype
     IS_MXFP4: tl.constexpr = scales.dtype.element_ty == tl.uint8
-    IS_SCALED: tl.constexpr = table is None and offsets is None and not IS_MXFP4  # offsets in 16 bits are too coarse
-    HAS_FACTORS: tl.constexpr = DEPENDENT and IS_SCALED and narrow != tl.float32
+    HAS_FACTORS: tl.constexpr = DEPENDENT and table is None and not IS_MXFP4 and narrow != tl.float32
     factors, weights = (), ()
     for index in tl.static_range(4):
         if index * N % GROUP == 0 or not IS_REGULAR:  # otherwise the group is the previous one
@@ -123,12 +152,20 @@ def weights_of(
             group = lines + columns // GROUP * num_lines
         if HAS_FACTORS:
             if index * N % GROUP == 0 or not IS_REGULAR:
-                zero = (
-                    tl.full((words.shape[0], 1), max(ZERO, 0), tl.float32) if zeros is None else tl.load(zeros + group)
-                )
-                zero = (zero * -_STEP).to(narrow)
-                scale = (tl.load(scales + group) / _STEP).to(narrow)
-            factors += (zero, scale)
+                scale = tl.load(scales + group)
+                if offsets is not None:
+                    # an integer that is subtracted from codes, and a rest that may be rounded like a scale
+                    offset = tl.load(offsets + group)
+                    zero = tl.minimum(tl.maximum(tl.floor(0.5 - offset / scale), 0.0), MAX_ZERO)
+                    rest = (offset + zero * scale).to(narrow)
+                else:
+                    rest = tl.zeros((words.shape[0], 1), narrow)
+                    if zeros is None:
+                        zero = tl.full((words.shape[0], 1), max(ZERO, 0), tl.float32)
+                    else:
+                        zero = tl.load(zeros + group)
+                zero, scale = (zero * -_STEP).to(narrow), (scale / _STEP).to(narrow)
+            factors += (zero, scale, rest)
         elif DEPENDENT and IS_MXFP4 and narrow == tl.bfloat16:
             if index * N % GROUP == 0 or not IS_REGULAR:
                 scale = as_scales(tl.load(scales + group)).to(narrow)
@@ -141,12 +178,13 @@ def weights_of(
             _ASM_MXFP4_SCALED, "=r,=r,=r,=r,r,r,r,r,r", [words, factors[0], factors[1], factors[2], factors[3]],
             dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
         )  # fmt: skip
-    elif len(factors) == 8:
+    elif len(factors) == 12:
         ASM: tl.constexpr = _ASM_BF16 if narrow == tl.bfloat16 else _ASM_FP16
         weights = tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
+            ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r",
             [
                 words, factors[0], factors[1], factors[2], factors[3], factors[4], factors[5], factors[6], factors[7],
+                factors[8], factors[9], factors[10], factors[11],
             ],
             dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
         )  # fmt: skip
@@ -163,19 +201,19 @@ def joined(parts: tl.tuple) -> tl.tensor:
 
 
 def _weights_asm(kind: str, first: int, second: int) -> str:
-    """Return the instructions that convert two words, with four zeros and scales for each.
+    """Return the instructions that convert two words, with four zeros, scales and offsets for each.
 
     If only the low 8 bits of a number of 16 bits are set, it is their value times the smallest number. So codes in bits
     0 to 3 only need the factor ``first``, and codes in bits 4 to 7 the factor ``second``, to become codes times
     ``_STEP``.
     """
-    lines = [f"{{ .reg .b32 a, b, c, d, e; mov.b32 c, {first:#x}; mov.b32 d, {second:#x}; mov.b32 e, 0x80008000;"]
+    lines = [f"{{ .reg .b32 a, b, c, d; mov.b32 c, {first:#x}; mov.b32 d, {second:#x};"]
     lines.append("shr.b32 b, $4, 8;")
     for index in range(4):
         word, mask, factor = "$4" if index < 2 else "b", 0x00F000F0 if index % 2 else 0x000F000F, "cd"[index % 2]
-        zero, scale = f"${5 + 2 * index}", f"${6 + 2 * index}"
+        zero, scale, offset = (f"${5 + 3 * index + own}" for own in range(3))
         lines.append(f"and.b32 a, {word}, {mask:#x}; fma.rn.{kind}x2 a, a, {factor}, {zero};")
-        lines.append(f"fma.rn.{kind}x2 ${index}, a, {scale}, e;")
+        lines.append(f"fma.rn.{kind}x2 ${index}, a, {scale}, {offset};")
     return " ".join([*lines, "}"])
 
 
@@ -293,47 +331,27 @@ def max_rows(codes: DeviceCodes) -> int:
 
 @lru_cache(maxsize=1024)
 def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_rows: int) -> Programs:
-    """Return (outputs per program, inputs per block, splits, stages, warps, rows per program).
-
-    Measured on an H200 for the layers of an 8B model.
-    """
-    block = PIECES[0]
-    rows = min(max(next_power_of_2(num_rows), LEAST_ROWS), ROWS)
-    is_large, is_small = num_outputs >= MANY_OUTPUTS, num_rows <= ROWS
+    """Return the programs, as measured on an H200 for the layers of an 8B model."""
+    is_large = num_outputs >= MANY_OUTPUTS
     if bits == 8:
-        outputs, num_warps = (OUTPUTS, 4) if is_small else (2 * OUTPUTS, 8)
-        tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
-        splits = _num_splits(tiles, size, 2 * PROCESSORS if is_small else PROCESSORS, size // MAX_SPLITS)
-        stages = 4 if splits == 1 else 3
-        has_long_blocks = num_rows == 1 and group % (2 * block) == 0
+        is_small = num_rows <= ROWS
+        tile = Tile(*((64, ROWS, 4, 2 * PROCESSORS) if is_small else (128, ROWS, 8, PROCESSORS)), size // 4)
     else:
-        enough, least = PROCESSORS, 2048
-        if is_small:
-            outputs, stages, num_warps = 2 * OUTPUTS if is_large else OUTPUTS, 4, 4
-            if not is_large:
-                enough, least = 480 if size > 8192 and rows < ROWS else 240, 512
-        elif num_rows > MAX_ROWS or (is_large and num_rows > 2 * ROWS):
-            outputs, rows, stages, num_warps = 2 * OUTPUTS, 4 * ROWS, 3, 8
-            enough = 120
-        else:
-            outputs, rows, stages, num_warps = OUTPUTS, 2 * ROWS, 3, 4
-        tiles = -(-num_outputs // outputs) * -(-num_rows // rows)
-        splits = _num_splits(tiles, size, enough, least)
-        has_long_blocks = rows == ROWS // 2 and (is_large or (tiles * splits > 2 * PROCESSORS and splits == 4))
-        has_long_blocks |= rows == LEAST_ROWS and is_large
-        if has_long_blocks or (rows == ROWS and not is_large and tiles * splits > 2 * PROCESSORS):
-            stages = 3  # so that a processor has three programs
-    if has_long_blocks and size % (2 * splits * block) == 0:
-        block *= 2
-    return outputs, block, splits, stages, num_warps, rows
-
-
-def _num_splits(tiles: int, size: int, enough: int, least: int) -> int:
-    """Return into how many parts of at least ``least`` inputs a product is split, to have ``enough`` programs."""
-    splits = 1
-    while tiles * splits < enough and size >= 2 * splits * least and size % (2 * splits * PIECES[0]) == 0:
+        tile = next(tile for most, tile in TILES["many" if is_large else "few"].items() if num_rows <= most)
+        if size > MANY_INPUTS and num_rows <= ROWS // 2 and not is_large:
+            tile = tile._replace(programs=2 * tile.programs)
+    rows = min(max(next_power_of_2(num_rows), LEAST_ROWS), tile.rows)
+    tiles, splits = -(-num_outputs // tile.outputs) * -(-num_rows // rows), 1
+    while tiles * splits < tile.programs and size >= 2 * splits * tile.inputs and size % (2 * splits * PIECES[0]) == 0:
         splits *= 2
-    return splits
+    is_crowded = tiles * splits > 2 * PROCESSORS  # with 3 stages, a processor has three programs at once
+    if bits == 8:
+        has_long_blocks, stages = num_rows == 1 and group % (2 * PIECES[0]) == 0, 4 if splits == 1 else 3
+    else:
+        has_long_blocks = rows in (8, 32) if is_large else rows == 32 and splits == 4 and is_crowded
+        stages = 3 if has_long_blocks or rows > ROWS or (rows == ROWS and not is_large and is_crowded) else 4
+    block = 2 * PIECES[0] if has_long_blocks and size % (2 * splits * PIECES[0]) == 0 else PIECES[0]
+    return Programs(tile.outputs, block, splits, stages, tile.warps, rows)
 
 
 def num_tiles(num_outputs: int, num_rows: int = MAX_ROWS) -> int:
@@ -406,7 +424,7 @@ def device_codes(codes: Codes) -> DeviceCodes:
         exact = torch.zeros_like(scales) if offsets is None else -offsets / scales
         exact = torch.where(exact.isnan(), float(MIDDLE), exact)  # scale and offset are 0: any number is correct
         integers = exact.round()
-        if (exact - integers).abs().max() < _EXACT and integers.min() >= 0 and integers.max() <= _MAX_ZERO:
+        if (exact - integers).abs().max() < _EXACT and integers.min() >= 0 and integers.max() <= MAX_ZERO.value:
             offsets, zeros = None, integers
             if (integers == integers[0, 0]).all():
                 zeros, zero = None, int(integers[0, 0])

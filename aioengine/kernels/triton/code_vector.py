@@ -18,10 +18,9 @@ from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import activated
 
-MAX_OUTPUTS = 8
-"""Of a program."""
-FEW_OUTPUTS = 4096
-"""With up to this number of outputs, programs of ``MAX_OUTPUTS`` are faster, otherwise programs of half of them."""
+OUTPUTS = tl.constexpr(8)
+"""Of a program: the scales of a group fill a sector of memory."""
+FEW_OUTPUTS, MANY_OUTPUTS = 4096, 16_384
 
 
 def _vector_asm() -> str:
@@ -100,11 +99,12 @@ def _lane_sums(first: tl.tensor, second: tl.tensor, vectors: tl.tuple) -> tuple[
 def _code_vector_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, bias: tl.tensor,
     out: tl.tensor, num_outputs: tl.tensor,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program computes OUTPUTS outputs: the two halves are adjacent. GATED: they are gates, and what they multiply
     (``code_linear.vector_matmul``).
+
+    The first codes and their scales are loaded while the previous kernel still runs.
     """
     HEIGHT: tl.constexpr = OUTPUTS // 2
     LANES: tl.constexpr = BLOCK // 32
@@ -118,6 +118,8 @@ def _code_vector_kernel(
     inside = places < SIZE // 8
     words = tl.load(lines, mask=inside[None, :], eviction_policy="evict_first")
     more_words = tl.load(more_lines, mask=inside[None, :], eviction_policy="evict_first")
+    factors = _factors(scales, offsets, zeros, outputs, columns, num_outputs, SIZE, GROUP)
+    more_factors = _factors(scales, offsets, zeros, outputs + distance, columns, num_outputs, SIZE, GROUP)
     wait_and_start_next()
     total = tl.zeros((HEIGHT, LANES), tl.float32)
     more_total = tl.zeros((HEIGHT, LANES), tl.float32)
@@ -126,16 +128,18 @@ def _code_vector_kernel(
         vectors = ()
         for index in tl.static_range(4):
             vectors += (tl.load(vector_places + start // 2 + index * 16, mask=inside, other=0)[None, :],)
-        group = outputs[None, :] + (start + columns) // GROUP * num_outputs  # transposed, so that lanes are columns
-        is_group = start + columns < SIZE
         sums, more_sums = _lane_sums(words, more_words, vectors)
-        inside = (start + BLOCK) // 8 + places < SIZE // 8
-        words = tl.load(lines + (start + BLOCK) // 8, mask=inside[None, :], eviction_policy="evict_first")
-        more_words = tl.load(more_lines + (start + BLOCK) // 8, mask=inside[None, :], eviction_policy="evict_first")
+        following = start + BLOCK
+        inside = following // 8 + places < SIZE // 8
+        words = tl.load(lines + following // 8, mask=inside[None, :], eviction_policy="evict_first")
+        more_words = tl.load(more_lines + following // 8, mask=inside[None, :], eviction_policy="evict_first")
         ones = tl.full((1, 4 * LANES), 0x11111111, tl.int32)
         inputs, _ = _lane_sums(ones, ones, vectors)
-        total += _scaled_sums(sums, inputs, group, is_group, scales, offsets, zeros, ZERO)
-        more_total += _scaled_sums(more_sums, inputs, group + distance, is_group, scales, offsets, zeros, ZERO)
+        total += _scaled_sums(sums, inputs, factors, offsets, zeros, ZERO)
+        more_total += _scaled_sums(more_sums, inputs, more_factors, offsets, zeros, ZERO)
+        columns += BLOCK
+        factors = _factors(scales, offsets, zeros, outputs, columns, num_outputs, SIZE, GROUP)
+        more_factors = _factors(scales, offsets, zeros, outputs + distance, columns, num_outputs, SIZE, GROUP)
     result, more_result = tl.sum(total, 1) / _UNIT, tl.sum(more_total, 1) / _UNIT
     if bias is not None:
         result += tl.load(bias + outputs).to(tl.float32)
@@ -148,18 +152,34 @@ def _code_vector_kernel(
 
 
 @triton.jit
-def _scaled_sums(
-    sums: tl.tensor, inputs: tl.tensor, group: tl.tensor, inside: tl.tensor, scales: tl.tensor, offsets: tl.tensor,
-    zeros: tl.tensor, ZERO: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Scale the products [H, N] of codes. inputs: sums of inputs [1, N]. group, inside: indices of scales [N, H]."""
+def _factors(
+    scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, outputs: tl.tensor, columns: tl.tensor,
+    num_outputs: tl.tensor,
+    SIZE: tl.constexpr, GROUP: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Load the scales, zeros and offsets, if there are any, of outputs [H] and columns [N, 1], each as [H, N]."""
+    group = outputs[None, :] + columns // GROUP * num_outputs  # transposed, so that lanes are columns
+    inside = columns < SIZE
+    factors = (tl.load(scales + group, mask=inside, other=0.0).T,)
     if zeros is not None:
-        sums -= tl.load(zeros + group, mask=inside, other=0.0).T * inputs
+        factors += (tl.load(zeros + group, mask=inside, other=0.0).T,)
+    if offsets is not None:
+        factors += (tl.load(offsets + group, mask=inside, other=0.0).T,)
+    return factors
+
+
+@triton.jit
+def _scaled_sums(
+    sums: tl.tensor, inputs: tl.tensor, factors: tl.tuple, offsets: tl.tensor, zeros: tl.tensor, ZERO: tl.constexpr
+) -> tl.tensor:
+    """Scale the products [H, N] of codes by their factors. inputs: sums of inputs [1, N]."""
+    if zeros is not None:
+        sums -= factors[1] * inputs
     elif ZERO > 0:
         sums -= ZERO * inputs
-    sums *= tl.load(scales + group, mask=inside, other=0.0).T
+    sums *= factors[0]
     if offsets is not None:
-        sums += tl.load(offsets + group, mask=inside, other=0.0).T * inputs
+        sums += factors[-1] * inputs
     return sums
 
 
@@ -168,7 +188,7 @@ _code_vector = KernelLauncher(_code_vector_kernel)
 
 def serves(num_outputs: int, group: int) -> bool:
     """Return whether ``matmul`` supports codes with these outputs and inputs per scale."""
-    return num_outputs % MAX_OUTPUTS == 0 and group % PIECES[0] == 0
+    return num_outputs % OUTPUTS.value == 0 and group % PIECES[0] == 0
 
 
 def matmul(
@@ -180,11 +200,12 @@ def matmul(
     ``is_gated`` see ``code_linear.vector_matmul``.
     """
     num_outputs, size = len(words), x.shape[1]
-    outputs, block = (MAX_OUTPUTS, 4096) if num_outputs <= FEW_OUTPUTS else (MAX_OUTPUTS // 2, 2048)  # measured, 8B
+    # measured on an H200 for an 8B model; with smaller blocks, all programs of queries, keys and values run at once
+    block = 2048 if FEW_OUTPUTS < num_outputs < MANY_OUTPUTS else 4096
     block = min(block, max(next_power_of_2(size), 1024))
     out = torch.empty((1, num_outputs // 2 if is_gated else num_outputs), dtype=x.dtype, device=x.device)
-    sizes = size, group, zero, outputs, block, is_gated
+    sizes = size, group, zero, block, is_gated
     key = (num_outputs, sizes, *(None if own is None else own.dtype for own in tensors), *alignments(x, words))
     arguments = (x, words, *tensors, out, num_outputs, *sizes)
-    _code_vector((num_outputs // outputs, 1, 1), key, arguments, options(block // 1024))
+    _code_vector((num_outputs // OUTPUTS.value, 1, 1), key, arguments, options(block // 1024))
     return out

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.dependent import start_next_and_wait, wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
@@ -38,6 +38,8 @@ LEAST_ROWS = 16
 MOST_QUERIES = 32
 """Query heads of the tokens of a row, for one kv head."""
 STAGES = tl.constexpr(3)
+ONE_ROW_SPLITS = tl.constexpr(32)
+"""Maximum entries for the splits of one row."""
 
 
 class DecodeRows(NamedTuple):
@@ -177,7 +179,10 @@ def _decode_kernel(
         if last_lengths is not None:
             last_lengths += first_token
             end = tl.minimum(end, full + tl.load(last_lengths + num_tokens - 1))
-        start_next_and_wait()
+        if max_splits <= ONE_ROW_SPLITS:
+            start_next_and_wait()  # a product of one row loads weights while it waits
+        else:
+            wait()  # see ``wait_between_products``; here the next kernel starts at the end
         span, row_tokens = (begin, end, count, first_split), (first_token, num_tokens, full, last_lengths)
         done, target = num_done + row * NUM_KV_HEADS + tl.program_id(0), (out, other, other_weights, sinks, scales)
         tensors = q, keys, values, page_ids + first_page, span, row_tokens, split_sums, split_marks, done, target, scale

@@ -41,3 +41,18 @@ def wait_and_start_next() -> None:
     """Wait for the previous kernel, then allow the next kernel to start: it may read this kernel's inputs at once."""
     wait()
     start_next()
+
+
+@triton.jit
+def wait_between_products() -> None:
+    """Wait for the previous kernel, and allow the next kernel to start. The first axis of programs is rows.
+
+    A product of one row loads weights while it waits, so it starts early. With more rows the next kernel starts after
+    the wait: products with 8 rows of an 8B model in int4 take a quarter longer if they start while the previous product
+    still runs.
+    """
+    if tl.num_programs(0) == 1:
+        start_next()
+    wait()
+    if tl.num_programs(0) > 1:
+        start_next()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aioengine.kernels.codes import FP8_MAX as LARGEST
 from aioengine.kernels.kv_target import KVTarget
-from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.dependent import wait_between_products
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.scores import scales_key
 
@@ -77,7 +77,7 @@ def _rotate_kernel(
         weight_low = tl.where(head < NUM_QUERY, query_low[None, :], key_low[None, :])
         weight_high = tl.where(head < NUM_QUERY, query_high[None, :], key_high[None, :])
         least = tl.load(epsilon)
-    start_next_and_wait()
+    wait_between_products()
     low, high = load_halves(pointers, inside, HALF)
     value_low, value_high = low, high
     if query_weight is not None:
@@ -125,7 +125,7 @@ def _write_kernel(
     is_key = inside & (head >= NUM_QUERY) & (head < NUM_QUERY + NUM_KV)
     kv_head = head - NUM_QUERY
     kv_head = tl.where(kv_head < NUM_KV, kv_head, kv_head - NUM_KV)
-    start_next_and_wait()
+    wait_between_products()
     slot = tl.load(slots + token).to(tl.int64)
     target = ((slot // PAGE_SIZE * NUM_KV + kv_head) * PAGE_SIZE + slot % PAGE_SIZE) * SIZE + columns
     key = tl.load(new_keys + token * key_token + kv_head * key_head + columns, mask=is_key, other=0.0)
@@ -156,7 +156,7 @@ def _rotate_qk_kernel(
     is_query = (head < NUM_QUERY) & (columns < HALF)
     is_key = (head >= NUM_QUERY) & (head < NUM_QUERY + NUM_KV) & (columns < HALF)
     key_index = head - NUM_QUERY
-    start_next_and_wait()
+    wait_between_products()
     query = queries + token * query_token + head * query_head + columns
     key = keys + token * key_token + key_index * key_head + columns
     low = tl.where(is_query, tl.load(query, mask=is_query), tl.load(key, mask=is_key))

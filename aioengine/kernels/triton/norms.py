@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.dependent import wait_between_products
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 
 
@@ -34,7 +34,7 @@ def _norm_kernel(
     if weight is not None:
         scale = tl.load(weight + columns, mask=mask, other=0.0)
     eps = tl.load(epsilon)
-    start_next_and_wait()
+    wait_between_products()
     x = tl.load(residual + row * row_stride + columns, mask=mask, other=0.0)
     if delta is not None:
         added = tl.load(delta + row * num_columns + columns, mask=mask, other=0.0)
@@ -58,7 +58,7 @@ def _layer_norm_kernel(
     shift = tl.zeros_like(scale)
     if bias is not None:
         shift = tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
-    start_next_and_wait()
+    wait_between_products()
     offsets = row * num_columns + columns
     x = tl.load(residual + offsets, mask=mask, other=0.0) + tl.load(delta + offsets, mask=mask, other=0.0)
     if KEEPS_SUM:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from aioengine.media.service.resizing import DeviceResize, check_patches, find_order
+from aioengine.media.service.resizing import DeviceResize, check_patches, find_order, value_table
 from aioengine.protocol.media import MediaOrders
 
 Bytes = npt.NDArray[np.uint8]
@@ -42,19 +42,8 @@ def load_processor(orders: MediaOrders) -> tuple[Preprocess, DeviceResize | None
     kind: Any = getattr(module, name)
     device_resize = None
     if orders.resizes_on_device and hasattr(kind, "patchify") and (rows_first := find_order()) is not None:
-        plain = kind.from_dict(dict(orders.settings))
-        device_resize = DeviceResize(plain, value_table(plain), module.smart_resize, rows_first)
+        device_resize = DeviceResize(kind.from_dict(dict(orders.settings)), module.smart_resize, rows_first)
     return with_bytes(kind).from_dict(dict(orders.settings)), device_resize
-
-
-def value_table(processor: Any) -> npt.NDArray[np.float32] | None:
-    """Return the values [3, 256] of bytes in each channel; None if the processor does not rescale and normalize."""
-    if not (processor.do_rescale and processor.do_normalize):
-        return None
-    bytes_of_channels = np.tile(np.arange(256, dtype=np.uint8), (3, 1, 1))
-    rescaled = processor.rescale(bytes_of_channels, processor.rescale_factor)
-    values = processor.normalize(rescaled, processor.image_mean, processor.image_std)
-    return np.ascontiguousarray(values[:, 0], dtype=np.float32)
 
 
 def with_bytes(kind: type[Any]) -> type[Any]:

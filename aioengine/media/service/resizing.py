@@ -105,22 +105,26 @@ def _run_pass(picture: Bytes, one_pass: Taps, axis: int) -> Bytes:
     return np.moveaxis(np.clip(sums, 0, 255).astype(np.uint8), 1, axis)
 
 
+def value_table(processor: Any) -> npt.NDArray[np.float32] | None:
+    """Return the values [3, 256] of bytes in each channel; None if the processor does not rescale and normalize."""
+    if not (processor.do_rescale and processor.do_normalize):
+        return None
+    bytes_of_channels = np.tile(np.arange(256, dtype=np.uint8), (3, 1, 1))
+    rescaled = processor.rescale(bytes_of_channels, processor.rescale_factor)
+    values = processor.normalize(rescaled, processor.image_mean, processor.image_std)
+    return np.ascontiguousarray(values[:, 0], dtype=np.float32)
+
+
 class DeviceResize:
     """The arrays with which the device resizes a picture, with the bits of the image processor of Qwen's models.
 
     They depend only on the size of the picture, and are cached: the next picture often has the same size.
     """
 
-    def __init__(
-        self,
-        processor: Any,
-        table: npt.NDArray[np.float32] | None,
-        smart_resize: Callable[..., tuple[int, int]],
-        rows_first: RowsFirst,
-    ) -> None:
-        """processor: of transformers. table: [3, 256], the values of its bytes. smart_resize: returns the new size."""
+    def __init__(self, processor: Any, smart_resize: Callable[..., tuple[int, int]], rows_first: RowsFirst) -> None:
+        """processor: of transformers. smart_resize: returns the new size."""
         self._processor = processor
-        self._table = table
+        self._table = value_table(processor)
         self._smart_resize = smart_resize
         self._rows_first = rows_first
         self.arrays = lru_cache(_CACHED_SIZES)(self._arrays)

@@ -213,6 +213,7 @@ class DecodeGraphs:
         self._host = [*host]
         self._host_arrays: list[Ints] = [*host.numpy()]
         self._copied = torch.cuda.Event()
+        self._stream = torch.cuda.Stream(device)  # of captures
         self._samples = ranks is None or ranks.sampling is not None
         self._kernels = SamplingKernels(
             max_rows=max_rows,
@@ -237,7 +238,7 @@ class DecodeGraphs:
 
     def capture(self, report: Callable[[int, int], None]) -> None:
         """Capture all graphs. report: called with the numbers of captured and of all graphs."""
-        attention, tiles = self._attention, self._tiles
+        attention, tiles, short = self._attention, self._tiles, self._shortened()
         rows = {size: attention.fixed_decode(size, self._buffers(size)) for size in reversed(self.sizes)}
         cascades: dict[int, FixedCascade] = {}
         if self._prefixes is not None and isinstance(attention, CascadeAttention):
@@ -248,9 +249,9 @@ class DecodeGraphs:
                 ids = torch.zeros(5, 1, dtype=torch.int64, device=self._device)
                 accept(ids, ids[0], self._memory[0], self._table.last_tokens, self._table.rejected)
             for size, fixed in [*rows.items(), *cascades.items()]:
-                self._step(size, fixed)()
+                self._step(short, size, fixed)()
                 if tiles is not None and size in (1, 2, self.max_rows):  # these use all adapter kernels
-                    self._step(size, fixed, tiles.for_graph(size))()
+                    self._step(short, size, fixed, tiles.for_graph(size))()
         pool = torch.cuda.graph_pool_handle()
         num_graphs = len(rows) + len(cascades)
         if tiles is not None:
@@ -507,7 +508,7 @@ class DecodeGraphs:
         return replace(buffers, parts=[buffers, *parts])
 
     def _step(
-        self, size: int, attention: FixedDecode, tiles: AdapterTiles | None = None
+        self, model: Model, size: int, attention: FixedDecode, tiles: AdapterTiles | None = None
     ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
         """Return a function that computes a step of ``size`` rows [B]. tiles: for a step with adapters."""
         columns, buffers, table = self._columns(size), self._buffers(size), self._table
@@ -516,7 +517,7 @@ class DecodeGraphs:
         columns[_REJECTED] = len(table.is_bound)
         attention.plan_capture(np.ones(size, dtype=np.int32))
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
-        rows = torch.arange(size, device=self._device) if self._model.input_spec.rows else None
+        rows = torch.arange(size, device=self._device) if model.input_spec.rows else None
         adapters = None if tiles is None else FixedAdapters(tiles, tiles)
 
         def compute() -> tuple[Tensor, Tensor, Tensor]:
@@ -528,17 +529,17 @@ class DecodeGraphs:
             last_tokens = table.last_tokens.index_select(0, columns[_SOURCES])
             features = None if self._features is None else self._read_features(self._features, columns)
             options = {"rows": rows, "adapters": adapters, "slots": columns[_SLOTS], "features": features}
-            inputs = model_inputs(self._model, last_tokens, columns[_POSITIONS], **options)
+            inputs = model_inputs(model, last_tokens, columns[_POSITIONS], **options)
             if self._inputs.states is not None:  # padding rows write to the padding page
                 is_padding = columns[_SLOTS] < self._inputs.page_size
                 states = self._inputs.states.of_graph(columns[_SOURCES], columns[_POSITIONS], is_padding)
                 inputs = replace(inputs, states=states)
-            hidden = self._model.forward(inputs, attention)
+            hidden = model.forward(inputs, attention)
             if features is not None:
                 targets = columns[_TARGETS]
                 row_indices = self._row_indices(targets).masked_fill(targets < 0, len(table.sampling))
                 self._states.index_copy_(0, row_indices.long(), hidden)
-            logits = self._model.compute_own_logits(hidden)
+            logits = model.compute_own_logits(hidden)
             if self._samples:
                 draws, targets = Draws(columns[_FIELDS:]), columns[_TARGETS]
                 self._kernels.sample(logits, draws, token_ids, (targets, table.last_tokens))
@@ -556,13 +557,18 @@ class DecodeGraphs:
         """Return the row indices [B] of drafts at these indices [B] in ``RowTable.last_tokens``."""
         return (indices - self._table.first_draft) % len(self._table.sampling)
 
+    def _shortened(self) -> Model:
+        return self._model.shortened() if self._model.knows_kinds else self._model
+
     def _captured(
         self, size: int, attention: FixedDecode, pool: torch.cuda._POOL_HANDLE, tiles: AdapterTiles | None = None
     ) -> _Graph:
-        compute = self._step(size, attention, tiles)
-        compute()  # kernels must not be loaded or chosen during the capture
-        torch.cuda.synchronize(self._device)
+        compute = self._step(self._model, size, attention, tiles)
+        # kernels must not be loaded or chosen during the capture
+        (compute if size == self.max_rows else self._step(self._shortened(), size, attention, tiles))()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.stream(self._stream):  # ``torch.cuda.graph`` would also free unused memory, which takes 10 ms
+            graph.capture_begin(pool=pool)
             hidden, logits, token_ids = compute()
+            graph.capture_end()
         return _Graph(size, graph, attention, hidden, token_ids, TensorAddress(logits))

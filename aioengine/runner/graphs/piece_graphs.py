@@ -131,7 +131,7 @@ class PieceGraphs:
 
         report: called after each size with the numbers of captured and of all sizes.
         """
-        model, device, tiles = self._model, self._device, self._adapters
+        model, short, device, tiles = self._model, self._model.shortened(), self._device, self._adapters
         shape, sizes = model.attention_shape, piece_ladder(max_tokens)
         inputs = PaddedInputs.zeros(model, max_tokens, self._max_outputs, device, states=self._states)
         heads_size = max_tokens, shape.num_input_heads, shape.query_size
@@ -147,10 +147,7 @@ class PieceGraphs:
             slots = {layer: slots for slots, layers in zip(step.slots, self._groups, strict=True) for layer in layers}
             splitter = _GraphSplitter(shape, self._kv_pool, slots, self._heads[:size], self._attended[:size])
             # Run the kernels once first: they must not be compiled or loaded during the capture.
-            if size in (max_tokens, num_outputs):
-                model.forward(step.inputs, splitter)
-            else:  # one block is enough: the other operations ran with the largest step
-                model.forward_block(size, splitter)
+            (model if size == max_tokens else short).forward(step.inputs, splitter)
             captured[size] = self._captured(step, splitter, pool)
             if adapters is not None:
                 step = step.with_adapters(adapters)
@@ -191,7 +188,6 @@ class PieceGraphs:
         return chosen.hidden[: num_outputs or len(batch.query_lengths)]
 
     def _captured(self, inputs: PaddedInputs, splitter: _GraphSplitter, pool: torch.cuda._POOL_HANDLE) -> _Pieces:
-        torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._stream), splitter.capture(pool) as graphs:
             hidden = self._model.forward(inputs.inputs, splitter)
         for graph in graphs:

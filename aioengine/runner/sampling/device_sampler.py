@@ -16,7 +16,7 @@ import torch
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.logits import IN_PROMPT, PenalizedRows, mask, penalize
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
-from aioengine.runner.logits import LogitsProcessor, apply_processors
+from aioengine.runner.logits import apply_processors
 from aioengine.runner.logits.token_processors import Penalties
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
@@ -46,26 +46,18 @@ def fill_fields(rows: SampledRows, out: npt.NDArray[np.int32]) -> None:
 
 
 class DeviceSampler:
-    """Samples tokens below ``vocab_size``. The logits may be wider (``num_embeddings``)."""
+    """Samples tokens below ``vocab_size``. The logits may be wider (``table.num_embeddings``)."""
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        num_embeddings: int,
-        table: RowTable,
-        processors: tuple[LogitsProcessor, ...],
-        num_ranks: int = 1,
-    ) -> None:
+    def __init__(self, vocab_size: int, table: RowTable, num_ranks: int) -> None:
         self._vocab_size = vocab_size
-        counts = TokenCounts(table, width=num_embeddings)
-        self._processors = [counts if isinstance(processor, Penalties) else processor for processor in processors]
+        counts = TokenCounts(table)
+        self._processors = [counts if isinstance(processor, Penalties) else processor for processor in table.processors]
         self._device = table.last_tokens.device
         self._upload = table.upload
         self._kernels = SamplingKernels(
             max_rows=SAMPLED_ROWS,
             vocab_size=vocab_size,
-            num_embeddings=num_embeddings,
+            num_embeddings=table.num_embeddings,
             device=self._device,
             num_parts=num_ranks,
         )
@@ -154,11 +146,11 @@ class TokenCounts:
     its row index. N rows of the count table, W width of a row (all tokens that a prompt may have), X penalized rows.
     """
 
-    def __init__(self, table: RowTable, *, width: int) -> None:
+    def __init__(self, table: RowTable) -> None:
         device = table.last_tokens.device
         self._table = table
-        self._width = width
-        self._counts = torch.zeros(0, width, dtype=torch.int32, device=device)
+        self._width = table.num_embeddings
+        self._counts = torch.zeros(0, self._width, dtype=torch.int32, device=device)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._rows: dict[int, _CountRow] = {}
 

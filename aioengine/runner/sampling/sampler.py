@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
-from aioengine.runner.logits import LogitsProcessor, apply_processors
+from aioengine.runner.logits import apply_processors
 from aioengine.runner.sampling.philox import UniformTable
 from aioengine.runner.sampling.truncation import BLOCK, draw, draw_truncated
 
@@ -35,14 +35,12 @@ _SEGMENTED_FROM = 1 << 15
 
 
 class Sampler:
-    """Samples tokens below ``vocab_size``. The logits may be wider (``num_embeddings``)."""
+    """Samples tokens below ``vocab_size``. The logits may be wider (``table.num_embeddings``)."""
 
-    def __init__(
-        self, *, vocab_size: int, num_embeddings: int, table: RowTable, processors: tuple[LogitsProcessor, ...]
-    ) -> None:
+    def __init__(self, vocab_size: int, table: RowTable) -> None:
         self._vocab_size = vocab_size
-        self._width = -(-num_embeddings // BLOCK) * BLOCK
-        self._processors = processors
+        self._width = -(-table.num_embeddings // BLOCK) * BLOCK
+        self._processors = table.processors
         self._uniform_table = UniformTable(len(table.sampling))
         self._scratch = torch.empty(0, self._width)
 

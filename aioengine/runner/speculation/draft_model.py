@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from aioengine.models._base import Model
     from aioengine.models._features import Features
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
-    from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.request_row import RequestRow, SampledRows
     from aioengine.runner.rows import RowTable
     from aioengine.runner.sampling.device_sampler import DeviceSampler
@@ -129,15 +128,7 @@ class ProposedDrafts:
 class DraftModel:
     """The draft model, and the open requests for which it proposes drafts."""
 
-    def __init__(
-        self,
-        parts: DraftParts,
-        table: RowTable,
-        sampler: Sampler | DeviceSampler,
-        processors: tuple[LogitsProcessor, ...],
-        num_embeddings: int,
-    ) -> None:
-        """num_embeddings: of the model. The sampler may read this number of logits."""
+    def __init__(self, parts: DraftParts, table: RowTable, sampler: Sampler | DeviceSampler) -> None:
         self._parts = parts
         self._lag = int(parts.features is not None)  # 1: position p reads the token at position p + 1
         self._table = table
@@ -146,12 +137,11 @@ class DraftModel:
             table.for_draft_model(), page_size=self._page_size, num_embeddings=parts.model.vocab_size
         )
         self._sampler = sampler
-        self._num_embeddings = num_embeddings
-        kept: tuple[type, ...] = MinNewTokens, Bias, AllowedTokenIds, GrammarMask
+        self._num_embeddings = table.num_embeddings  # the sampler may read this number of logits
         self._has_history = not table.last_tokens.is_cuda
+        self._kept_processors = table.processor_bits(MinNewTokens, Bias, AllowedTokenIds, GrammarMask)
         if self._has_history:
-            kept += (Penalties,)
-        self._kept_processors = sum(1 << i for i, processor in enumerate(processors) if isinstance(processor, kept))
+            self._kept_processors |= table.processor_bits(Penalties)
         self._is_full = np.zeros(FIRST_PAGE + parts.kv_pool.num_pages, dtype=np.bool_)  # pages computed completely
         self._unseen: dict[int, tuple[list[int], DraftedRequest | None]] = {}  # uid -> pages, until its first row
         self._graphs: DecodeGraphs | None = None

@@ -133,14 +133,12 @@ def test_rows_are_padded_or_split_to_usable_row_counts() -> None:
         assert seen == expected, num_rows
 
 
-def differing_in(num_rows: Collection[int], for_one_row: Collection[int] = ()) -> Callable[..., linear.Matmul]:
+def differing_in(num_rows: Collection[int]) -> Callable[..., linear.Matmul]:
     """Return a ``prepare`` whose matmuls add two halves separately for these row counts."""
 
-    def prepare(weight: torch.Tensor, _: torch.Tensor | None, for_rows: int | None = None) -> linear.Matmul:
-        different = for_one_row if for_rows == 1 else num_rows
-
+    def prepare(weight: torch.Tensor, _: torch.Tensor | None) -> linear.Matmul:
         def matmul(x: torch.Tensor) -> torch.Tensor:
-            halves = (slice(0, 50), slice(50, 100)) if x.shape[0] in different else (slice(0, 100),)
+            halves = (slice(0, 50), slice(50, 100)) if x.shape[0] in num_rows else (slice(0, 100),)
             terms = x[:, :, None].float() * weight.T.float()
             sums = [reduce(torch.add, terms[:, half].unbind(1)) for half in halves]
             return reduce(torch.add, sums).to(x.dtype)
@@ -151,27 +149,28 @@ def differing_in(num_rows: Collection[int], for_one_row: Collection[int] = ()) -
 
 
 @pytest.mark.parametrize(
-    ("dtype", "has_unit", "differing", "for_rows", "expected"),
+    ("dtype", "has_unit", "differing", "expected"),
     [
-        (torch.float32, True, set(), None, linear.ROW_COUNTS),
-        (torch.float32, True, {1}, None, linear.ROW_COUNTS[1:]),
-        (torch.bfloat16, False, {1, 2}, None, linear.ROW_COUNTS[2:]),
-        (torch.bfloat16, False, {64}, None, tuple(count for count in linear.TILED_COUNTS if count != 64)),
-        (torch.bfloat16, True, set(), None, linear.TILED_COUNTS),
-        (torch.bfloat16, True, {64}, 1, tuple(count for count in linear.TILED_COUNTS if count not in {16, 48})),
+        (torch.float32, True, set(), linear.ROW_COUNTS),
+        (torch.float32, True, {1}, linear.ROW_COUNTS[1:]),
+        (torch.bfloat16, False, {1, 2}, linear.ROW_COUNTS[2:]),
+        (torch.bfloat16, False, {64}, tuple(count for count in linear.TILED_COUNTS if count != 64)),
+        (torch.bfloat16, True, set(), linear.TILED_COUNTS),
+        (torch.bfloat16, True, {1, 64}, tuple(count for count in linear.TILED_COUNTS if count not in {1, 64})),
     ],
 )
 def test_row_counts_with_another_summation_order_are_not_used(
     dtype: torch.dtype,
     has_unit: bool,
     differing: set[int],
-    for_rows: int | None,
     expected: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear, "_packed", differing_in(differing, {16, 48}))
+    monkeypatch.setattr(
+        linear, "_turned" if has_unit and dtype == torch.bfloat16 else "_packed", differing_in(differing)
+    )
     monkeypatch.setattr(linear, "has_matrix_unit", lambda: has_unit)
-    assert linear.choose_packing.__wrapped__(48, 100, dtype, 1) == (for_rows, expected, dtype)
+    assert linear.choose_packing.__wrapped__(48, 100, dtype, 1) == (expected, dtype)
 
 
 @pytest.mark.parametrize("milliseconds", [(30, 36, 20, 20), (20, 20, 20, 20)])
@@ -200,12 +199,12 @@ def test_fp32_is_used_if_few_row_counts_agree_in_bf16(monkeypatch: pytest.Monkey
     monkeypatch.setattr(linear, "has_matrix_unit", lambda: False)
     in_bf16, in_fp32 = differing_in(range(9, 600)), differing_in({1})
 
-    def packed(weight: torch.Tensor, bias: torch.Tensor | None, for_rows: int | None) -> linear.Matmul:
-        return (in_bf16 if weight.dtype == torch.bfloat16 else in_fp32)(weight, bias, for_rows)
+    def packed(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Matmul:
+        return (in_bf16 if weight.dtype == torch.bfloat16 else in_fp32)(weight, bias)
 
     monkeypatch.setattr(linear, "_packed", packed)
     packing = linear.choose_packing.__wrapped__(48, 100, torch.bfloat16, 1)
-    assert packing == (None, linear.ROW_COUNTS[1:], torch.float32)
+    assert packing == (linear.ROW_COUNTS[1:], torch.float32)
     monkeypatch.setattr(linear, "choose_packing", lambda *_, **__: packing)
     weight, x, _ = cancelling(48, 100, 20, torch.bfloat16)
     assert linear.pack(weight) is weight
@@ -222,9 +221,9 @@ def test_rows_are_multiplied_one_by_one_if_no_row_counts_agree(monkeypatch: pyte
 
         return matmul
 
-    monkeypatch.setattr(linear, "_packed", prepare)
-    monkeypatch.setattr(linear, "_plain", prepare)
-    assert linear.choose_packing.__wrapped__(48, 100, torch.bfloat16, 1) == (None, (1,), torch.float32)
+    for name in ("_packed", "_turned", "_plain"):
+        monkeypatch.setattr(linear, name, prepare)
+    assert linear.choose_packing.__wrapped__(48, 100, torch.bfloat16, 1) == ((1,), torch.float32)
     rows = linear.independent_rows.__wrapped__(48, 100, torch.float32, 1)
     assert not rows
     weight, x = torch.eye(4), torch.randn(5, 4)

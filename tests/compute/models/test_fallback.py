@@ -33,6 +33,7 @@ from aioengine.families._config import Task, as_embedder
 from aioengine.families._fallback_config import read_fallback_config
 from aioengine.kernels.heads import write_heads
 from aioengine.kernels.kv_target import KVTarget
+from aioengine.models._base import ModelInputs
 from aioengine.models._fallback import TransformersFolder
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights
@@ -242,7 +243,7 @@ def test_weights_are_bf16_except_where_transformers_keeps_fp32(tmp_path: Path) -
 
 
 @torch.inference_mode()
-def test_forward_block_computes_one_block(tmp_path: Path) -> None:
+def test_shortened_model_computes_one_block(tmp_path: Path) -> None:
     save(CONFIGS["plain"], tmp_path)
     model, seen = load(tmp_path), list[int]()
 
@@ -251,7 +252,9 @@ def test_forward_block_computes_one_block(tmp_path: Path) -> None:
             seen.append(layer)
             return super().attend(q, k, v, layer)
 
-    model.forward_block(5, Seen(model.attention_shape))
+    ids = torch.zeros(5, dtype=torch.int64)
+    hidden = model.shortened().forward(ModelInputs(positions=ids, token_ids=ids), Seen(model.attention_shape))
+    assert hidden.shape == (5, model.hidden_size)
     assert seen == [0]
 
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from aioengine.media.service import resizing
-from aioengine.media.service.processors import value_table, with_bytes
+from aioengine.media.service.processors import with_bytes
 from aioengine.media.service.resizing import DeviceResize
 from aioengine.media.tokens._base import find_image_model
 from aioengine.models._image_decoder import looked_up, resized
@@ -101,7 +101,7 @@ def device_resize(plain: Any) -> DeviceResize:
     rows_first = resizing.find_order()
     assert rows_first is not None
     smart_resize = importlib.import_module(type(plain).__module__).smart_resize
-    return DeviceResize(plain, value_table(plain), smart_resize, rows_first)
+    return DeviceResize(plain, smart_resize, rows_first)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_normalize": False}, {"resample": 2}, {"do_resize": False}])

@@ -41,7 +41,7 @@ def test_error_has_needed_and_available_memory_and_advice(reserved: list[int]) -
     memory = DeviceMemory(GPU)
     with memory.record("the weights", advice=""):
         reserved.append(5 * GIB)
-    recording = memory.record("a pool", advice="Less.", need=GIB)
+    recording = memory.record("a pool", advice="Less.", need=lambda: GIB)
     with pytest.raises(ValueError, match="not enough GPU memory") as caught, recording:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has ...")
     assert str(caught.value) == (

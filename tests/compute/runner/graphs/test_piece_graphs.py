@@ -132,21 +132,16 @@ def test_replayed_steps_match_plain_attention(model: Model, spec: InputSpec) -> 
 def test_each_size_is_computed_before_its_capture(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = torch.zeros(_base.kv_pool_shape(model.attention_shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), list(pool), max_outputs=40)
-    plain, plain_block, computed = model.forward, model.forward_block, list[tuple[int, int]]()
+    plain, computed = DecoderModel.forward, list[tuple[int, int, int]]()
 
-    def forward(inputs: ModelInputs, attention: _base.StepAttention) -> Tensor:
+    def forward(model: DecoderModel, inputs: ModelInputs, attention: _base.StepAttention) -> Tensor:
         assert inputs.outputs is not None
-        computed.append((len(inputs.positions), len(inputs.outputs)))
-        return plain(inputs, attention)
+        computed.append((len(inputs.positions), len(inputs.outputs), len(model._blocks)))
+        return plain(model, inputs, attention)
 
-    def forward_block(num_tokens: int, attention: _base.StepAttention) -> None:
-        computed.append((num_tokens, 0))
-        plain_block(num_tokens, attention)
-
-    monkeypatch.setattr(model, "forward", forward)
-    monkeypatch.setattr(model, "forward_block", forward_block)
+    monkeypatch.setattr(DecoderModel, "forward", forward)
     graphs.capture(70, lambda *_: None)
-    assert computed == [(70, 40), (70, 40), (64, 0), (64, 40), (32, 32), (32, 32)]
+    assert computed == [(70, 40, 2), (70, 40, 2), (64, 40, 1), (64, 40, 2), (32, 32, 1), (32, 32, 2)]
 
 
 @torch.inference_mode()

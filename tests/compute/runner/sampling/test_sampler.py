@@ -42,8 +42,7 @@ def make(
     requests = [table.requests[i] for i in range(len(samplings))]
     positions = np.array([len(prompt) for prompt in prompts])
     rows = table.sampled(requests, np.array([request.row_index for request in requests]), positions)
-    sampler = Sampler(vocab_size=width - padding, num_embeddings=width, table=table, processors=processors)
-    return sampler, rows
+    return Sampler(width - padding, table), rows
 
 
 def sample(logits: torch.Tensor, samplings: list[Sampling], prompts: list[list[int]] | None = None) -> list[int]:

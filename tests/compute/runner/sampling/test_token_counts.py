@@ -35,7 +35,7 @@ for uid in range(24):
     tokens[uid] = generator.integers(0, 40, 3 + uid).tolist()
     table.open(NewRow(uid, samplings[uid % 3], 2 + uid // 2, tokens[uid]))
     table.requests[uid].token_ids = list(tokens[uid])  # as on a GPU
-counts = TokenCounts(table, width=WIDTH)
+counts = TokenCounts(table)
 for step in range(4):
     if step == 2:  # another request in the row of a closed one
         table.close(5)
