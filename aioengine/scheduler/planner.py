@@ -33,7 +33,7 @@ OUTPUTS = {RequestKind.GENERATE: TOKENS, RequestKind.POOL: VECTOR, RequestKind.S
 MAX_LATER = 64  # requests that may be passed over in a step because of a prefix: each costs a cache lookup
 
 MAX_PAUSE_S = 0.1
-"""The longest time between two tokens of a request in a rush, estimated from the time of full steps."""
+"""The longest time between two tokens of a request in a rush, except for the last step if it is a slow one."""
 RUSH_SHARE = 16  # in a rush, decode rows use at least this part of the token budget: 1 / 16
 
 
@@ -82,7 +82,7 @@ class Planner:
         self._draft_costs = draft_costs
         self._is_overlapped = False
         self._is_full = False  # prompts used the whole budget of the last step
-        self._num_paused = 0  # steps without decode rows, one after the other
+        self._decoded_at = 0.0  # planning time of the last step in which decode rows did not pause
         self._requests = requests
         self._snapshots = requests.cache.snapshots
         self._admission = Admission(requests.cache, settings.chunk_tokens)
@@ -94,11 +94,10 @@ class Planner:
         a row in this step keeps its pages.
         """
         self._is_overlapped = is_overlapped
-        if self._is_rush():
-            self._num_paused += 1
+        if self._is_rush(now):
             self._fill(flight, now, pauses_decodes=True)
         if not flight.requests:
-            self._num_paused = 0
+            self._decoded_at = now
             self._fill(flight, now)
         if (snapshots := self._snapshots) is None:
             return
@@ -109,19 +108,21 @@ class Planner:
                 if snapshot_id != NO_SNAPSHOT:
                     flight.plan.snapshots.append((row.uid, snapshot_id))
 
-    def _is_rush(self) -> bool:
+    def _is_rush(self, now: float) -> bool:
         """Return whether decode rows should pause in this step.
 
         If many requests arrive at once, a step has both prompts and the decode rows of the requests before them. Each
         decode row delays the prompts behind it, and gets its token after a long step. So the prompts have a few steps
         for themselves: first tokens come earlier, and other tokens come after one pause instead of many long steps.
+        ``full_step_s`` is the fastest step, and long contexts need longer steps, so the pause so far is measured.
         """
         settings, full_step_s = self._settings, self._requests.pace.full_step_s
         return (
             self._is_full
             and bool(self._requests.waiting)
             and RUSH_SHARE * settings.decode_cost * len(self._requests.running) >= settings.chunk_tokens
-            and 0 < (self._num_paused + 2) * full_step_s <= MAX_PAUSE_S  # this step, then one with decode rows
+            and 0 < 2 * full_step_s <= MAX_PAUSE_S  # this step, then one with decode rows
+            and now - self._decoded_at + full_step_s <= MAX_PAUSE_S
         )
 
     def _fill(self, flight: Flight, now: float, *, pauses_decodes: bool = False) -> None:

@@ -140,6 +140,20 @@ def test_decode_rows_do_not_pause_for_long_steps() -> None:
     assert all(counts.count(1) >= 16 for counts in rush(step_s=MAX_PAUSE_S * 0.6))
 
 
+def test_the_pause_of_decode_rows_is_measured_if_steps_get_slower() -> None:
+    settings = settings_of(depth=1, chunk_tokens=64, max_running=64)
+    world = World(settings, 2000, 4, NO_EOS, step_s=MAX_PAUSE_S / 100)
+    world.submit(*[submit_of(uid, [1, uid] * 4, limits=Limits(max_new_tokens=99)) for uid in range(16)])
+    for _ in range(3):
+        world.step()
+    world.submit(*[submit_of(100 + uid, [2, uid] * 16, limits=Limits(max_new_tokens=99)) for uid in range(40)])
+    world.step()
+    world.step_s = MAX_PAUSE_S / 2
+    for _ in range(6):
+        world.step()
+    assert [any(row.count == 1 for row in plan.rows) for plan in world.runner.plans[4:8]] == [False, False, True, False]
+
+
 def test_decode_rows_do_not_pause_if_no_waiting_prompt_can_be_admitted() -> None:
     assert rush(step_s=0.01, max_running=16)[:50] == [[1] * 16] * 50
 
