@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import AttentionShape, CascadeLimits, kv_pool_shape
-from aioengine.attention import _gpu_rows
 from aioengine.attention._gpu_rows import FixedDecodeRows, attention_layers
 from aioengine.attention._gpu_splits import max_splits, plan_splits
 from aioengine.attention.torch import TorchAttention
@@ -29,7 +28,7 @@ from aioengine.scheduler.plan import TOKENS, NewRow, Row
 from tests.compute.runner.graphs.test_cascade_groups import part_of
 from tests.compute.stepping import write_and_attend
 
-torch.cuda.Event = SimpleNamespace
+torch.cuda.Event, torch.cuda.Stream = SimpleNamespace, lambda device: None
 
 PAGE_SIZE, NUM_PAGES, HEADS, KV_HEADS, HEAD_SIZE, SIZE = 16, 200, 4, 2, 64, 12
 torch.manual_seed(0)
@@ -173,7 +172,7 @@ reference.prepare(batch)
 heads = torch.randn(SIZE, HEADS + 2 * KV_HEADS, HEAD_SIZE)
 q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
 expected = write_and_attend(reference, q, k, v, 0)
-_gpu_rows.pinned = torch.from_numpy
+copied = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
 for most in (2, 3, 4):
     is_first = (found.positions - rows.starts[found.row_of_token]) % most == 0
     tables = np.append(np.flatnonzero(is_first), [SIZE])
@@ -186,7 +185,8 @@ for most in (2, 3, 4):
     fixed = object.__new__(FixedDecodeRows)
     fixed._layers, fixed.most_tokens = attention_layers(shape, pool), most
     splits = torch.zeros(7, max_splits(SIZE, KV_HEADS), dtype=torch.int32)
-    fixed._splits, num_done = splits.clone(), torch.zeros(SIZE * KV_HEADS, dtype=torch.int32)
+    fixed._pinned_splits, fixed._copied, fixed._number = [splits.clone()], [copied], 0
+    num_done = torch.zeros(SIZE * KV_HEADS, dtype=torch.int32)
     fixed._rows = decode.DecodeRows(buffers.starts, buffers.page_ids, splits, num_done, buffers.last_lengths, most)
     fixed.plan(buffers.starts, buffers.last_lengths, tables)
     out = torch.zeros(SIZE, HEADS, HEAD_SIZE)
