@@ -170,7 +170,7 @@ class Pace:
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
         self._step_s = 0.0
-        self.full_step_s = 0.0
+        self._full_step_s = 0.0
         self._admission_s = 0.0
         self._admitted_at = 0.0
         self._has_next = False
@@ -178,10 +178,10 @@ class Pace:
     def note_step(self, seconds: float, num_prompt_tokens: int) -> None:
         """Record a step time. A step at least half full of prompt tokens counts as a prompt step, else as decode."""
         is_full = 2 * num_prompt_tokens >= self._chunk_tokens
-        least = self.full_step_s if is_full else self._step_s
+        least = self._full_step_s if is_full else self._step_s
         recent = min(seconds, least * DRIFT) if least else seconds
         if is_full:
-            self.full_step_s = recent
+            self._full_step_s = recent
         else:
             self._step_s = recent
 
@@ -200,7 +200,7 @@ class Pace:
     def prompt_s(self, num_tokens: int) -> float:
         """Estimate the seconds to compute ``num_tokens`` prompt tokens."""
         num_full = num_tokens // self._chunk_tokens
-        return num_full * (self.full_step_s or self._step_s) + (self._step_s if num_tokens % self._chunk_tokens else 0)
+        return num_full * (self._full_step_s or self._step_s) + (self._step_s if num_tokens % self._chunk_tokens else 0)
 
     def output_s(self, num_tokens: int) -> float:
         """Estimate the seconds to compute ``num_tokens`` output tokens."""

@@ -1,9 +1,9 @@
 """Planner: fills one step with rows, and advances the counts of the requests.
 
 Decode rows come first, in the order of ``running``: one for each running request whose newest token is in the runner.
-So decoding requests advance in every step, however long the prompts are, except in a rush (``Planner._is_rush``). The
-remaining token budget is divided among the prompts of running requests, then among waiting requests that can be
-admitted. ``request`` defines ``decodes``, ``has_forced`` and ``holds_last``, which decide the kind of a row.
+So decoding requests advance in every step, however long the prompts are. The remaining token budget is divided among
+the prompts of running requests, then among waiting requests that can be admitted. ``request`` defines ``decodes``,
+``has_forced`` and ``holds_last``, which decide the kind of a row.
 
 A decode row has more than one position if it has forced tokens or drafts. ``drafting`` decides how many drafts, and
 ``ngrams`` looks them up, unless a draft model proposes them. The next plan assumes that all drafts are accepted, and
@@ -31,10 +31,6 @@ OUTPUTS = {RequestKind.GENERATE: TOKENS, RequestKind.POOL: VECTOR, RequestKind.S
 """``Row.outputs`` at the end of a prompt."""
 
 MAX_LATER = 64  # requests that may be passed over in a step because of a prefix: each costs a cache lookup
-
-MAX_PAUSE_S = 0.1
-"""The longest time between two tokens of a request in a rush, except for the last step if it is a slow one."""
-RUSH_SHARE = 16  # in a rush, decode rows use at least this part of the token budget: 1 / 16
 
 
 class Flight(Struct):
@@ -81,8 +77,6 @@ class Planner:
         self._settings = settings
         self._draft_costs = draft_costs
         self._is_overlapped = False
-        self._is_full = False  # prompts used the whole budget of the last step
-        self._decoded_at = 0.0  # planning time of the last step in which decode rows did not pause
         self._requests = requests
         self._snapshots = requests.cache.snapshots
         self._admission = Admission(requests.cache, settings.chunk_tokens)
@@ -94,39 +88,6 @@ class Planner:
         a row in this step keeps its pages.
         """
         self._is_overlapped = is_overlapped
-        if self._is_rush(now):
-            self._fill(flight, now, pauses_decodes=True)
-        if not flight.requests:
-            self._decoded_at = now
-            self._fill(flight, now)
-        if (snapshots := self._snapshots) is None:
-            return
-        for row, allocation in zip(flight.plan.rows, flight.allocations, strict=True):
-            end = row.start + row.count
-            if end % snapshots.span == 0 and allocation.snapshots is not None:
-                snapshot_id = snapshots.take(allocation.snapshots, end)
-                if snapshot_id != NO_SNAPSHOT:
-                    flight.plan.snapshots.append((row.uid, snapshot_id))
-
-    def _is_rush(self, now: float) -> bool:
-        """Return whether decode rows should pause in this step.
-
-        If many requests arrive at once, a step has both prompts and the decode rows of the requests before them. Each
-        decode row delays the prompts behind it, and gets its token after a long step. So the prompts have a few steps
-        for themselves: first tokens come earlier, and other tokens come after one pause instead of many long steps.
-        ``full_step_s`` is the fastest step, and long contexts need longer steps, so the pause so far is measured.
-        """
-        settings, full_step_s = self._settings, self._requests.pace.full_step_s
-        return (
-            self._is_full
-            and bool(self._requests.waiting)
-            and RUSH_SHARE * settings.decode_cost * len(self._requests.running) >= settings.chunk_tokens
-            and 0 < 2 * full_step_s <= MAX_PAUSE_S  # this step, then one with decode rows
-            and now - self._decoded_at + full_step_s <= MAX_PAUSE_S
-        )
-
-    def _fill(self, flight: Flight, now: float, *, pauses_decodes: bool = False) -> None:
-        """Fill ``flight`` with rows, without decode rows if ``pauses_decodes``."""
         prompts: list[Request] = []
         rows, requests, allocations = flight.plan.rows, flight.requests, flight.allocations
         costs = self._draft_costs  # None: this step should have no drafts
@@ -135,8 +96,8 @@ class Planner:
         for request in self._requests.running:
             start = request.num_computed
             if request.decodes:
-                if pauses_decodes or start + 1 >= request.next_limit:
-                    continue  # or its last token is in flight
+                if start + 1 >= request.next_limit:
+                    continue  # its last token is in flight
             elif not request.num_missing or request.gates:
                 continue  # gated, or its last row is in flight
             elif request.has_forced and request.num_drafts:
@@ -164,9 +125,16 @@ class Planner:
             allocations.append(allocation)
             request.num_computed = start + 1
             request.num_tokens += 1
-        self._is_full = False
         if prompts or self._requests.waiting:
             self._place_prompts(flight, prompts, now)
+        if (snapshots := self._snapshots) is None:
+            return
+        for row, allocation in zip(flight.plan.rows, flight.allocations, strict=True):
+            end = row.start + row.count
+            if end % snapshots.span == 0 and allocation.snapshots is not None:
+                snapshot_id = snapshots.take(allocation.snapshots, end)
+                if snapshot_id != NO_SNAPSHOT:
+                    flight.plan.snapshots.append((row.uid, snapshot_id))
 
     def _num_drafts(self, request: Request, costs: DraftCosts) -> int:
         """Return how many drafts this request gets, and look them up if they are n-grams."""
@@ -312,7 +280,6 @@ class Planner:
                 pages, allocation.unsent = allocation.unsent, []
                 token_ids = request.ids_to_compute(start, start + count)
                 flight.add(Row(request.uid, start, count, outputs, token_ids, pages), request)
-        self._is_full = not budget.left
 
     def _admit(
         self, flight: Flight, budget: TokenBudget, shares: list[tuple[Request, int]], num_partial: int, now: float

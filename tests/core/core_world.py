@@ -19,7 +19,6 @@ from aioengine.protocol.messages import (
 )
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.plan import TOKENS
-from aioengine.scheduler.planner import MAX_PAUSE_S
 from aioengine.scheduler.request import Gate
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.page_groups import PageGroups
@@ -56,18 +55,15 @@ def submit_of(
 
 
 class WatchedRunner:
-    """A FakeRunner that keeps the plans, and checks that no running decode is left out of a plan, except in a rush.
+    """A FakeRunner that keeps the plans, and checks that no running decode is left out of a plan.
 
-    most_paused: maximum number of plans without decodes, one after the other, while decodes run.
     gives_one: whether each row with tokens has one token; then plans are checked.
     gates: the closed gates of each request. A request with a closed gate must not be in a plan.
     vectors: the vectors of all results, by uid.
     """
 
-    def __init__(self, runner: FakeRunner | RankedFakeRunner, *, gives_one: bool, most_paused: int = 0) -> None:
+    def __init__(self, runner: FakeRunner | RankedFakeRunner, *, gives_one: bool) -> None:
         self._runner = runner
-        self._most_paused = most_paused
-        self._num_paused = 0
         self.adapters = runner.adapters
         self.use_grammars = None
         self.use_ranks = None
@@ -107,17 +103,14 @@ class WatchedRunner:
         uids = [row.uid for row in plan.rows]
         assert len(uids) == len(set(uids))
         assert not [uid for uid in uids if self.gates.get(uid)]
-        paused = [
-            uid
-            for uid in self._must_advance
-            if not (self.gates.get(uid) or uid in uids or uid in plan.closed or counts[uid] >= self.max_new[uid])
-        ]
-        self._num_paused = self._num_paused + 1 if paused else 0
-        assert self._num_paused <= self._most_paused, f"{paused} stand still"
+        for uid in self._must_advance:
+            if self.gates.get(uid):
+                continue
+            assert uid in uids or uid in plan.closed or counts[uid] >= self.max_new[uid], f"{uid} stands still"
         for row in plan.rows:
             counts[row.uid] += row.outputs == TOKENS
             assert counts[row.uid] <= self.max_new[row.uid], f"{row.uid} runs beyond its end"
-        self._must_advance = [row.uid for row in plan.rows if row.outputs == TOKENS] + paused
+        self._must_advance = [row.uid for row in plan.rows if row.outputs == TOKENS]
 
 
 @dataclass
@@ -125,7 +118,6 @@ class World:
     """One core, its requests and their results. windows: as in ``PageGroups``; empty: no page groups.
 
     num_ranks: above 1, all ranks compute the same rows; then there are no windows and faults.
-    step_s: seconds of each step.
     """
 
     settings: SchedulerSettings
@@ -135,7 +127,6 @@ class World:
     faults: Faults | None = None
     windows: tuple[int | None, ...] = ()
     num_ranks: int = 1
-    step_s: float = 1.0
     now: float = 0.0
     submitted: dict[int, Submit] = field(default_factory=dict[int, Submit])
     outputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
@@ -155,9 +146,7 @@ class World:
             groups = PageGroups(windows=self.windows, page_size=self.page_size, min_tokens=self.settings.min_tokens)
             runner = WindowedFakeRunner(self.model, groups, num_pages=self.num_pages, faults=self.faults)
         self.runner = WatchedRunner(
-            runner,
-            gives_one=self.model.tokens_per_step == "1" and not self.settings.max_drafts,
-            most_paused=max(0, round(MAX_PAUSE_S / self.step_s) - 1),
+            runner, gives_one=self.model.tokens_per_step == "1" and not self.settings.max_drafts
         )
         self.scheduler = Scheduler(
             self.settings, num_pages=self.num_pages, page_size=self.page_size, windows=self.windows
@@ -200,7 +189,7 @@ class World:
 
     def step(self) -> StepOutput | None:
         output = self.core.step(self.now)
-        self.now += self.step_s
+        self.now += 1.0
         self.core.scheduler.check_integrity()
         if output is not None:
             self._take(output)

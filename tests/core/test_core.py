@@ -9,7 +9,6 @@ from aioengine.protocol.messages import End, FinishCode, Limits, StepOutput
 from aioengine.scheduler.core import MAX_FAILURES, SchedulerCore
 from aioengine.scheduler.deadlines import SPARE_ENTRIES
 from aioengine.scheduler.plan import NOTHING, TOKENS, StepPlan
-from aioengine.scheduler.planner import MAX_PAUSE_S
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.config import SchedulerSettings
 from aioengine.testing.fake_runner import FakeRunner, FakeTicket
@@ -114,48 +113,6 @@ def test_decode_cost_is_how_many_tokens_a_decode_row_counts_for() -> None:
     world.submit(submit_of(9, [3] * 300))
     world.step()
     assert [row.count for row in world.runner.plans[-1].rows] == [1] * 6 + [64 - 6 * 5]
-
-
-def rush(*, step_s: float, **changes: int) -> list[list[int]]:
-    """Let 40 requests arrive together while 16 decode. Return the row counts of each step until none waits."""
-    settings = settings_of(**{"depth": 1, "chunk_tokens": 64, "max_running": 64, **changes})
-    world = World(settings, 2000, 4, NO_EOS, step_s=step_s)
-    world.submit(*[submit_of(uid, [1, uid] * 4, limits=Limits(max_new_tokens=99)) for uid in range(16)])
-    for _ in range(3):
-        world.step()
-    world.submit(*[submit_of(100 + uid, [2, uid] * 4, limits=Limits(max_new_tokens=99)) for uid in range(40)])
-    while world.core.requests.waiting:
-        world.step()
-    return [[row.count for row in plan.rows] for plan in world.runner.plans[3:]]
-
-
-def test_decode_rows_pause_in_a_rush_but_not_for_long() -> None:
-    steps = rush(step_s=MAX_PAUSE_S / 4.1)
-    assert steps[0] == [1] * 16 + [8] * 6
-    assert steps[1:4] == [[8] * 8] * 3
-    assert steps[4].count(1) == 16 + 6 + 3 * 8  # their tokens before were four steps earlier
-
-
-def test_decode_rows_do_not_pause_for_long_steps() -> None:
-    assert all(counts.count(1) >= 16 for counts in rush(step_s=MAX_PAUSE_S * 0.6))
-
-
-def test_the_pause_of_decode_rows_is_measured_if_steps_get_slower() -> None:
-    settings = settings_of(depth=1, chunk_tokens=64, max_running=64)
-    world = World(settings, 2000, 4, NO_EOS, step_s=MAX_PAUSE_S / 100)
-    world.submit(*[submit_of(uid, [1, uid] * 4, limits=Limits(max_new_tokens=99)) for uid in range(16)])
-    for _ in range(3):
-        world.step()
-    world.submit(*[submit_of(100 + uid, [2, uid] * 16, limits=Limits(max_new_tokens=99)) for uid in range(40)])
-    world.step()
-    world.step_s = MAX_PAUSE_S / 2
-    for _ in range(6):
-        world.step()
-    assert [any(row.count == 1 for row in plan.rows) for plan in world.runner.plans[4:8]] == [False, False, True, False]
-
-
-def test_decode_rows_do_not_pause_if_no_waiting_prompt_can_be_admitted() -> None:
-    assert rush(step_s=0.01, max_running=16)[:50] == [[1] * 16] * 50
 
 
 def test_short_prompt_does_not_wait_for_a_long_prompt() -> None:

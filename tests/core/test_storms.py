@@ -26,7 +26,6 @@ class Storm:
     chunk_tokens: int
     policy: str
     prefix_cache: bool
-    step_s: float
 
     def world(self, depth: int, faults: Faults | None = None, num_ranks: int = 1) -> World:
         return World(
@@ -42,7 +41,6 @@ class Storm:
             page_size=self.page_size,
             faults=faults,
             num_ranks=num_ranks,
-            step_s=self.step_s,
         )
 
     def requests(self, rng: random.Random) -> list[Submit]:
@@ -60,7 +58,6 @@ storms = st.builds(
     chunk_tokens=st.sampled_from([1, 7, 32, 256]),
     policy=st.sampled_from(["fcfs", "priority", "longest_prefix"]),
     prefix_cache=st.booleans(),
-    step_s=st.sampled_from([1.0, 0.01]),
 )
 
 
@@ -133,7 +130,7 @@ def _with_deadlines(submit: Submit, rng: random.Random) -> Submit:
 def test_every_overlap_depth_gives_the_same_tokens_under_preemption() -> None:
     outputs: list[dict[int, list[int]]] = []
     for depth in (0, 1, 2):
-        storm = Storm(7, 4, 96, 16, 32, "fcfs", prefix_cache=True, step_s=0.01)
+        storm = Storm(7, 4, 96, 16, 32, "fcfs", True)
         world = storm.world(depth)
         world.submit(*storm.requests(random.Random(7)))
         world.run()
