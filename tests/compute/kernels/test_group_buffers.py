@@ -22,7 +22,7 @@ from aioengine.runner.rows import PageTables
 from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 
-torch.cuda.Event = SimpleNamespace
+torch.cuda.Event, torch.cuda.Stream = SimpleNamespace, lambda device: None
 PAGE_SIZE, NUM_PAGES, SIZE, WINDOWS = 4, 400, 8, (None, 10, 5)
 groups = PageGroups(windows=WINDOWS, page_size=PAGE_SIZE)
 table = RowTable(
