@@ -10,7 +10,7 @@ no counts agree, rows are computed one by one. On a GPU, results are independent
 
 On a CPU with a matrix unit for bf16 (AMX), weights stay as they are, and the outputs are the rows of the product:
 weight times x.t(), turned back. The unit then reads a weight in the order of memory. Packed weights with the same bits
-for most row counts take 1.4 times as long with one row.
+for most row counts take up to 1.6 times as long with one row, if the CPU runs below its full speed.
 
 oneDNN compiles code for each pair of row count and weight shape, at least 0.5 MB in 0.5 to 4 ms, and keeps it. So using
 few row counts also saves memory and time. ``child_process.host.limit_kernel_cache`` limits the cached code.

@@ -271,7 +271,12 @@ class TestStartingAgain:
             await here.engine.shutdown()
         gone = weakref.ref(here.engine)
         del here
-        await until(lambda: gc.collect() >= 0 and gone() is None)  # a thread that ends may have it a moment longer
+
+        def is_gone() -> bool:
+            gc.collect()
+            return gone() is None
+
+        await until(is_gone)  # a thread that ends may have the engine a moment longer
 
 
 async def _start_and_stop(engine: AsyncEngine) -> None:

@@ -207,11 +207,10 @@ def _weights_asm(kind: str, first: int, second: int) -> str:
     0 to 3 only need the factor ``first``, and codes in bits 4 to 7 the factor ``second``, to become codes times
     ``_STEP``.
     """
-    lines = [f"{{ .reg .b32 a, b, c, d; mov.b32 c, {first:#x}; mov.b32 d, {second:#x};"]
-    lines.append("shr.b32 b, $4, 8;")
+    lines = [f"{{ .reg .b32 a, b, c, d; mov.b32 c, {first:#x}; mov.b32 d, {second:#x}; shr.b32 b, $4, 8;"]
     for index in range(4):
         word, mask, factor = "$4" if index < 2 else "b", 0x00F000F0 if index % 2 else 0x000F000F, "cd"[index % 2]
-        zero, scale, offset = (f"${5 + 3 * index + own}" for own in range(3))
+        zero, scale, offset = (f"${5 + 3 * index + operand}" for operand in range(3))
         lines.append(f"and.b32 a, {word}, {mask:#x}; fma.rn.{kind}x2 a, a, {factor}, {zero};")
         lines.append(f"fma.rn.{kind}x2 ${index}, a, {scale}, {offset};")
     return " ".join([*lines, "}"])
@@ -334,8 +333,8 @@ def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_ro
     """Return the programs, as measured on an H200 for the layers of an 8B model."""
     is_large = num_outputs >= MANY_OUTPUTS
     if bits == 8:
-        is_small = num_rows <= ROWS
-        tile = Tile(*((64, ROWS, 4, 2 * PROCESSORS) if is_small else (128, ROWS, 8, PROCESSORS)), size // 4)
+        few, many = Tile(64, ROWS, 4, 2 * PROCESSORS, size // 4), Tile(128, ROWS, 8, PROCESSORS, size // 4)
+        tile = few if num_rows <= ROWS else many
     else:
         tile = next(tile for most, tile in TILES["many" if is_large else "few"].items() if num_rows <= most)
         if size > MANY_INPUTS and num_rows <= ROWS // 2 and not is_large:

@@ -566,8 +566,8 @@ class DecodeGraphs:
         self, size: int, attention: FixedDecode, pool: torch.cuda._POOL_HANDLE, tiles: AdapterTiles | None = None
     ) -> _Graph:
         compute = self._step(self._model, size, attention, tiles)
-        # kernels must not be loaded or chosen during the capture
-        (compute if size == self.max_rows else self._step(self._shortened(), size, attention, tiles))()
+        load_kernels = compute if size == self.max_rows else self._step(self._shortened(), size, attention, tiles)
+        load_kernels()  # they must not be loaded or chosen during the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):  # ``torch.cuda.graph`` would also free unused memory, which takes 10 ms
             graph.capture_begin(pool=pool)
