@@ -32,11 +32,10 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar, NamedTuple, Protocol, cast
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from aioengine.api import answers
 from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, RowError, Timings
@@ -350,8 +349,7 @@ class Ending(NamedTuple):
     error: RowError | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(Struct, eq=False):
     """One call of the user from its reservation to its end: its request, its part of the limits, and its rows.
 
     Attributes:
@@ -386,28 +384,28 @@ class Call:
 
     called_at: float
     weight_version: str = DEFAULT_WEIGHT_VERSION
-    request: CallRequest = field(init=False)
+    request: CallRequest = None  # type: ignore[assignment]  # set by ``begin``
     rid: str = ""
     is_stream: bool = False
     returns_exceptions: bool = False
-    deadlines: dict[str, float] = field(default_factory=dict)
+    deadlines: dict[str, float] = {}
     number: int = 0
-    ids: list[str] = field(default_factory=list)
+    ids: list[str] = []
     timer: asyncio.TimerHandle | None = None
     is_reserved: bool = False
     num_bytes: int = 0
     num_tokens: int = 0
-    num_rows_of: dict[int, int] = field(default_factory=dict)
+    num_rows_of: dict[int, int] = {}
     num_started: int = 0
-    aborted: set[int] = field(default_factory=set)
+    aborted: set[int] = set()
     ending: Ending | None = None
     is_start_pending: bool = False
     is_accepted: bool = False
-    compiling: set[int] = field(default_factory=set)
-    live: dict[int, CallRow] = field(default_factory=dict)
+    compiling: set[int] = set()
+    live: dict[int, CallRow] = {}
     num_open: int = 0
     num_held: int = 0
-    results: list[Answer | BaseException | None] = field(default_factory=list)
+    results: list[Answer | BaseException | None] = []
     error: BaseException | None = None
     is_left: bool = False
     is_over: bool = False
@@ -416,7 +414,7 @@ class Call:
     ready: deque[CallRow] = field(default_factory=deque)
     has_reader: bool = True
     waiter: asyncio.Future[Chunk | None] | None = None
-    wakers: list[Callable[[], object]] = field(default_factory=list)
+    wakers: list[Callable[[], object]] = []
     notify_on: NotifyOn = NotifyOn.NOTHING
     kept_row: CallRow | None = None
     on_row_end: Callable[[CallRow, ChunkInfo, BaseException | None], None] | None = None

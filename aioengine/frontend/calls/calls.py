@@ -82,7 +82,8 @@ class Calls:
         """Submit the first rows of a call."""
         if call not in self.opened:
             return  # another thread ended it before it was started
-        self._set_timer(call, call.called_at)
+        if call.deadlines:
+            self._set_timer(call, call.called_at)
         if call.request.num_registered < call.request.num_prompts:
             self.submitter.check_rest(call)
         self.submitter.submit_next(call)

@@ -314,7 +314,7 @@ def rows_request(
     num_dimensions = _num_dimensions(value)
     given = cast("Sequence[object]", value) if num_dimensions else checks.sequence(name, value, allowed=allowed)
     first = given[: PROMPTS_IN_PIECE if options.get("return_exceptions") is True else 1]
-    is_batch = any(isinstance(entry, list | tuple) or isinstance(checks.plain(entry), list) for entry in first)
+    is_batch = any(isinstance(entry, (list, tuple)) for entry in map(checks.plain, first))
     values = [given] if not is_batch else given if num_dimensions > 1 else list(given)
     return CallRequest(name, values, check_prompt, is_batch)
 
@@ -324,9 +324,8 @@ def _num_dimensions(value: object) -> int:
 
     Arrays are read row by row, because converting a large array to lists would block the loop.
     """
-    if isinstance(value, list | tuple | memoryview):  # asked first: a protocol is slow to check
-        return 0
-    if not isinstance(value, checks.Array) or not checks.num_items(value):
+    # A protocol is slow to check, and so is a union of types.
+    if isinstance(value, (list, tuple, memoryview)) or not isinstance(value, checks.Array) or not checks.num_items(value):
         return 0
     num_dimensions: object = getattr(value, "ndim", 0)
     return num_dimensions if isinstance(num_dimensions, int) else 0
@@ -341,7 +340,7 @@ def complete(
         TypeError, ValueError: an argument is wrong.
     """
     request.num_prompts = len(request.values)
-    if isinstance(sampling_params, list | tuple):
+    if isinstance(sampling_params, (list, tuple)):
         request.given_params = list_for("sampling_params", cast("object", sampling_params), request, one="dict")
         request.num_samples = _num_samples(request.given_params)
     else:
