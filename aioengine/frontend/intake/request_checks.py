@@ -68,7 +68,8 @@ class RequestChecks:
             if isinstance(prompt, ChatPrompt) and prompt.options.template is not None:
                 self._check_template(prompt.options.template)
             try:
-                self._check_options(request, index, differ=True)
+                if request.lists or request.given_params is not None:
+                    self._check_options(request, index, differ=True)
                 if isinstance(prompt, IdsPrompt):
                     self.check_ids(prompt.token_ids)
                 if request.images is not None or isinstance(prompt, ChatPrompt):

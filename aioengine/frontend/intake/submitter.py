@@ -226,7 +226,8 @@ class Submitter:
         call.is_start_pending = False
         if call.ending is not None or call.is_over:
             return
-        request, submits, num_bytes = call.request, list[Submit](), 0
+        request, num_bytes = call.request, 0
+        submits: list[Submit] = []
         first = call.num_started // request.num_samples
         end = (first + len(encoded)) * request.num_samples
         try:
@@ -350,7 +351,7 @@ class Submitter:
             return None
         message_parts = request.message_parts[id(params)]
         if call.is_stream and message_parts.sampling.grammar is not None:
-            call.compiling.add(row.index)
+            call.compiling |= {row.index}
         row.uid = self._num_uids
         self._num_uids += 1
         self._limits.add_row(call, prompt, num_prompt)
