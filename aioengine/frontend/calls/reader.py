@@ -169,7 +169,7 @@ class Reader:
             is_ready = self._await_can_return if until_accepted else has_news
             if is_ready:
                 return False
-            call.wakers.append(wake)
+            call.wakers += (wake,)
             return True
 
     def wait_here(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Chunk | None] | None:
@@ -184,7 +184,7 @@ class Reader:
         if call.waiter is None:
             call.waiter = waiter
         else:
-            call.wakers.append(partial(resolve, waiter))
+            call.wakers += (partial(resolve, waiter),)
         return waiter
 
     def leave(self, error: BaseException | None = None, *, later: bool = False) -> None:

@@ -136,7 +136,7 @@ class CallRequest(Struct):
     hidden_states: PerPrompt[str] | None = None
     sessions: PerPrompt[SessionParams | None] | None = None
     logprobs: LogprobOptions | None = None
-    lists: list[PerPrompt[Any]] = []
+    lists: Sequence[PerPrompt[Any]] = ()
     trace_headers: Mapping[str, str] = {}
     replica: int | None = None
 
@@ -170,8 +170,9 @@ class CallRequest(Struct):
 
     def clear(self) -> None:
         """Free the prompts and parameters: the call is over, but its reader may keep it for long."""
-        self.values, self.prompts, self.params, self.given_params = (), [], [], None
-        self.parsed, self.message_parts, self.images, self.lists = {}, {}, None, []
+        for parts in (self.prompts, self.params, self.parsed, self.message_parts):
+            parts.clear()
+        self.values, self.given_params, self.images, self.lists = (), None, None, ()
 
     def check_more(self) -> int:
         """Check some more rows of the call: their ids, parameters and prompts. Return the bytes of these prompts.
@@ -259,24 +260,28 @@ def generate_request(
             raise ValueError("input_embeds is given beside a prompt; give one of them")
         request = _embeds_request(embeds, options, rules)
     else:
-        check_ids = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
-        request = prompt_request(prompt, input_ids, partial(text_prompt, rules=rules), check_ids, options)
+        check = partial(text_prompt, rules=rules)
+        if prompt is None:
+            check = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
+        request = prompt_request(prompt, input_ids, check, options)
     return complete(request, sampling_params, stream=stream, options=options)
 
 
-def prompt_request(
-    prompt: object, input_ids: object, check_text: PromptCheck, check_ids: PromptCheck, options: Mapping[str, object]
-) -> CallRequest:
-    """Return the request for one prompt or a list of prompts. Raises TypeError or ValueError unless one is given."""
+def prompt_request(prompt: object, input_ids: object, check: PromptCheck, options: Mapping[str, object]) -> CallRequest:
+    """Return the request for one prompt or a list of prompts. ``check``: of texts, or of ids if ``prompt`` is None.
+
+    Raises:
+        TypeError, ValueError: both or none are given, or the prompt has a wrong type.
+    """
     if (prompt is None) == (input_ids is None):
         problem = "missing" if prompt is None else "given"
         raise ValueError(f"prompt and input_ids are both {problem}; give one of them")
     if prompt is None:
-        return rows_request("input_ids", input_ids, check_ids, options, allowed=IDS_OR_ROWS)
+        return rows_request("input_ids", input_ids, check, options, allowed=IDS_OR_ROWS)
     if isinstance(prompt, str):
-        return CallRequest("prompt", [prompt], check_text, is_batch=False)
+        return CallRequest("prompt", [prompt], check, is_batch=False)
     texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
-    return CallRequest("prompt", texts, check_text, is_batch=True)
+    return CallRequest("prompt", texts, check, is_batch=True)
 
 
 def chat_request(
