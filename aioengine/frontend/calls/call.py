@@ -408,7 +408,7 @@ class Call:
     live: dict[int, CallRow] = field(default_factory=dict)
     num_open: int = 0
     num_held: int = 0
-    results: list[Answer | BaseException | None] = field(init=False, repr=False)  # only if the call is no stream
+    results: list[Answer | BaseException | None] = field(init=False, repr=False)
     error: BaseException | None = None
     is_left: bool = False
     is_over: bool = False

@@ -29,7 +29,6 @@ from aioengine.frontend.intake.prompt_options import (
 )
 from aioengine.frontend.intake.prompts import (
     CHAT_ARGUMENTS,
-    DEFAULT_RULES,
     MESSAGES,
     CheckedPrompt,
     EncodeRules,
@@ -251,19 +250,19 @@ def generate_request(
     Raises:
         TypeError, ValueError: an argument is wrong; the message has its name and value.
     """
-    embeds, rules = None, DEFAULT_RULES
+    check: PromptCheck = ids_prompt if prompt is None else text_prompt
     if options:
         check_names(options, ("prompt", "sampling_params", "input_ids", "stream"), GenerateOptions.__annotations__)
-        embeds, rules = options.get("input_embeds"), encode_rules(options)
-    if embeds is not None:
-        if prompt is not None or input_ids is not None:
-            raise ValueError("input_embeds is given beside a prompt; give one of them")
-        request = _embeds_request(embeds, options, rules)
-    else:
-        check = partial(text_prompt, rules=rules)
+        rules = encode_rules(options)
+        if (embeds := options.get("input_embeds")) is not None:
+            if prompt is not None or input_ids is not None:
+                raise ValueError("input_embeds is given beside a prompt; give one of them")
+            request = _embeds_request(embeds, options, rules)
+            return complete(request, sampling_params, stream=stream, options=options)
+        check = partial(check, rules=rules)
         if prompt is None:
-            check = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
-        request = prompt_request(prompt, input_ids, check, options)
+            check = partial(check, may_be_empty=options.get("session_params") is not None)
+    request = prompt_request(prompt, input_ids, check, options)
     return complete(request, sampling_params, stream=stream, options=options)
 
 
@@ -317,7 +316,7 @@ def rows_request(
     A list is a batch if its first entry is a list. With ``return_exceptions`` the first row may be wrong, so any of the
     first ``PROMPTS_IN_PIECE`` entries may be the list.
     """
-    num_dimensions = _num_dimensions(value)
+    num_dimensions = 0 if isinstance(value, (list, tuple)) else _num_dimensions(value)
     given = cast("Sequence[object]", value) if num_dimensions else checks.sequence(name, value, allowed=allowed)
     first = given[: PROMPTS_IN_PIECE if options.get("return_exceptions") is True else 1]
     is_batch = any(isinstance(entry, (list, tuple)) for entry in map(checks.plain, first))
@@ -330,9 +329,7 @@ def _num_dimensions(value: object) -> int:
 
     Arrays are read row by row, because converting a large array to lists would block the loop.
     """
-    if isinstance(value, (list, tuple, memoryview)):  # asked first: a protocol is slow to check
-        return 0
-    if not isinstance(value, checks.Array) or not checks.num_items(value):
+    if isinstance(value, memoryview) or not isinstance(value, checks.Array) or not checks.num_items(value):
         return 0
     num_dimensions: object = getattr(value, "ndim", 0)
     return num_dimensions if isinstance(num_dimensions, int) else 0
