@@ -139,7 +139,7 @@ class ModelRunner:
         if settings.scheduler.max_drafts:
             models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
             has_windows = any(any(model.attention_shape.windows) for model in models)
-            self._table.has_bounds = parts.ranks is None and not has_windows
+            self._table.has_upper_bounds = parts.ranks is None and not has_windows
             draft_model = None
             if parts.draft is not None:
                 draft_model = DraftModel(parts.draft, self._table, sampler)

@@ -8,8 +8,7 @@ Steps in which many rows start with the same pages use separate graphs with casc
 once. Their rows are reordered, and a row of several known tokens is expanded to several rows of a graph
 (``runner.graphs.rearranged_rows``). These may share a page table, so that attention reads it once.
 
-If the host does not know how many drafts of the previous step were rejected, the positions of a step are upper bounds.
-The graph subtracts the rejected drafts first (``kernels.triton.drafts``).
+If the positions of a step are upper bounds, its graph first subtracts the rejected drafts (``speculation.proposer``).
 
 A graph samples each row with its temperature only. If rows need more (top-k, penalties...), the step uses the hidden
 states of the graph and samples outside of it.
@@ -289,7 +288,7 @@ class DecodeGraphs:
     def may_overlap(self, rows: list[Row]) -> bool:
         """Return whether graphs can compute and sample these rows before the host knows their positions."""
         table = self._table
-        if not table.has_bounds or table.num_with_logprobs or table.num_with_hidden_states:
+        if not table.has_upper_bounds or table.num_with_logprobs or table.num_with_hidden_states:
             return False
         if any(row.token_ids or row.count > 1 + row.num_drafts for row in rows):
             return False
@@ -357,7 +356,8 @@ class DecodeGraphs:
     def _one_token_rows(self, rows: StepRows, *, is_drawn: bool) -> TokenRows:
         """Return rows of one token each, with cascade attention if it saves enough. is_drawn: the graph samples."""
         table, cascade = self._table, None
-        if self._prefixes is not None and not table.is_bound.any() and table.adapters.slots(rows.row_indices) is None:
+        is_exact = not table.is_upper_bound.any()
+        if self._prefixes is not None and is_exact and table.adapters.slots(rows.row_indices) is None:
             cascade = self._prefixes.find(rows)
         order = slice(None) if cascade is None else cascade.order
         row_indices = rows.row_indices[order]
@@ -459,8 +459,8 @@ class DecodeGraphs:
         columns[_SLOTS, :num_rows] = slots_GR[0]
         columns[_LAST_LENGTHS, :num_rows] = positions + 1 - last_pages[table_of_row] * page_size
         columns[_TABLES, :num_rows] = table_of_row
-        is_bound, none_rejected = self._table.is_bound[row_indices], len(self._table.is_bound)
-        rejected = np.where(is_bound, row_indices, none_rejected)
+        is_upper_bound, none_rejected = self._table.is_upper_bound[row_indices], len(self._table.is_upper_bound)
+        rejected = np.where(is_upper_bound, row_indices, none_rejected)
         columns[_REJECTED, :num_rows] = -1 - rejected if tokens.is_exact else rejected
         fields = columns[_FIELDS:_TABLES]
         fill_fields(sampled, fields[:, : len(rows.requests)])
@@ -499,7 +499,7 @@ class DecodeGraphs:
             last_lengths=columns[_LAST_LENGTHS],
             page_ids=memory[first:],
             max_pages=self._table.page_tables.tables.shape[2],
-            are_bounds=self._table.has_bounds,
+            are_bounds=self._table.has_upper_bounds,
             most_tokens=1 + self._table.max_drafts,
         )
         if not groups:
@@ -514,7 +514,7 @@ class DecodeGraphs:
         columns, buffers, table = self._columns(size), self._buffers(size), self._table
         for memory in self._memory:
             memory.zero_()
-        columns[_REJECTED] = len(table.is_bound)
+        columns[_REJECTED] = len(table.is_upper_bound)
         attention.plan_capture(np.ones(size, dtype=np.int32))
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         rows = torch.arange(size, device=self._device) if model.input_spec.rows else None
@@ -522,7 +522,7 @@ class DecodeGraphs:
 
         def compute() -> tuple[Tensor, Tensor, Tensor]:
             """Return hidden states [B, D], logits [B, W] and token ids [B], which always have the same memory."""
-            if table.has_bounds:
+            if table.has_upper_bounds:
                 pages = buffers.starts, buffers.page_ids
                 sizes = {"page_size": self._inputs.page_size, "lag": self._lag}
                 move_rows(columns, pages, table.rejected, sampled=_SAMPLED, **sizes)
