@@ -39,7 +39,7 @@ from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.lora.pool import FixedAdapters, FixedTiles
 from aioengine.runner.request_row import is_simple
 from aioengine.runner.sampling.device_sampler import fill_fields
-from aioengine.runner.timing import part
+from aioengine.runner.timing import profiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -303,7 +303,7 @@ class DecodeGraphs:
         when_ready: called before its inputs overwrite those of the previous step.
         """
         table, is_drawn = self._table, is_simple(sampled.records)
-        with part("prepare"):
+        with profiled("prepare"):
             if rows.known_ids.size:
                 tokens = expand_rows(rows, table)
                 tokens.targets[rows.token_ends - 1] = rows.row_indices
@@ -324,7 +324,7 @@ class DecodeGraphs:
         num_drafts: as in ``expand_rows``. Returns results for tokens instead of rows.
         """
         is_drawn = is_simple(sampled.records)
-        with part("prepare"):
+        with profiled("prepare"):
             tokens = expand_rows(rows, self._table, num_drafts)
             if is_drawn:  # a graph samples only after tokens with a target; this target is never read
                 tokens.targets[:] = len(self._table.last_tokens) - 1
@@ -339,7 +339,7 @@ class DecodeGraphs:
         table, lasts = self._table, rows.token_ends - 1
         index: Tensor | slice = slice(len(lasts))
         targets = table.draft_indices(number, rows.row_indices)
-        with part("prepare"):
+        with profiled("prepare"):
             if not rows.known_ids.size:
                 sources = table.draft_indices(number - 1, rows.row_indices)
                 tokens = TokenRows(slice(None), rows.starts, sources, targets)
@@ -368,7 +368,7 @@ class DecodeGraphs:
         self, rows: StepRows, sampled: SampledRows, tokens: TokenRows, when_ready: Callable[[], None] | None = None
     ) -> _Graph:
         """Choose the graph of a step, write its inputs, and queue it."""
-        with part("prepare"):
+        with profiled("prepare"):
             num_tokens = len(tokens.positions)
             slots = self._table.adapters.slots(rows.row_indices[tokens.row_of_token])
             chosen = self._choose(num_tokens, tokens.cascade, slots)
