@@ -121,8 +121,11 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
         counts = independent_rows(out_features, in_features, weight.dtype, num_threads)
         return in_pieces(_plain(weight, bias), tuple(counts) or (1,))
     packing = choose_packing(out_features, in_features, weight.dtype, num_threads, has_bias=bias is not None)
+    if packing.dtype == weight.dtype and turns(weight.dtype):
+        columns = in_pieces(_columns(weight, bias), packing.counts, axis=1)
+        return lambda x: turn_back(columns(x))
     if packing.dtype == weight.dtype:
-        return in_pieces(_fastest(weight, bias), packing.counts)
+        return in_pieces(_packed(weight, bias), packing.counts)
     wide_bias = None if bias is None else bias.to(packing.dtype)
     wide = in_pieces(_fastest(unpack(weight).to(packing.dtype), wide_bias), packing.counts)
     return lambda x: wide(x.to(packing.dtype)).to(x.dtype)
@@ -131,14 +134,16 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
 def prepare_gated(weight: Tensor, bias: Tensor | None, activation: Matmul) -> Matmul | None:
     """Return ``activation`` of the matmul: [T, I] -> [T, O / 2]; None: it is not faster than separate calls.
 
-    It is faster where results are turned back, because only half as many numbers are.
+    It is faster where results would be turned back: this one stays a view of [O / 2, T], which the next matmul reads.
     """
     if weight.device.type != "cpu" or not turns(weight.dtype):
         return None
     packing = choose_packing(*weight.shape, weight.dtype, torch.get_num_threads(), has_bias=bias is not None)
     if packing.dtype != weight.dtype:
         return None
-    return in_pieces(_turned(weight, bias, activation), packing.counts)
+    columns = _columns(weight, bias)
+    activated = in_pieces(lambda x: activation(columns(x).t()).t(), packing.counts, axis=1)
+    return lambda x: activated(x).t()
 
 
 class Product(NamedTuple, Generic[_Weight]):
@@ -303,17 +308,21 @@ def _fastest(weight: Tensor, bias: Tensor | None) -> Matmul:
     return _turned(weight, bias) if turns(weight.dtype) else _packed(weight, bias)
 
 
-def _turned(weight: Tensor, bias: Tensor | None, activation: Matmul | None = None) -> Matmul:
-    """Return the matmul that computes weight [O, I] times x.t(), plus bias [O], and then the activation."""
+def _turned(weight: Tensor, bias: Tensor | None) -> Matmul:
+    """Return the matmul that computes weight [O, I] times x.t(), plus bias [O], and turns the result back."""
+    columns = _columns(weight, bias)
+    return lambda x: turn_back(columns(x))
+
+
+def _columns(weight: Tensor, bias: Tensor | None) -> Matmul:
+    """Return a callable [T, I] -> [O, T]: weight [O, I] times x.t(), plus bias [O]."""
     column = None if bias is None else bias.unsqueeze(1)
 
     def matmul(x: Tensor) -> Tensor:
-        """[T, I] -> [T, O]."""
+        """[T, I] -> [O, T]."""
         if x.shape[0] == 1:  # a vector: one row as a matrix would use another kernel
-            result = (torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])).unsqueeze(0)
-        else:
-            result = (torch.mm(weight, x.t()) if column is None else torch.addmm(column, weight, x.t())).t()
-        return turn_back((result if activation is None else activation(result)).t())
+            return (torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])).unsqueeze(1)
+        return torch.mm(weight, x.t()) if column is None else torch.addmm(column, weight, x.t())
 
     return matmul
 
@@ -395,21 +404,24 @@ def _invariant(weight: Tensor, bias: Tensor | None) -> Matmul:
     return InvariantMatmul(weight.contiguous(), bias)
 
 
-def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
-    """Wrap ``matmul`` so that it only sees the row counts in ``counts`` (ascending): pads or splits the rows."""
+def in_pieces(matmul: Matmul, counts: tuple[int, ...], *, axis: int = 0) -> Matmul:
+    """Wrap ``matmul`` so that it only sees the row counts in ``counts`` (ascending): pads or splits the rows.
+
+    axis: of the rows in its result.
+    """
     most, sizes = counts[-1], _first_pieces(counts)
 
     def in_pieces(x: Tensor) -> Tensor:
-        """[T, I] -> [T, O]."""
+        """[T, I] -> [T, O], or [O, T]."""
         num_rows = x.shape[0]
         if num_rows <= most and (size := sizes[num_rows]) >= num_rows:
-            return matmul(x) if size == num_rows else _padded(matmul, x, size)
+            return matmul(x) if size == num_rows else _padded(matmul, x, size, axis)
         pieces: list[Tensor] = []
         while num_rows := x.shape[0]:
             size = sizes[min(num_rows, most)]
-            pieces.append(_padded(matmul, x[:size], size))
+            pieces.append(_padded(matmul, x[:size], size, axis))
             x = x[size:]
-        return torch.cat(pieces)
+        return torch.cat(pieces, axis)
 
     return in_pieces
 
@@ -427,11 +439,11 @@ def _first_piece(num_rows: int, counts: tuple[int, ...]) -> int:
     return smaller if smaller >= FEW_ROWS and 2 * larger >= 3 * num_rows else larger
 
 
-def _padded(matmul: Matmul, x: Tensor, padded_rows: int) -> Tensor:
-    """Compute ``matmul`` of x [T, I], padded to ``padded_rows`` with copies of its first rows -> [T, O]."""
+def _padded(matmul: Matmul, x: Tensor, padded_rows: int, axis: int) -> Tensor:
+    """Compute ``matmul`` of x [T, I], padded to ``padded_rows`` with copies of its first rows -> [T, O], or [O, T]."""
     num_rows = x.shape[0]
     if padded_rows == num_rows:
         return matmul(x)
     copies, rest = divmod(padded_rows, num_rows)
     parts = (x,) * copies
-    return matmul(torch.cat((*parts, x[:rest]) if rest else parts))[:num_rows]
+    return matmul(torch.cat((*parts, x[:rest]) if rest else parts)).narrow(axis, 0, num_rows)
