@@ -102,7 +102,7 @@ class LatentAttention(Mixer):
         tables, attention = step.tables[self._rope], step.attention
         q, latents = projected.tensor_split((self._first_size,), dim=1)
         if self._query is not None and self._query_norm is not None:
-            q = self._query(self._query_norm(q), step.rows(None))
+            q = self._query(self._query_norm(q), step.grouping(None))
         q = q.unflatten(1, (self._num_heads, -1))
         if self._has_forms:
             return (self._attended(q, latents, tables, attention, layer=layer),)
