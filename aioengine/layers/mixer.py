@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from aioengine.attention._base import StepAttention
+from aioengine.kernels.heads import RotaryTables
 from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
 from aioengine.layers.adapters import AdapterRows, Grouping
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
 
-Tables = tuple[Tensor, Tensor]
 Ints = npt.NDArray[np.int64]
 
 
@@ -36,7 +36,7 @@ class BlockStep:
         states: None for a model without recurrent states.
     """
 
-    tables: list[Tables]
+    tables: list[RotaryTables]
     attention: StepAttention
     adapters: AdapterRows | None = None
     states: StepStates | None = None
