@@ -89,9 +89,8 @@ class EncoderFamily(TextFamily, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_sizes(self)
         if self.hidden_size % self.num_attention_heads or self.head_size % 2:
-            not_implemented(
-                "num_attention_heads", self.num_attention_heads, f"a divisor of {self.hidden_size}, with even heads"
-            )
+            divisor = f"a divisor of {self.hidden_size}, with even heads"
+            not_implemented("num_attention_heads", self.num_attention_heads, divisor)
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> EncoderConfig:

@@ -141,10 +141,8 @@ def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[st
     name = settings.get("image_processor_type") or family.processor
     plain = str(name).removesuffix("Fast").removesuffix("Pil")
     if plain not in PROCESSORS:
-        raise ValueError(
-            f"the images of {str(folder)!r} are prepared by {checks.shown(name)}, which is not supported; there are "
-            f"{', '.join(PROCESSORS)}"
-        )
+        there = f"there are {', '.join(PROCESSORS)}"
+        raise ValueError(f"{str(folder)!r} needs {checks.shown(name)}, which is not supported; {there}")
     module = PROCESSORS[plain]
     return ImageModel(
         family=family.read(config),
@@ -160,7 +158,4 @@ def _settings(folder: Path) -> Mapping[str, object]:
         part = fields.get("image_processor", fields if name == _FILES[0] else None)
         if isinstance(part, dict) and part:
             return cast("dict[str, object]", part)
-    raise ValueError(
-        f"{str(folder)!r} has neither {' nor '.join(_FILES)}, which say how its images are prepared; "
-        "copy the one of the original model"
-    )
+    raise ValueError(f"{str(folder)!r} has neither {' nor '.join(_FILES)}; copy the one of the original model")
