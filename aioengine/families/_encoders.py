@@ -85,6 +85,7 @@ class EncoderFamily(TextFamily, frozen=True, kw_only=True):
     }
 
     epsilon: float
+    hidden_act: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = "gelu"
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -107,6 +108,10 @@ class EncoderFamily(TextFamily, frozen=True, kw_only=True):
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def gelu(self) -> Gelu:
+        return GELU[self.hidden_act]
+
+    @property
     def num_positions(self) -> int:
         """The trained context length."""
         return self.max_position_embeddings
@@ -127,7 +132,6 @@ class BertFamily(EncoderFamily, frozen=True, kw_only=True):
     blocks = "encoder.layer"
     block_norms = ("attention.output.LayerNorm", "output.LayerNorm")
 
-    hidden_act: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = "gelu"
     epsilon: float = field(default=1e-12, name="layer_norm_eps")
     type_vocab_size: int = 2
     pad_token_id: int = 0
@@ -148,10 +152,6 @@ class BertFamily(EncoderFamily, frozen=True, kw_only=True):
     @property
     def position_offset(self) -> int:
         return 0
-
-    @property
-    def gelu(self) -> Gelu:
-        return GELU[self.hidden_act]
 
     @property
     def embeddings(self) -> dict[str, int]:
@@ -209,7 +209,7 @@ class ModernBertFamily(EncoderFamily, frozen=True, kw_only=True):
     block_norms = ("attn_norm", "mlp_norm")
     first_without = "attn_norm"
 
-    hidden_activation: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = "gelu"
+    hidden_act: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = field(default="gelu", name="hidden_activation")
     epsilon: float = field(default=1e-5, name="norm_eps")
     norm_bias: bool = False
     attention_bias: bool = False
@@ -252,10 +252,6 @@ class ModernBertFamily(EncoderFamily, frozen=True, kw_only=True):
     @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(None if kind == "full_attention" else self.local_attention // 2 for kind in self.kinds)
-
-    @property
-    def gelu(self) -> Gelu:
-        return GELU[self.hidden_activation]
 
     @property
     def embeddings(self) -> dict[str, int]:
