@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
@@ -11,6 +12,8 @@ from aioengine.errors import EngineStartupError
 FOR_AN_ENGINE = 52
 """Descriptors that a start needs: for processes and their channels, and the model's files."""
 _ENOUGH = 4096
+_close = ctypes.PyDLL(None).close
+"""``os.close`` that keeps the interpreter's lock, so no other Python thread runs and takes the descriptor."""
 
 
 def hold_standard_descriptors() -> None:
@@ -38,7 +41,8 @@ def raise_descriptor_limit() -> None:
 def require_descriptors(count: int) -> None:
     """Raise EngineStartupError if this process cannot open ``count`` more files now.
 
-    Event loops and libzmq abort the program if no descriptor is free.
+    Event loops and libzmq abort the program if no descriptor is free. Create them directly after this call: other
+    Python threads cannot take the descriptors before.
     """
     opened: list[int] = []
     try:
@@ -58,4 +62,4 @@ def require_descriptors(count: int) -> None:
         raise EngineStartupError(text) from error
     finally:
         for fd in opened:
-            os.close(fd)
+            _close(fd)

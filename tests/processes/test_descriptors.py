@@ -61,6 +61,23 @@ for start in (lambda: asyncio.run(start_async()), start_sync):
 print(json.dumps(found))
 """
 
+TAKEN = """
+import threading
+from aioengine.supervision.launchers._child_folder import ChildFolder
+
+start_child = ChildFolder.start
+
+def start_and_use_up(folder, role, *args):
+    child = start_child(folder, role, *args)
+    if role.name == "detokenizer":  # the last
+        use_up()
+        give_back(2)
+        threading.Timer(0.3, give_back, [1000]).start()
+    return child
+
+ChildFolder.start = start_and_use_up
+"""
+
 
 STORM = """
 draw = random.Random(int(sys.argv[1]))
@@ -163,6 +180,10 @@ def test_start_succeeds_or_names_the_limit_at_every_limit() -> None:
 
 def test_start_succeeds_with_few_descriptors() -> None:
     assert run(STARTS, 80) == ["Paris.", "Paris."]
+
+
+def test_start_waits_for_descriptors_that_another_thread_takes() -> None:
+    assert run(TAKEN + STARTS, 200) == ["Paris.", "Paris."]
 
 
 def test_start_without_the_null_device_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -62,16 +62,16 @@ class ProcessLauncher:
         Raises:
             EngineStartupError: a child could not be started.
         """
-        require_descriptors(_FOR_LAUNCH + _FOR_CHILD * len(self._roles))
-        await self._in_thread(self._spawn_all)
         require_threads(_ZMQ_THREADS)  # libzmq aborts the program if it cannot start its threads
+        require_descriptors(_FOR_LAUNCH + _FOR_CHILD * len(self._roles))
         try:
             context = Context()
             self._closing.callback(end_context, context)  # also closes a socket that was not opened completely
-            self.sender = ZmqSender(context, self._folder.inboxes[SCHEDULER], self._epoch, receiver="it")
-            self._closing.callback(self.sender.close)
             self.receiver = AsyncZmqReceiver(context, self._epoch)
             self._closing.callback(self.receiver.close)
+            await self._in_thread(self._spawn_all)
+            self.sender = ZmqSender(context, self._folder.inboxes[SCHEDULER], self._epoch, receiver="it")
+            self._closing.callback(self.sender.close)
             for endpoint in self._uplinks.values():
                 self.receiver.attach(endpoint)
         except ZmqError as error:
