@@ -387,17 +387,17 @@ def finish_reason(end: End, num_output: int, cause: RowError | None = None) -> F
 
 def error(end: End) -> RowError | None:
     """Return the error of a request; None if it has an answer, even an incomplete one."""
+    if end.code <= FinishCode.SHUTDOWN:
+        return None
     if end.code is FinishCode.TOO_LARGE:
         return errors.RequestTooLargeError(end.message)
     if end.code is FinishCode.UNSUPPORTED:
         return errors.UnsupportedSchemaError(end.message, pointer=end.stage, keyword=str(end.matched or ""))
     if end.code is FinishCode.FAILED:
         return errors.RequestError(end.stage, end.message)
-    if end.code is FinishCode.REFUSED:
-        missed_ms = end.matched if isinstance(end.matched, int) else 1000
-        message = f"the request would come too late: {end.message}"
-        return errors.EngineOverloadedError(message, retry_after=missed_ms / 1000)
-    return None
+    missed_ms = end.matched if isinstance(end.matched, int) else 1000
+    message = f"the request would come too late: {end.message}"
+    return errors.EngineOverloadedError(message, retry_after=missed_ms / 1000)
 
 
 RowError = errors.EngineError | ValueError | TypeError

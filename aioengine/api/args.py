@@ -83,8 +83,11 @@ class Argument(Struct, frozen=True):
         return f"{self.help} (default: {self.default_text})"
 
 
-def _text(name: str, value: object) -> str:
-    return checks.text(name, str(value) if isinstance(value, PurePath) else value, max_bytes=4096)
+def _text(name: str, value: object, *, max_bytes: int = 4096, if_empty: str = "") -> str:
+    """Check a string or a path. See ``checks.text``."""
+    return checks.text(
+        name, str(value) if isinstance(value, PurePath) else value, max_bytes=max_bytes, if_empty=if_empty
+    )
 
 
 def _path(name: str, value: object) -> str:
@@ -109,10 +112,8 @@ def _folder(name: str, value: object) -> str:
 
 def _template(name: str, value: object) -> str:
     """Check the text or the path of a template. The file is read at the start."""
-    text = checks.text(name, str(value) if isinstance(value, PurePath) else value, max_bytes=MAX_TEMPLATE_BYTES)
-    if not text:
-        raise checks.wrong_value(name, "the text of a template, or the path of a file with one", text)
-    return text
+    advice = "give the text of a template, or the path of a file with one"
+    return _text(name, value, max_bytes=MAX_TEMPLATE_BYTES, if_empty=advice)
 
 
 def _chunk_size(name: str, value: object) -> int:
@@ -129,19 +130,17 @@ def _group_size(name: str, value: object) -> int:
     return size
 
 
-def _algorithm(name: str, value: object) -> str:
-    """Return the algorithm of speculation in upper case. NEXTN is another name of MTP."""
-    word = checks.text(name, value).upper()
-    if word == "NEXTN":
-        return MTP
-    if word not in ALGORITHMS:
-        raise checks.wrong_value(name, f"{', '.join(map(repr, ALGORITHMS))} or None", value)
-    return word
-
-
 def _words(*words: str, **meanings: str) -> checks.Check:
     choices = {word: word for word in words} | meanings
     return lambda name, value: checks.choice(name, value, choices)
+
+
+_algorithm_words = _words(NGRAM, STANDALONE, *DRAFT_HEADS, NEXTN=MTP)
+
+
+def _algorithm(name: str, value: object) -> object:
+    """Return the algorithm of speculation in upper case."""
+    return _algorithm_words(name, value.upper() if isinstance(value, str) else value)
 
 
 def _negated(name: str, value: object) -> bool:
@@ -213,9 +212,8 @@ def _adapter(name: str, entry: object) -> GivenAdapter:
     allowed = "a dict with lora_name, lora_path and, if wanted, pinned"
     if not {"lora_name", "lora_path"} <= fields.keys() <= {"lora_name", "lora_path", "pinned"}:
         raise checks.wrong_value(name, allowed, fields)
-    given_name = checks.text(f"{name}: lora_name", fields["lora_name"], max_bytes=MAX_NAME_BYTES)
-    if not given_name:
-        raise ValueError(f"{name} has an empty name; give the one by which requests name the adapter")
+    advice = "give the name by which requests name the adapter"
+    given_name = checks.text(f"{name}: lora_name", fields["lora_name"], max_bytes=MAX_NAME_BYTES, if_empty=advice)
     is_pinned = checks.switch(f"{name}: pinned", fields.get("pinned") or False)
     path = checks.text(f"{name}: lora_path", _path(f"{name}: lora_path", fields["lora_path"]))
     return GivenAdapter(given_name, path, is_pinned=is_pinned)
@@ -256,7 +254,6 @@ MAX_HIDDEN_STATE_BYTES: Final = 192 * 1024 * 1024
 """They must fit into a frame together with the other results of a step."""
 MAX_PROCESSORS: Final = 64
 MAX_DRAFT_TOKENS: Final = 16
-ALGORITHMS: Final = (NGRAM, STANDALONE, *DRAFT_HEADS)
 MAX_NAME_BYTES: Final = 512
 MAX_ADAPTERS: Final = 100_000
 MAX_MODULES: Final = 1024

@@ -203,7 +203,7 @@ def items(name: str, value: object, max_items: int, *, allowed: str = "a list") 
 def sequence(name: str, value: object, max_items: int = MAX_COUNT, *, allowed: str = "a list") -> Sequence[object]:
     """Return a list or tuple without copying it, or an array as a list."""
     value = plain(value)
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, (list, tuple)):  # faster than a union
         raise wrong_type(name, allowed, value)
     entries = cast("Sequence[object]", value)
     if len(entries) > max_items:

@@ -82,7 +82,7 @@ class ItemAnswers:
         self.default_window = 2 * settings.scheduler.max_running
         self.parameters = {
             "model": settings.model.path,
-            "weight_version": frontend.weight_version,
+            "weight_version": frontend.weights.loaded.version,
             "sampling_params": self._params,
             "options": options,
         }

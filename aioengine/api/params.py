@@ -381,18 +381,15 @@ def output_limit(params: SamplingParams, num_prompt: int, *, context_length: int
         RequestTooLargeError: the prompt is too long, or an explicit ``max_new_tokens`` does not fit.
     """
     left = min(context_length, max_total_tokens) - num_prompt
+    wanted = params.max_new_tokens
+    if left > 0 and (wanted is None or wanted <= left or not params.is_length_explicit):
+        return left if wanted is None else min(int(wanted), left)
     limit = f"the context of {context_length} tokens"
     if max_total_tokens < context_length:
         limit = f"the KV pool of {max_total_tokens} tokens (max_total_tokens)"
     if left <= 0:
         raise RequestTooLargeError(f"the prompt has {num_prompt} tokens and does not fit into {limit}")
-    if params.max_new_tokens is None:
-        return left
-    if params.max_new_tokens > left and params.is_length_explicit:
-        raise RequestTooLargeError(
-            f"max_new_tokens={params.max_new_tokens} with a prompt of {num_prompt} tokens does not fit {limit}"
-        )
-    return min(int(params.max_new_tokens), left)
+    raise RequestTooLargeError(f"max_new_tokens={wanted} with a prompt of {num_prompt} tokens does not fit {limit}")
 
 
 def sampling(

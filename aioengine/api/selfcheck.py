@@ -50,7 +50,7 @@ async def selfcheck(self: Any, num_requests: int = 8) -> list[TokenDifference]:
     differences: list[TokenDifference] = []
     for request in list(frontend.calls.finished)[-num_requests:]:
         is_loaded = request.adapter is None or frontend.adapters.is_loaded(request.adapter)
-        if not is_loaded or request.weight_version != frontend.weight_version:
+        if not is_loaded or request.weight_version != frontend.weights.loaded.version:
             continue
         difference = _first_difference(request.output_ids, await _compute_again(self, request))
         if difference is not None:

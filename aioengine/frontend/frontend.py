@@ -21,7 +21,7 @@ from msgspec.structs import asdict
 from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError, EngineStalledError
 from aioengine.frontend import info
-from aioengine.frontend.callers import closed, forked, this_caller
+from aioengine.frontend.callers import closed, forked
 from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import Delivery, SlowReaders
@@ -106,10 +106,10 @@ class Frontend:
             TypeError, ValueError: an argument is wrong, an id is in use, or the engine lacks a tokenizer.
             EngineError: the engine does not accept the call.
         """
-        call, reader = Call(time.monotonic(), self.weight_version), None
+        call, reader = Call(time.monotonic(), self.weights.loaded.version), None
         try:
             with self._lock:
-                self.limits.reserve(call, this_caller())
+                self.limits.reserve(call)
             request = make_request()
             self._checks.check(request)
             call.begin(request)
@@ -130,11 +130,6 @@ class Frontend:
                 post(self.loop, self.calls.discard, call)
             raise
         return reader
-
-    @property
-    def weight_version(self) -> str:
-        """Version of the newest weights; a row reports the versions of its own computation."""
-        return self.weights.loaded.version
 
     def check_waiting(self, *, blocks: bool) -> None:
         """Raise an error if the engine could never wake this thread: it is in a fork, or blocks the engine's loop.

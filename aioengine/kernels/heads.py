@@ -5,6 +5,8 @@ T tokens, H query heads, K kv heads, E head size.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,26 @@ from aioengine.kernels.kv_target import KVTarget, WriteKV
 from aioengine.kernels.norms import rms_norm
 from aioengine.kernels.triton import launcher
 
-Tables = tuple[Tensor, Tensor]
 Norms = tuple[Tensor, Tensor, Tensor]
 Heads = tuple[Tensor, Tensor, Tensor]
+
+
+class RotaryTables:
+    """cos and sin of the tokens of a step.
+
+    Attributes:
+        pairs: fp32 [T, 2, E / 2], contiguous: cos and sin for the elements i and i + E / 2 of a head.
+    """
+
+    def __init__(self, pairs: Tensor) -> None:
+        """pairs: [T, 2, E / 2]."""
+        self.pairs = pairs
+
+    @cached_property
+    def signed(self) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, E], as for ``rope``. The kernels of a GPU do not read them."""
+        cos, sin = self.pairs.split(1, dim=1)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -43,7 +62,7 @@ def as_parts(heads: Tensor, num_heads: int) -> Heads:
 def rotate_heads(
     heads: Tensor,
     num_heads: int,
-    tables: Tables,
+    tables: RotaryTables,
     norms: Norms | None = None,
     target: KVTarget | WriteKV | None = None,
 ) -> Heads:
@@ -54,7 +73,6 @@ def rotate_heads(
     Args:
         heads: [T, H + 2 K, E], may be changed.
         num_heads: H.
-        tables: cos and sin [T, 1, E], as for ``rope``.
         norms: weights [E] and epsilon [] fp32 of norms of query and key heads before the rotation.
         target: None: k and v are not written.
 
@@ -65,7 +83,7 @@ def rotate_heads(
     if launcher.serves(heads):
         from aioengine.kernels.triton.heads import rotate
 
-        rotate(heads, num_heads, tables, norms, target=kv_target)
+        rotate(heads, num_heads, tables.pairs, norms, target=kv_target)
         q, k, v = as_parts(heads if kv_target is None or kv_target.heads is None else kv_target.heads, num_heads)
     else:
         q, k, v = as_parts(heads, num_heads)
@@ -74,7 +92,7 @@ def rotate_heads(
             query_weight, key_weight, epsilon = norms
             weights = torch.cat((query_weight.expand(num_heads, -1), key_weight.expand(k.shape[1], -1)))
             source = rms_norm(rotated, weights, epsilon)
-        _rope_into(rotated, source, *tables)
+        _rope_into(rotated, source, *tables.signed)
         if kv_target is not None:
             q, k, v = _written(q, k, v, kv_target)
     if target is not None and not isinstance(target, KVTarget):

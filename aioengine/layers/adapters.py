@@ -50,13 +50,13 @@ class PooledAdapters:
         self._weights = weights
         self._is_gated = is_gated
 
-    def add(self, matmul: Matmul, x: Tensor, rows: Grouping) -> Tensor:
+    def add(self, matmul: Matmul, x: Tensor, grouping: Grouping) -> Tensor:
         """Return ``matmul(x)`` plus the adapter outputs: x [T, D] -> [T, O].
 
         For a gated layer, return silu(gate) * up: [T, O / 2].
         """
-        assert isinstance(rows, AdapterTiles), "rows are grouped for a CPU"
-        return adapter_linear.add(matmul, x.contiguous(), self._weights, rows, is_gated=self._is_gated)
+        assert isinstance(grouping, AdapterTiles), "rows are grouped for a CPU"
+        return adapter_linear.add(matmul, x.contiguous(), self._weights, grouping, is_gated=self._is_gated)
 
 
 class LayerMatrices:
@@ -95,11 +95,11 @@ class HostAdapters:
         self.slots: list[LayerMatrices | None] = [None] * (num_slots + 1)
         self._is_gated = is_gated
 
-    def add(self, matmul: Matmul, x: Tensor, rows: Grouping) -> Tensor:
+    def add(self, matmul: Matmul, x: Tensor, grouping: Grouping) -> Tensor:
         """x [T, D] -> [T, O], or [T, O / 2]; see ``PooledAdapters.add``."""
-        assert isinstance(rows, RowGroups), "rows are grouped for a GPU"
+        assert isinstance(grouping, RowGroups), "rows are grouped for a GPU"
         y = matmul(x)
-        for slot, chosen in rows.groups:
+        for slot, chosen in grouping.groups:
             if (matrices := self.slots[slot]) is not None:
                 matrices.add(y, x, chosen)
         return activate_and_mul(y, "silu") if self._is_gated else y

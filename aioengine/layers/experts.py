@@ -199,7 +199,7 @@ class SparseMLP(Layer):
         self._experts, self._tensors, self._coded = None, None, ()
         self._is_open = True
 
-    def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
-        """[T, D] -> [T, D]. ``rows`` is unused, since adapters do not change experts."""
+    def __call__(self, x: Tensor, grouping: Grouping | None = None) -> Tensor:
+        """[T, D] -> [T, D]. ``grouping`` is unused, because adapters do not change experts."""
         assert self._experts is not None, "finish_loading was not called"
         return self._experts(x, self._router(x), None if self._shared is None else self._shared(x))

@@ -20,6 +20,7 @@ from aioengine.families._config import DecoderConfig
 from aioengine.families._tensors import mixer_linears
 from aioengine.kernels import head_linear
 from aioengine.kernels.head_linear import HeadMatmul
+from aioengine.kernels.heads import RotaryTables
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.latent_heads import latent_heads, rotated_queries
 from aioengine.layers.heads import pair_order
@@ -101,7 +102,7 @@ class LatentAttention(Mixer):
         tables, attention = step.tables[self._rope], step.attention
         q, latents = projected.tensor_split((self._first_size,), dim=1)
         if self._query is not None and self._query_norm is not None:
-            q = self._query(self._query_norm(q), step.rows(None))
+            q = self._query(self._query_norm(q), step.grouping(None))
         q = q.unflatten(1, (self._num_heads, -1))
         if self._has_forms:
             return (self._attended(q, latents, tables, attention, layer=layer),)
@@ -129,7 +130,7 @@ class LatentAttention(Mixer):
         return values.flatten(1)
 
     def _attended(
-        self, q: Tensor, latents: Tensor, tables: tuple[Tensor, Tensor], attention: StepAttention, *, layer: int
+        self, q: Tensor, latents: Tensor, tables: RotaryTables, attention: StepAttention, *, layer: int
     ) -> Tensor:
         """q [T, H, N + P] and latents [T, E] -> [T, H * O]. The attention backend chooses the form."""
         target = attention.target(layer)

@@ -247,11 +247,14 @@ class Linear(Layer):
         self._prepared = self._matmul = None
         self._is_open = True
 
-    def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
-        """[T, D] -> [T, O], or [T, O / 2] if the layer is gated. ``rows``: by adapter; None without adapters."""
-        if rows is not None and self._adapters is not None:
+    def __call__(self, x: Tensor, grouping: Grouping | None = None) -> Tensor:
+        """[T, D] -> [T, O], or [T, O / 2] if the layer is gated.
+
+        grouping: the rows of x by adapter; None: no row has an adapter.
+        """
+        if grouping is not None and self._adapters is not None:
             assert self._prepared is not None, "finish_loading was not called"
-            return self._adapters.add(self._prepared.matmul, x, rows)
+            return self._adapters.add(self._prepared.matmul, x, grouping)
         assert self._matmul is not None, "finish_loading was not called"
         return self._matmul(x)
 

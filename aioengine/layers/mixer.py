@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from aioengine.attention._base import StepAttention
+from aioengine.kernels.heads import RotaryTables
 from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
 from aioengine.layers.adapters import AdapterRows, Grouping
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
 
-Tables = tuple[Tensor, Tensor]
 Ints = npt.NDArray[np.int64]
 
 
@@ -36,12 +36,12 @@ class BlockStep:
         states: None for a model without recurrent states.
     """
 
-    tables: list[Tables]
+    tables: list[RotaryTables]
     attention: StepAttention
     adapters: AdapterRows | None = None
     states: StepStates | None = None
 
-    def rows(self, outputs: Tensor | None) -> Grouping | None:
+    def grouping(self, outputs: Tensor | None) -> Grouping | None:
         """Return the tokens ``outputs`` [S] (None: all) by adapter; None if no row has an adapter."""
         if self.adapters is None:
             return None
@@ -69,10 +69,10 @@ class Mixer(Layer, metaclass=ABCMeta):
             layer: index of this layer among the layers with keys and values, or with a state.
             outputs: [S] int64 indices of the selected tokens; None for all.
         """
-        mixed = self.mix(self._input(x, step.rows(None)), step, layer)
+        mixed = self.mix(self._input(x, step.grouping(None)), step, layer)
         if outputs is not None:
             mixed = tuple(part.index_select(0, outputs) for part in mixed)
-        return self._output(self.finish(*mixed), step.rows(outputs))
+        return self._output(self.finish(*mixed), step.grouping(outputs))
 
     @abstractmethod
     def mix(self, projected: Tensor, step: BlockStep, layer: int) -> tuple[Tensor, ...]:

@@ -39,10 +39,10 @@ class MLP(Layer):
         self._second = Linear.of([second], placement, divided="inputs", is_transposed=is_transposed)
         self.parts = ("", self._first), ("", self._second)
 
-    def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
-        """[T, D] -> [T, D], the part of a rank. ``rows``: see ``Linear``."""
-        inner = self._first(x, rows)
+    def __call__(self, x: Tensor, grouping: Grouping | None = None) -> Tensor:
+        """[T, D] -> [T, D], the part of a rank. grouping: see ``Linear``."""
+        inner = self._first(x, grouping)
         if self._has_fused_gate:
-            return self._second(inner, rows)
+            return self._second(inner, grouping)
         activate_inner = activate_and_mul if self._is_gated else activate
-        return self._second(activate_inner(inner, self._activation), rows)
+        return self._second(activate_inner(inner, self._activation), grouping)

@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from aioengine.families._fields import not_implemented
 from aioengine.families._rope_config import RopeConfig
+from aioengine.kernels.heads import RotaryTables
 
 TABLE_ROWS = 4096
 """Rows of the table that are computed at a time, to bound the temporary memory."""
@@ -182,20 +183,11 @@ class RotaryEmbedding:
                 part.copy_(self._rows(torch.arange(start, start + part.shape[0])))
             self._table = table.to(device)
 
-    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos and sin [T, 1, E] in the form of ``kernels.heads.rope``. Called once per step.
-
-        Positions may be [3, T] if the config has an ``mrope_section``.
-        """
+    def tables(self, positions: Tensor) -> RotaryTables:
+        """Return cos and sin of positions [T], or [3, T] if the config has an ``mrope_section``."""
         if positions.dim() == 2:
-            return self._signed(self._rows_of_axes(positions))
-        rows = self._rows(positions) if self._table is None else self._table.index_select(0, positions)
-        return self._signed(rows)
-
-    def _signed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, 2, E / 2] -> [T, 1, E] and [T, 1, E]."""
-        cos, sin = rows.split(1, dim=1)
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+            return RotaryTables(self._rows_of_axes(positions))
+        return RotaryTables(self._rows(positions) if self._table is None else self._table.index_select(0, positions))
 
     def _rows_of_axes(self, positions: Tensor) -> Tensor:
         """positions [3, T] -> cos and sin [T, 2, E / 2]. Each pair uses the position on its axis."""

@@ -46,12 +46,18 @@ class Match(NamedTuple):
 
 
 class Allocation(Struct, eq=False):
-    """The pages of one request.
+    """The pages of one request, see the drawing at the top of this file.
 
-    pages: the page table. path: the locked nodes, one for each of the first pages. num_matched: pages of the prefix
-    hit. num_ready: computed pages, including matched ones. capacity: number of positions that fit into ``pages``.
-    next_insert_at: the position at which the next page is full and ``insert`` must be called. salt: as in ``Match``.
-    unsent: pages that no row of a plan has named yet. snapshots: snapshots of this request; None without states.
+    Attributes:
+        salt: the cache namespace.
+        pages: the page table.
+        path: the locked nodes of the tree, one for each of the first pages.
+        num_matched: pages of the prefix hit.
+        num_ready: computed pages, including matched ones.
+        capacity: positions that fit into ``pages``.
+        next_insert_at: number of computed positions at which the next page is full, so that ``insert`` must be called.
+        unsent: pages that no row of a plan has named yet.
+        snapshots: of the states of this request; None for a model without states.
     """
 
     salt: Salt = ""
@@ -122,8 +128,7 @@ class PrefixCache:
         """
         if not self.enabled:
             return Match([], None)
-        if self._unannounced:
-            self._announce()
+        self._announce()
         if self.num_weight_changes:
             salt = ("weights", self.num_weight_changes, salt)
         path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size, salt, known=known)
@@ -190,8 +195,7 @@ class PrefixCache:
 
     def insert(self, allocation: Allocation, token_ids: list[int], num_computed: int) -> None:
         """Record that positions before ``num_computed`` have KV. Other requests can now match their full pages."""
-        if self._unannounced:
-            self._announce()
+        self._announce()
         size = self.page_size
         index = allocation.num_ready
         num_full = num_computed // size
@@ -211,8 +215,7 @@ class PrefixCache:
 
         is_invalid: the computed pages are wrong. They are freed too, unless another request uses them.
         """
-        if self._unannounced:
-            self._announce()
+        self._announce()
         if self.snapshots is not None and allocation.snapshots is not None:
             self.snapshots.end(allocation.snapshots, is_invalid=is_invalid)
             allocation.snapshots = None
@@ -298,6 +301,7 @@ class PrefixCache:
     # ------------------------------------------------------------ private
 
     def _announce(self) -> None:
+        """Add the other pages of new requests to the tree, as pending."""
         for allocation, token_ids in self._unannounced:
             path, first = allocation.path, allocation.num_matched
             keys = self._tree.keys(token_ids, first, allocation.salt)

@@ -383,16 +383,16 @@ class Block(Layer):
         if beside is not None:
             normed = torch.cat((beside, normed), dim=1)
         attended = self._attention(normed, step, self._layer, outputs=outputs)
-        rows = step.rows(outputs)
+        grouping = step.grouping(outputs)
         if outputs is not None:
             x = x.index_select(0, outputs)
         if self._config.is_parallel:
-            return x, self._parallel(x, normed, attended, rows, outputs=outputs)
+            return x, self._parallel(x, normed, attended, grouping, outputs=outputs)
         norms = self._attention_output_norm, self._mlp_norm
-        return x, self._mlp(add_to_stream(attended, x, *norms, self._attention_ranks), rows)
+        return x, self._mlp(add_to_stream(attended, x, *norms, self._attention_ranks), grouping)
 
     def _parallel(
-        self, x: Tensor, normed: Tensor, attended: Tensor, rows: Grouping | None, *, outputs: Tensor | None
+        self, x: Tensor, normed: Tensor, attended: Tensor, grouping: Grouping | None, *, outputs: Tensor | None
     ) -> Tensor:
         """Return ``attended`` [S, D] plus the MLP's output [S, D] in a parallel block.
 
@@ -402,4 +402,4 @@ class Block(Layer):
             normed = self._mlp_norm(x)
         elif outputs is not None:
             normed = normed.index_select(0, outputs)
-        return attended.add_(self._mlp(normed, rows))
+        return attended.add_(self._mlp(normed, grouping))

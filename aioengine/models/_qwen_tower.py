@@ -23,7 +23,7 @@ from torch.nn import functional
 from aioengine.attention._base import AttentionShape, ForwardBatch, kv_pool_shape
 from aioengine.attention.packed import PackedAttention
 from aioengine.kernels.activation import activate_and_mul
-from aioengine.kernels.heads import rotate_heads
+from aioengine.kernels.heads import RotaryTables, rotate_heads
 from aioengine.kernels.norms import add_layer_norm, add_rms_norm, rms_norm
 from aioengine.models._base import ModelOptions
 from aioengine.models._image_decoder import ImageDecoder, shapes_of, to_device
@@ -45,13 +45,12 @@ class _Layout:
     """The data of a grid that the layers read.
 
     Attributes:
-        tables: cos and sin [N, 1, E] in the form of ``kernels.heads.rope``.
         frames, windows: attention within frames, and within windows.
         order: [M] the tokens ordered by window; None without windows. inverse: [M] the inverse permutation.
         corners: indices [N, 4] and weights [N, 4] to interpolate learned positions; None without learned positions.
     """
 
-    tables: tuple[Tensor, Tensor]
+    tables: RotaryTables
     frames: PackedAttention
     windows: PackedAttention
     order: Tensor | None
@@ -165,10 +164,9 @@ class QwenTower:
         angles = self._angles(rows, columns)
         if order is not None:
             angles = angles.reshape(len(order), -1, angles.shape[-1])[order].reshape(angles.shape)
-        cos, sin = np.cos(angles), np.sin(angles)
         has_learned = hasattr(self._visual, "pos_embed")
         return _Layout(
-            tables=(self._upload(np.concatenate((cos, cos), -1)), self._upload(np.concatenate((-sin, sin), -1))),
+            tables=RotaryTables(self._upload(np.concatenate((np.cos(angles), np.sin(angles)), 1))),
             frames=self._attention([num_patches] * frames),
             windows=self._attention(window_lengths),
             order=None if order is None else self._upload(order),

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from aioengine.runner.sampling.sampler import FAILED
-from aioengine.runner.timing import part
+from aioengine.runner.timing import profiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -105,7 +105,7 @@ class ConstrainedRows:
         def sample() -> Tensor:
             """Return token ids [R]."""
             logits = graphs.logits(step)
-            with part("sample"):
+            with profiled("sample"):
                 self._masks.mask(logits, step.masked or (), rows.constraints())
                 return graphs.draw(step, logits)
 

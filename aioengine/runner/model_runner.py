@@ -40,7 +40,7 @@ from aioengine.runner.speculation.proposer import Proposer, ReceivedDrafts, rows
 from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, sample_one_by_one
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.ticket import NO_DRAFTS, StepDrafts, Ticket
-from aioengine.runner.timing import part
+from aioengine.runner.timing import profiled
 from aioengine.runner.transfer import Ints, Readback
 from aioengine.scheduler.plan import Row, StepPlan, StepResult
 from aioengine.settings.config import Settings
@@ -139,7 +139,7 @@ class ModelRunner:
         if settings.scheduler.max_drafts:
             models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
             has_windows = any(any(model.attention_shape.windows) for model in models)
-            self._table.has_bounds = parts.ranks is None and not has_windows
+            self._table.has_upper_bounds = parts.ranks is None and not has_windows
             draft_model = None
             if parts.draft is not None:
                 draft_model = DraftModel(parts.draft, self._table, sampler)
@@ -179,7 +179,7 @@ class ModelRunner:
         """Launch the step. On a CPU it is done when this returns."""
         if plan.closed or plan.new_rows:  # constraints must not be opened while masks are computed
             self._constrained.sample_deferred()
-        with part("prepare"):
+        with profiled("prepare"):
             self._change_requests(plan)
             plan_rows, drafts = plan.rows, NO_DRAFTS
             if self._proposer is None or self._proposer.is_plain(plan_rows):
@@ -480,7 +480,7 @@ class ModelRunner:
         encoder_step = None
         if isinstance(graphs, EncoderGraphs) and self._table.adapters.slots(rows.row_indices) is None:
             encoder_step = graphs.find(len(rows.requests), int(rows.token_ends[-1]))
-        with part("prepare"):
+        with profiled("prepare"):
             extra_outputs = [extra.token_indices for extra in (hidden_states, prompts) if extra is not None]
             if drafts is not None:
                 extra_outputs.append(drafts.token_indices(rows))
@@ -503,7 +503,7 @@ class ModelRunner:
         ):
             hidden = graphs.replay(inputs, batch, num_needed)
         else:
-            with part("prepare"):
+            with profiled("prepare"):
                 self._attention.prepare(batch)
             hidden = self._model.forward(inputs, self._attention)
         num_hidden = 0 if hidden_states is None else len(hidden_states.token_indices)
@@ -558,7 +558,7 @@ class ModelRunner:
         if self._table.num_with_hidden_states:
             self._hidden_states.add_sampled(hidden, rows)
         logits = self._logits(hidden) if logits is None else logits[:num_rows]
-        with part("sample"):
+        with profiled("sample"):
             token_ids = self._sampler.sample(logits, rows)
             if self._table.num_with_logprobs:
                 self._logprobs.add_sampled(logits, rows, token_ids)

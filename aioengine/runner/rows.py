@@ -76,11 +76,9 @@ class RowTable:
         first_draft: the first index of drafts in ``last_tokens``.
         rejected: [max_rows + 1] int32 on the device, by row index: how many drafts the last step with drafts has
             rejected. The last entry is 0.
-        is_bound: [max_rows] bool: the next position of the row is an upper bound. The host has not read ``rejected``
-            yet, so the next step subtracts it.
+        is_upper_bound: [max_rows] bool: the next position of the row is an upper bound (``speculation.proposer``).
         is_unread: [max_rows] bool: only the device has the last token of the row.
-        has_bounds: steps may begin before the host knows how many drafts are rejected. Their positions are then upper
-            bounds, and CUDA graphs subtract ``rejected``.
+        has_upper_bounds: positions of steps may be upper bounds.
         sampling: [max_rows] of SAMPLING_RECORD.
         num_opened: number of requests opened so far. While it is unchanged, rows belong to the same requests.
         num_pooled: number of open requests of kind POOL.
@@ -109,9 +107,9 @@ class RowTable:
         self.last_tokens = torch.zeros((3 + 3 * max_drafts) * max_rows + 1, dtype=torch.int64, device=device)
         self.first_draft = (3 + 2 * max_drafts) * max_rows
         self.rejected = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
-        self.is_bound, self.is_unread = np.zeros((2, max_rows), dtype=np.bool_)
+        self.is_upper_bound, self.is_unread = np.zeros((2, max_rows), dtype=np.bool_)
         self.max_drafts = max_drafts
-        self.has_bounds = False
+        self.has_upper_bounds = False
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
         self.num_opened = 0

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 _NOTHING = nullcontext()
 
 
-def part(name: str) -> AbstractContextManager[object]:
+def profiled(name: str) -> AbstractContextManager[object]:
     """Return a range named ``name`` for a torch profile. It does nothing without a profiler.
 
     The runner names two parts of a step: "prepare" (host work before the launch) and "sample".

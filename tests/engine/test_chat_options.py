@@ -196,7 +196,7 @@ def test_the_constructor_takes_a_template_or_its_file(kind: str, tmp_path: Path)
     ("arguments", "error", "message"),
     [
         ({"chat_template": 3}, TypeError, "chat_template must be a string"),
-        ({"chat_template": ""}, ValueError, "chat_template must be the text of a template, or the path"),
+        ({"chat_template": ""}, ValueError, "chat_template is empty; give the text of a template, or the path"),
         ({"chat_template": "no/such/file.jinja"}, ValueError, "chat_template='no/such/file.jinja' cannot be read"),
         ({"chat_template": "{% if %}"}, ValueError, "the chat template is not valid"),
         ({"chat_template": "{{ 1 }}", "skip_tokenizer_init": True}, ValueError, "chat_template needs a tokenizer"),

@@ -13,7 +13,7 @@ from torch.nn import functional
 from aioengine.families._block_config import Activation
 from aioengine.kernels import gated_linear, linear, token_logprobs
 from aioengine.kernels.activation import activate_and_mul, gelu
-from aioengine.kernels.heads import rotate_heads
+from aioengine.kernels.heads import RotaryTables, rotate_heads
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.norms import add_layer_norm, add_rms_norm, norm_and_add, rms_norm
 from aioengine.kernels.triton import launcher
@@ -159,7 +159,7 @@ def test_invariant_product(size: int, num_outputs: int, has_bias: bool, dtype: t
 def test_rotation(num_heads: int, num_kv_heads: int, head_size: int, has_norms: bool) -> None:
     heads = random(5, num_heads + 2 * num_kv_heads, head_size)
     angles = random(5, 1, head_size // 2, dtype=torch.float32)
-    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    tables = RotaryTables(torch.cat((angles.cos(), angles.sin()), 1))
     norms = (random(head_size), random(head_size), torch.tensor(1e-6, device="cuda")) if has_norms else None
     expected = in_torch(rotate_heads, heads.clone(), num_heads, tables, norms)
     for found, wanted in zip(rotate_heads(heads, num_heads, tables, norms), expected, strict=True):
@@ -174,7 +174,7 @@ def test_rotation_into_the_pool(
 ) -> None:
     heads = random(5, num_heads + 2 * num_kv_heads, head_size)
     angles = random(5, 1, head_size // 2, dtype=torch.float32)
-    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    tables = RotaryTables(torch.cat((angles.cos(), angles.sin()), 1))
     norms = (random(head_size), random(head_size), torch.tensor(1e-6, device="cuda")) if has_norms else None
     slots = torch.tensor([16, 17, 5, 95, 40], dtype=torch.int32, device="cuda")
     pools = [random(6, num_kv_heads, 16, head_size) for _ in range(2)]

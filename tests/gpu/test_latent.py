@@ -17,6 +17,7 @@ from aioengine import models
 from aioengine.attention._base import AttentionShape, DecodeBuffers, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels import head_linear, latent_heads
+from aioengine.kernels.heads import RotaryTables
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Sampling
@@ -113,7 +114,7 @@ def test_decode_rows_against_torch(num_rows: int) -> None:
     fixed = build(replace(shape, expansions=(expansion.bfloat16(),)), pool).fixed_decode(num_rows, buffers)
     fixed.plan_capture(np.ones(num_rows, dtype=np.int32))
     angles = torch.randn(num_rows, 1, 32, device="cuda")
-    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    tables = RotaryTables(torch.cat((angles.cos(), angles.sin()), 1))
     norm = torch.randn(512, device="cuda").bfloat16(), torch.tensor(1e-6, device="cuda")
     both = torch.randn(num_rows, 16 * 192 + 576, device="cuda").bfloat16()
 
@@ -219,7 +220,7 @@ def test_heads_and_their_matmuls_against_torch(num_heads: int, value_size: int, 
         q = q.unflatten(1, (num_heads, -1))
         norm = torch.randn(value_size, device="cuda", dtype=dtype), torch.tensor(1e-6, device="cuda")
         angles = torch.randn(num_tokens, 1, more // 2, device="cuda")
-        tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+        tables = RotaryTables(torch.cat((angles.cos(), angles.sin()), 1))
         found, expected = torch.zeros(2, num_tokens, num_heads + 1, value_size + more, device="cuda", dtype=dtype)
         keys = torch.zeros(5, 1, PAGE_SIZE, value_size + more, device="cuda", dtype=dtype)
         slots = torch.randperm(5 * PAGE_SIZE, device="cuda")[:num_tokens]

@@ -36,8 +36,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar, NamedTuple, Protocol, cast
 
-from msgspec import Struct
-
 from aioengine.api import answers
 from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, RowError, Timings
 from aioengine.frontend.intake.requests import CallRequest
@@ -54,7 +52,8 @@ class LogprobCounter(Protocol):
     num_logprob_bytes: int
 
 
-class CallRow(Struct, eq=False):
+@dataclass(eq=False)  # not a Struct, whose attributes take three times as long to set
+class CallRow:
     """One row of a call, with its unread output. Under the engine's lock.
 
     Attributes:
@@ -75,7 +74,6 @@ class CallRow(Struct, eq=False):
         extras: the unread extras that none of ``decoders`` converts, by token index and kind. If an extra arrives
             twice, the second one replaces the first.
         text_offset, token_offset: number of characters and ids that were read.
-        token_ids: the ids of the last chunk that was taken.
         final_info: ``meta_info`` after its end; None: it has no end yet. error: why it has no answer.
         has_unread: it has output that was not taken, so it is in ``Call.ready``. Always true if the call is no stream.
         num_logprob_bytes: memory reserved for its logprobs (``QueueLimits.reserve_logprobs``).
@@ -86,7 +84,7 @@ class CallRow(Struct, eq=False):
     rid: str
     seed: int = 0
     tokenize_s: float = 0.0
-    prompt_token_ids: list[int] = []
+    prompt_token_ids: list[int] = field(default_factory=list)
     shows_prompt: bool = False
     decoders: tuple[ExtraDecoder, ...] = ()
     hidden_states: str = ""
@@ -97,14 +95,13 @@ class CallRow(Struct, eq=False):
     newest_hidden_state: Extra | None = None
     drafts: dict[int, Extra] | None = None
     versions: dict[int, str] | None = None
-    info: ChunkInfo = {}  # type: ignore[typeddict-item]  # set in __post_init__
+    info: ChunkInfo = field(init=False)
     text: str = ""
-    more_texts: list[str] = []
-    unread: int | list[int] = []
-    extras: dict[tuple[int, str], Extra] = {}
+    more_texts: list[str] = field(default_factory=list)
+    unread: int | list[int] = field(default_factory=list)
+    extras: dict[tuple[int, str], Extra] = field(default_factory=dict)
     text_offset: int = 0
     token_offset: int = 0
-    token_ids: list[int] = []
     final_info: ChunkInfo | None = None
     error: RowError | None = None
     num_logprob_bytes: int = 0
@@ -215,7 +212,7 @@ class CallRow(Struct, eq=False):
 
     def take(self) -> Chunk:
         """Return all unread output as one chunk. The caller has removed the row from ``Call.ready``."""
-        token_ids = self.token_ids = [self.unread] if isinstance(self.unread, int) else self.unread
+        token_ids = [self.unread] if isinstance(self.unread, int) else self.unread
         if self.more_texts:
             self.text += "".join(self.more_texts)
             self.more_texts = []
@@ -245,7 +242,8 @@ class CallRow(Struct, eq=False):
         self.has_unread = False
         if self.final_info is not None and self.call.is_stream:
             self.call.num_held -= 1
-            self.free_logprobs()
+            if self.num_logprob_bytes:
+                self.free_logprobs()
         return chunk
 
     def answer(self) -> Answer:
@@ -258,7 +256,7 @@ class CallRow(Struct, eq=False):
     def _add_extras(self, output: Chunk) -> None:
         """Add logprobs, hidden states and other extras of the tokens of ``output``."""
         info, token_offset = output["meta_info"], self.token_offset
-        end = token_offset + len(self.token_ids)
+        end = token_offset + len(output["output_ids"])
         for decoder in self.decoders:
             cast("dict[str, object]", info).update(decoder.lists(token_offset, end, keeps=self.keeps_output))
         extras = [extra for extra in self.extras.values() if extra.index < end]
@@ -399,11 +397,11 @@ class Call:
     num_tokens: int = 0
     num_rows_of: dict[int, int] = field(default_factory=dict)
     num_started: int = 0
-    aborted: set[int] = field(default_factory=set)
+    aborted: frozenset[int] = frozenset()
     ending: Ending | None = None
     is_start_pending: bool = False
     is_accepted: bool = False
-    compiling: set[int] = field(default_factory=set)
+    compiling: frozenset[int] = frozenset()
     live: dict[int, CallRow] = field(default_factory=dict)
     num_open: int = 0
     num_held: int = 0
@@ -431,7 +429,8 @@ class Call:
         self.is_over = self.num_open == 0
         if not self.is_stream:
             self.results = [None] * request.num_rows
-        self.deadlines = {name: self.called_at + seconds for name, seconds in request.timeouts.items()}
+        if request.timeouts:
+            self.deadlines = {name: self.called_at + seconds for name, seconds in request.timeouts.items()}
 
     @property
     def is_attachable(self) -> bool:
@@ -493,7 +492,7 @@ class Call:
 
     def note_compiled(self, row: CallRow) -> None:
         """Record that the grammar of a row is compiled, or that the row has ended."""
-        self.compiling.discard(row.index)
+        self.compiling -= {row.index}
         if not self.compiling:
             self.accept()
 
@@ -514,7 +513,8 @@ class Call:
             prompt = row.prompt
             self.fail(answers.named(row.error, prompt, self.request.num_prompts))
         elif self.is_stream:
-            row.put("", [])
+            if not row.has_unread:
+                row.put("", [])
             self.wake()
             if self.compiling:
                 self.note_compiled(row)

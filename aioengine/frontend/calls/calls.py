@@ -82,7 +82,8 @@ class Calls:
         """Submit the first rows of a call."""
         if call not in self.opened:
             return  # another thread ended it before it was started
-        self._set_timer(call, call.called_at)
+        if call.deadlines:
+            self._set_timer(call, call.called_at)
         if call.request.num_registered < call.request.num_prompts:
             self.submitter.check_rest(call)
         self.submitter.submit_next(call)
@@ -118,7 +119,8 @@ class Calls:
         call = row.call
         if call not in self.opened:
             return
-        if (finished := recorded_request(row, self._processes.finished_ids(row.uid))) is not None:
+        output_ids = self._processes.finished_ids(row.uid)
+        if output_ids and (finished := recorded_request(row, output_ids)) is not None:
             self.finished.append(finished)
         if call.is_over:
             self.close_if_over(call)
@@ -147,23 +149,26 @@ class Calls:
         with self._lock:
             if not call.is_over:
                 return
-            uids = [row.uid for row in call.live.values()]
-            for uid in uids:
-                self.rows.pop(uid, None)
-            call.drop_live(time.monotonic())
-            if call.request.sessions is not None:
+            request, now = call.request, time.monotonic()
+            uids: list[int] = []
+            if call.live:
+                uids += (row.uid for row in call.live.values())
+                for uid in uids:
+                    self.rows.pop(uid, None)
+                call.drop_live(now)
+            if request.sessions is not None:
                 self._sessions.end(call)
-            if call.request.adapters is not None:
-                call.request.adapters.leave()
+            if request.adapters is not None:
+                request.adapters.leave()
             self.opened.pop(call, None)
             if call.timer is not None:
                 call.timer.cancel()
-            self._limits.release(call, time.monotonic())
-            if call.is_attachable or not call.has_unread:
+            self._limits.release(call, now)
+            is_attachable = request.resume_ttl_s is not None
+            if call.num_logprob_bytes and (is_attachable or not call.has_unread):
                 call.free_logprobs()
-            call.request.clear()
-            is_idle = not self.opened
-        if call.is_attachable:
+            request.clear()
+        if is_attachable:
             self.attachments.ended(call)
         else:
             self._free_ids(call)
@@ -171,7 +176,7 @@ class Calls:
             self._images.release(call)
         if uids:
             self._send([Abort(uids)])
-        if is_idle:
+        if not self.opened:
             self.idle.set()
 
     def _free_ids(self, call: Call) -> None:
@@ -239,7 +244,7 @@ class Calls:
         if len(rows) == call.request.num_rows:
             self.end([call], FinishCode.ABORT)
             return
-        call.aborted.update(index for index in rows if index >= call.num_started)
+        call.aborted |= {index for index in rows if index >= call.num_started}
         with self._lock:
             uids = [call.live[index].uid for index in rows if index in call.live]
         if uids:

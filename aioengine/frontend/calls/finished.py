@@ -27,14 +27,14 @@ class RecordedRequest(NamedTuple):
     processor: str
 
 
-def recorded_request(row: CallRow, output_ids: list[int] | None) -> RecordedRequest | None:
+def recorded_request(row: CallRow, output_ids: list[int]) -> RecordedRequest | None:
     """Return the record of an ended row with these ``output_ids``. None: it cannot be computed again.
 
     Files of images are deleted with their request, and embeddings need too much memory.
     """
     request, prompt_ids = row.call.request, row.prompt_token_ids
     version = row.info["weight_version"]
-    if not output_ids or {*(row.versions or {}).values()} - {version}:  # the weights were replaced meanwhile
+    if {*(row.versions or {}).values()} - {version}:  # the weights were replaced meanwhile
         return None
     if isinstance(prompt_ids, EmbedsIds | MediaIds) or len(prompt_ids) > MAX_FINISHED_TOKENS:
         return None

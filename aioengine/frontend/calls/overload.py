@@ -71,12 +71,8 @@ class QueueLimits:
     @property
     def due_at(self) -> float | None:
         """When the oldest unused reservation goes to the next caller."""
-        oldest = self._oldest
+        oldest = next(iter(self._reserved.values()), None)
         return None if oldest is None else oldest.reserved_at + RESERVED_S
-
-    @property
-    def _oldest(self) -> QueuedCaller | None:
-        return next(iter(self._reserved.values()), None)
 
     def refuse(self, error: EngineError) -> None:
         """Refuse all new calls and all queued callers from now on."""
@@ -93,14 +89,15 @@ class QueueLimits:
 
     # ------------------------------------------------------------ reservations
 
-    def reserve(self, call: Call, caller: Hashable) -> None:
+    def reserve(self, call: Call, find_caller: Callable[[], Hashable] = this_caller) -> None:
         """Count a call. A caller from the queue uses its reservation.
 
         Raises:
             EngineError: the engine accepts no calls, or too much waits.
         """
         self.check_refusal()
-        if self._reserved.pop(caller, None) is None and (excess := self._excess()) is not None:
+        is_queued = self._reserved and self._reserved.pop(find_caller(), None) is not None
+        if not is_queued and (excess := self._excess()) is not None:
             message = f"the engine is overloaded: {excess}; try again later"
             raise EngineOverloadedError(message, retry_after=self._retry_after())
         self.num_calls += 1
@@ -196,8 +193,8 @@ class QueueLimits:
 
     def serve(self, now: float) -> None:
         """Drop reservations that were not used, and reserve free capacity for the first callers of the queue."""
-        while (oldest := self._oldest) is not None and oldest.reserved_at + RESERVED_S <= now:
-            self._forget(oldest)
+        while self._reserved and (due_at := self.due_at) is not None and due_at <= now:
+            self._forget(next(iter(self._reserved.values())))
         while self._queue and self._excess() is None:
             queued = self._queue.popleft()
             queued.reserved_at = now

@@ -75,8 +75,9 @@ class Reader:
     def __del__(self) -> None:
         try:
             # An answer with logprobs that was not read keeps memory reserved until it is left.
-            if self._can_be_left or (self.call.num_logprob_bytes and not self._is_closed):
-                self._actions.leave(self.call, self.ready, later=True)
+            call = self.call
+            if not self._is_closed and (not call.is_over or self.ready or call.num_logprob_bytes):
+                self._actions.leave(call, self.ready, later=True)
         except AttributeError:  # the constructor was interrupted
             return
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from dataclasses import dataclass, field
 from typing import ClassVar, cast
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from aioengine.api import answers
 from aioengine.api.answers import Answer, Chunk, Embedding, Ranking, RowError
@@ -30,6 +31,7 @@ def row_type(request: CallRequest) -> type[CallRow]:
     return CallRow if request.sessions is None else SessionRow
 
 
+@dataclass(eq=False)
 class SessionRow(CallRow):
     """A row of a session. ``kept_ids``: all its output ids so far."""
 
@@ -116,6 +118,7 @@ class Log(Struct):
         return first
 
 
+@dataclass(eq=False)
 class LoggedRow(CallRow):
     """The row of an attachable call. It writes its output to a log, which readers read one after the other."""
 

@@ -223,7 +223,7 @@ def ids_prompt(
     if rules.keep_last is not None:
         entries = entries[-rules.keep_last :]
     try:
-        return IdsPrompt(convert(entries, list[int]))  # fast, if all are plain integers
+        return convert({"token_ids": entries}, IdsPrompt)  # a fast copy, if all are plain integers
     except ValidationError:
         return IdsPrompt([checks.whole(f"{name} entries", entry, 0) for entry in entries])
 

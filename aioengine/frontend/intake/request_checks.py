@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Annotated, cast
 
-from msgspec import Meta, ValidationError, convert
+from msgspec import Meta, ValidationError, convert, defstruct
 
 from aioengine.api import checks
 from aioengine.api.params import SamplingParams, output_limit, sampling, stop_ids, text_rules
@@ -23,7 +24,7 @@ class RequestChecks:
     """Checks requests against the model. From any thread.
 
     Attributes:
-        parts: the engine. model: its model. images: None if the model reads only text.
+        parts: the engine. model: its model. images: None if the model reads only text. output_limit: of this model.
     """
 
     def __init__(self, parts: EngineParts, encoder: Encoder, images: PromptImages | None = None) -> None:
@@ -32,7 +33,11 @@ class RequestChecks:
         self.encoder = encoder
         self.images = images
         self._num_replicas = cast("int", parts.facts.get("num_replicas", 1))
-        self._vocabulary = list[Annotated[int, Meta(ge=0, lt=model.vocab_size)]]  # checked in one pass
+        # Ids are checked in one pass. msgspec keeps what it knows of the types of a Struct.
+        self._ids = defstruct("Ids", [("token_ids", list[Annotated[int, Meta(ge=0, lt=model.vocab_size)]])])
+        self.output_limit = partial(
+            output_limit, context_length=model.context_length, max_total_tokens=parts.max_total_tokens
+        )
         self._last_message_parts: MessageParts | None = None
 
     def check_more(self, request: CallRequest) -> None:
@@ -63,7 +68,8 @@ class RequestChecks:
             if isinstance(prompt, ChatPrompt) and prompt.options.template is not None:
                 self._check_template(prompt.options.template)
             try:
-                self._check_options(request, index, differ=True)
+                if request.lists or request.given_params is not None:
+                    self._check_options(request, index, differ=True)
                 if isinstance(prompt, IdsPrompt):
                     self.check_ids(prompt.token_ids)
                 if request.images is not None or isinstance(prompt, ChatPrompt):
@@ -136,15 +142,10 @@ class RequestChecks:
         if len(token_ids) > self.model.context_length:
             return  # refused anyway, and may be very long
         try:
-            convert(token_ids, self._vocabulary)
+            convert({"token_ids": token_ids}, self._ids)
         except ValidationError:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
             raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {size - 1}") from None
-
-    def output_limit(self, params: SamplingParams, num_ids: int) -> int:
-        """Return the number of tokens that a row may generate. Raises RequestTooLargeError."""
-        context_length, max_total_tokens = self.model.context_length, self.parts.max_total_tokens
-        return output_limit(params, num_ids, context_length=context_length, max_total_tokens=max_total_tokens)
 
     def check_hidden_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
         """Raise RequestTooLargeError where the hidden states of a row may be larger than allowed."""

@@ -173,8 +173,8 @@ class CallRequest(Struct):
         self.values, self.prompts, self.params, self.given_params = (), [], [], None
         self.parsed, self.message_parts, self.images, self.lists = {}, {}, None, []
 
-    def check_more(self) -> None:
-        """Check some more rows of the call: their ids, parameters and prompts.
+    def check_more(self) -> int:
+        """Check some more rows of the call: their ids, parameters and prompts. Return the bytes of these prompts.
 
         Raises:
             TypeError, ValueError: an argument is wrong; the message has its name and value.
@@ -182,7 +182,7 @@ class CallRequest(Struct):
         first, num_bytes = len(self.prompts), 0
         for index in range(first, min(first + PROMPTS_IN_PIECE, self.num_prompts)):
             if num_bytes > MAX_BYTES_IN_PIECE:
-                return
+                break
             try:
                 if self.rids is not None:
                     rid, self.rids[index] = self.rids[index], ""  # stays empty if the id is wrong
@@ -212,6 +212,7 @@ class CallRequest(Struct):
                 counts = f"{self.num_samples} and {params.n}"
                 raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")
             self.prompts.append(prompt)
+        return num_bytes
 
     def fail_prompt(self, prompt: int, error: TypeError | ValueError) -> None:
         """Fail a prompt with this error. If rows do not fail alone, raise the error."""
@@ -314,7 +315,7 @@ def rows_request(
     num_dimensions = _num_dimensions(value)
     given = cast("Sequence[object]", value) if num_dimensions else checks.sequence(name, value, allowed=allowed)
     first = given[: PROMPTS_IN_PIECE if options.get("return_exceptions") is True else 1]
-    is_batch = any(isinstance(entry, list | tuple) or isinstance(checks.plain(entry), list) for entry in first)
+    is_batch = any(isinstance(entry, (list, tuple)) for entry in map(checks.plain, first))
     values = [given] if not is_batch else given if num_dimensions > 1 else list(given)
     return CallRequest(name, values, check_prompt, is_batch)
 
@@ -324,7 +325,7 @@ def _num_dimensions(value: object) -> int:
 
     Arrays are read row by row, because converting a large array to lists would block the loop.
     """
-    if isinstance(value, list | tuple | memoryview):  # asked first: a protocol is slow to check
+    if isinstance(value, (list, tuple, memoryview)):  # asked first: a protocol is slow to check
         return 0
     if not isinstance(value, checks.Array) or not checks.num_items(value):
         return 0
@@ -341,7 +342,7 @@ def complete(
         TypeError, ValueError: an argument is wrong.
     """
     request.num_prompts = len(request.values)
-    if isinstance(sampling_params, list | tuple):
+    if isinstance(sampling_params, (list, tuple)):
         request.given_params = list_for("sampling_params", cast("object", sampling_params), request, one="dict")
         request.num_samples = _num_samples(request.given_params)
     else:
@@ -352,10 +353,9 @@ def complete(
     request.is_stream = checks.switch("stream", stream)
     if options:
         _set_options(request, options)
-    request.check_more()
+    num_bytes = request.check_more()
     if not request.is_batch:
-        request.num_bytes = cast("CheckedPrompt", request.prompts[0]).num_bytes
-        request.num_bytes += 0 if request.images is None else request.images.num_bytes
+        request.num_bytes = num_bytes + (0 if request.images is None else request.images.num_bytes)
     return request
 
 

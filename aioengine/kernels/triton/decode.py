@@ -33,8 +33,8 @@ from aioengine.kernels.triton.scores import (
     with_split,
 )
 
-LEAST_ROWS = 16
-"""Rows of the smallest tensor core matmul. Fewer query heads per kv head are padded."""
+LEAST_QUERIES = 16
+"""Query heads in the smallest tensor core matmul. Fewer query heads per kv head are padded."""
 MOST_QUERIES = 32
 """Query heads of the tokens of a row, for one kv head."""
 STAGES = tl.constexpr(3)
@@ -91,7 +91,7 @@ def _attend_split(
     split_sums: tl.tensor, split_marks: tl.tensor, done: tl.tensor, target: tl.tuple, scale: tl.tensor,
     TOKEN_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, ALL_HEADS: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    QUERIES: tl.constexpr, TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a split for one kv head. The program that finishes the last split of a row merges them.
 
@@ -99,7 +99,8 @@ def _attend_split(
         span: begin and end of the split, number of splits of its row, index of the first of these.
         row_tokens: index of the first token of the row, number of tokens, number of positions before the last page, and
             pointer to the number on the last page of the first token.
-        ALL_HEADS: query heads of a stored split. TOKENS: maximum tokens of the row. ROWS: holds their query heads.
+        ALL_HEADS: query heads of a stored split. TOKENS: maximum tokens of the row. QUERIES: their query heads for
+            one kv head, padded.
     """
     begin, end, count, first_split = span
     first_token, num_tokens, full, last_lengths = row_tokens
@@ -107,7 +108,7 @@ def _attend_split(
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
     head = tl.program_id(0)
-    members, columns = tl.arange(0, ROWS), tl.arange(0, HEAD_SIZE)[None, :]
+    members, columns = tl.arange(0, QUERIES), tl.arange(0, HEAD_SIZE)[None, :]
     tokens, heads = members // GROUP, head * GROUP + members % GROUP
     is_member = tokens < num_tokens
     if TOKENS > 1:
@@ -122,7 +123,7 @@ def _attend_split(
         factor *= tl.load(scales)
     if keys.dtype.element_ty.is_fp8():
         queries, factor = fp16_queries(queries, factor)
-    highest, total, sums = nothing_attended(ROWS, HEAD_SIZE)
+    highest, total, sums = nothing_attended(QUERIES, HEAD_SIZE)
     for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
         positions = first + tl.arange(0, BLOCK)
         is_there = positions < end
@@ -148,7 +149,7 @@ def _attend_split(
         tl.debug_barrier()  # all threads must have stored before one increments the counter
         if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
             sources = first_split * ALL_HEADS + token_heads
-            whole = nothing_attended(ROWS, HEAD_SIZE)
+            whole = nothing_attended(QUERIES, HEAD_SIZE)
             for index in tl.range(0, count, loop_unroll_factor=4):
                 source = sources + index * ALL_HEADS  # the loads bypass L1: other programs wrote the splits
                 whole = with_split(whole, split_sums, split_marks, source, is_member, HEAD_SIZE, ".cg")
@@ -163,10 +164,10 @@ def _decode_kernel(
     other: tl.tensor, other_weights: tl.tensor, sinks: tl.tensor, scales: tl.tensor, max_splits: tl.tensor,
     scale: tl.tensor,
     TOKEN_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    MORE_ROWS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr,
+    MORE_QUERIES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """ROWS: holds the query heads of one token, which take less time with fewer rows. MORE_ROWS: of TOKENS tokens."""
+    """QUERIES, MORE_QUERIES: padded query heads of one token and of TOKENS tokens. Fewer take less time."""
     split = splits + tl.program_id(1)
     row = tl.load(split).to(tl.int64)
     if row >= 0:
@@ -190,7 +191,7 @@ def _decode_kernel(
             if (num_tokens > 1) == SEVERAL:
                 _attend_split(
                     *tensors, TOKEN_STRIDE, NUM_HEADS, NUM_KV_HEADS, PAGE_SIZE, HEAD_SIZE, BLOCK, CAP,
-                    TOKENS * NUM_HEADS, MORE_ROWS if SEVERAL else ROWS, TOKENS if SEVERAL else 1,
+                    TOKENS * NUM_HEADS, MORE_QUERIES if SEVERAL else QUERIES, TOKENS if SEVERAL else 1,
                 )  # fmt: skip
 
 
@@ -220,9 +221,9 @@ def decode(
     sums = torch.empty(max_splits, num_tokens * num_heads, head_size, dtype=torch.float32, device=q.device)
     stats = torch.empty(max_splits, num_tokens * num_heads, 2, dtype=torch.float32, device=q.device)
     counts = 1, num_tokens
-    num_rows = tuple(max(next_power_of_2(count * num_heads // num_kv_heads), LEAST_ROWS) for count in counts)
+    num_queries = tuple(max(next_power_of_2(count * num_heads // num_kv_heads), LEAST_QUERIES) for count in counts)
     block = 128 if head_size <= 128 else 64
-    sizes = q.stride(0), num_heads, num_kv_heads, page_size, head_size, block, rules.cap, num_tokens, *num_rows
+    sizes = q.stride(0), num_heads, num_kv_heads, page_size, head_size, block, rules.cap, num_tokens, *num_queries
     tensors = (q, *pool, *rows[:5], sums, stats, out)
     alignment = alignments(q, *pool, sums, stats, out, *(other or ()))
     key = (q.dtype, pool[0].dtype, sizes, rows.last_lengths is None, rules.tensors_key, *alignment)

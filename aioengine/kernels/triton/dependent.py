@@ -1,7 +1,13 @@
 """Programmatic dependent launch: a kernel starts while the previous kernel still runs.
 
-A kernel must not read results of the previous kernel before it has waited. On GPUs without this feature, the functions
-do nothing.
+A kernel must not read results of the previous kernel before it has waited. The functions below differ in when the next
+kernel starts:
+
+- ``start_next_and_wait``: at once. Before its own wait, the next kernel may only read weights.
+- ``wait_and_start_next``: when the previous kernel has ended. Then it may also read the inputs of this kernel.
+- ``wait_between_products``: one of the two, by the number of rows.
+
+On GPUs without this feature, they do nothing.
 """
 
 from __future__ import annotations
@@ -31,25 +37,24 @@ def wait() -> None:
 
 @triton.jit
 def start_next_and_wait() -> None:
-    """Allow the next kernel to start, then wait for the previous kernel."""
+    """Start the next kernel at once, and wait for the previous kernel."""
     start_next()
     wait()
 
 
 @triton.jit
 def wait_and_start_next() -> None:
-    """Wait for the previous kernel, then allow the next kernel to start: it may read this kernel's inputs at once."""
+    """Wait for the previous kernel, and start the next kernel only then."""
     wait()
     start_next()
 
 
 @triton.jit
 def wait_between_products() -> None:
-    """Wait for the previous kernel, and allow the next kernel to start. The first axis of programs is rows.
+    """Start the next kernel, a product, at once for one row, and after the wait for more rows.
 
-    A product of one row loads weights while it waits, so it starts early. With more rows the next kernel starts after
-    the wait: products with 8 rows of an 8B model in int4 take a quarter longer if they start while the previous product
-    still runs.
+    The first axis of programs is rows. A product of one row loads weights while it waits. Products with 8 rows of an 8B
+    model in int4 take a quarter longer if they start while the previous product still runs.
     """
     if tl.num_programs(0) == 1:
         start_next()

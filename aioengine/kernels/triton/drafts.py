@@ -1,8 +1,5 @@
-"""Accept drafts on a GPU, and move the rows of the next step to their exact positions.
-
-A step may begin before the host knows which drafts of the previous step were accepted. The host assumes that all of
-them were, so the positions of the rows are upper bounds. The CUDA graphs of the step subtract the number of rejected
-drafts.
+"""Accept drafts on a GPU, and move the rows of the next step to their exact positions. ``runner.speculation.proposer``
+explains why the host does not know these.
 
 R rows of a step, T tokens, B rows of a graph, C columns, P page ids, X entries.
 """

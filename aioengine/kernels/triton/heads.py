@@ -34,12 +34,12 @@ def store_halves(pointers: tl.tensor, low: tl.tensor, high: tl.tensor, inside: t
 
 
 @triton.jit
-def rotated(low: tl.tensor, high: tl.tensor, cos: tl.tensor, sin: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
-    """Rotate both halves [heads, columns] by cos and sin of the token."""
+def rotated(low: tl.tensor, high: tl.tensor, rotation: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
+    """Rotate both halves [heads, columns] by cos and sin of the token, [2, HALF]."""
     columns = tl.arange(0, low.shape[1])
     inside = columns < HALF
-    cosine = tl.load(cos + columns, mask=inside, other=0.0)[None, :]
-    sine = tl.load(sin + HALF + columns, mask=inside, other=0.0)[None, :]
+    cosine = tl.load(rotation + columns, mask=inside, other=0.0)[None, :]
+    sine = tl.load(rotation + HALF + columns, mask=inside, other=0.0)[None, :]
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     turned_low = (wide_low * cosine - wide_high * sine).to(low.dtype)
     return turned_low, (wide_high * cosine + wide_low * sine).to(low.dtype)
@@ -59,9 +59,8 @@ def _stored(numbers: tl.tensor, pool: tl.tensor, scales: tl.tensor, SIDE: tl.con
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rotate_kernel(
-    heads: tl.tensor, token_stride: tl.tensor, cos: tl.tensor, sin: tl.tensor, query_weight: tl.tensor,
-    key_weight: tl.tensor, epsilon: tl.tensor, slots: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor,
-    scales: tl.tensor,
+    heads: tl.tensor, token_stride: tl.tensor, rotation: tl.tensor, query_weight: tl.tensor, key_weight: tl.tensor,
+    epsilon: tl.tensor, slots: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, scales: tl.tensor,
     NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -88,7 +87,7 @@ def _rotate_kernel(
         if weight_low.dtype != tl.float32:  # an fp32 weight is multiplied before rounding
             normed_low, normed_high = normed_low.to(low.dtype), normed_high.to(low.dtype)
         low, high = (normed_low * weight_low).to(low.dtype), (normed_high * weight_high).to(low.dtype)
-    low, high = rotated(low, high, cos + token * (2 * HALF), sin + token * (2 * HALF), HALF)
+    low, high = rotated(low, high, rotation + token * (2 * HALF), HALF)
     is_rotated_here = inside & is_rotated
     if slots is not None:
         slot = tl.load(slots + token).to(tl.int64)
@@ -183,14 +182,14 @@ _rotate_qk = KernelLauncher(_rotate_qk_kernel)
 def rotate(
     heads: Tensor,
     num_query: int,
-    tables: tuple[Tensor, Tensor],
+    rotation: Tensor,
     norms: tuple[Tensor, Tensor, Tensor] | None,
     *,
     target: KVTarget | None = None,
 ) -> None:
     """Normalize and rotate the query and key heads of [T, H + 2 K, E] in place. Value heads are unchanged.
 
-    tables: as for ``kernels.heads.rope``.
+    rotation: ``RotaryTables.pairs`` [T, 2, E / 2].
     norms: weights of query and key heads, and epsilon.
     target: keys and values are written there too. If it has ``KVTarget.heads``, ``heads`` is not changed.
     """
@@ -201,7 +200,7 @@ def rotate(
     sizes = num_query, num_kv, half, next_power_of_2(half), 1 if keys is None else keys.shape[2]
     dtypes = heads.dtype, norms and norms[0].dtype, target and (target.slots.dtype, target.keys.dtype)
     key = *dtypes, stride, sizes, out is None, scales_key(scales), *alignments(heads, heads if out is None else out)
-    arguments = heads, stride, *tables, *(norms or (None,) * 3), slots, keys, values, out, scales, *sizes
+    arguments = heads, stride, rotation, *(norms or (None,) * 3), slots, keys, values, out, scales, *sizes
     grid = num_tokens, -(-(num_heads if target else num_query + num_kv) // HEADS.value), 1
     _rotate(grid, key, arguments, options(4))
 

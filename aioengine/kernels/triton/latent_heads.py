@@ -33,7 +33,7 @@ def _store_key(
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _heads_kernel(
-    q: tl.tensor, latents: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, cos: tl.tensor, sin: tl.tensor,
+    q: tl.tensor, latents: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, rotation: tl.tensor,
     heads: tl.tensor, slots: tl.tensor, keys: tl.tensor,
     Q_STRIDE: tl.constexpr, LATENT_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, OUT_HEAD: tl.constexpr,
     NUM_HEADS: tl.constexpr, QUERY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HALF: tl.constexpr,
@@ -41,7 +41,7 @@ def _heads_kernel(
 ) -> None:  # fmt: skip
     PLAIN: tl.constexpr = QUERY_SIZE - 2 * HALF
     token = tl.program_id(0).to(tl.int64)
-    cos, sin = cos + token * (2 * HALF), sin + token * (2 * HALF)
+    rotation += token * (2 * HALF)
     target = heads + token * OUT_STRIDE
     columns = tl.arange(0, COLUMNS)[None, :]
     if tl.program_id(1) > 0:
@@ -50,7 +50,7 @@ def _heads_kernel(
         source, out = q + token * Q_STRIDE + head * QUERY_SIZE, target + head * OUT_HEAD
         inside = (head < NUM_HEADS) & (columns < HALF)
         low, high = load_halves(source + PLAIN + columns, inside, HALF)
-        low, high = rotated(low, high, cos, sin, HALF)
+        low, high = rotated(low, high, rotation, HALF)
         store_halves(out + OUT_HEAD - 2 * HALF + columns, low, high, inside, HALF)
         if COPIED:  # columns of the plain part
             plain = tl.arange(0, COPIED)[None, :]
@@ -66,7 +66,7 @@ def _heads_kernel(
         latent = tl.load(own + values, mask=is_value, other=0.0)
         normed = rms_normed(latent, scale, VALUE_SIZE, least)
         key_low, key_high = load_halves(own + VALUE_SIZE + columns, is_column, HALF)
-        key_low, key_high = rotated(key_low, key_high, cos, sin, HALF)
+        key_low, key_high = rotated(key_low, key_high, rotation, HALF)
         if KEEPS_KEY:
             _store_key(target + NUM_HEADS * OUT_HEAD, normed, key_low, key_high, VALUE_SIZE, HALF)
         if slots is not None:
@@ -83,14 +83,15 @@ def rotate(
     out: Tensor,
     *,
     norm: Norm,
-    tables: tuple[Tensor, Tensor],
+    rotation: Tensor,
     target: KVTarget | None,
 ) -> None:
     """Rotate the last P elements of q [T, H, N + P] to the end of each head of ``out``, and compute the keys.
 
     out: contiguous [T, H + 1, E], where the last head of a token becomes its key (see ``kernels.latent_heads``); or
     [T, H, N + P], any token stride, which also receives the plain elements, and which may be q.
-    norm: weight [V] and epsilon []. target: its keys [B, 1, S, E] are written too.
+    norm: weight [V] and epsilon []. rotation: ``RotaryTables.pairs`` [T, 2, P / 2].
+    target: its keys [B, 1, S, E] are written too.
     """
     num_tokens, num_heads, query_size = q.shape
     value_size = norm[0].shape[0]
@@ -105,4 +106,4 @@ def rotate(
     places = None if slots is None or keys is None else (slots.dtype, *alignments(keys))
     key = q.dtype, sizes, places, *alignments(q, latents, norm[0], out)
     grid = num_tokens, -(-num_heads // HEADS.value) + 1, 1
-    _heads(grid, key, (q, latents, *norm, *tables, out, slots, keys, *sizes), options(4))
+    _heads(grid, key, (q, latents, *norm, rotation, out, slots, keys, *sizes), options(4))

@@ -8,8 +8,7 @@ Steps in which many rows start with the same pages use separate graphs with casc
 once. Their rows are reordered, and a row of several known tokens is expanded to several rows of a graph
 (``runner.graphs.rearranged_rows``). These may share a page table, so that attention reads it once.
 
-If the host does not know how many drafts of the previous step were rejected, the positions of a step are upper bounds.
-The graph subtracts the rejected drafts first (``kernels.triton.drafts``).
+If the positions of a step are upper bounds, its graph first subtracts the rejected drafts (``speculation.proposer``).
 
 A graph samples each row with its temperature only. If rows need more (top-k, penalties...), the step uses the hidden
 states of the graph and samples outside of it.
@@ -40,7 +39,7 @@ from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.lora.pool import FixedAdapters, FixedTiles
 from aioengine.runner.request_row import is_simple
 from aioengine.runner.sampling.device_sampler import fill_fields
-from aioengine.runner.timing import part
+from aioengine.runner.timing import profiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -289,7 +288,7 @@ class DecodeGraphs:
     def may_overlap(self, rows: list[Row]) -> bool:
         """Return whether graphs can compute and sample these rows before the host knows their positions."""
         table = self._table
-        if not table.has_bounds or table.num_with_logprobs or table.num_with_hidden_states:
+        if not table.has_upper_bounds or table.num_with_logprobs or table.num_with_hidden_states:
             return False
         if any(row.token_ids or row.count > 1 + row.num_drafts for row in rows):
             return False
@@ -304,7 +303,7 @@ class DecodeGraphs:
         when_ready: called before its inputs overwrite those of the previous step.
         """
         table, is_drawn = self._table, is_simple(sampled.records)
-        with part("prepare"):
+        with profiled("prepare"):
             if rows.known_ids.size:
                 tokens = expand_rows(rows, table)
                 tokens.targets[rows.token_ends - 1] = rows.row_indices
@@ -325,7 +324,7 @@ class DecodeGraphs:
         num_drafts: as in ``expand_rows``. Returns results for tokens instead of rows.
         """
         is_drawn = is_simple(sampled.records)
-        with part("prepare"):
+        with profiled("prepare"):
             tokens = expand_rows(rows, self._table, num_drafts)
             if is_drawn:  # a graph samples only after tokens with a target; this target is never read
                 tokens.targets[:] = len(self._table.last_tokens) - 1
@@ -340,7 +339,7 @@ class DecodeGraphs:
         table, lasts = self._table, rows.token_ends - 1
         index: Tensor | slice = slice(len(lasts))
         targets = table.draft_indices(number, rows.row_indices)
-        with part("prepare"):
+        with profiled("prepare"):
             if not rows.known_ids.size:
                 sources = table.draft_indices(number - 1, rows.row_indices)
                 tokens = TokenRows(slice(None), rows.starts, sources, targets)
@@ -357,7 +356,8 @@ class DecodeGraphs:
     def _one_token_rows(self, rows: StepRows, *, is_drawn: bool) -> TokenRows:
         """Return rows of one token each, with cascade attention if it saves enough. is_drawn: the graph samples."""
         table, cascade = self._table, None
-        if self._prefixes is not None and not table.is_bound.any() and table.adapters.slots(rows.row_indices) is None:
+        is_exact = not table.is_upper_bound.any()
+        if self._prefixes is not None and is_exact and table.adapters.slots(rows.row_indices) is None:
             cascade = self._prefixes.find(rows)
         order = slice(None) if cascade is None else cascade.order
         row_indices = rows.row_indices[order]
@@ -368,7 +368,7 @@ class DecodeGraphs:
         self, rows: StepRows, sampled: SampledRows, tokens: TokenRows, when_ready: Callable[[], None] | None = None
     ) -> _Graph:
         """Choose the graph of a step, write its inputs, and queue it."""
-        with part("prepare"):
+        with profiled("prepare"):
             num_tokens = len(tokens.positions)
             slots = self._table.adapters.slots(rows.row_indices[tokens.row_of_token])
             chosen = self._choose(num_tokens, tokens.cascade, slots)
@@ -459,8 +459,8 @@ class DecodeGraphs:
         columns[_SLOTS, :num_rows] = slots_GR[0]
         columns[_LAST_LENGTHS, :num_rows] = positions + 1 - last_pages[table_of_row] * page_size
         columns[_TABLES, :num_rows] = table_of_row
-        is_bound, none_rejected = self._table.is_bound[row_indices], len(self._table.is_bound)
-        rejected = np.where(is_bound, row_indices, none_rejected)
+        is_upper_bound, none_rejected = self._table.is_upper_bound[row_indices], len(self._table.is_upper_bound)
+        rejected = np.where(is_upper_bound, row_indices, none_rejected)
         columns[_REJECTED, :num_rows] = -1 - rejected if tokens.is_exact else rejected
         fields = columns[_FIELDS:_TABLES]
         fill_fields(sampled, fields[:, : len(rows.requests)])
@@ -499,7 +499,7 @@ class DecodeGraphs:
             last_lengths=columns[_LAST_LENGTHS],
             page_ids=memory[first:],
             max_pages=self._table.page_tables.tables.shape[2],
-            are_bounds=self._table.has_bounds,
+            are_bounds=self._table.has_upper_bounds,
             most_tokens=1 + self._table.max_drafts,
         )
         if not groups:
@@ -514,7 +514,7 @@ class DecodeGraphs:
         columns, buffers, table = self._columns(size), self._buffers(size), self._table
         for memory in self._memory:
             memory.zero_()
-        columns[_REJECTED] = len(table.is_bound)
+        columns[_REJECTED] = len(table.is_upper_bound)
         attention.plan_capture(np.ones(size, dtype=np.int32))
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         rows = torch.arange(size, device=self._device) if model.input_spec.rows else None
@@ -522,7 +522,7 @@ class DecodeGraphs:
 
         def compute() -> tuple[Tensor, Tensor, Tensor]:
             """Return hidden states [B, D], logits [B, W] and token ids [B], which always have the same memory."""
-            if table.has_bounds:
+            if table.has_upper_bounds:
                 pages = buffers.starts, buffers.page_ids
                 sizes = {"page_size": self._inputs.page_size, "lag": self._lag}
                 move_rows(columns, pages, table.rejected, sampled=_SAMPLED, **sizes)

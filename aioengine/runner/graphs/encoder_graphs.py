@@ -17,7 +17,7 @@ import torch
 
 from aioengine.models._base import Model, ModelInputs
 from aioengine.runner.graphs.ladder import piece_ladder
-from aioengine.runner.timing import part
+from aioengine.runner.timing import profiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,7 @@ class EncoderStep:
         """
         lengths, num_tokens, size = batch.query_lengths, len(inputs.positions), self.num_tokens
         num_rows = len(lengths)
-        with part("prepare"):
+        with profiled("prepare"):
             assert inputs.token_ids is not None, "an encoder reads token ids"
             filled = torch.zeros(len(self._memory), dtype=torch.int64, pin_memory=self._memory.is_cuda)
             column = filled.numpy()

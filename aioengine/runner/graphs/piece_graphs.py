@@ -25,7 +25,7 @@ from aioengine.models._base import Model, ModelInputs
 from aioengine.runner.graphs.ladder import piece_ladder
 from aioengine.runner.lora.pool import FixedAdapters, FixedTiles, StepAdapters, TileRows
 from aioengine.runner.state_pool import StatePool, states_for_graph
-from aioengine.runner.timing import part
+from aioengine.runner.timing import profiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -173,12 +173,12 @@ class PieceGraphs:
         size = next(size for size in self._steps if num_tokens <= size)
         chosen = (self._steps if inputs.adapters is None else self._steps_with_adapters)[size]
         first, *later = chosen.graphs
-        with part("prepare"):
+        with profiled("prepare"):
             chosen.inputs.fill(inputs, batch, num_outputs)
             if num_tokens < size:  # attention does not write the padding, but graphs read it: keep it finite
                 self._attended[num_tokens:size].zero_()
         first.replay()  # the device begins while the host plans attention
-        with part("prepare"):
+        with profiled("prepare"):
             self._attention.prepare(batch)
         q, k, v = split_heads(self._heads[:num_tokens], self._model.attention_shape)
         attend = self._attention.bind(q, k, v, out=self._attended[:num_tokens])

@@ -16,8 +16,7 @@ it can compute one position less than there are known tokens: it lags by one. Th
 states of the model, so the positions of accepted drafts are computed again. The last position of a prefix hit was
 computed with the next token of an earlier request. It is not computed again, because other requests share it.
 
-If drafts follow tokens that the host does not know yet (``PlannedDrafts.num_unknown``), all tokens that the step in
-flight may sample are computed before the first draft. The device samples the draft only after the last accepted one.
+``speculation.proposer`` explains drafts after tokens that the host does not know yet.
 
 N requests, R rows of a forward pass, T packed tokens, D model size, V vocabulary, X drafts.
 """

@@ -8,10 +8,23 @@ If a draft model or head has CUDA graphs, its drafts stay on the device, and the
 tokens of the step. Otherwise, and if the step itself cannot verify them in a CUDA graph, the host reads them before the
 step.
 
-Drafts may follow drafts of the step in flight: the device accepts them, and its graphs correct the positions. N-grams
-may also follow a step without drafts. They are looked up without the tokens in flight, see ``NgramProposer.propose``.
-If the graphs cannot do this, the host waits for the step in flight before it proposes. N-grams that do not follow the
-token of this step are then left out.
+With overlap, a step may be launched while the host knows neither the tokens of the step in flight nor how many of its
+drafts are accepted:
+
+1. The plan assumes that all drafts are accepted, so the position of a row after drafts is an upper bound.
+2. ``Proposer.propose`` marks such rows (``RowTable.is_upper_bound``), and rows whose newest token only the device has
+   (``RowTable.is_unread``).
+3. A draft model first computes all tokens that the step in flight may sample (``PlannedDrafts.num_unknown``), and the
+   device samples its first draft after the last accepted one. N-grams are looked up without the tokens in flight
+   (``NgramProposer.propose``).
+4. At the end of a step with drafts, the device accepts drafts, and stores how many it has rejected
+   (``RowTable.rejected``). The graph of the next step subtracts this number from positions, slots and lengths
+   (``kernels.triton.drafts``).
+5. When the host reads the step, it accepts the same drafts. Until the scheduler has the result, its positions are too
+   high by ``OpenDrafts.num_rejected``.
+
+If the graphs cannot do this (``DecodeGraphs.may_overlap``), the host waits for the step in flight before it proposes.
+N-grams that do not follow the token of this step are then left out.
 """
 
 from __future__ import annotations
@@ -83,13 +96,13 @@ class Proposer:
         if self._model is not None:
             self._model.note_pages(rows)
         drafted = [row for row in rows if row.num_drafts]
-        self._table.is_unread[:] = self._table.is_bound[:] = self._has_marks = False
+        self._table.is_unread[:] = self._table.is_upper_bound[:] = self._has_marks = False
         newest: dict[int, int] = {}
         if may_overlap and self._can_follow(drafted):
             (ticket,) = self._launched
             sampled = [self._requests[uid].row_index for uid in ticket.sampled if uid in self._requests]
             self._table.is_unread[sampled] = self._has_marks = True
-            self._table.is_bound[sampled] = ticket.drafts.is_counted
+            self._table.is_upper_bound[sampled] = ticket.drafts.is_counted
         elif any(ticket.drafts.proposed for ticket in self._launched) or any(map(self._may_get_drafts, drafted)):
             newest = self._record_launched()
         drafts.planned = {row.uid: row.num_drafts for row in drafted if row.uid in self._open}

@@ -160,7 +160,7 @@ WRITES = """
 import torch
 
 from aioengine.kernels.clean_pages import clean_pages
-from aioengine.kernels.heads import rotate_heads, write_heads
+from aioengine.kernels.heads import RotaryTables, rotate_heads, write_heads
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.triton import pages
@@ -169,13 +169,13 @@ from aioengine.kernels.triton import heads as kernels
 torch.manual_seed(0)
 slots = torch.tensor([9, 3, 4, 8, 11], dtype=torch.int32)
 angles = torch.randn(5, 1, 16)
-tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+tables = RotaryTables(torch.cat((angles.cos(), angles.sin()), 1))
 for scales in (None, torch.tensor([0.25, 3.0])):
     heads = torch.randn(5, 8, 32) * 200
     heads[1, 6, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e9])
     pools, expected = torch.zeros(2, 2, 3, 2, 4, 32, dtype=FP8)
     rotate_heads(heads.clone(), 4, tables, target=KVTarget(slots, *expected, scales=scales))
-    kernels.rotate(heads.clone(), 4, tables, None, target=KVTarget(slots, *pools, scales=scales))
+    kernels.rotate(heads.clone(), 4, tables.pairs, None, target=KVTarget(slots, *pools, scales=scales))
     assert torch.equal(pools.view(torch.uint8), expected.view(torch.uint8))
     assert pools.float().isnan().sum() == 3
     q, k, v = heads.split((4, 2, 2), dim=1)
@@ -221,8 +221,7 @@ for scales in (None, torch.zeros(2)):
         attention.attend_splits(q, pool, rows, ints, max_splits=4, num_programs=2, scale=0.1, out=out, rules=rules)
         decode.decode(q, pool, step, scale=0.1, out=out, rules=rules)
         both = torch.zeros(2, 16, head_size, dtype=dtype)
-        tables = torch.zeros(2, 2, 1, head_size).unbind(0)
-        heads.rotate(both, 8, tables, None, target=KVTarget(ints[:2], *pool, both, scales))
+        heads.rotate(both, 8, torch.zeros(2, 2, head_size // 2), None, target=KVTarget(ints[:2], *pool, both, scales))
         pages.convert(pool, ints, dtype, scales)
         heads.write(*both.split((8, 4, 4), dim=1), KVTarget(ints[:2], *pool, both, scales))
 failed = torch.zeros(2, dtype=torch.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from aioengine.kernels.heads import rotate_heads
+from aioengine.kernels.heads import RotaryTables, rotate_heads
 from aioengine.kernels.kv_target import KVTarget
 
 
@@ -12,7 +12,7 @@ def test_keys_and_values_are_written_to_their_slots() -> None:
     num_heads, num_kv_heads, head_size = 4, 2, 8
     heads = torch.randn(3, num_heads + 2 * num_kv_heads, head_size)
     angles = torch.randn(3, 1, head_size // 2)
-    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    tables = RotaryTables(torch.cat((angles.cos(), angles.sin()), 1))
     q, k, v = rotate_heads(heads.clone(), num_heads, tables)
     keys, values = torch.zeros(2, 5, num_kv_heads, 4, head_size)
     slots = torch.tensor([4 * 4 + 3, 2 * 4, 1], dtype=torch.int32)

@@ -17,6 +17,7 @@ from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.attention.triton import build
 from aioengine.kernels import latent_heads
+from aioengine.kernels.heads import RotaryTables
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton import expanded_attention, latent_decode
 from aioengine.kernels.triton import latent_heads as kernels
@@ -65,13 +66,13 @@ for num_tokens in (1, 3):
     both = torch.randn(num_tokens, num_heads * (plain + rotated) + value_size + rotated)
     q, latents = both.tensor_split((num_heads * (plain + rotated),), dim=1)
     q, angles = q.unflatten(1, (num_heads, -1)), torch.randn(num_tokens, 1, rotated // 2)
-    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
-    rest = {"norm": (torch.randn(value_size), torch.tensor(1e-6)), "tables": tables}
+    tables = RotaryTables(torch.cat((angles.cos(), angles.sin()), 1))
+    norm = torch.randn(value_size), torch.tensor(1e-6)
     slots, keys, expected = torch.randperm(32)[:num_tokens], *torch.zeros(2, 2, 1, 16, value_size + rotated)
     turned = latent_heads.rotated_queries(
-        q.clone(), latents, **rest, target=KVTarget(slots, expected, expected[..., :value_size])
+        q.clone(), latents, norm=norm, tables=tables, target=KVTarget(slots, expected, expected[..., :value_size])
     )
-    out = torch.zeros_like(turned)
+    out, rest = torch.zeros_like(turned), {"norm": norm, "rotation": tables.pairs}
     kernels.rotate(q, latents, out, **rest, target=KVTarget(slots, keys, keys))
     torch.testing.assert_close(out, turned)
     torch.testing.assert_close(keys, expected)

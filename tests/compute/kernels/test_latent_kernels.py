@@ -34,12 +34,12 @@ for num_heads, value_size, more, dtypes in (
         queries, latents = both.tensor_split((num_heads * (64 + more),), dim=1)
         queries = queries.unflatten(1, (num_heads, -1))
         norm = torch.zeros(value_size, dtype=dtype), torch.tensor(1e-6)
-        tables = torch.zeros(2, 1, more), torch.zeros(2, 1, more)
+        rotation = torch.zeros(2, 2, more // 2)
         for target in (None, KVTarget(ints[:2], keys, keys)):
-            latent_heads.rotate(queries, latents, heads, norm=norm, tables=tables, target=target)
+            latent_heads.rotate(queries, latents, heads, norm=norm, rotation=rotation, target=target)
         for rotated_queries in (queries, torch.zeros(2, num_heads, 64 + more, dtype=dtype)):
             target = KVTarget(ints[:2], keys, keys)
-            latent_heads.rotate(queries, latents, rotated_queries, norm=norm, tables=tables, target=target)
+            latent_heads.rotate(queries, latents, rotated_queries, norm=norm, rotation=rotation, target=target)
         if dtype == torch.bfloat16 and num_heads == 16:
             parts = (out, queries[..., 64:]), keys, rows
             for count in (1, 8, 64):

@@ -17,7 +17,7 @@ from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.attention import triton as triton_attention
 from aioengine.attention._gpu_rows import AttentionLayers
-from aioengine.kernels.heads import rotate_heads
+from aioengine.kernels.heads import RotaryTables, rotate_heads
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton import attention as attention_kernels
 from aioengine.kernels.triton.heads import rotate
@@ -92,7 +92,7 @@ triton_attention.ENOUGH_PROGRAMS, triton_attention.MOST_ALONE = 4, 200  # one pr
 check([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], HEADS, KV_HEADS)
 
 heads, angles = some_heads(5), torch.randn(5, 1, HEAD_SIZE // 2)
-tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+tables = RotaryTables(torch.cat((angles.cos(), angles.sin()), 1))
 slots = torch.tensor([16, 17, 5, 95, 40], dtype=torch.int32)
 for norms in (None, (torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.tensor(1e-6))):
     pools = [torch.randn(6, KV_HEADS, PAGE_SIZE, HEAD_SIZE) for _ in range(2)]
@@ -105,7 +105,7 @@ for norms in (None, (torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.tenso
         result = rotated if out is None else out
         for pool in pools:
             pool.copy_(expected_pools[0] * 0 + 7)
-        rotate(rotated, HEADS, tables, norms, target=KVTarget(slots, *pools, out))
+        rotate(rotated, HEADS, tables.pairs, norms, target=KVTarget(slots, *pools, out))
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
         is_written = torch.zeros(6, PAGE_SIZE, dtype=torch.bool)
         is_written.view(-1)[slots.long()] = True
@@ -115,7 +115,7 @@ for norms in (None, (torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.tenso
             assert (pool[~is_written] == 7).all()
         assert out is None or torch.equal(rotated, heads)
     rotated = heads.clone()
-    rotate(rotated, HEADS, tables, norms)
+    rotate(rotated, HEADS, tables.pairs, norms)
     torch.testing.assert_close(rotated, expected, rtol=1e-4, atol=1e-5)
 
 from aioengine.kernels import head_linear, latent_heads
@@ -133,13 +133,13 @@ for value_size, rotated_size, num_heads in ((24, 12, 3), (32, 8, 17)):
     q, both = torch.randn(5, num_heads, 10 + rotated_size), torch.randn(5, value_size + rotated_size + 6)
     latents, norm = both[:, 6:], (torch.randn(value_size), torch.tensor(1e-6))
     angles = torch.randn(5, 1, rotated_size // 2)
-    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    tables = RotaryTables(torch.cat((angles.cos(), angles.sin()), 1))
     keys = torch.full((6, 1, PAGE_SIZE, latents.shape[1]), 7.0)
     wanted_keys = keys.clone()
     result, wanted = torch.zeros(2, 5, num_heads + 1, latents.shape[1])
     target = KVTarget(slots, wanted_keys, wanted_keys[..., :value_size])
     latent_heads.latent_heads(q, latents, wanted, norm=norm, tables=tables, target=target)
-    triton_latent_heads.rotate(q, latents, result, norm=norm, tables=tables, target=KVTarget(slots, keys, keys))
+    triton_latent_heads.rotate(q, latents, result, norm=norm, rotation=tables.pairs, target=KVTarget(slots, keys, keys))
     torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(keys, wanted_keys, rtol=1e-4, atol=1e-5)
     assert (keys.view(-1, latents.shape[1])[slots.long()] != 7).all()

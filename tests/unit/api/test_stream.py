@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from aioengine.errors import EngineDeadError, RequestError
 from aioengine.frontend.calls.call import MAX_UNJOINED_TEXTS, CallRow, NotifyOn
-from aioengine.frontend.calls.delivery import MAX_WOKEN, Delivery
+from aioengine.frontend.calls.delivery import MAX_ENDED, MAX_WOKEN, Delivery
 from aioengine.frontend.calls.reader import EndOfOutput
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import End, FinishCode, FirstToken, TextChunks
@@ -257,6 +257,7 @@ class TestRouter:
             num_open=2,
         )
         delivery.deliver(frame)
+        delivery.wake()
         assert ended == [slot.rows[1]]
         assert (slot.rows[1].text, slot.rows[1].unread) == ("bee", [1, 2])
         assert (slot.rows[0].text, slot.rows[0].unread) == ("", [4])
@@ -281,10 +282,10 @@ class TestRouter:
         waiter = await wait_here(slot)
         delivery.deliver(TextChunks(TokenColumns([7], [1]), ["a"]))
         delivery.deliver(TextChunks(TokenColumns([7], [2]), ["b"], [End(7, FinishCode.LENGTH)]))
+        delivery.wake()
         chunk = waiter.result()
         assert chunk is not None
         assert (chunk["text"], chunk["meta_info"]["finish_reason"]) == ("ab", "length")
-        delivery.wake()
         assert slot.reader.wait_here(asyncio.get_running_loop()) is None
 
     async def test_readers_are_woken_some_at_a_time_and_finally_all(self) -> None:
@@ -304,6 +305,20 @@ class TestRouter:
         last = waiters[-1].result()
         assert last is not None
         assert last["text"] == "ab"
+
+    async def test_rows_that_end_together_do_not_delay_the_readers_of_other_rows(self) -> None:
+        count = 2 * MAX_ENDED
+        slots = [Slot() for _ in range(count + 1)]
+        delivery = Delivery({uid: slot.rows[0] for uid, slot in enumerate(slots)}, slots[0].lock, lambda row: None)
+        waiters = [await wait_here(slot) for slot in slots]
+        ends = [End(uid, FinishCode.LENGTH) for uid in range(count)]
+        delivery.deliver(TextChunks(TokenColumns(list(range(count + 1)), [1] * (count + 1)), ["a"] * (count + 1), ends))
+        delivery.wake()
+        assert [waiter.done() for waiter in waiters] == [True] * MAX_ENDED + [False] * MAX_ENDED + [True]
+        await asyncio.sleep(0)
+        chunks = [cast("Chunk", waiter.result()) for waiter in waiters]
+        assert [chunk["text"] for chunk in chunks] == ["a"] * (count + 1)
+        assert [chunk["meta_info"]["finish_reason"] for chunk in chunks] == ["length"] * count + [None]
 
     def test_chunks_report_cached_tokens_and_preemptions(self) -> None:
         slot = Slot(2)

@@ -44,7 +44,7 @@ class World:
         """Open a call, unless it is refused."""
         call = Call(0.0)
         try:
-            self.limits.reserve(call, caller)
+            self.limits.reserve(call, lambda: caller)
         except EngineOverloadedError:
             return False
         self.limits.add_bytes(call, num_bytes)
@@ -120,7 +120,7 @@ def test_every_limit_refuses_calls_until_others_end(bounds: dict[str, int], word
     assert world.opens(0, num_bytes=7)
     world.limits.add_row(world.opened[0], 0, 150)
     with pytest.raises(EngineOverloadedError, match=words):
-        world.limits.reserve(Call(0.0), 0)
+        world.limits.reserve(Call(0.0))
     world.close()
     assert world.opens()
 

@@ -51,7 +51,7 @@ def test_next_tasks_get_capacity_that_is_not_used_in_time(monkeypatch: pytest.Mo
             assert order == list(range(4 * num_places))
             while limits.due_at is not None:  # noqa: ASYNC110  # there is no event for it
                 await asyncio.sleep(0.001)
-        limits.reserve(Call(0.0), 0)
+        limits.reserve(Call(0.0))
         before = loop.num_timers
         await asyncio.sleep(0.001)
         assert loop.num_timers - before <= 1  # the sleep's own
@@ -71,7 +71,7 @@ def test_next_waiter_gets_the_capacity_of_a_waiter_whose_loop_has_ended(
     async def main() -> None:
         limits = QueueLimits(QueueConfig(max_requests=0), max_running=1, max_total_tokens=100)
         queue = CallerQueue(limits, threading.RLock(), asyncio.get_running_loop())
-        limits.reserve(opened := Call(0.0), 0)
+        limits.reserve(opened := Call(0.0))
         first = elsewhere.create_task(queue.wait())
 
         def stand_in_line() -> None:
