@@ -98,10 +98,8 @@ class Compilation:
                 label = f"waiting for {holder}, which compiles FlashInfer's {title(source.name)}"
                 self.report(Progress(label, 0, 1))
             if time.monotonic() > self.deadline:
-                raise CompilationTimeoutError(
-                    f"{holder} holds the lock of FlashInfer's kernel {source.name} ({source.lock_path}) and has not "
-                    "released it in time. End it if it hangs, or increase startup_timeout"
-                )
+                remedy = "End it if it hangs, or increase startup_timeout"
+                raise CompilationTimeoutError(f"{holder} did not release {source.lock_path} in time. {remedy}")
         if label:
             self.report(Progress(label, 1, 1))
         try:

@@ -134,11 +134,7 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         attention = self.attention
         is_plain = attention.latent is None and attention.soft_cap is None and not attention.has_sinks
         if not self.is_causal and not (is_plain and self.stateful is None and not any(self.windows)):
-            not_implemented(
-                "is_causal",
-                False,
-                "true in a model with windows, soft caps, sinks, recurrent states or latent attention",
-            )
+            not_implemented("is_causal", False, "true with windows, soft caps, sinks, states or latent attention")
 
     @property
     def short_length(self) -> int:

@@ -166,18 +166,13 @@ class _Eagle3Family(LlamaFamily, frozen=True, kw_only=True):
 def _mtp_head(raw: Mapping[str, object]) -> DraftHeadConfig:
     """Return the first layer for multi-token prediction of a model."""
     decoder = plugins.load("families", plugins.file_name(str(raw.get("model_type")))).read(raw)
+    refused = f"speculative_algorithm={MTP!r} does not work for model_type {raw.get('model_type')!r}"
     if not isinstance(decoder, DecoderConfig) or decoder.keeps_states:
-        raise ValueError(
-            f"speculative_algorithm={MTP!r} does not work for model_type {raw.get('model_type')!r}: its recurrent "
-            "layers keep a state that cannot be taken back when a draft is rejected"
-        )
+        raise ValueError(f"{refused}: its recurrent states cannot be taken back when a draft is rejected")
     # the model itself ignores these layers, which follow its last one
     blocks = [name for name in decoder.ignored if name.startswith(f"{decoder.names.layers}.")]
     if not blocks:
-        raise ValueError(
-            f"speculative_algorithm={MTP!r} does not work for model_type {raw.get('model_type')!r}: it has no layers "
-            "for multi-token prediction"
-        )
+        raise ValueError(f"{refused}: it has no layers for multi-token prediction")
     block, size, experts = blocks[0], decoder.hidden_size, decoder.experts
     return _head_of(
         decoder,

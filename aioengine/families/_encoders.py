@@ -85,13 +85,13 @@ class EncoderFamily(TextFamily, frozen=True, kw_only=True):
     }
 
     epsilon: float
+    hidden_act: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = "gelu"
 
     def __post_init__(self) -> None:
         check_sizes(self)
         if self.hidden_size % self.num_attention_heads or self.head_size % 2:
-            not_implemented(
-                "num_attention_heads", self.num_attention_heads, f"a divisor of {self.hidden_size}, with even heads"
-            )
+            divisor = f"a divisor of {self.hidden_size}, with even heads"
+            not_implemented("num_attention_heads", self.num_attention_heads, divisor)
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> EncoderConfig:
@@ -106,6 +106,10 @@ class EncoderFamily(TextFamily, frozen=True, kw_only=True):
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def gelu(self) -> Gelu:
+        return GELU[self.hidden_act]
 
     @property
     def num_positions(self) -> int:
@@ -128,7 +132,6 @@ class BertFamily(EncoderFamily, frozen=True, kw_only=True):
     blocks = "encoder.layer"
     block_norms = ("attention.output.LayerNorm", "output.LayerNorm")
 
-    hidden_act: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = "gelu"
     epsilon: float = field(default=1e-12, name="layer_norm_eps")
     type_vocab_size: int = 2
     pad_token_id: int = 0
@@ -149,10 +152,6 @@ class BertFamily(EncoderFamily, frozen=True, kw_only=True):
     @property
     def position_offset(self) -> int:
         return 0
-
-    @property
-    def gelu(self) -> Gelu:
-        return GELU[self.hidden_act]
 
     @property
     def embeddings(self) -> dict[str, int]:
@@ -210,7 +209,7 @@ class ModernBertFamily(EncoderFamily, frozen=True, kw_only=True):
     block_norms = ("attn_norm", "mlp_norm")
     first_without = "attn_norm"
 
-    hidden_activation: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = "gelu"
+    hidden_act: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = field(default="gelu", name="hidden_activation")
     epsilon: float = field(default=1e-5, name="norm_eps")
     norm_bias: bool = False
     attention_bias: bool = False
@@ -253,10 +252,6 @@ class ModernBertFamily(EncoderFamily, frozen=True, kw_only=True):
     @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(None if kind == "full_attention" else self.local_attention // 2 for kind in self.kinds)
-
-    @property
-    def gelu(self) -> Gelu:
-        return GELU[self.hidden_activation]
 
     @property
     def embeddings(self) -> dict[str, int]:

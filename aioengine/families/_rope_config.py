@@ -80,11 +80,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.rope_type == "dynamic" and size < 4:
             not_implemented("head_dim", head_size, "at least 4 rotated entries with rope_type 'dynamic'")
         if size % 2 or not size:
-            not_implemented(
-                "partial_rotary_factor",
-                self.partial_rotary_factor,
-                f"an even number of entries of heads of {head_size}",
-            )
+            even = f"an even number of entries of heads of {head_size}"
+            not_implemented("partial_rotary_factor", self.partial_rotary_factor, even)
         for field, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if self.rope_type == "longrope" and len(factors or ()) != size // 2:
                 not_implemented(f"rope_parameters.{field}", f"of {len(factors or ())} numbers", f"{size // 2} numbers")

@@ -38,11 +38,9 @@ class GemmaFamily(DecoderFamily, frozen=True, kw_only=True):
         return decoder
 
 
-class Gemma2Family(DecoderFamily, frozen=True, kw_only=True):
+class Gemma2Family(GemmaFamily, frozen=True, kw_only=True):
     """Gemma 2: norms before and after attention and MLP, soft caps, sliding windows in every other layer."""
 
-    norm = GemmaFamily.norm
-    embedding_scale = GemmaFamily.embedding_scale
     sliding_window_pattern = 2
     block = BlockConfig(
         attention_output_norm="post_attention_layernorm",
@@ -51,16 +49,13 @@ class Gemma2Family(DecoderFamily, frozen=True, kw_only=True):
     )
 
     num_key_value_heads: int | None = 4
-    head_dim: int | None = 256
     hidden_act: str = field(default="gelu_pytorch_tanh", name="hidden_activation")
-    max_position_embeddings: int = 8192
-    tie_word_embeddings: bool = True
-    attention_bias: bool = False
     sliding_window: int | None = 4096
     query_scalar: Positive = field(default=256, name="query_pre_attn_scalar")
     logits_cap: Positive | None = field(default=30.0, name="final_logit_softcapping")
     attention_cap: Positive | None = field(default=50.0, name="attn_logit_softcapping")
-    use_bidirectional_attention: Literal[False] | None = None
+
+    decoder = DecoderFamily.decoder  # in these files, "gelu" means the exact GELU
 
     @property
     def attention(self) -> AttentionConfig:

@@ -22,7 +22,7 @@ from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
 from aioengine.layers.adapters import Grouping
 from aioengine.layers.expert_tensors import CodedExperts, ExpertTensors, JoinedExperts
-from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_ranges
+from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, errors_of, rank_ranges
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import MLP
 from aioengine.model_files.quantization import Axis
@@ -146,10 +146,8 @@ class SparseMLP(Layer):
         shape = self._inner_size, self._hidden_size
         if part == self._config.names[-1]:
             axis, shape = "inputs", (self._hidden_size, self._inner_size)
-        try:
+        with errors_of(self._name):
             own = self._format.part(tensor, axis, (self._inner_range,), shape)
-        except ValueError as error:
-            raise ValueError(f"{self._name}: {error}") from error
         return None if own is None else Slice(*own)
 
     def finish_loading(self) -> None:
@@ -157,10 +155,8 @@ class SparseMLP(Layer):
         if not self._is_open:
             return
         self._is_open = False
-        try:
+        with errors_of(self._name):
             weights = self._assembled()
-        except ValueError as error:
-            raise ValueError(f"{self._name}: {error}") from error
         if self._experts is None:
             placement = self._placement
             self._experts = experts.prepare(weights, placement.dtype, batch_invariant=placement.batch_invariant)

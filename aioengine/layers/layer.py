@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -172,6 +173,15 @@ class Units(NamedTuple):
     count: int
     size: int = 1
     may_be_uneven: bool = False
+
+
+@contextmanager
+def errors_of(name: str) -> Generator[None]:
+    """Put the name of a layer before the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def rank_ranges(units: Sequence[Units], shard: Shard) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from aioengine.families._block_config import LinearShape
 from aioengine.kernels.linear import Matmul
 from aioengine.layers.adapters import Grouping, LayerAdapters
-from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, rank_ranges
+from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, errors_of, rank_ranges
 from aioengine.model_files.quantization import Axis, Ranges
 from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, Prepared, Tensors
 
@@ -183,10 +183,8 @@ class Linear(Layer):
         axis, ranges, shape = self._divided, self._ranges[part], self.whole_shapes[part]
         if self._is_transposed(name, tensor):
             return Slice(int(axis == "outputs"), ranges, shape[axis == "inputs"])
-        try:
+        with errors_of(self.name):
             own = self._format.part(name, axis, ranges, shape)
-        except ValueError as error:
-            raise ValueError(f"{self.name}: {error}") from error
         return None if own is None else Slice(*own)
 
     def finish_loading(self) -> None:
@@ -205,10 +203,8 @@ class Linear(Layer):
                     lambda x: torch.cat([part(x) for part in self.joined], 1), dict, update=lambda tensors: None
                 )
             else:
-                try:
+                with errors_of(self.name):
                     self._prepared = self._format.prepare(self._spec, self._tensors)
-                except ValueError as error:
-                    raise ValueError(f"{self.name}: {error}") from error
             self._matmul = self._prepared.gated or self._prepared.matmul
         elif self._prepared.update is not None:
             self._prepared.update(self._tensors)

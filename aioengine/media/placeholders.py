@@ -27,10 +27,7 @@ def image_ids(expansion: Expansion, placeholder_id: int, tokenize: Callable[[str
         if index:
             token_ids += [placeholder_id] * expansion.num_repeats
         if text and tokenize is None:
-            raise ValueError(
-                "images of this model need its tokenizer, for the text between tiles; this engine has none "
-                "(skip_tokenizer_init)"
-            )
+            raise ValueError("images of this model need its tokenizer; this engine has none (skip_tokenizer_init)")
         if text and tokenize is not None:
             token_ids += tokenize(text)
     return ImageIds(token_ids, expansion.num_features)
@@ -68,10 +65,8 @@ def placed(token_ids: Sequence[int], placeholder_id: int, images: Sequence[Image
         start = token_ids.index(placeholder_id, done) - image.token_ids.index(placeholder_id)
         done = start + len(image.token_ids)
         if list(token_ids[max(0, start) : done]) != image.token_ids:
-            raise ValueError(
-                f"the prompt has the {image.num_features} placeholders (token id {placeholder_id}) of image {number}, "
-                "but not the other tokens of the image; give one placeholder per image"
-            )
+            missing = f"the prompt has the {image.num_features} placeholders of image {number} without its other tokens"
+            raise ValueError(f"{missing}; give one placeholder (token id {placeholder_id}) per image")
         starts.append(start)
     return list(token_ids), starts
 

@@ -196,17 +196,10 @@ class PrefixCache:
     def insert(self, allocation: Allocation, token_ids: list[int], num_computed: int) -> None:
         """Record that positions before ``num_computed`` have KV. Other requests can now match their full pages."""
         self._announce()
-        size = self.page_size
-        index = allocation.num_ready
-        num_full = num_computed // size
-        while index < num_full:
-            if index < len(allocation.path):
-                allocation.path[index].is_pending = False
-            elif not self._attach(allocation, tuple(token_ids[index * size : (index + 1) * size])):
+        for index in range(allocation.num_ready, num_computed // self.page_size):
+            if not self._make_ready(allocation, token_ids, index):
                 break
-            index += 1
-        allocation.num_ready = index
-        allocation.next_insert_at = (index + 1) * size
+        allocation.next_insert_at = (allocation.num_ready + 1) * self.page_size
         if self.snapshots is not None and allocation.snapshots is not None:
             self.snapshots.record_computed(allocation.snapshots, allocation.path, num_computed)
 
@@ -320,15 +313,21 @@ class PrefixCache:
         pages.reverse()
         return pages
 
-    def _attach(self, allocation: Allocation, key: Key) -> bool:
-        """Extend the path by a computed page. Return False while another request is computing the same page."""
-        parent = allocation.path[-1] if allocation.path else self._tree.root
-        if allocation.salt and not allocation.path:
-            key = (*key, allocation.salt)
-        node = self._tree.attach(parent, key, allocation.pages[len(allocation.path)])
-        if node is not None:
+    def _make_ready(self, allocation: Allocation, token_ids: list[int], index: int) -> bool:
+        """Record that the page ``index`` is computed. Return False while another request is computing the same page."""
+        if index < len(allocation.path):
+            allocation.path[index].is_pending = False
+        else:
+            parent = allocation.path[-1] if allocation.path else self._tree.root
+            key: Key = tuple(token_ids[index * self.page_size : (index + 1) * self.page_size])
+            if allocation.salt and not allocation.path:
+                key = (*key, allocation.salt)
+            node = self._tree.attach(parent, key, allocation.pages[index])
+            if node is None:
+                return False
             allocation.path.append(node)
-        return node is not None
+        allocation.num_ready = index + 1
+        return True
 
 
 def _is_exclusive(allocation: Allocation, index: int) -> bool:

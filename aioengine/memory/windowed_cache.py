@@ -162,16 +162,12 @@ class WindowedCache(PrefixCache):
     def insert(self, allocation: Allocation, token_ids: list[int], num_computed: int) -> None:
         """Record that positions before ``num_computed`` have KV, and release pages that no later token attends to."""
         assert isinstance(allocation, WindowedAllocation)
-        size, index, num_full = self.page_size, allocation.num_ready, num_computed // self.page_size
-        while self.enabled and index < num_full:
-            if index < len(allocation.path):
-                allocation.path[index].is_pending = False
-            elif not self._attach(allocation, tuple(token_ids[index * size : (index + 1) * size])):
+        num_full = num_computed // self.page_size
+        for index in range(allocation.num_ready, num_full if self.enabled else 0):
+            if not self._make_ready(allocation, token_ids, index):
                 break
             self._cache_pages(allocation, index)
-            index += 1
-        allocation.num_ready = index
-        allocation.next_insert_at = ((index if self.enabled else num_full) + 1) * size
+        allocation.next_insert_at = ((allocation.num_ready if self.enabled else num_full) + 1) * self.page_size
         for group in range(self._groups.num_groups):
             self._release(allocation, group, self._groups.first_seen(group, num_computed))
 

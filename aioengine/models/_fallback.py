@@ -148,10 +148,7 @@ class TransformersModel(Model):
         except ValueError:
             raise
         except Exception as error:
-            raise ValueError(
-                f"model_type {kind!r} cannot run with transformers' code here: it fails with packed tokens: "
-                f"{_described(error)}"
-            ) from error
+            refuse(kind, f"it fails with packed tokens: {_described(error)}")
 
     def weights(self, prefix: str = "") -> dict[str, Target]:
         saved = self._model.state_dict().keys()
@@ -327,11 +324,8 @@ def _fix_rope(body: nn.Module, step: PackedStep) -> None:
             if kind == "longrope":
                 longest = parameters.get("original_max_position_embeddings", longest)
             if step.max_positions > longest:
-                refuse(
-                    step.model_type,
-                    f"with rope_type {kind!r} all tokens of a step would be rotated like those of the longest request; "
-                    f"context_length={longest} works",
-                )
+                limit = f"context_length={longest} works"
+                refuse(step.model_type, f"rope_type {kind!r} would rotate all requests like the longest one; {limit}")
         cast("Any", module).rope_type = dict.fromkeys(rope, "default") if isinstance(rope, dict) else "default"
 
 
@@ -372,10 +366,8 @@ class TransformersFolder:
         self._has_weights = has_weights
         raw = folder_files.read_json(folder / "config.json", dict[str, object]) or {}
         if raw.get("auto_map") and not trust_remote_code and raw.get("model_type") not in CONFIG_MAPPING:
-            raise ValueError(
-                f"the model in {folder} (model_type {raw.get('model_type')!r}) needs code from its folder, which "
-                "transformers does not have; trust_remote_code=True runs it, with all rights of this program"
-            )
+            allowed = "trust_remote_code=True runs it, with all rights of this program"
+            raise ValueError(f"model_type {raw.get('model_type')!r} needs code from its folder {folder}; {allowed}")
         try:
             self._config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:

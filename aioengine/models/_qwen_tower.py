@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ class QwenTower:
         self._device = device
         self._epsilon = torch.tensor(_EPSILON, dtype=torch.float32, device=device)
         self._mlps = _mlps(visual)
-        self._last: tuple[Grid, _Layout] | None = None  # consecutive images often have one size
+        self._layout = lru_cache(1)(self._new_layout)  # consecutive images often have one size
 
     def __call__(self, patches: Tensor, grid: Grid) -> list[Tensor]:
         """Patches [N, values] on the device -> features [M, X], followed by K further features [M, X]."""
@@ -146,11 +147,6 @@ class QwenTower:
         if delta is None:
             return norm(x)
         return add_layer_norm(delta, x, weight=weight, bias=norm.bias, epsilon=norm.eps, keeps_sum=True)
-
-    def _layout(self, grid: Grid) -> _Layout:
-        if self._last is None or self._last[0] != grid:
-            self._last = grid, self._new_layout(grid)
-        return self._last[1]
 
     def _new_layout(self, grid: Grid) -> _Layout:
         frames = grid[0]

@@ -191,10 +191,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     if device_memory is not None and config.device.name != "cpu":
         device = replace(device, num_gpus=num_gpus, has_triton=True)
     elif config.device.name == "cuda" and not device.num_gpus:
-        raise ValueError(
-            "device='cuda': this machine shows no NVIDIA GPU; to plan for another machine, give device_memory, such as "
-            "'80GiB'"
-        )
+        raise ValueError("device='cuda': this machine shows no NVIDIA GPU; give device_memory, such as '80GiB'")
     reason = _reason(facts, config.model)
     config = replace(config, model=replace(config.model, path=facts.path, tokenizer=False, chat_template=None))
     draft_facts = find_draft(config, configs_only=True)
@@ -348,10 +345,8 @@ def _gpu_memory(device: DeviceFacts) -> int:
         sizes = {name: int(row[2]) << 20 for row in rows for name in row[:2]}
     except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
         gpus = checks.counted(device.num_gpus, "GPU")
-        raise ValueError(
-            f"nvidia-smi does not report the memory of this machine's {gpus}: {error}; give device_memory, such as "
-            "'80GiB'"
-        ) from error
+        remedy = "give device_memory, such as '80GiB'"
+        raise ValueError(f"nvidia-smi does not report the memory of {gpus}: {error}; {remedy}") from error
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     memory = sizes.get(visible) or next(iter(sizes.values()), None)
     if memory is None:

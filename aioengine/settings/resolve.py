@@ -102,10 +102,7 @@ def resolve(
     device_name = _device(config, device)
     is_on_gpu = device_name == "cuda"
     if model.implementation == TRANSFORMERS and config.device.batch_invariant and is_on_gpu:
-        raise ValueError(
-            "enable_deterministic_inference works on a GPU only for models in our own code; with transformers' code, "
-            "bits depend on the batch"
-        )
+        raise ValueError("enable_deterministic_inference does not work on a GPU for models in transformers' code")
     dtype = _dtype(config, model, device, is_on_gpu=is_on_gpu)
     backend = _attention_backend(config, model, dtype, is_on_gpu=is_on_gpu)
     scheduler = _scheduler_settings(config, model, is_on_gpu=is_on_gpu)
@@ -121,10 +118,8 @@ def resolve(
         most = scheduler.max_running * (1 + scheduler.max_drafts)  # each token of a row with drafts is a row of a graph
         graph_rows = min(most, GPU_GRAPH_ROWS if wanted is None else wanted)
     if config.model.tokenizer and model.tokenizer_path is None:
-        raise ValueError(
-            f"{(config.model.tokenizer_path or model.path)!r} has no tokenizer.json, and is no GGUF file with a "
-            "tokenizer; give another folder in tokenizer_path, or use token ids only with skip_tokenizer_init=True"
-        )
+        remedy = "give another folder in tokenizer_path, or use token ids only with skip_tokenizer_init=True"
+        raise ValueError(f"{(config.model.tokenizer_path or model.path)!r} has no tokenizer; {remedy}")
     return Settings(
         model=model_settings,
         memory=_memory_settings(config, model, dtype, backend, is_on_gpu=is_on_gpu),
@@ -185,10 +180,8 @@ def _rank_settings(config: EngineConfig, model: ModelFacts) -> RankSettings | No
         counts = ", ".join(map(str, model.rank_counts))
         raise ValueError(f"tp_size={num_ranks} does not work for this model: {model.rank_sizes}; what works: {counts}")
     if config.draft_model is not None and config.draft_model.draft_head:
-        raise ValueError(
-            f"tp_size={num_ranks} does not work with speculative_algorithm={config.speculation.algorithm!r} yet; "
-            "'NGRAM' and 'STANDALONE' work"
-        )
+        wanted = f"speculative_algorithm={config.speculation.algorithm!r}"
+        raise ValueError(f"tp_size={num_ranks} does not work with {wanted} yet; 'NGRAM' and 'STANDALONE' work")
     return RankSettings(size=num_ranks)
 
 
@@ -232,15 +225,10 @@ def _attention_backend(config: EngineConfig, model: ModelFacts, dtype: str, *, i
     if wanted == "fused" and is_on_gpu:
         raise ValueError(f"attention_backend={wanted!r} is for the CPU, and this engine would run on a GPU")
     if wanted in {"flashinfer", "torch"} and is_invariant:
-        raise ValueError(
-            f"attention_backend={wanted!r} gives other bits in other batches on a GPU; enable_deterministic_inference "
-            "works with 'auto' or 'triton'"
-        )
+        deterministic = "enable_deterministic_inference on a GPU"
+        raise ValueError(f"attention_backend={wanted!r} does not work with {deterministic}; 'auto' and 'triton' work")
     if wanted == "flashinfer" and model.is_latent:
-        raise ValueError(
-            "attention_backend='flashinfer' has no latent attention, which this model needs; 'triton', 'torch' and "
-            "'auto' work"
-        )
+        raise ValueError("attention_backend='flashinfer' has no latent attention; 'triton', 'torch' and 'auto' work")
     if is_on_gpu and wanted == "auto":
         return "triton" if dtype == "float32" or is_invariant or model.is_latent else "flashinfer"
     if wanted in {"auto", "fused"}:
@@ -316,10 +304,8 @@ def _memory_settings(
 ) -> MemorySettings:
     wanted, page_size = config.memory.max_total_tokens, config.memory.page_size
     if backend == "fused" and FUSED_CHUNK % page_size:
-        raise ValueError(
-            f"page_size must be a power of two from 1 to {FUSED_CHUNK} with attention_backend='fused', got {page_size};"
-            " 'torch', and on a GPU 'flashinfer' and 'triton', work with 1 to 1024"
-        )
+        limit = f"page_size must be a power of two from 1 to {FUSED_CHUNK} with attention_backend='fused'"
+        raise ValueError(f"{limit}, got {page_size}; attention_backend='torch' works with 1 to 1024")
     if wanted is not None and wanted < page_size:
         raise ValueError(f"max_total_tokens must be at least one page ({page_size} tokens), got {wanted}")
     default = GPU_MEMORY_FRACTION if is_on_gpu else CPU_MEMORY_FRACTION
@@ -374,15 +360,10 @@ def _max_drafts(config: EngineConfig, model: ModelFacts) -> int:
         _only_with("speculative_algorithm", speculative_num_steps=num_steps, speculative_num_draft_tokens=num_tokens)
         return 0
     if num_steps is not None and num_tokens is not None and num_tokens != num_steps + 1:
-        raise ValueError(
-            f"speculative_num_draft_tokens={num_tokens} must be speculative_num_steps + 1 = {num_steps + 1}; leave out "
-            "one of them"
-        )
+        steps = f"speculative_num_steps + 1 = {num_steps + 1}"
+        raise ValueError(f"speculative_num_draft_tokens={num_tokens} must be {steps}; leave out one of them")
     if why := _why_undraftable(model):
-        raise ValueError(
-            f"speculative_algorithm={wanted.algorithm!r} does not work for this model ({model.model_type}): {why}; "
-            "leave it out"
-        )
+        raise ValueError(f"speculative_algorithm={wanted.algorithm!r} does not work for {model.model_type}: {why}")
     if num_steps is not None:
         return num_steps
     return DRAFT_TOKENS - 1 if num_tokens is None else num_tokens - 1
@@ -406,13 +387,12 @@ def _draft_settings(
     """
     wanted, draft_config = config.speculation, config.draft_model
     algorithm = wanted.algorithm
-    if algorithm not in _DRAFT_FOLDERS:
+    folder = _DRAFT_FOLDERS.get(algorithm)
+    if folder is None:
         algorithms = "speculative_algorithm='STANDALONE', 'EAGLE' or 'EAGLE3'"
         _only_with(algorithms, speculative_draft_model_path=wanted.draft_model_path)
-    if algorithm in _DRAFT_FOLDERS and wanted.draft_model_path is None:
-        raise ValueError(
-            f"speculative_algorithm={algorithm!r} needs speculative_draft_model_path: {_DRAFT_FOLDERS[algorithm]}"
-        )
+    elif wanted.draft_model_path is None:
+        raise ValueError(f"speculative_algorithm={algorithm!r} needs speculative_draft_model_path: {folder}")
     if wanted.draft_model_path is None:
         _only_with(
             "speculative_draft_model_path",
@@ -427,10 +407,8 @@ def _draft_settings(
         read_layers = _read_layers(algorithm, model, draft)
         draft = replace(draft, context_length=length)  # drafts beyond the trained length may still be accepted
     if why := _why_undraftable(draft):
-        raise ValueError(
-            f"speculative_draft_model_path={wanted.draft_model_path!r} cannot be a draft model ({draft.model_type}): "
-            f"{why}"
-        )
+        path = f"speculative_draft_model_path={wanted.draft_model_path!r}"
+        raise ValueError(f"{path} cannot be a draft model ({draft.model_type}): {why}")
     # The draft model reads the page table of the layers with the largest window. Within this window, no page is freed.
     # It computes no position with long RoPE factors.
     windows = layer_groups(effective_windows(model.windows, length))[1]
@@ -455,15 +433,11 @@ def _read_layers(algorithm: str, model: ModelFacts, head: ModelFacts) -> tuple[i
     """
     shown, num_layers = f"the draft head {head.path!r}", model.num_layers
     if model.implementation == TRANSFORMERS:
-        raise ValueError(
-            f"speculative_algorithm={algorithm!r} does not work for models in transformers' code; NGRAM and STANDALONE "
-            "work"
-        )
+        others = "NGRAM and STANDALONE work"
+        raise ValueError(f"speculative_algorithm={algorithm!r} does not work with transformers' code; {others}")
     if head.hidden_size != model.hidden_size:
-        raise ValueError(
-            f"{shown} has hidden_size {head.hidden_size}, and the model has {model.hidden_size}; a head works only "
-            "with the model for which it was trained"
-        )
+        sizes = f"hidden_size {head.hidden_size}, and the model has {model.hidden_size}"
+        raise ValueError(f"{shown} has {sizes}; a head works only with the model for which it was trained")
     if algorithm != EAGLE3:
         return (num_layers,)
     layers = head.read_layers or (2, num_layers // 2, num_layers - 3)
@@ -480,17 +454,13 @@ def _lora_settings(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[Ada
     if not model.is_causal:
         raise ValueError("enable_lora does not work for this model, whose tokens attend in both directions")
     if not adapters and (wanted.max_rank is None or wanted.modules is None):
-        raise ValueError(
-            "enable_lora=True without lora_paths needs max_lora_rank (such as 16) and lora_target_modules (a list such "
-            "as ['q_proj', 'v_proj'], or 'all')"
-        )
+        needed = "max_lora_rank (such as 16) and lora_target_modules (such as ['q_proj', 'v_proj'], or 'all')"
+        raise ValueError(f"enable_lora=True without lora_paths needs {needed}")
     num_slots, num_pinned = wanted.num_slots, sum(adapter.is_pinned for adapter in wanted.adapters)
     if num_pinned >= num_slots:
         pinned = checks.counted(num_pinned, "pinned adapter")
-        raise ValueError(
-            f"lora_paths has {pinned}; max_loras_per_batch={num_slots} must be larger, because other adapters need at "
-            "least one slot"
-        )
+        more = f"max_loras_per_batch={num_slots} must be larger"
+        raise ValueError(f"lora_paths has {pinned}; {more}, because other adapters need at least one slot")
     if wanted.max_loaded is not None and wanted.max_loaded < num_slots:
         raise ValueError(f"max_loaded_loras must be at least max_loras_per_batch={num_slots}, got {wanted.max_loaded}")
     ranks = [part.rank for folder in adapters for part in folder.stored_parts]
@@ -510,8 +480,6 @@ def _lora_modules(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[Adap
     known = {name.rpartition(".")[2] for name in model.linear_layers}
     modules = tuple(own for module in wanted.modules for own in FUSED.get(module, (module,)))
     if unknown := next((module for module in modules if module not in known), None):
-        raise ValueError(
-            f"lora_target_modules has {checks.shown(unknown)}, which this model does not have; it has "
-            f"{', '.join(sorted(known))}"
-        )
+        there = f"it has {', '.join(sorted(known))}"
+        raise ValueError(f"lora_target_modules has {checks.shown(unknown)}, which this model does not have; {there}")
     return modules

@@ -143,10 +143,7 @@ class ChatTemplates:
             return self.sources[name]
         if self.sources:
             raise ValueError(f"the model has several chat templates; pass chat_template= one of {sorted(self.sources)}")
-        raise ValueError(
-            "the model has no chat template (neither chat_template.jinja nor an entry in tokenizer_config.json); "
-            "pass chat_template= its text or its file to the engine, or write the prompt yourself"
-        )
+        raise ValueError("the model has no chat template; pass chat_template= to the engine, or write the prompt")
 
 
 def is_text(source: str) -> bool:
@@ -194,10 +191,8 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
             try:
                 templates |= {entry.name: entry.template for entry in msgspec.convert(value, list[_Named])}
             except msgspec.ValidationError as error:
-                raise ValueError(
-                    f"chat_template in {str(path)!r} must be a text, or a list of objects with name and template: "
-                    f"{error}"
-                ) from error
+                kinds = "a text, or a list of objects with name and template"
+                raise ValueError(f"chat_template in {str(path)!r} must be {kinds}: {error}") from error
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     for name, path in {**files, DEFAULT: folder / "chat_template.jinja"}.items():
         text = folder_files.read_text(path, MAX_TEMPLATE_BYTES)

@@ -69,9 +69,7 @@ def _choose_base() -> str:
         is_short = base.isascii() and len(base) <= max_length
         if os.path.isabs(base) and is_short and os.access(base, os.W_OK | os.X_OK):
             return base
-    raise OSError(
-        "no directory for the engine's sockets can be written to; set TMPDIR to a directory with a short path"
-    )
+    raise OSError("no directory for the engine's sockets can be written to; set TMPDIR to one with a short path")
 
 
 def remove_stale(base: str) -> None:

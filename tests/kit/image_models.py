@@ -27,6 +27,14 @@ SPECIAL = [
     "<end_of_image>",
 ]
 NUM_BYTES = 256
+TEXT_CONFIG = {
+    "vocab_size": NUM_BYTES + len(SPECIAL),
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 ENDS = "USER: {} ASSISTANT:"
 PARTS_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | upper }}: {% if message['content'] is string %}"
@@ -114,7 +122,8 @@ FAMILIES = {
 def write_image_folder(folder: Path, family: Family) -> Path:
     """A folder with the files about images and the tokenizer of bytes with the special tokens of all families."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": family.model_type, **family.config}))
+    config = {"model_type": family.model_type, "text_config": TEXT_CONFIG, **family.config}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(family.processor))
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>"}

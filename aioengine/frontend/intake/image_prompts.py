@@ -77,7 +77,7 @@ class PromptImages:
     def __init__(self, intake: ImageIntake, encoder: Encoder) -> None:
         model = intake.model
         self.intake = intake
-        self.placeholder_id = model.family.placeholder_id
+        self.placeholder_id = model.placeholder_id
         self._family = model.family
         self._max_images = model.limits.max_images_per_prompt
         self._encoder = encoder

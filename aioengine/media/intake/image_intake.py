@@ -235,10 +235,8 @@ class ImageIntake:
         files = [self.files[content] for content in contents]
         added = sum(file.num_bytes for file in files if not file.num_sessions)
         if added and self._num_session_bytes + added > MAX_SESSION_BYTES:
-            raise EngineOverloadedError(
-                f"the images of open sessions take {self._num_session_bytes} bytes, and {MAX_SESSION_BYTES} are kept "
-                "at most; close some of them, or open them with a timeout"
-            )
+            taken = f"the images of open sessions take {self._num_session_bytes} of {MAX_SESSION_BYTES} bytes"
+            raise EngineOverloadedError(f"{taken}; close some of them, or open them with a timeout")
         self._num_session_bytes += added
         for file in files:
             file.num_sessions += 1

@@ -141,10 +141,8 @@ class GivenImages:
         self._known: dict[int, tuple[ImageSource, ...]] = {}
         if self._is_per_prompt and len(self._entries) != num_prompts:
             entries = checks.counted(len(self._entries), "entry", "entries")
-            raise ValueError(
-                f"image_data has {entries} for {checks.counted(num_prompts, 'prompt')}; give one for each (an image, a "
-                "list of images, or None), or one image for all"
-            )
+            prompts = checks.counted(num_prompts, "prompt")
+            raise ValueError(f"image_data has {entries} for {prompts}; give one for each, or one image for all")
 
     def has_images(self, prompt: int) -> bool:
         return not _is_none(self._entries[prompt if self._is_per_prompt else 0])

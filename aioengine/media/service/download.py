@@ -103,9 +103,8 @@ class Downloader:
                     cause = cause.__cause__
                 problem = f"{address} port {port}: {cause}"
         if refused and not problem:
-            raise ValueError(
-                f"its host {host!r} has the address {refused}, which is not public; allow_private_urls=True allows it"
-            )
+            private = f"its host {host!r} has the address {refused}, which is not public"
+            raise ValueError(f"{private}; allow_private_urls=True allows it")
         raise ValueError(f"no connection to its host {host!r} ({problem or 'it has no address'})")
 
     async def _addresses(self, host: str, port: int) -> list[str]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, NamedTuple, Self, cast
+from typing import Annotated, ClassVar, Final, NamedTuple, cast
 
 from msgspec import Meta, Struct
 
 from aioengine import plugins
 from aioengine.api import checks
 from aioengine.families._fields import decode
+from aioengine.families._vision import VisionConfig
 from aioengine.model_files import folder_files
 from aioengine.settings.config import MediaConfig
 
@@ -31,7 +32,6 @@ PROCESSORS: Final = {
 
 _FILES: Final = ("preprocessor_config.json", "processor_config.json")
 
-ImageToken = Annotated[int, Meta(ge=0, le=checks.MAX_COUNT)]
 Size = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
@@ -68,35 +68,14 @@ class ImageFamily(Struct, frozen=True, kw_only=True):
     """How prompts of a model contain images. Its fields are read from config.json.
 
     Attributes:
-        image_token_id, image_token_index: the placeholder token, under one of two names.
-        default_id: the placeholder token of files that do not name it.
-        placeholder: its text in prompts, for error messages.
+        placeholder: the text of the placeholder token in prompts, for error messages.
         processor: the default image processor of transformers.
         options: further arguments of its calls, by name.
     """
 
-    image_token_id: ImageToken | None = None
-    image_token_index: ImageToken | None = None
-
-    default_id: ClassVar[int | None] = None
     placeholder: ClassVar[str]
     processor: ClassVar[str]
     options: ClassVar[tuple[tuple[str, bool], ...]] = ()
-
-    @property
-    def placeholder_id(self) -> int:
-        """The placeholder token. Raises ValueError if there is none."""
-        for token_id in (self.image_token_id, self.image_token_index, self.default_id):
-            if token_id is not None:
-                return token_id
-        raise ValueError("config.json has no image_token_index, the token that stands for an image")
-
-    @classmethod
-    def read(cls, config: Mapping[str, object]) -> Self:
-        """Read config.json. Raises ValueError, which names the field, for missing or unsupported values."""
-        family = decode(config, cls, "config.json")
-        _ = family.placeholder_id
-        return family
 
     def in_text(self, text: str) -> str:
         """Return the text of a prompt for the tokenizer."""
@@ -110,44 +89,40 @@ class ImageModel(NamedTuple):
     """The family of a model with images, and its image processor.
 
     Attributes:
+        placeholder_id: the placeholder token.
         processor: the image processor of transformers, "module:class".
         settings: its fields, from the model folder.
         limits: limits of accepted images.
     """
 
     family: ImageFamily
+    placeholder_id: int
     processor: str
     settings: dict[str, object]
     limits: MediaConfig = MediaConfig()
 
 
 def find_image_model(folder: Path) -> ImageModel | None:
-    """Return the ``ImageModel`` of a folder; None for text-only models. Raises ValueError as ``read_image_model``."""
-    config = folder_files.read_object(folder / "config.json")
-    name = plugins.file_name(str(config.get("model_type")))
-    return (
-        read_image_model(folder, plugins.load("media/tokens", name), config)
-        if name in plugins.names("media/tokens")
-        else None
-    )
+    """Return the ``ImageModel`` of a folder; None for text-only models.
 
-
-def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[str, object]) -> ImageModel:
-    """Read the ``ImageModel`` from a model folder. ``config``: its config.json.
-
-    Raises ValueError if a file cannot be read, or names an unsupported image processor.
+    Raises ValueError for a value that is not supported, or if a file cannot be read.
     """
+    config = folder_files.read_object(folder / "config.json")
+    model_type = plugins.file_name(str(config.get("model_type")))
+    if model_type not in plugins.names("media/tokens"):
+        return None
+    family: ImageFamily = decode(config, plugins.load("media/tokens", model_type), "config.json")
+    vision: VisionConfig = plugins.load("families", model_type).read(config)
     settings = dict(_settings(folder))
     name = settings.get("image_processor_type") or family.processor
     plain = str(name).removesuffix("Fast").removesuffix("Pil")
     if plain not in PROCESSORS:
-        raise ValueError(
-            f"the images of {str(folder)!r} are prepared by {checks.shown(name)}, which is not supported; there are "
-            f"{', '.join(PROCESSORS)}"
-        )
+        there = f"there are {', '.join(PROCESSORS)}"
+        raise ValueError(f"{str(folder)!r} needs {checks.shown(name)}, which is not supported; {there}")
     module = PROCESSORS[plain]
     return ImageModel(
-        family=family.read(config),
+        family,
+        vision.image_token_id,
         processor=f"transformers.models.{module}.image_processing_pil_{module}:{plain}Pil",
         settings=settings,
     )
@@ -160,7 +135,4 @@ def _settings(folder: Path) -> Mapping[str, object]:
         part = fields.get("image_processor", fields if name == _FILES[0] else None)
         if isinstance(part, dict) and part:
             return cast("dict[str, object]", part)
-    raise ValueError(
-        f"{str(folder)!r} has neither {' nor '.join(_FILES)}, which say how its images are prepared; "
-        "copy the one of the original model"
-    )
+    raise ValueError(f"{str(folder)!r} has neither {' nor '.join(_FILES)}; copy the one of the original model")

@@ -48,7 +48,6 @@ class Gemma3Images(ImageFamily, frozen=True, kw_only=True):
 
     mm_tokens_per_image: Size = 256
 
-    default_id = 262_144
     placeholder = _START
     processor = "Gemma3ImageProcessor"
     options = (("do_pan_and_scan", False),)
@@ -70,7 +69,6 @@ class QwenImages(ImageFamily, frozen=True, kw_only=True):
 
     vision_config: _QwenTower = _QwenTower()
 
-    default_id = 151_655
     placeholder = "<|vision_start|><|image_pad|><|vision_end|>"
     processor = "Qwen2VLImageProcessor"
 
@@ -96,7 +94,6 @@ class Idefics3Images(ImageFamily, frozen=True, kw_only=True):
     vision_config: _TileTower = _TileTower()
     scale_factor: Size = 2
 
-    default_id = 128_257
     placeholder = "<image>"
     processor = "Idefics3ImageProcessor"
     options = (("return_row_col_info", True),)

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from aioengine import plugins
+from aioengine.families._fields import decode
 from aioengine.media.placeholders import check_count, image_ids, placed
-from aioengine.media.tokens._base import ImageModel, ImageShape, read_image_model
+from aioengine.media.tokens._base import ImageFamily, ImageModel, ImageShape, find_image_model
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.kit.image_models import FAMILIES, Family, token_id, write_image_folder
 
@@ -22,8 +23,13 @@ SIZES = [(90, 50), (20, 20), (64, 97)]
 
 
 def image_model(folder: Path) -> ImageModel:
-    config = json.loads((folder / "config.json").read_text())
-    return read_image_model(folder, plugins.load("media/tokens", config["model_type"]), config)
+    model = find_image_model(folder)
+    assert model is not None
+    return model
+
+
+def read(model_type: str, config: dict[str, object]) -> ImageFamily:
+    return decode(config, plugins.load("media/tokens", model_type), "config.json")
 
 
 def picture(width: int, height: int) -> Image.Image:
@@ -86,37 +92,35 @@ def test_expanded_ids_match_transformers(family: Family, tmp_path: Path, monkeyp
     expected = reference(family, model, folder, monkeypatch)(images=images, text=[text])["input_ids"][0]
     tokenizer, rules = Tokenizer(folder), model.family
     tokens = [
-        image_ids(rules.expansion(shape_of(model, image)), rules.placeholder_id, tokenizer.encode) for image in images
+        image_ids(rules.expansion(shape_of(model, image)), model.placeholder_id, tokenizer.encode) for image in images
     ]
-    ids, starts = placed(tokenizer.encode(rules.in_text(text)), rules.placeholder_id, tokens)
+    ids, starts = placed(tokenizer.encode(rules.in_text(text)), model.placeholder_id, tokens)
     assert ids == list(expected)
     for start, image in zip(starts, tokens, strict=True):
         assert ids[start : start + len(image.token_ids)] == image.token_ids
-        assert image.token_ids.count(rules.placeholder_id) == image.num_features
-    assert placed(ids, rules.placeholder_id, tokens) == (ids, starts), "ids that have all tokens already"
+        assert image.token_ids.count(model.placeholder_id) == image.num_features
+    assert placed(ids, model.placeholder_id, tokens) == (ids, starts), "ids that have all tokens already"
 
 
 def test_llava_1_5_has_576_features_at_336_pixels() -> None:
-    family = plugins.load("media/tokens", "llava")
     vision = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
     for strategy, expected in (("default", 576), ("full", 577)):
-        config = {"image_token_index": 32000, "vision_config": vision, "vision_feature_select_strategy": strategy}
-        assert family.read(config).expansion(ImageShape(336, 336)).num_features == expected
+        config = {"vision_config": vision, "vision_feature_select_strategy": strategy}
+        assert read("llava", config).expansion(ImageShape(336, 336)).num_features == expected
 
 
 @pytest.mark.parametrize(
     ("model_type", "config", "words"),
     [
-        ("llava", {}, "image_token_index"),
-        ("llava", {"image_token_index": 5, "vision_config": {"model_type": "pixtral"}}, "pixtral"),
-        ("llava", {"image_token_index": 5, "vision_feature_select_strategy": "odd"}, "odd"),
+        ("llava", {"vision_config": {"model_type": "pixtral"}}, "pixtral"),
+        ("llava", {"vision_feature_select_strategy": "odd"}, "odd"),
         ("qwen2_vl", {"vision_config": {"spatial_merge_size": 0}}, ">= 1.*spatial_merge_size"),
         ("idefics3", {"scale_factor": "two"}, "scale_factor"),
     ],
 )
 def test_unsupported_config_is_refused_by_name(model_type: str, config: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        plugins.load("media/tokens", model_type).read(config)
+        read(model_type, config)
 
 
 def test_unknown_processor_is_refused_by_name(tmp_path: Path) -> None:
@@ -132,11 +136,7 @@ def test_unknown_processor_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_mismatched_number_of_images_is_reported() -> None:
-    tokens = [
-        image_ids(
-            plugins.load("media/tokens", "qwen2_vl")(image_token_id=9).expansion(ImageShape(8, 8, (1, 4, 4))), 9, None
-        )
-    ] * 2
+    tokens = [image_ids(read("qwen2_vl", {}).expansion(ImageShape(8, 8, (1, 4, 4))), 9, None)] * 2
     for ids, count in (([1, 9, 2], 1), ([1, 9, 9, 9], 3), ([1], 0)):
         with pytest.raises(ValueError, match=rf"{count} image placeholders? \(token id 9\) for 2 images.*\(or 8, "):
             placed(ids, 9, tokens)
@@ -147,10 +147,10 @@ def test_mismatched_number_of_images_is_reported() -> None:
 
 def test_expansion_contains_all_tokens_of_an_image() -> None:
     around = token_id("<fake_token_around_image>")
-    family = plugins.load("media/tokens", "idefics3").read({"image_token_id": 9, "vision_config": {"patch_size": 8}})
+    family = read("idefics3", {"vision_config": {"patch_size": 8}})
     whole = image_ids(family.expansion(ImageShape(32, 32)), 9, lambda text: [around] * (1 + text.count("global")))
     assert placed([1, *whole.token_ids, 2], 9, [whole])[1] == [1]
-    with pytest.raises(ValueError, match="but not the other tokens of the image"):
+    with pytest.raises(ValueError, match="without its other tokens"):
         placed([1, 9, 9, 9, 9, 2], 9, [whole])
     with pytest.raises(ValueError, match="need its tokenizer"):
         image_ids(family.expansion(ImageShape(32, 32)), 9, None)
