@@ -318,10 +318,10 @@ class SamplingParams(
             return value
         if value is None:
             return _cached(cls)
-        if not isinstance(cast("object", value), Mapping):
+        if not isinstance(cast("object", value), (dict, Mapping)):  # dict first: faster
             raise checks.wrong_type("sampling_params", "a SamplingParams, a dict or None", value)
-        for key in value:
-            if not isinstance(cast("object", key), str):
+        for key in cast("Mapping[object, object]", value):
+            if not isinstance(key, str):
                 raise cls.__table__.unknown(key)
         if _UNCHANGING.issuperset(map(type, value.values())):
             return _cached(cls, **value)

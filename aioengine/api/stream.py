@@ -49,7 +49,7 @@ class Generation(Coroutine[object, None, Result]):
     @property
     def rid(self) -> str:
         """The id of the call: the caller's, or a random one."""
-        return self._reader.rid
+        return self._reader.call.rid
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.rid!r} {self._reader.state}>"
@@ -71,12 +71,12 @@ class Generation(Coroutine[object, None, Result]):
     if not TYPE_CHECKING:  # type checkers know that neither exists
 
         def __iter__(self) -> NoReturn:
-            if self._reader.is_stream:
+            if self._reader.call.is_stream:
                 raise TypeError("read this stream with `async for`, or use Engine.generate(stream=True)")
             raise TypeError(f"{_NOT_AWAITED}, then read it")
 
         def __getitem__(self, key: object) -> NoReturn:
-            if self._reader.is_stream:
+            if self._reader.call.is_stream:
                 raise TypeError("a stream has no items; read its chunks with `async for`")
             raise TypeError(f"{_NOT_AWAITED}, then [{key!r}] works on its result")
 
@@ -88,7 +88,7 @@ class Generation(Coroutine[object, None, Result]):
         Raises:
             TypeError: without ``stream=True``.
         """
-        if not self._reader.is_stream:
+        if not self._reader.call.is_stream:
             raise TypeError(NOT_A_STREAM)
         return self
 
@@ -131,7 +131,7 @@ class Generation(Coroutine[object, None, Result]):
         return self._outcome().__await__()
 
     async def _outcome(self) -> Result:
-        if self._reader.is_stream:
+        if self._reader.call.is_stream:
             while not self._reader.is_accepted():
                 await self._changed(until_accepted=True)
             return cast("Result", self)

@@ -46,7 +46,7 @@ class ChunkIterator(Iterator["Chunk"]):
     @property
     def rid(self) -> str:
         """The id of the call."""
-        return self._reader.rid
+        return self._reader.call.rid
 
     def __repr__(self) -> str:
         return f"<ChunkIterator {self.rid!r} {self._reader.state}>"
@@ -210,7 +210,7 @@ class Engine(BaseEngine):
 
     def _wait(self, generation: Generation[Answer]) -> Answer | BatchOutput | ChunkIterator:
         reader = generation._reader  # pyright: ignore[reportPrivateUsage]
-        if reader.is_stream:
+        if reader.call.is_stream:
             return ChunkIterator(reader, self)
         try:
             while (result := reader.result()) is None:

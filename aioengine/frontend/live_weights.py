@@ -125,16 +125,8 @@ class LiveWeights:
         if not checked.success:
             return WeightUpdate(False, checked.message)
         files: dict[str, str] = _data(checked)
-        loaded = self._next(version)
-        loaded = replace(
-            loaded,
-            path=folder,
-            files=files,
-            disk_version=loaded.version,
-            tensor_files=(),
-            are_kept=True,
-            are_lost=False,
-        )
+        number, version = self._next(version)
+        loaded = LoadedWeights(version=version, number=number, path=folder, files=files, disk_version=version)
         try:
             await in_thread(partial(checkpoint.check_unchanged, files, "after it was checked"))
         except ValueError as error:
@@ -188,9 +180,7 @@ class LiveWeights:
                 update.is_kept &= bool(new_files)
             return result
         files = _needed([*self._files, *new_files])
-        paths = tuple(file.path for file in files)
-        are_kept = bool(new_files) and self.loaded.are_kept
-        loaded = replace(self._next(version), tensor_files=paths, are_kept=are_kept)
+        loaded = self._with_files(files, version, are_kept=bool(new_files) and self.loaded.are_kept)
         result = await self._load(arguments, loaded)
         if result:
             self._keep(files)
@@ -281,12 +271,7 @@ class LiveWeights:
                 self._end_update()
             return Outcome(False, checked.message)
         files = _needed([*self._files, *update.files])
-        loaded = replace(
-            self._next(version or update.version),
-            tensor_files=tuple(file.path for file in files),
-            are_kept=update.is_kept,
-            are_lost=False,
-        )
+        loaded = self._with_files(files, version or update.version, are_kept=update.is_kept)
         result = await self._load({}, loaded, WeightCall.END)
         if result:
             update.files = [file for file in update.files if file not in files]
@@ -321,10 +306,18 @@ class LiveWeights:
         self._keep([])
         self._end_update()
 
-    def _next(self, version: str | None) -> LoadedWeights:
-        """Return the weights after the next update."""
+    def _next(self, version: str | None) -> tuple[int, str]:
+        """Return number and version of the weights after the next update."""
         number = self.loaded.number + 1
-        return replace(self.loaded, number=number, version=version or str(number))
+        return number, version or str(number)
+
+    def _with_files(self, files: list[TensorFile], version: str | None, *, are_kept: bool) -> LoadedWeights:
+        """Return the weights after an update by the tensors in these files, and in others unless ``are_kept``."""
+        number, version = self._next(version)
+        paths = tuple(file.path for file in files)
+        return replace(
+            self.loaded, number=number, version=version, tensor_files=paths, are_kept=are_kept, are_lost=False
+        )
 
     def _end_update(self) -> None:
         """Forget the open update and its files."""

@@ -59,6 +59,9 @@ _ANNOUNCEMENT: Final = Progress("starting the engine", 0, 1, "")
 _QUIET_S: Final = 0.3
 """A longer start shows a progress bar before the processes report progress, because their imports take seconds."""
 
+_SPAWN_S: Final = 0.05
+"""How long the tokenizer waits for the start of the processes. Its library holds the GIL for up to half a second."""
+
 
 def start_arguments(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
     """Return a function that returns the engine's blueprint at its start, ``progress``, and the name of the model.
@@ -249,6 +252,7 @@ class _Inbox:
 
 
 def _loaded(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, int | None]:
+    time.sleep(_SPAWN_S)
     tokenizer = load()
     return tokenizer, longest_token(tokenizer.decoding_facts())
 

@@ -157,9 +157,7 @@ def read_headers(folder: Path, prefix: str, renamed: Renamed = ()) -> list[Entry
                     f"tensor {checks.shown(name)} is in {other.path.name} and in {path.name} of {folder}, {stored}"
                 )
             entries[name] = replace(entry, name=name)
-    if renamed:
-        return list(entries.values())
-    if any(name.startswith(prefix) for name in entries):
+    if renamed or any(name.startswith(prefix) for name in entries):
         return list(entries.values())
     return [replace(entry, name=prefix + name) for name, entry in entries.items()]
 

@@ -503,8 +503,7 @@ def _implementation(config: _ConfigFacts, wanted: str) -> str:
             f"model_type {checks.shown(config.model_type)} is not implemented; with model_impl='auto', transformers' "
             f"own code may compute it; what works: {', '.join(known)}"
         )
-    implementation = (OWN if is_known else TRANSFORMERS) if wanted == "auto" else wanted
-    return implementation
+    return (OWN if is_known else TRANSFORMERS) if wanted == "auto" else wanted
 
 
 def _context_length(model: TransformerConfig, folder: Path) -> int:

@@ -95,7 +95,9 @@ class ModelRunner:
         self._model = parts.model
         self._attention = parts.attention
         settings, pool = parts.settings, parts.kv_pool
-        self._kv_pool = pool
+        self._pools = [pool, *(() if parts.draft is None else parts.draft.pools)]
+        if parts.states is not None and parts.device.type == "cpu":
+            self._pools.append(parts.states)
         self._workspace = parts.workspace
         max_rows = settings.scheduler.max_running
         num_embeddings = parts.model.vocab_size
@@ -288,18 +290,12 @@ class ModelRunner:
 
     def release_pools(self) -> None:
         """Free the memory of keys, values and states, until ``resume_pools``."""
-        self._kv_pool.release()
-        if self._proposer is not None:
-            self._proposer.release()
-        if self._inputs.states is not None and not self._inputs.states.tensors[0].is_cuda:
-            self._inputs.states.release()
+        for pool in self._pools:
+            pool.release()
 
     def resume_pools(self) -> None:
-        self._kv_pool.resume()
-        if self._proposer is not None:
-            self._proposer.resume()
-        if self._inputs.states is not None and not self._inputs.states.tensors[0].is_cuda:
-            self._inputs.states.resume()
+        for pool in self._pools:
+            pool.resume()
 
     @property
     def has_graphs(self) -> bool:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -185,7 +185,6 @@ class WeightLoader:
         self._released: set[str] = set()  # tags
         self._lacks_graphs = False
         self._ranks = ranks
-        self._empty: dict[str, Target] | None = None
         self._update = 0  # number of the open update
         self._arrived: set[str] = set()  # names of its tensors
         self._groups: dict[str, TrainerGroup] = {}
@@ -212,7 +211,7 @@ class WeightLoader:
             part = self._part_of(arguments)
             self._check_model(None if arguments.get("is_part") else Path(str(arguments["path"])))
             files = file_states(entry.path for entry in part.entries) if isinstance(part, _StoredPart) else {}
-            part.check(self._targets())
+            part.check(self._targets)
             check_unchanged(files, "while it was checked")
         except ValueError as error:
             raise _RefusedError(str(error)) from error
@@ -261,7 +260,7 @@ class WeightLoader:
         if "weights" in self._released:
             raise _RefusedError(RELEASED)
         name, num_rows = str(arguments["name"]), int(str(arguments["num_rows"]))
-        target = self._targets().get(name)
+        target = self._targets.get(name)
         if target is None:
             return "null"
         if target.writer is not None or target.source is not None:
@@ -299,7 +298,7 @@ class WeightLoader:
             tensors = group.receive((tensor, DTYPES[dtype], shape) for tensor, dtype, shape in listed)
             self._check_model(None)
             part = self._present(tensors)
-            part.check(self._targets())
+            part.check(self._targets)
         except (ValueError, RuntimeError) as error:
             raise _RefusedError(str(error)) from error
         self._keep_received(part, in_file=bool(arguments.get("keeps")))
@@ -391,7 +390,7 @@ class WeightLoader:
         is_part = bool(arguments.get("is_part"))
         if path := str(arguments.get("path") or ""):
             shown = "this call" if is_part else ""
-            entries = weights.checked_entries(self._model, Path(path), self._targets(), is_part=is_part, shown=shown)
+            entries = weights.checked_entries(self._model, Path(path), self._targets, is_part=is_part, shown=shown)
             return _StoredPart(entries)
         if arguments.get("received"):
             assert self._received is not None, "nothing was received"
@@ -408,18 +407,17 @@ class WeightLoader:
         entries = [
             Entry(name, Path(), tuple(tensor.shape), dtypes[tensor.dtype], name) for name, tensor in tensors.items()
         ]
-        entries = weights.matching(self._model, entries, self._targets(), is_part=True, shown="this call")
+        entries = weights.matching(self._model, entries, self._targets, is_part=True, shown="this call")
         return _PresentPart({entry.name: tensors[entry.stored_name] for entry in entries})
 
+    @cached_property
     def _targets(self) -> dict[str, Target]:
-        """Return the targets of all tensors, without memory."""
-        if self._empty is None:
-            self._empty = self._make_empty().weights()
-        return self._empty
+        """The targets of all tensors, without memory."""
+        return self._make_empty().weights()
 
     def _check_complete(self) -> None:
         """Raise ValueError if tensors are missing in the open update."""
-        needed = (name for name, target in self._targets().items() if not target.is_optional)
+        needed = (name for name, target in self._targets.items() if not target.is_optional)
         if missing := [name for name in needed if name not in self._arrived]:
             count = checks.counted(len(missing), "tensor")
             raise ValueError(f"the update is incomplete and stays open: {count} missing: {listed(missing)}")
@@ -437,9 +435,10 @@ class WeightLoader:
         if old is None or new is None:
             return
         if old.get("model_type") != new.get("model_type") or _described(old) != _described(new):
+            different = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))[:8]
             raise ValueError(
                 f"{path / folder_files.CONFIG} describes another model than the config.json of this engine: "
-                f"{', '.join(_differences(old, new)) or 'values differ'}"
+                f"{', '.join(different) or 'values differ'}"
             )
 
 
@@ -486,8 +485,3 @@ def _described(config: dict[str, object]) -> object:
     plain, quantization = split_config(config)
     family = plugins.load("families", plugins.file_name(str(config.get("model_type"))))
     return family.read(plain), quantization is None
-
-
-def _differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
-    """Return the names of values that differ."""
-    return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))[:8]

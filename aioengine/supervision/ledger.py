@@ -373,9 +373,10 @@ class Ledger:
         for uid in chunks.preempted:
             if (request := self._requests.get(uid)) is not None:
                 request.num_preemptions += 1
-        for end in chunks.ended:
+        for end in chunks.ended[-NUM_FINISHED:]:
             if end.code in (FinishCode.STOP, FinishCode.LENGTH):
                 self._keep(end.uid)
+        for end in chunks.ended:
             self._forget(end.uid)
         if tokens.token_ids:
             self._has_progress = True

@@ -150,7 +150,7 @@ async def test_queue_counts_are_correct_after_any_events(acts: list[tuple[str, i
         await until(lambda: not frontend.calls.opened)
         limits = frontend.limits
         assert (limits.num_tokens, limits.num_bytes, limits.num_calls) == (0, 0, 0)
-        await asyncio.gather(*(call for call in open_calls if not call._reader.is_stream), return_exceptions=True)  # pyright: ignore
+        await asyncio.gather(*(call for call in open_calls if not call._reader.call.is_stream), return_exceptions=True)  # pyright: ignore
 
 
 @pytest.mark.parametrize("code", [FinishCode.SHUTDOWN, FinishCode.DEADLINE])

@@ -280,8 +280,11 @@ class CallRow:
         info, num_output = self.info.copy(), self.num_output
         info["completion_tokens"] = num_output
         info["finish_reason"] = answers.finish_reason(end, num_output, self.error)
-        spans = answers.version_spans(info["weight_version"], self.versions or {}, num_output)
-        info["weight_versions"], info["weight_version"] = spans, spans[-1][0]
+        spans = [(info["weight_version"], 0, num_output)]
+        if self.versions is not None:
+            spans = answers.version_spans(info["weight_version"], self.versions, num_output)
+            info["weight_version"] = spans[-1][0]
+        info["weight_versions"] = spans
         num_cached = info["cached_tokens"] = max(end.num_cached, info["cached_tokens"])
         info["cached_tokens_details"] = {"device": num_cached, "host": 0}
         info["num_preemptions"] = info["num_retractions"] = max(end.num_preemptions, info["num_preemptions"])
@@ -405,7 +408,7 @@ class Call:
     live: dict[int, CallRow] = field(default_factory=dict)
     num_open: int = 0
     num_held: int = 0
-    results: list[Answer | BaseException | None] = field(default_factory=list)
+    results: list[Answer | BaseException | None] = field(init=False, repr=False)
     error: BaseException | None = None
     is_left: bool = False
     is_over: bool = False
@@ -414,7 +417,7 @@ class Call:
     ready: deque[CallRow] = field(default_factory=deque)
     has_reader: bool = True
     waiter: asyncio.Future[Chunk | None] | None = None
-    wakers: list[Callable[[], object]] = field(default_factory=list)
+    wakers: tuple[Callable[[], object], ...] = ()
     notify_on: NotifyOn = NotifyOn.NOTHING
     kept_row: CallRow | None = None
     on_row_end: Callable[[CallRow, ChunkInfo, BaseException | None], None] | None = None
@@ -457,7 +460,8 @@ class Call:
     @property
     def has_unread(self) -> bool:
         """Whether its reader has something to take."""
-        return bool(self.ready) or (bool(self.results) and self.error is None and not self.is_left)
+        is_waiting = not self.is_stream and bool(self.results)
+        return bool(self.ready) or (is_waiting and self.error is None and not self.is_left)
 
     def row_rid(self, index: int) -> str:
         """Return the id of a row: the id of its prompt or of the call, followed by the numbers of prompt and sample."""
@@ -553,7 +557,7 @@ class Call:
             if not waiter.done():
                 waiter.set_result(self.ready.popleft().take() if self.ready else None)
         if self.wakers:
-            wakers, self.wakers = self.wakers, []
+            wakers, self.wakers = self.wakers, ()
             for wake in wakers:
                 wake()
 

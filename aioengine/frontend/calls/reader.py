@@ -59,7 +59,7 @@ class Reader:
     When its last reference is dropped, the call is left.
     """
 
-    __slots__ = ("_actions", "_has_left", "_lock", "_result", "call", "is_stream", "ready", "rid")
+    __slots__ = ("_actions", "_has_left", "_lock", "_result", "call", "ready")
 
     def __init__(self, call: Call, ready: deque[CallRow], *, lock: threading.RLock, actions: ReaderActions) -> None:
         self._actions = actions
@@ -67,8 +67,6 @@ class Reader:
         self._has_left = False
         self._result: Answer | BatchOutput | None = None
         self.call = call
-        self.rid = call.rid
-        self.is_stream = call.is_stream
         self.ready = ready
         """Rows with unread output. If there are any, ``take`` returns a chunk, unless another thread was faster."""
 
@@ -109,7 +107,7 @@ class Reader:
                 ):
                     self._actions.on_read(call)
                 return chunk
-            if not self.is_stream:
+            if not call.is_stream:
                 raise TypeError(NOT_A_STREAM)
             if call.error is not None:
                 raise call.error.with_traceback(None)
@@ -169,7 +167,7 @@ class Reader:
             is_ready = self._await_can_return if until_accepted else has_news
             if is_ready:
                 return False
-            call.wakers.append(wake)
+            call.wakers += (wake,)
             return True
 
     def wait_here(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Chunk | None] | None:
@@ -184,7 +182,7 @@ class Reader:
         if call.waiter is None:
             call.waiter = waiter
         else:
-            call.wakers.append(partial(resolve, waiter))
+            call.wakers += (partial(resolve, waiter),)
         return waiter
 
     def leave(self, error: BaseException | None = None, *, later: bool = False) -> None:
@@ -201,7 +199,7 @@ class Reader:
 
         If ``error`` is the error of the call, do nothing.
         """
-        if self.is_stream and error is not self.call.error:
+        if self.call.is_stream and error is not self.call.error:
             self._actions.leave(self.call, self.ready)
             self._has_left = True
 

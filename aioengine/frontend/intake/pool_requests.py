@@ -72,8 +72,8 @@ def encode_request(prompt: object, input_ids: object, options: Mapping[str, obje
     )
     if input_ids is not None and pooled.prompt_name is not None:
         raise ValueError("prompt_name is for texts, and input_ids are given; put the prompt's ids before them")
-    check_text = partial(pooled_prompt, options=pooled)
-    return _complete(requests.prompt_request(prompt, input_ids, check_text, ids_prompt, options), pooled, options)
+    check = ids_prompt if prompt is None else partial(pooled_prompt, options=pooled)
+    return _complete(requests.prompt_request(prompt, input_ids, check, options), pooled, options)
 
 
 def rerank_request(query: object, documents: object, top_n: object, options: Mapping[str, object]) -> CallRequest:

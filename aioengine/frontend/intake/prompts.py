@@ -55,7 +55,7 @@ class TextPrompt(Struct, frozen=True, gc=False):
     rules: EncodeRules = DEFAULT_RULES
 
 
-class IdsPrompt(Struct, frozen=True):
+class IdsPrompt(Struct, frozen=True, gc=False):
     """Token ids, or the placeholder ids of embeddings."""
 
     token_ids: list[int]

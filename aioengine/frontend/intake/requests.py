@@ -29,7 +29,6 @@ from aioengine.frontend.intake.prompt_options import (
 )
 from aioengine.frontend.intake.prompts import (
     CHAT_ARGUMENTS,
-    DEFAULT_RULES,
     MESSAGES,
     CheckedPrompt,
     EncodeRules,
@@ -136,7 +135,7 @@ class CallRequest(Struct):
     hidden_states: PerPrompt[str] | None = None
     sessions: PerPrompt[SessionParams | None] | None = None
     logprobs: LogprobOptions | None = None
-    lists: list[PerPrompt[Any]] = []
+    lists: Sequence[PerPrompt[Any]] = ()
     trace_headers: Mapping[str, str] = {}
     replica: int | None = None
 
@@ -170,8 +169,9 @@ class CallRequest(Struct):
 
     def clear(self) -> None:
         """Free the prompts and parameters: the call is over, but its reader may keep it for long."""
-        self.values, self.prompts, self.params, self.given_params = (), [], [], None
-        self.parsed, self.message_parts, self.images, self.lists = {}, {}, None, []
+        for parts in (self.prompts, self.params, self.parsed, self.message_parts):
+            parts.clear()
+        self.values, self.given_params, self.images, self.lists = (), None, None, ()
 
     def check_more(self) -> int:
         """Check some more rows of the call: their ids, parameters and prompts. Return the bytes of these prompts.
@@ -250,33 +250,37 @@ def generate_request(
     Raises:
         TypeError, ValueError: an argument is wrong; the message has its name and value.
     """
-    embeds, rules = None, DEFAULT_RULES
+    check: PromptCheck = ids_prompt if prompt is None else text_prompt
     if options:
         check_names(options, ("prompt", "sampling_params", "input_ids", "stream"), GenerateOptions.__annotations__)
-        embeds, rules = options.get("input_embeds"), encode_rules(options)
-    if embeds is not None:
-        if prompt is not None or input_ids is not None:
-            raise ValueError("input_embeds is given beside a prompt; give one of them")
-        request = _embeds_request(embeds, options, rules)
-    else:
-        check_ids = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
-        request = prompt_request(prompt, input_ids, partial(text_prompt, rules=rules), check_ids, options)
+        rules = encode_rules(options)
+        if (embeds := options.get("input_embeds")) is not None:
+            if prompt is not None or input_ids is not None:
+                raise ValueError("input_embeds is given beside a prompt; give one of them")
+            request = _embeds_request(embeds, options, rules)
+            return complete(request, sampling_params, stream=stream, options=options)
+        check = partial(check, rules=rules)
+        if prompt is None:
+            check = partial(check, may_be_empty=options.get("session_params") is not None)
+    request = prompt_request(prompt, input_ids, check, options)
     return complete(request, sampling_params, stream=stream, options=options)
 
 
-def prompt_request(
-    prompt: object, input_ids: object, check_text: PromptCheck, check_ids: PromptCheck, options: Mapping[str, object]
-) -> CallRequest:
-    """Return the request for one prompt or a list of prompts. Raises TypeError or ValueError unless one is given."""
+def prompt_request(prompt: object, input_ids: object, check: PromptCheck, options: Mapping[str, object]) -> CallRequest:
+    """Return the request for one prompt or a list of prompts. ``check``: of texts, or of ids if ``prompt`` is None.
+
+    Raises:
+        TypeError, ValueError: both or none are given, or the prompt has a wrong type.
+    """
     if (prompt is None) == (input_ids is None):
         problem = "missing" if prompt is None else "given"
         raise ValueError(f"prompt and input_ids are both {problem}; give one of them")
     if prompt is None:
-        return rows_request("input_ids", input_ids, check_ids, options, allowed=IDS_OR_ROWS)
+        return rows_request("input_ids", input_ids, check, options, allowed=IDS_OR_ROWS)
     if isinstance(prompt, str):
-        return CallRequest("prompt", [prompt], check_text, is_batch=False)
+        return CallRequest("prompt", [prompt], check, is_batch=False)
     texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
-    return CallRequest("prompt", texts, check_text, is_batch=True)
+    return CallRequest("prompt", texts, check, is_batch=True)
 
 
 def chat_request(
@@ -312,7 +316,7 @@ def rows_request(
     A list is a batch if its first entry is a list. With ``return_exceptions`` the first row may be wrong, so any of the
     first ``PROMPTS_IN_PIECE`` entries may be the list.
     """
-    num_dimensions = _num_dimensions(value)
+    num_dimensions = 0 if isinstance(value, (list, tuple)) else _num_dimensions(value)
     given = cast("Sequence[object]", value) if num_dimensions else checks.sequence(name, value, allowed=allowed)
     first = given[: PROMPTS_IN_PIECE if options.get("return_exceptions") is True else 1]
     is_batch = any(isinstance(entry, (list, tuple)) for entry in map(checks.plain, first))
@@ -325,9 +329,7 @@ def _num_dimensions(value: object) -> int:
 
     Arrays are read row by row, because converting a large array to lists would block the loop.
     """
-    if isinstance(value, (list, tuple, memoryview)):  # asked first: a protocol is slow to check
-        return 0
-    if not isinstance(value, checks.Array) or not checks.num_items(value):
+    if isinstance(value, memoryview) or not isinstance(value, checks.Array) or not checks.num_items(value):
         return 0
     num_dimensions: object = getattr(value, "ndim", 0)
     return num_dimensions if isinstance(num_dimensions, int) else 0

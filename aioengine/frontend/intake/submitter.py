@@ -294,7 +294,7 @@ class Submitter:
             _end_row(row, FinishCode.DEADLINE, matched=expired)
         else:
             try:
-                submit = self._submit_of(row, params)
+                submit = self._submit_of(row, prompt, params)
             except (ValueError, EngineOverloadedError) as error:
                 _refuse_row(row, error)
                 return
@@ -313,9 +313,9 @@ class Submitter:
             call,
             index,
             call.row_rid(index),
-            seed=seed,
-            tokenize_s=tokenize_s,
-            prompt_token_ids=ids,
+            seed,
+            tokenize_s,
+            ids,
             shows_prompt=request.shows_prompt,
             decoders=request.decoders_of(prompt, len(ids), self._model.hidden_size) if has_extras else (),
             hidden_states=request.hidden_states_of(prompt) if has_extras else "",
@@ -326,14 +326,14 @@ class Submitter:
         call.add_row(row)
         return row
 
-    def _submit_of(self, row: CallRow, params: SamplingParams) -> Submit | None:
+    def _submit_of(self, row: CallRow, prompt: int, params: SamplingParams) -> Submit | None:
         """Register a row and return the message that starts it; None: it generates nothing.
 
         Raises:
             ValueError, EngineOverloadedError: the row does not fit.
         """
         call, ids = row.call, row.prompt_token_ids
-        request, prompt, num_prompt = call.request, row.prompt, len(row.prompt_token_ids)
+        request, num_prompt = call.request, len(ids)
         session = 0 if request.sessions is None else self._sessions.attach(row)
         if not ids:
             raise ValueError("the prompt has no tokens; give at least one character or token id")
@@ -366,11 +366,11 @@ class Submitter:
             list(ids) if embeds else ids,
             replace(message_parts.sampling, seed=row.seed, custom_processor=processor, hidden_states=row.hidden_states),
             Limits(
-                max_new_tokens=max_new_tokens,
-                min_new_tokens=min(params.min_new_tokens, max_new_tokens),
-                stop_token_ids=message_parts.stop_ids,
-                deadlines=call.deadlines,
-                refuses_late=request.refuses_late,
+                max_new_tokens,
+                min(params.min_new_tokens, max_new_tokens),
+                message_parts.stop_ids,
+                call.deadlines,
+                request.refuses_late,
             ),
             replace(
                 message_parts.text,

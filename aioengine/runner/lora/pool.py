@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ Slots = npt.NDArray[np.int32]
 """The adapter slot of each row of a step; 0: the base model."""
 
 GroupRows = Callable[[Slots], Grouping]
-"""RowGroups the rows of a step for the device."""
+"""Groups the rows of a step for the device."""
 
 
 def group_on_host(slots: Slots) -> RowGroups:
@@ -84,21 +85,15 @@ class StepAdapters:
         self.token_slots = token_slots
         self.output_slots = output_slots
         self._group = group
-        self._tokens: Grouping | None = None
-        self._outputs: Grouping | None = None
 
-    @property
+    @cached_property
     def tokens(self) -> Grouping:
-        if self._tokens is None:
-            self._tokens = self._group(self.token_slots)
-        return self._tokens
+        return self._group(self.token_slots)
 
-    @property
+    @cached_property
     def outputs(self) -> Grouping:
-        if self._outputs is None:
-            assert self.output_slots is not None, "the step has no output indices"
-            self._outputs = self._group(self.output_slots)
-        return self._outputs
+        assert self.output_slots is not None, "the step has no output indices"
+        return self._group(self.output_slots)
 
 
 class FixedTiles:

@@ -39,7 +39,7 @@ from aioengine.runner.logits.token_processors import AllowedTokenIds, Bias, MinN
 from aioengine.runner.sampling.sampler import FAILED, Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -66,6 +66,11 @@ class DraftParts(NamedTuple):
     max_length: int
     max_tokens: int
     features: Features | None = None
+
+    @property
+    def pools(self) -> Sequence[KVPool | Features]:
+        """The memory that can be released."""
+        return [self.kv_pool] if self.features is None else [self.kv_pool, self.features]
 
     @property
     def num_bytes(self) -> int:
@@ -328,17 +333,6 @@ class DraftModel:
         if not self._lag:  # the last draft was not computed
             end += min(num_accepted, num_proposed - 1)
         self._advance(drafted, end)
-
-    def release(self) -> None:
-        """Free the memory of the pool and of the hidden states, until ``resume``."""
-        self._parts.kv_pool.release()
-        if self._parts.features is not None:
-            self._parts.features.release()
-
-    def resume(self) -> None:
-        self._parts.kv_pool.resume()
-        if self._parts.features is not None:
-            self._parts.features.resume()
 
     def _fail(self, drafted: DraftedRequest) -> None:
         """Propose no more drafts for a request for which the draft model gives non-finite numbers."""

@@ -253,15 +253,6 @@ class Proposer:
                 if entry is not None:
                     entry.num_rejected -= ticket.drafts.rejected.get(uid, 0)
 
-    def release(self) -> None:
-        """Free the memory of the draft model's pool, until ``resume``."""
-        if self._model is not None:
-            self._model.release()
-
-    def resume(self) -> None:
-        if self._model is not None:
-            self._model.resume()
-
     def forget(self, ticket: Ticket) -> None:
         """Forget a step that is collected, or whose tokens will never be known."""
         self._num_planned -= bool(ticket.drafts.planned)
