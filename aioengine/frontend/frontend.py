@@ -112,7 +112,7 @@ class Frontend:
                 self.limits.reserve(call)
             request = make_request()
             self._checks.check(request)
-            call.begin(request)
+            call.set_request(request)
             self._observers.watch(call)
             reader = Reader(call, call.ready, lock=self._lock, actions=self)
             with self._lock:
@@ -252,7 +252,7 @@ class Frontend:
             self.calls.end(list(self.calls.opened), FinishCode.SHUTDOWN)
             if not await self._become_idle(STOP_TIMEOUT_S):  # the scheduler hangs, or is being replaced
                 for call in list(self.calls.opened):
-                    self.calls.give_up(call, FinishCode.SHUTDOWN)
+                    self.calls.end_here(call, FinishCode.SHUTDOWN)
                 await self.calls.submitter.wait_unstarted()
             return False
         return self.failure is None

@@ -130,14 +130,14 @@ class CallRow:
 
     # ------------------------------------------------------------ written by the engine
 
-    def begin(self, first_token: FirstToken) -> None:
+    def note_first_token(self, first_token: FirstToken) -> None:
         """Record that its prompt is computed."""
         self.first_token = first_token
         self.info["cached_tokens"] = first_token.num_cached
         self.info["weight_version"] = first_token.weight_version
         self.info["dp_rank"] = first_token.replica
 
-    def preempt(self) -> None:
+    def count_preemption(self) -> None:
         """Count a preemption."""
         self.info["num_preemptions"] += 1
         self.info["num_retractions"] += 1
@@ -271,7 +271,7 @@ class CallRow:
         if extras:
             output["extras"] = extras
 
-    def info_at(self, end: End, delivered_at: float) -> ChunkInfo:
+    def final_info_for(self, end: End, delivered_at: float) -> ChunkInfo:
         """Return the ``meta_info`` of the row with this end.
 
         If the frontend or the supervisor ended the row, ``end`` has no values of its first token. They are then
@@ -422,7 +422,7 @@ class Call:
     kept_row: CallRow | None = None
     on_row_end: Callable[[CallRow, ChunkInfo, BaseException | None], None] | None = None
 
-    def begin(self, request: CallRequest) -> None:
+    def set_request(self, request: CallRequest) -> None:
         """Set the checked request of the call."""
         self.request = request
         self.rid = request.rid or os.urandom(16).hex()
@@ -508,7 +508,7 @@ class Call:
         if self.live.pop(row.index, None) is None:
             return  # the row has an end already
         row.error = row.failure(end) if error is None else error
-        row.final_info = row.info_at(end, delivered_at)
+        row.final_info = row.final_info_for(end, delivered_at)
         self.num_open -= 1
         self.is_over = self.is_over or self.num_open == 0
         if self.on_row_end is not None:
@@ -535,7 +535,7 @@ class Call:
             message = "its reader left" if self.error is None else str(self.error)
             for row in self.live.values():
                 end = End(row.uid, code, message=message, ended_at=now)
-                self.on_row_end(row, row.info_at(end, now), self.error)
+                self.on_row_end(row, row.final_info_for(end, now), self.error)
         self.live.clear()
 
     def fail(self, error: BaseException) -> None:

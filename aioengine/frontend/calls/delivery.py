@@ -80,10 +80,10 @@ class Delivery:
             rows = self.rows
             for first_token in chunks.first_tokens:
                 if (row := rows.get(first_token.uid)) is not None:
-                    row.begin(first_token)
+                    row.note_first_token(first_token)
             for uid in chunks.preempted:
                 if (row := rows.get(uid)) is not None:
-                    row.preempt()
+                    row.count_preemption()
             for uid in chunks.compiled:
                 if (row := rows.get(uid)) is not None:
                     row.call.note_compiled(row)
