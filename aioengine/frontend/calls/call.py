@@ -176,7 +176,7 @@ class CallRow:
             drop_old_hidden_states(self.extras, self.num_output)
 
     @property
-    def prompt(self) -> int:
+    def prompt_index(self) -> int:
         """Index of its prompt."""
         return self.index // self.call.request.num_samples
 
@@ -468,10 +468,10 @@ class Call:
         request, rid = self.request, self.rid
         if not request.gives_batch:
             return rid
-        prompt, sample = divmod(index, request.num_samples)
+        prompt_index, sample = divmod(index, request.num_samples)
         if request.is_batch:
-            own = "" if request.rids is None else request.rids[prompt]
-            rid = str(own) or f"{rid}_{prompt}"
+            own = "" if request.rids is None else request.rids[prompt_index]
+            rid = str(own) or f"{rid}_{prompt_index}"
         return f"{rid}_{sample}" if request.num_samples > 1 else rid
 
     def expired_deadline(self, now: float) -> str | None:
@@ -514,8 +514,7 @@ class Call:
         if self.on_row_end is not None:
             self.on_row_end(row, row.final_info, row.error)
         if row.error is not None and not self.returns_exceptions:
-            prompt = row.prompt
-            self.fail(answers.named(row.error, prompt, self.request.num_prompts))
+            self.fail(answers.named(row.error, row.prompt_index, self.request.num_prompts))
         elif self.is_stream:
             if not row.has_unread:
                 row.put("", [])

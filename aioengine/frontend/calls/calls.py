@@ -135,14 +135,13 @@ class Calls:
 
         Its output may still be unread, so the logprobs of its tokens stay counted.
         """
-        call, num_prompt = row.call, len(row.prompt_token_ids)
-        prompt = row.prompt
-        if (rules := call.request.logprobs_of(prompt)) is not None:
-            num_positions = rules.num_prompt_positions(num_prompt) + max(1, row.num_output)
+        call, prompt_index, num_prompt_tokens = row.call, row.prompt_index, len(row.prompt_token_ids)
+        if (rules := call.request.logprobs_of(prompt_index)) is not None:
+            num_positions = rules.num_prompt_positions(num_prompt_tokens) + max(1, row.num_output)
             row.free_logprobs(0 if row.error else rules.position_bytes * num_positions)
         if self._images is not None:
-            self._images.row_ended(call, prompt)
-        self._limits.end_row(call, prompt, num_prompt, now)
+            self._images.row_ended(call, prompt_index)
+        self._limits.end_row(call, prompt_index, num_prompt_tokens, now)
 
     def close_if_over(self, call: Call) -> None:
         """If a call is over, close it and free its remaining rows."""
