@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import ClassVar, NamedTuple, Protocol, cast
+from typing import ClassVar, NamedTuple, cast
 
 from aioengine.api import answers
 from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, RowError, Timings
@@ -44,12 +44,6 @@ from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End
 
 MAX_UNJOINED_TEXTS = 64
 """A row joins its unread texts when it has this many of them; if they are long, when it has more."""
-
-
-class LogprobCounter(Protocol):
-    """Counts the bytes reserved for logprobs (``QueueLimits``)."""
-
-    num_logprob_bytes: int
 
 
 @dataclass(eq=False)  # not a Struct, whose attributes take three times as long to set
@@ -373,7 +367,8 @@ class Call:
         num_held: number of started rows whose end was not read. It is limited, so a batch starts its rows gradually.
         results: answers or exceptions by index, if the call is no stream.
         error: the error of the whole call. is_left: the rest of its output has no reader.
-        num_logprob_bytes: memory reserved for the logprobs of its rows. counter: counts it for the engine.
+        num_logprob_bytes: memory reserved for the logprobs of its rows. on_logprobs_freed: called when some
+            of it is freed; None: no row has reserved any.
         ready: rows of a stream with unread output. A new reader gets a new deque.
         has_reader: False after the reader of an attachable call left.
         waiter: the future of a reader that waits on the engine's loop. Its result is the next chunk, or None for any
@@ -413,7 +408,7 @@ class Call:
     is_left: bool = False
     is_over: bool = False
     num_logprob_bytes: int = 0
-    counter: LogprobCounter | None = None
+    on_logprobs_freed: Callable[[int], None] | None = None
     ready: deque[CallRow] = field(default_factory=deque)
     has_reader: bool = True
     waiter: asyncio.Future[Chunk | None] | None = None
@@ -562,7 +557,7 @@ class Call:
 
     def free_logprobs(self, num_bytes: int | None = None) -> None:
         """Free ``num_bytes`` of the memory reserved for logprobs; None: all of it."""
-        if self.counter is not None:
+        if self.on_logprobs_freed is not None:
             freed = self.num_logprob_bytes if num_bytes is None else min(num_bytes, self.num_logprob_bytes)
             self.num_logprob_bytes -= freed
-            self.counter.num_logprob_bytes -= freed
+            self.on_logprobs_freed(freed)

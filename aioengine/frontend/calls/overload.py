@@ -143,10 +143,13 @@ class QueueLimits:
         if num_bytes > self.free_logprob_bytes:
             message = f"the engine is overloaded: open requests use max_logprob_bytes={most}; try again later"
             raise EngineOverloadedError(message, retry_after=self._retry_after())
-        call.counter = self
+        call.on_logprobs_freed = self._count_freed_logprobs
         row.num_logprob_bytes = num_bytes
         call.num_logprob_bytes += num_bytes
         self.num_logprob_bytes += num_bytes
+
+    def _count_freed_logprobs(self, num_bytes: int) -> None:
+        self.num_logprob_bytes -= num_bytes
 
     def end_row(self, call: Call, prompt_index: int, num_tokens: int, now: float) -> None:
         """Free the part of a row that has ended, while its call continues."""
