@@ -132,7 +132,7 @@ class CallRow:
         self.info["dp_rank"] = first_token.replica
 
     def count_preemption(self) -> None:
-        """Count a preemption."""
+        """Count a preemption, under both names of the public contract."""
         self.info["num_preemptions"] += 1
         self.info["num_retractions"] += 1
 
@@ -291,7 +291,8 @@ class CallRow:
     def _timings(self, end: End, delivered_at: float) -> Timings:
         """Return the seconds of each stage. A stage begins at the end of the one before.
 
-        A stage that was not reached takes 0 s, and the stage before it ends with the row.
+        A stage that was not reached takes 0 s, and the stage before it ends with the row. Times of another machine are
+        converted with a small error, so no stage may begin before or end after its neighbors.
         """
         called_at = self.call.called_at
         begun_at = called_at + self.tokenize_s

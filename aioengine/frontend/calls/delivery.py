@@ -59,6 +59,7 @@ class Delivery:
         """Put the chunks of one message into their rows, now or later. Call ``wake`` afterwards."""
         if chunks.tokens.extras or self._waiting:
             num_bytes = sum(len(extra.data) + EXTRA_BYTES for extra in chunks.tokens.extras)
+            # a message that is too large for any iteration is read alone, at the start of one
             if self._waiting or num_bytes > self._bytes_left < MAX_EXTRA_BYTES:
                 self._waiting.append(chunks)
                 if len(self._waiting) == 1:
