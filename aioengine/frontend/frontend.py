@@ -131,7 +131,7 @@ class Frontend:
             raise
         return reader
 
-    def check_waiting(self, *, blocks: bool) -> None:
+    def check_can_wait(self, *, blocks: bool) -> None:
         """Raise an error if the engine could never wake this thread: it is in a fork, or blocks the engine's loop.
 
         ``blocks``: the thread blocks while it waits.

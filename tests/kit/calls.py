@@ -24,7 +24,7 @@ class Notes:
     def leave(self, call: Call, ready: deque[CallRow], *, later: bool = False) -> None:
         self.asked.append("leave")
 
-    def check_waiting(self, *, blocks: bool) -> None:
+    def check_can_wait(self, *, blocks: bool) -> None:
         """This thread can be woken."""
 
     def abort(self, call: Call) -> None:
