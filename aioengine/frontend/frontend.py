@@ -245,7 +245,7 @@ class Frontend:
         if timeout_s is not None:
             timeout_s = checks.number("timeout", timeout_s, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
         with self._lock:
-            self.limits.refuse(EngineDrainingError("the engine is draining and takes no new requests"))
+            self.limits.refuse(EngineDrainingError("the engine is draining and accepts no new requests"))
         self.controls.resume()
         self._slow_readers.release()
         if not await self._become_idle(timeout_s):

@@ -13,7 +13,7 @@ from aioengine.api.answers import Answer, BatchOutput, Chunk, ranked
 from aioengine.errors import RequestError
 from aioengine.frontend.calls.call import Call, CallRow, NotifyOn
 
-NOT_A_STREAM: Final = "this generation gives one whole answer: await it, or pass stream=True to iterate it"
+NOT_A_STREAM: Final = "this generation returns one whole answer: await it, or pass stream=True to iterate it"
 
 
 def resolve(waiter: asyncio.Future[Chunk | None]) -> None:

@@ -260,7 +260,7 @@ def generate_request(
         rules = encode_rules(options)
         if (embeds := options.get("input_embeds")) is not None:
             if prompt is not None or input_ids is not None:
-                raise ValueError("input_embeds is given beside a prompt; give one of them")
+                raise ValueError("input_embeds is given together with a prompt; give one of them")
             request = _embeds_request(embeds, options, rules)
             return complete(request, sampling_params, stream=stream, options=options)
         check = partial(check, rules=rules)
