@@ -38,7 +38,7 @@ ROW_COUNTS: Final = tuple(count for count in linear.TILED_COUNTS if count <= 128
 """Row counts of oneDNN, which compiles code for each. The sums of more rows do not fit the cache."""
 LEAST_ROWS: Final = 16
 FEW_ROWS: Final = 16
-"""Up to so many rows of integers, a matrix unit is faster if it multiplies the weight with x.t() (see ``linear``)."""
+"""Up to this row count of integers, a matrix unit is faster if it multiplies the weight with x.t() (see ``linear``)."""
 MAX_SUMS: Final = 4 << 20
 """Maximum size of a result with more rows than ``LEAST_ROWS``. It saves memory in heads."""
 ZERO: Final = 128
@@ -156,14 +156,14 @@ def _widened(weight: Tensor, scales: Tensor) -> Matmul:
 def _unpacked(weight: Tensor, scales: Tensor) -> Matmul:
     """Return the product of integers [T, D] int8 with a weight [O, D] and its scales [1, O]."""
     transposed, is_on_gpu = weight.t(), weight.device.type != "cpu"
-    turned_rows = FEW_ROWS if not is_on_gpu and linear.has_matrix_unit() else 0
+    transposed_rows = FEW_ROWS if not is_on_gpu and linear.has_matrix_unit() else 0
 
     def matmul(x: Tensor) -> Tensor:
         """[T, D] -> [T, O] fp32."""
         num_rows = x.shape[0]
-        if num_rows <= turned_rows:
+        if num_rows <= transposed_rows:
             columns = torch._int_mm(weight, x.t())  # pyright: ignore[reportPrivateImportUsage]
-            return linear.turn_back(columns) * scales
+            return linear.transpose_back(columns) * scales
         if is_on_gpu and num_rows < MIN_ROWS_ON_GPU:
             x = functional.pad(x, (0, 0, 0, MIN_ROWS_ON_GPU - num_rows))
         return torch._int_mm(x, transposed)[:num_rows] * scales  # pyright: ignore[reportPrivateImportUsage]
