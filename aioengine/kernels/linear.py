@@ -418,7 +418,7 @@ def in_pieces(matmul: Matmul, counts: tuple[int, ...], *, axis: int = 0) -> Matm
         """[T, I] -> [T, O], or [O, T]."""
         num_rows = x.shape[0]
         if num_rows <= most and (size := sizes[num_rows]) >= num_rows:
-            return matmul(x) if size == num_rows else _padded(matmul, x, size, axis)
+            return _padded(matmul, x, size, axis)
         pieces: list[Tensor] = []
         while num_rows := x.shape[0]:
             size = sizes[min(num_rows, most)]
