@@ -89,7 +89,7 @@ def test_programs_cover_the_rows_and_fit_into_shared_memory() -> None:
         programs = shape_of_programs(num_outputs, size, num_rows)
         if programs is None:
             continue
-        rows, more, outputs, block, stages, _ = programs
+        outputs, block, stages, _, rows, more = programs
         assert rows + more >= num_rows
         assert stages * (rows + more + 2 * outputs) * block * 2 < 227 * 1024
     assert shape_of_programs(14_336, 4096, 1) is None
