@@ -37,6 +37,7 @@ _CUDA_FOLDER = Path("/usr/local/cuda")
 _TERMINATE_S = 5.0
 _LOWEST_PRIORITY = 19
 _MAX_LINES = 15
+_COMPILED = "compiled kernels (the package flashinfer-jit-cache of FlashInfer's own index)"
 _ERROR_WORDS = ("error", "cannot find", "not found", "killed")
 
 
@@ -141,11 +142,9 @@ def check_tools(sources: Sequence[Source]) -> None:
     _add_scripts_to_path()
     missing = [title(source.name) for source in sources if not is_ready(source)]
     if missing and (tools := missing_tools()):
-        raise BackendUnavailableError(
-            f"FlashInfer's kernels for this model ({', '.join(missing)}) are not compiled, and {' and '.join(tools)} "
-            "cannot be found to compile them. Install the CUDA toolkit (nvcc) and a C++ compiler, or compiled kernels: "
-            "the package flashinfer-jit-cache of FlashInfer's own index"
-        )
+        reason = f"are not compiled, and {' and '.join(tools)} cannot be found to compile them"
+        remedy = f"Install the CUDA toolkit (nvcc) and a C++ compiler, or {_COMPILED}"
+        raise BackendUnavailableError(f"FlashInfer's kernels for this model ({', '.join(missing)}) {reason}. {remedy}")
 
 
 def is_ready(source: Source) -> bool:
@@ -232,11 +231,9 @@ def _num_done(output: IO[bytes]) -> tuple[int, int] | None:
 
 def _timeout_message(source: Source, done: int, total: int) -> str:
     progress = f"{done} of {total} files were done" if done else "no file was done"
-    return (
-        f"compiling FlashInfer's kernel {source.name} in {source.build_dir} took too long: {progress}. The next start "
-        "continues from there. Increase startup_timeout, install compiled kernels (the package flashinfer-jit-cache of "
-        "FlashInfer's own index), or use attention_backend='torch'"
-    )
+    remedy = f"Increase startup_timeout, install {_COMPILED}, or use attention_backend='torch'"
+    what = f"compiling FlashInfer's kernel {source.name} in {source.build_dir}"
+    return f"{what} took too long: {progress}. The next start continues from there. {remedy}"
 
 
 def _failure_message(source: Source, output: IO[bytes]) -> str:

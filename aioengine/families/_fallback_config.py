@@ -89,9 +89,9 @@ def read_fallback_config(raw: Mapping[str, object]) -> TransformerConfig:
         where = f"config.json of model_type {raw.get('model_type')!r}"
         part = next((name for name in _TEXT_PARTS if isinstance(raw.get(name), dict)), None)
         if part is not None and "vocab_size" not in values:
+            others = f"models with images work without model_impl: {', '.join(plugins.names('media/tokens'))}"
             raise ValueError(
-                f"{where} has a text model in {part}; model_impl='transformers' supports only models without further "
-                f"parts. Models with images that work without model_impl: {', '.join(plugins.names('media/tokens'))}"
+                f"{where} has a text model in {part}; transformers' code cannot run it; {others}"
             ) from None
         raise ValueError(f"{where}, as model_impl='transformers' reads it: {error}") from error
     heads = sizes.num_attention_heads

@@ -118,7 +118,7 @@ def block_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
 
 
 def mlp_linears(mlp: MlpConfig, outer: int, inner: int) -> list[LinearShape]:
-    """Return the linear layers of an MLP: those that read the input, and the output layer."""
+    """Return the linear layers of an MLP. The last one is the output layer."""
     size = 2 * inner if mlp.is_gated and len(mlp.first) == 1 else inner
     first = [LinearShape(name, size, outer, mlp.has_bias) for name in mlp.first]
     return [*first, LinearShape(mlp.second, outer, inner, mlp.has_bias)]

@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 import uvloop
 
-from aioengine.errors import EngineClosedError, EngineError, RequestError
+from aioengine.errors import EngineClosedError, EngineError, EngineStartupError, RequestError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 from aioengine.supervision.tasks import post, require_real_threads, start_thread
 
@@ -88,10 +88,12 @@ class Portal:
             EngineStartupError: the system has too few threads or file descriptors.
         """
         require_real_threads()
-        require_descriptors(FOR_AN_ENGINE + _FOR_THE_LOOP)  # without descriptors, libuv aborts the program
+        require_descriptors(FOR_AN_ENGINE + _FOR_THE_LOOP)
         hold_standard_descriptors()
         self._thread = start_thread(self._run, name=self._name)
         self._started.wait(None)
+        if self._started.error is not None:
+            raise self._started.error
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -150,12 +152,16 @@ class Portal:
     # ------------------------------------------------------------ on the portal's thread
 
     def _run(self) -> None:
+        error: EngineStartupError | None = None
         try:
+            require_descriptors(_FOR_THE_LOOP)  # without descriptors, libuv aborts the program
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve())
+        except EngineStartupError as failure:
+            error = failure
         finally:
             if not self._started.is_done:
-                self._started.set(None)
+                self._started.set(None, error)
             self._refuse_all()  # calls made while the loop was closing
             if self._on_end is not None:
                 self._on_end()

@@ -58,9 +58,7 @@ def measure(logits: Tensor, token_ids: Tensor, num_top: int, requested: Tensor |
         [N, W] int32; logprobs are fp32 numbers viewed as int32.
     """
     if not launcher.serves(logits):
-        ids = token_ids[:, None]
-        if num_top:
-            ids = torch.cat([ids, top_tokens(logits, num_top)], dim=-1)
+        ids = torch.cat([token_ids[:, None], top_tokens(logits, num_top)], dim=-1) if num_top else token_ids[:, None]
         wanted = ids if requested is None else torch.cat([ids, requested], dim=-1)
         values = torch.log_softmax(logits, -1, dtype=torch.float32).gather(-1, wanted)
         return torch.cat([values.view(torch.int32), ids.to(torch.int32)], dim=-1)

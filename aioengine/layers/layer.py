@@ -198,12 +198,11 @@ def rank_ranges(units: Sequence[Units], shard: Shard) -> list[tuple[int, int]]:
         if may_be_uneven:
             share = -(-count // shard.size)
             first, stop = (min(rank * share, count) for rank in (shard.rank, shard.rank + 1))
-            ranges.append((start + first * size, start + stop * size))
-            start += count * size
-            continue
-        if max(count, shard.size) % min(count, shard.size):
+        elif max(count, shard.size) % min(count, shard.size):
             raise ValueError(f"{count} units (heads or entries) cannot be divided evenly among {shard.size} ranks")
-        first = start + shard.rank * count // shard.size * size
-        ranges.append((first, first + max(count // shard.size, 1) * size))
+        else:
+            first = shard.rank * count // shard.size
+            stop = first + max(count // shard.size, 1)
+        ranges.append((start + first * size, start + stop * size))
         start += count * size
     return ranges

@@ -138,9 +138,7 @@ class RankGroup:
         if (inboxes := self._inboxes_for(x)) is not None:
             return inboxes.all_reduce(x)
         if self.size == 2 or not self._batch_invariant:
-            options = c10d.AllreduceOptions()
-            options.asyncOp = False
-            _wait(self._backend.allreduce([x], options))
+            _wait(self._backend.allreduce([x], _on_stream(c10d.AllreduceOptions())))
             return x
         # NCCL and gloo divide the tensor, and add up each part in another order of the ranks.
         first, *others = self._parts(x)
@@ -155,16 +153,13 @@ class RankGroup:
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Return x [...] of rank 0, in place."""
-        options = c10d.BroadcastOptions()
-        options.asyncOp = False
-        _wait(self._backend.broadcast([x], options))
+        _wait(self._backend.broadcast([x], _on_stream(c10d.BroadcastOptions())))
         return x
 
     def _parts(self, x: Tensor) -> Tensor:
         """Return x [...] of all ranks: [size, ...]."""
         parts = x.new_empty(self.size, *x.shape)
-        options = c10d.AllgatherOptions()
-        options.asyncOp = False
+        options = _on_stream(c10d.AllgatherOptions())
         _wait(self._backend._allgather_base(parts.flatten(0, 1), x.contiguous(), options))
         return parts
 
@@ -172,6 +167,12 @@ class RankGroup:
         """Return the smallest number of all ranks."""
         numbers = self.all_gather(torch.tensor([[number]], dtype=torch.int64, device=self._device))
         return int(numbers.min())
+
+
+def _on_stream(options: Any) -> Any:
+    """Queue the operation on the current stream of a GPU, instead of a stream of its own."""
+    options.asyncOp = False
+    return options
 
 
 def _wait(work: Any) -> None:

@@ -74,6 +74,4 @@ def placed(token_ids: Sequence[int], placeholder_id: int, images: Sequence[Image
 def _mismatch(count: int, num_images: int, placeholder_id: int, num_features: int = 0) -> ValueError:
     or_all = f" (or {num_features}, one for each of their features)" if num_features else ""
     images, placeholders = checks.counted(num_images, "image"), checks.counted(count, "image placeholder")
-    return ValueError(
-        f"the prompt has {placeholders} (token id {placeholder_id}) for {images}; give one for each image{or_all}"
-    )
+    return ValueError(f"the prompt has {placeholders} (token id {placeholder_id}) for {images}; give one each{or_all}")

@@ -18,7 +18,7 @@ RESIZE_BITS: Final = 22
 
 
 class MediaOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a media process.
+    """The settings of a media process. Its start sets ``parent_pid`` and ``socket_fd``.
 
     processor: the image processor of transformers, "module:class". settings: its fields. options: of its calls.
     limits: ``max_image_pixels`` is the limit for one image, and for the sum of the images that are decoded at a time.
@@ -26,8 +26,8 @@ class MediaOrders(msgspec.Struct, frozen=True, kw_only=True):
     resizes_on_device: images are resized on the device if that gives the same bits.
     """
 
-    parent_pid: int
-    socket_fd: int
+    parent_pid: int = 0
+    socket_fd: int = -1
     processor: str
     settings: dict[str, object]
     options: dict[str, bool]

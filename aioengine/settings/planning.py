@@ -304,10 +304,8 @@ def _weights(
         tower = facts.weights.num_parameters
         return num_parameters(family) + tower, weights_bytes(family, itemsize, tensors, tables) + tower * itemsize
     if not facts.weights.num_parameters:
-        raise ValueError(
-            f"transformers' code would compute this model, if it knows the type {checks.shown(facts.model_type)}. The "
-            f"size of its weights is found in their files: {checkpoint.missing_weights(Path(facts.path))}"
-        )
+        missing = checkpoint.missing_weights(Path(facts.path))
+        raise ValueError(f"the size of a model in transformers' code is read from its weight files: {missing}")
     return facts.weights.num_parameters, facts.weights.num_parameters * itemsize
 
 

@@ -158,10 +158,8 @@ def _check_gpus(config: DeviceConfig, num_replicas: int, num_gpus: int) -> None:
     """Raise ValueError if there are fewer GPUs than ranks of all replicas."""
     last = config.base_gpu_id + num_replicas * config.tp_size
     if last > num_gpus:
-        raise ValueError(
-            f"tp_size={config.tp_size}, dp_size={num_replicas} and base_gpu_id={config.base_gpu_id} need "
-            f"{last} GPU{'s' * (last > 1)}, and this machine has {num_gpus}"
-        )
+        wanted = f"tp_size={config.tp_size}, dp_size={num_replicas} and base_gpu_id={config.base_gpu_id}"
+        raise ValueError(f"{wanted} need {checks.counted(last, 'GPU')}, and this machine has {num_gpus}")
 
 
 def _only_with(needed: str, **values: object) -> None:

@@ -374,8 +374,11 @@ class Ledger:
             if (request := self._requests.get(uid)) is not None:
                 request.num_preemptions += 1
         for end in chunks.ended[-NUM_FINISHED:]:
-            if end.code in (FinishCode.STOP, FinishCode.LENGTH):
-                self._keep(end.uid)
+            token_ids = self._token_ids.get(end.uid)
+            if end.code in (FinishCode.STOP, FinishCode.LENGTH) and token_ids and len(token_ids) <= MAX_FINISHED_TOKENS:
+                self.finished[end.uid] = token_ids
+                if len(self.finished) > NUM_FINISHED:
+                    del self.finished[next(iter(self.finished))]
         for end in chunks.ended:
             self._forget(end.uid)
         if tokens.token_ids:
@@ -482,14 +485,6 @@ class Ledger:
         """End a request here. ``take_reports`` returns the end."""
         self._forget(end.uid)
         self._ended.append(end)
-
-    def _keep(self, uid: int) -> None:
-        """Keep the output of a request that ends now."""
-        token_ids = self._token_ids.get(uid)
-        if token_ids and len(token_ids) <= MAX_FINISHED_TOKENS:
-            self.finished[uid] = token_ids
-            if len(self.finished) > NUM_FINISHED:
-                del self.finished[next(iter(self.finished))]
 
     def _forget(self, uid: int) -> None:
         self._requests.pop(uid, None)

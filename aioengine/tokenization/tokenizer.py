@@ -290,26 +290,20 @@ class Tokenizer:
 def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
     path = folder / folder_files.TOKENIZER
     content = folder_files.read_tokenizer(path)
+    remedy = "pass tokenizer_path= a folder that has one, or skip_tokenizer_init=True and token ids"
     if content is None and folder_files.is_gguf(folder):
-        raise ValueError(
-            f"{str(folder)!r} contains no tokenizer; pass tokenizer_path= a folder that has one, or pass "
-            "skip_tokenizer_init=True and token ids"
-        )
+        raise ValueError(f"{str(folder)!r} contains no tokenizer; {remedy}")
     if content is None:
         names = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
         others = ", ".join(name for name in names if (folder / name).exists())
         reason = f" (it has {others})" if others else "" if folder.is_dir() else " (there is no such folder)"
-        raise ValueError(
-            f"{folder} has no tokenizer.json{reason}. Write one with transformers: "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder); or pass tokenizer_path= a folder that has "
-            "one; or pass skip_tokenizer_init=True and token ids"
-        )
+        write = "write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        raise ValueError(f"{folder} has no tokenizer.json{reason}; {write}; or {remedy}")
     try:
         return _call(FastTokenizer.from_buffer, content)  # from_file accepts only UTF-8 paths
     except Exception as error:  # the library raises nothing more specific
-        raise ValueError(
-            f"{folder_files.shown_path(path)} cannot be read by this version of tokenizers: {error}"
-        ) from error
+        shown = folder_files.shown_path(path)
+        raise ValueError(f"{shown} cannot be read by this version of tokenizers: {error}") from error
 
 
 def _add_tokens(fast: FastTokenizer, folder: Path, config: Json, named: dict[str, str]) -> None:

@@ -78,6 +78,19 @@ def start_and_use_up(folder, role, *args):
 ChildFolder.start = start_and_use_up
 """
 
+TAKEN_FROM_THE_LOOP = """
+from aioengine.frontend import portal
+
+start_thread = portal.start_thread
+
+def use_up_and_start(*args, **options):
+    use_up()
+    give_back(2)
+    return start_thread(*args, **options)
+
+portal.start_thread = use_up_and_start
+"""
+
 
 STORM = """
 draw = random.Random(int(sys.argv[1]))
@@ -187,6 +200,13 @@ def test_start_survives_if_another_thread_takes_the_descriptors() -> None:
     assert isinstance(found, list)
     for text in found:
         assert text == "Paris." or "Too many open files" in text or text.startswith("an engine needs"), text
+
+
+def test_start_names_the_limit_if_another_thread_takes_the_descriptors_of_the_loop() -> None:
+    found = run(TAKEN_FROM_THE_LOOP + STARTS, 200)
+    assert isinstance(found, list)
+    assert found[0] == "Paris."
+    assert found[1].startswith("an engine needs 8 free file descriptors, and only 2 are free")
 
 
 def test_start_without_the_null_device_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

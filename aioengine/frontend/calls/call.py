@@ -528,15 +528,17 @@ class Call:
             if self.num_open == 0:
                 self.wake()
 
-    def drop_live(self, now: float) -> None:
-        """Drop the rows without an end, because the call has failed or was left."""
+    def drop_live(self, now: float) -> list[int]:
+        """Drop the rows without an end, because the call has failed or was left. Return their uids."""
         if self.on_row_end is not None:
             code = FinishCode.ABORT if self.error is None else FinishCode.FAILED
             message = "its reader left" if self.error is None else str(self.error)
             for row in self.live.values():
                 end = End(row.uid, code, message=message, ended_at=now)
                 self.on_row_end(row, row.info_at(end, now), self.error)
+        uids = [row.uid for row in self.live.values()]
         self.live.clear()
+        return uids
 
     def fail(self, error: BaseException) -> None:
         """End the call with an error. Ready chunks are read first."""

@@ -150,12 +150,9 @@ class Calls:
             if not call.is_over:
                 return
             request, now = call.request, time.monotonic()
-            uids: list[int] = []
-            if call.live:
-                uids += (row.uid for row in call.live.values())
-                for uid in uids:
-                    self.rows.pop(uid, None)
-                call.drop_live(now)
+            uids = call.drop_live(now) if call.live else ()
+            for uid in uids:
+                self.rows.pop(uid, None)
             if request.sessions is not None:
                 self._sessions.end(call)
             if request.adapters is not None:
@@ -175,7 +172,7 @@ class Calls:
         if self._images is not None:
             self._images.release(call)
         if uids:
-            self._send([Abort(uids)])
+            self._send([Abort([*uids])])
         if not self.opened:
             self.idle.set()
 

@@ -51,7 +51,7 @@ class Delivery:
         self._lock = lock
         self._on_ended = on_ended
         self._calls_to_wake: list[Call] = []
-        self._ended: list[End] = []
+        self._ends: list[End] = []
         self._waiting: deque[TextChunks] = deque()
         self._bytes_left = MAX_EXTRA_BYTES  # of extras, in this iteration of the loop
 
@@ -95,7 +95,7 @@ class Delivery:
                 row = rows.get(uid)
                 if row is not None and row.put(text, new) and uid not in ending:
                     self._calls_to_wake.append(row.call)
-        self._ended += chunks.ended
+        self._ends += chunks.ended
         if chunks.num_open is not None:
             self.num_detokenizing = chunks.num_open
 
@@ -104,19 +104,19 @@ class Delivery:
 
         Later chunks are merged with unread chunks meanwhile.
         """
-        calls_to_wake = self._calls_to_wake
+        calls, self._calls_to_wake = self._calls_to_wake[:MAX_WOKEN], self._calls_to_wake[MAX_WOKEN:]
+        ends, self._ends = self._ends[:MAX_ENDED], self._ends[MAX_ENDED:]
         ended: list[CallRow] = []
         self._bytes_left = MAX_EXTRA_BYTES
         with self._lock:
             now = time.monotonic()
-            for end in self._ended[:MAX_ENDED]:
+            for end in ends:
                 if (row := self.rows.pop(end.uid, None)) is not None:
                     row.call.end_row(row, end, now)
                     ended.append(row)
-            for call in calls_to_wake[:MAX_WOKEN]:
+            for call in calls:
                 call.wake()
-        del calls_to_wake[:MAX_WOKEN], self._ended[:MAX_ENDED]
-        if calls_to_wake or self._ended:
+        if self._calls_to_wake or self._ends:
             asyncio.get_running_loop().call_soon(self.wake)
         for row in ended:
             self._on_ended(row)

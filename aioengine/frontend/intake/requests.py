@@ -316,23 +316,16 @@ def rows_request(
     A list is a batch if its first entry is a list. With ``return_exceptions`` the first row may be wrong, so any of the
     first ``PROMPTS_IN_PIECE`` entries may be the list.
     """
-    num_dimensions = 0 if isinstance(value, (list, tuple)) else _num_dimensions(value)
+    # The rows of an array are read one by one, because converting a large array to lists would block the loop. Its
+    # protocol is asked last, because that is slow.
+    is_list = isinstance(value, (list, tuple, memoryview))
+    is_array = not is_list and isinstance(value, checks.Array) and checks.num_items(value) > 0
+    num_dimensions = cast("int", getattr(value, "ndim", 0)) if is_array else 0
     given = cast("Sequence[object]", value) if num_dimensions else checks.sequence(name, value, allowed=allowed)
     first = given[: PROMPTS_IN_PIECE if options.get("return_exceptions") is True else 1]
     is_batch = any(isinstance(entry, (list, tuple)) for entry in map(checks.plain, first))
     values = [given] if not is_batch else given if num_dimensions > 1 else list(given)
     return CallRequest(name, values, check_prompt, is_batch)
-
-
-def _num_dimensions(value: object) -> int:
-    """Return the number of dimensions of a numpy or torch array; 0 for a list and for an empty array.
-
-    Arrays are read row by row, because converting a large array to lists would block the loop.
-    """
-    if isinstance(value, memoryview) or not isinstance(value, checks.Array) or not checks.num_items(value):
-        return 0
-    num_dimensions: object = getattr(value, "ndim", 0)
-    return num_dimensions if isinstance(num_dimensions, int) else 0
 
 
 def complete(

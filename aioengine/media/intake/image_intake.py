@@ -196,8 +196,6 @@ class ImageIntake:
         self._is_closed = False
         self.process = MediaProcess(
             MediaOrders(
-                parent_pid=0,
-                socket_fd=-1,
                 processor=model.processor,
                 settings=model.settings,
                 options=dict(model.family.options),

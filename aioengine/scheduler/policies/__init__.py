@@ -1,1 +1,10 @@
-"""Policies order the waiting requests. One file per policy; the file name is its name. See ``Policy`` in ``_base``."""
+"""Policies order the waiting requests. See ``Policy`` in ``_base``."""
+
+from typing import Final
+
+ALIASES: Final = {
+    "fcfs": "_base:Policy",
+    "longest_prefix": "_base:LongestPrefixPolicy",
+    "priority": "_base:PriorityPolicy",
+}
+"""Policy -> "file:class"."""

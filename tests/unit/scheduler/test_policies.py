@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from aioengine import plugins
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
-from aioengine.scheduler.policies._base import Policy
-from aioengine.scheduler.policies.longest_prefix import WINDOW
+from aioengine.scheduler.policies._base import WINDOW, Policy
 from aioengine.scheduler.request import Request
 
 

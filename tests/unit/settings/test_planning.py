@@ -253,7 +253,7 @@ def test_plan_downloads_headers_of_weights_for_transformers_code(
     plan = aioengine.plan("owner/name", device_memory="80GiB", revision="main")
     assert asked == [("owner/name", "main")]
     assert (plan.implementation, plan.num_parameters) == ("transformers", 128256 * 64 + 64 * 64)
-    with pytest.raises(ValueError, match="size of its weights is found in their files: .*has no weights"):
+    with pytest.raises(ValueError, match="is read from its weight files: .*has no weights"):
         aioengine.plan(tmp_path, device_memory="80GiB")
 
 

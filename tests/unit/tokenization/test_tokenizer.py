@@ -354,10 +354,10 @@ def test_values_that_are_no_text_are_refused(llama: Sample, tmp_path: Path) -> N
 
 
 def test_a_folder_without_tokenizer_is_refused(llama: Sample, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no tokenizer\.json\. Write one with transformers"):
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json; write one with transformers"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"\(it has tokenizer\.model\)\. Write one with transformers"):
+    with pytest.raises(ValueError, match=r"\(it has tokenizer\.model\); write one with transformers"):
         Tokenizer(tmp_path)
     with pytest.raises(ValueError, match=r"there is no such folder"):
         Tokenizer(tmp_path / "nothing")
