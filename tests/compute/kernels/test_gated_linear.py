@@ -23,9 +23,9 @@ from aioengine.kernels.triton.skinny_linear import gated_vector_matmul
 
 torch.manual_seed(0)
 for num_outputs, size, num_rows, programs in (
-    (100, 128, 20, (16, 16, 32, 64, 2, 4)),  # the last tiles are partly beyond the end
-    (64, 64, 5, (16, 0, 32, 64, 2, 4)),
-    (40, 192, 16, (16, 0, 64, 128, 2, 4)),
+    (100, 128, 20, (32, 64, 2, 4, 16, 16)),  # the last tiles are partly beyond the end
+    (64, 64, 5, (32, 64, 2, 4, 16, 0)),
+    (40, 192, 16, (64, 128, 2, 4, 16, 0)),
 ):
     weight, x = torch.randn(2 * num_outputs, size), torch.randn(num_rows, size)
     result = matmul(x, weight, programs)
