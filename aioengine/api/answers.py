@@ -404,13 +404,13 @@ RowError = errors.EngineError | ValueError | TypeError
 """The errors that one row of a call may end with instead of an answer."""
 
 
-def named(error: RowError, prompt: int, num_prompts: int) -> RowError:
+def named(error: RowError, prompt_index: int, num_prompts: int) -> RowError:
     """Return the error that a prompt of a batch raises for the whole call. Its message has the number of the prompt."""
     message = str(error)
     if (
         num_prompts > 1
         and isinstance(error, ValueError | TypeError | errors.RequestError)
-        and re.search(rf"\w\[{prompt}\]| of prompt {prompt}\b", message) is None
+        and re.search(rf"\w\[{prompt_index}\]| of prompt {prompt_index}\b", message) is None
     ):
-        error.args = (f"prompt {prompt}: {message}",)
+        error.args = (f"prompt {prompt_index}: {message}",)
     return error

@@ -113,7 +113,7 @@ def _on_loop(
 
     @wraps(method)
     def call(self: Any, /, *arguments: Options.args, **options: Options.kwargs) -> Result:
-        self._frontend_here().check_waiting(blocks=True)
+        self._frontend_here().check_can_wait(blocks=True)
         result: Result = self._portal.call(method(self, *arguments, **options))
         return result
 
@@ -239,7 +239,7 @@ class Engine(BaseEngine):
     ) -> jobs.AnswerIterator:
         """Answer any number of prompts, as ``AsyncEngine.map``. Items are read on the thread that reads the rows."""
         frontend = self._frontend_here()
-        frontend.check_waiting(blocks=True)
+        frontend.check_can_wait(blocks=True)
         answers = map_items.ItemAnswers(self, sampling_params, cast("Any", options))
         job = answers.job(prompts, ordered, window, checkpoint, return_exceptions, progress)
         return jobs.AnswerIterator(prompts, job, self._portal.call, frontend.loop)
@@ -259,7 +259,7 @@ class Engine(BaseEngine):
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
-        self._frontend_here().check_waiting(blocks=True)
+        self._frontend_here().check_can_wait(blocks=True)
         self._portal.call(self._frontend_here().caller_queue.wait(threading.get_ident()))
 
     flush_cache = _on_loop(AsyncEngine.flush_cache)

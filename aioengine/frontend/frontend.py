@@ -112,7 +112,7 @@ class Frontend:
                 self.limits.reserve(call)
             request = make_request()
             self._checks.check(request)
-            call.begin(request)
+            call.set_request(request)
             self._observers.watch(call)
             reader = Reader(call, call.ready, lock=self._lock, actions=self)
             with self._lock:
@@ -131,7 +131,7 @@ class Frontend:
             raise
         return reader
 
-    def check_waiting(self, *, blocks: bool) -> None:
+    def check_can_wait(self, *, blocks: bool) -> None:
         """Raise an error if the engine could never wake this thread: it is in a fork, or blocks the engine's loop.
 
         ``blocks``: the thread blocks while it waits.
@@ -245,14 +245,14 @@ class Frontend:
         if timeout_s is not None:
             timeout_s = checks.number("timeout", timeout_s, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
         with self._lock:
-            self.limits.refuse(EngineDrainingError("the engine is draining and takes no new requests"))
+            self.limits.refuse(EngineDrainingError("the engine is draining and accepts no new requests"))
         self.controls.resume()
         self._slow_readers.release()
         if not await self._become_idle(timeout_s):
             self.calls.end(list(self.calls.opened), FinishCode.SHUTDOWN)
             if not await self._become_idle(STOP_TIMEOUT_S):  # the scheduler hangs, or is being replaced
                 for call in list(self.calls.opened):
-                    self.calls.give_up(call, FinishCode.SHUTDOWN)
+                    self.calls.end_here(call, FinishCode.SHUTDOWN)
                 await self.calls.submitter.wait_unstarted()
             return False
         return self.failure is None

@@ -123,14 +123,14 @@ class AdapterChoice:
         for load in loads.values():
             load.users.add(self)
 
-    def of(self, prompt: int) -> Adapter | None:
+    def of(self, prompt_index: int) -> Adapter | None:
         """Return the adapter of a prompt."""
-        load = self.loads.get(self.of_prompts.of(prompt) or "")
+        load = self.loads.get(self.of_prompts.of(prompt_index) or "")
         return None if load is None else load.adapter
 
-    def error_of(self, prompt: int) -> ValueError | None:
+    def error_of(self, prompt_index: int) -> ValueError | None:
         """Return the error if the adapter of a prompt is missing; None: it is loaded, or the prompt uses none."""
-        name = self.of_prompts.of(prompt)
+        name = self.of_prompts.of(prompt_index)
         return None if name is None or name in self.loads else self._missing(name)
 
     def leave(self) -> None:

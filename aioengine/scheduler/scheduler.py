@@ -170,7 +170,7 @@ class Scheduler:
         error = result.failed.get(row.uid)
         is_missing = new is None or (row.outputs == TOKENS and len(request.token_ids) + len(new) <= end)
         if error is None and row.outputs and is_missing:
-            error = f"the runner gave no {_OUTPUT_NAMES[row.outputs]}"
+            error = f"the runner returned no {_OUTPUT_NAMES[row.outputs]}"
         if error is not None:
             stage = "no_token" if row.uid in result.empty else "sample"
             failed = End(row.uid, FinishCode.FAILED, stage=stage, message=error)

@@ -310,7 +310,7 @@ class Incarnation:
                     else:  # only the message that cannot be encoded fails
                         frames = [[message] for message in frame]
         except BacklogFullError as error:
-            stalled = EngineStalledError(f"the scheduler process does not take its messages: {error}")
+            stalled = EngineStalledError(f"the scheduler process does not read its messages: {error}")
             loop.call_soon(self._lose, SCHEDULER, stalled)
         except Exception as error:  # otherwise calls would wait forever for replies to lost messages
             loop.call_soon(self._fail, "messages for the scheduler could not be sent", error)

@@ -133,7 +133,7 @@ def test_a_result_without_the_vector_fails_that_request() -> None:
     assert plan is not None
     output = world.scheduler.apply(StepResult(TokenColumns([1], [], [0])), 0.0)
     (ended,) = output.ended
-    assert (ended.code, ended.message) == (FinishCode.FAILED, "the runner gave no vector")
+    assert (ended.code, ended.message) == (FinishCode.FAILED, "the runner returned no vector")
     world.core.scheduler.check_integrity()
 
 

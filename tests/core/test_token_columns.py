@@ -91,7 +91,7 @@ def test_a_row_without_its_token_fails_its_request(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(world.runner, "collect", lambda _: StepResult(TokenColumns([1, 2], [9], [0, 1])))
     world.step()
     assert world.outputs == {1: [], 2: [9]}
-    assert (world.ended[1].code, world.ended[1].message) == (FinishCode.FAILED, "the runner gave no token")
+    assert (world.ended[1].code, world.ended[1].message) == (FinishCode.FAILED, "the runner returned no token")
     assert 2 not in world.ended
 
 

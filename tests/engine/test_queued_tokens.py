@@ -34,7 +34,7 @@ def live(world: World) -> int:
     total = 0
     for call in world.engine._frontend_here().calls.opened:  # pyright: ignore[reportPrivateUsage]
         rows = [row for row in call.live.values() if row.uid >= 0]
-        by_prompt = {row.prompt: len(row.prompt_token_ids) for row in rows}
+        by_prompt = {row.prompt_index: len(row.prompt_token_ids) for row in rows}
         total += sum(by_prompt.values())
     return total
 
@@ -122,7 +122,7 @@ async def test_queue_counts_are_correct_after_any_events(acts: list[tuple[str, i
 
         def expire(number: int) -> None:
             for call in list(frontend.calls.opened)[:number]:
-                frontend.calls.give_up(call, FinishCode.DEADLINE, "first_token")  # pyright: ignore[reportPrivateUsage]
+                frontend.calls.end_here(call, FinishCode.DEADLINE, "first_token")  # pyright: ignore[reportPrivateUsage]
 
         todo: dict[str, Callable[[int], object]] = {
             "single": begin,
@@ -167,7 +167,7 @@ async def test_row_ended_by_the_frontend_keeps_its_counts(code: FinishCode) -> N
         assert (first["cached_tokens"], first["num_preemptions"]) == (2, 1)
         frontend = engine._frontend_here()  # pyright: ignore[reportPrivateUsage]
         [call] = frontend.calls.opened
-        frontend.calls.give_up(call, code, "total")  # pyright: ignore[reportPrivateUsage]
+        frontend.calls.end_here(call, code, "total")  # pyright: ignore[reportPrivateUsage]
         last = (await anext(stream))["meta_info"]
         assert (last["cached_tokens"], last["num_preemptions"]) == (2, 1)
         assert last.get("cached_tokens_details") == {"device": 2, "host": 0}

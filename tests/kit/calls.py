@@ -24,7 +24,7 @@ class Notes:
     def leave(self, call: Call, ready: deque[CallRow], *, later: bool = False) -> None:
         self.asked.append("leave")
 
-    def check_waiting(self, *, blocks: bool) -> None:
+    def check_can_wait(self, *, blocks: bool) -> None:
         """This thread can be woken."""
 
     def abort(self, call: Call) -> None:
@@ -41,7 +41,7 @@ def make_call(num_rows: int = 1, called_at: float = 0.0, *, is_batch: bool | Non
     request.num_prompts = request.num_rows = num_rows
     request.gives_batch = is_batch
     call = Call(called_at)
-    call.begin(request)
+    call.set_request(request)
     return call
 
 

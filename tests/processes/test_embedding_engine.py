@@ -143,7 +143,7 @@ def test_an_aborted_request_has_no_vector(embedder: Engine) -> None:
         embedder.abort_request("mine")
         await call
 
-    with pytest.raises(RequestError, match="ended before its vector was there"):
+    with pytest.raises(RequestError, match="ended before its vector was computed"):
         asyncio.run(main())
 
 

@@ -216,8 +216,8 @@ def test_embeddings_in_streams_and_samples_with_the_options_of_a_call(llm: Engin
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"input_embeds": MANY, "prompt": "a"}, ValueError, "input_embeds is given beside a prompt"),
-        ({"input_embeds": MANY, "input_ids": [1]}, ValueError, "input_embeds is given beside a prompt"),
+        ({"input_embeds": MANY, "prompt": "a"}, ValueError, "input_embeds is given together with a prompt"),
+        ({"input_embeds": MANY, "input_ids": [1]}, ValueError, "input_embeds is given together with a prompt"),
         ({"input_embeds": []}, ValueError, "none of them empty"),
         ({"input_embeds": np.zeros((0, 256))}, ValueError, "none of them empty"),
         ({"input_embeds": "abc"}, TypeError, "input_embeds must be a float array"),

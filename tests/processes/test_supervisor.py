@@ -332,7 +332,7 @@ async def test_scheduler_that_takes_no_messages_is_an_error(monkeypatch: pytest.
         frontend.submit(1)
         error = await frontend.failure()
     assert isinstance(error, EngineStalledError)
-    assert "the scheduler process does not take its messages: it has not read" in str(error)
+    assert "the scheduler process does not read its messages: it has not read" in str(error)
 
 
 # ---------------------------------------------------------------- failing starts

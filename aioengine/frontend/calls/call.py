@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import ClassVar, NamedTuple, Protocol, cast
+from typing import ClassVar, NamedTuple, cast
 
 from aioengine.api import answers
 from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, RowError, Timings
@@ -44,12 +44,6 @@ from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End
 
 MAX_UNJOINED_TEXTS = 64
 """A row joins its unread texts when it has this many of them; if they are long, when it has more."""
-
-
-class LogprobCounter(Protocol):
-    """Counts the bytes reserved for logprobs (``QueueLimits``)."""
-
-    num_logprob_bytes: int
 
 
 @dataclass(eq=False)  # not a Struct, whose attributes take three times as long to set
@@ -130,15 +124,15 @@ class CallRow:
 
     # ------------------------------------------------------------ written by the engine
 
-    def begin(self, first_token: FirstToken) -> None:
+    def note_first_token(self, first_token: FirstToken) -> None:
         """Record that its prompt is computed."""
         self.first_token = first_token
         self.info["cached_tokens"] = first_token.num_cached
         self.info["weight_version"] = first_token.weight_version
         self.info["dp_rank"] = first_token.replica
 
-    def preempt(self) -> None:
-        """Count a preemption."""
+    def count_preemption(self) -> None:
+        """Count a preemption, under both names of the public contract."""
         self.info["num_preemptions"] += 1
         self.info["num_retractions"] += 1
 
@@ -176,7 +170,7 @@ class CallRow:
             drop_old_hidden_states(self.extras, self.num_output)
 
     @property
-    def prompt(self) -> int:
+    def prompt_index(self) -> int:
         """Index of its prompt."""
         return self.index // self.call.request.num_samples
 
@@ -271,7 +265,7 @@ class CallRow:
         if extras:
             output["extras"] = extras
 
-    def info_at(self, end: End, delivered_at: float) -> ChunkInfo:
+    def final_info_for(self, end: End, delivered_at: float) -> ChunkInfo:
         """Return the ``meta_info`` of the row with this end.
 
         If the frontend or the supervisor ended the row, ``end`` has no values of its first token. They are then
@@ -297,7 +291,8 @@ class CallRow:
     def _timings(self, end: End, delivered_at: float) -> Timings:
         """Return the seconds of each stage. A stage begins at the end of the one before.
 
-        A stage that was not reached takes 0 s, and the stage before it ends with the row.
+        A stage that was not reached takes 0 s, and the stage before it ends with the row. Times of another machine are
+        converted with a small error, so no stage may begin before or end after its neighbors.
         """
         called_at = self.call.called_at
         begun_at = called_at + self.tokenize_s
@@ -373,7 +368,8 @@ class Call:
         num_held: number of started rows whose end was not read. It is limited, so a batch starts its rows gradually.
         results: answers or exceptions by index, if the call is no stream.
         error: the error of the whole call. is_left: the rest of its output has no reader.
-        num_logprob_bytes: memory reserved for the logprobs of its rows. counter: counts it for the engine.
+        num_logprob_bytes: memory reserved for the logprobs of its rows. on_logprobs_freed: called when some
+            of it is freed; None: no row has reserved any.
         ready: rows of a stream with unread output. A new reader gets a new deque.
         has_reader: False after the reader of an attachable call left.
         waiter: the future of a reader that waits on the engine's loop. Its result is the next chunk, or None for any
@@ -413,7 +409,7 @@ class Call:
     is_left: bool = False
     is_over: bool = False
     num_logprob_bytes: int = 0
-    counter: LogprobCounter | None = None
+    on_logprobs_freed: Callable[[int], None] | None = None
     ready: deque[CallRow] = field(default_factory=deque)
     has_reader: bool = True
     waiter: asyncio.Future[Chunk | None] | None = None
@@ -422,7 +418,7 @@ class Call:
     kept_row: CallRow | None = None
     on_row_end: Callable[[CallRow, ChunkInfo, BaseException | None], None] | None = None
 
-    def begin(self, request: CallRequest) -> None:
+    def set_request(self, request: CallRequest) -> None:
         """Set the checked request of the call."""
         self.request = request
         self.rid = request.rid or os.urandom(16).hex()
@@ -468,10 +464,10 @@ class Call:
         request, rid = self.request, self.rid
         if not request.gives_batch:
             return rid
-        prompt, sample = divmod(index, request.num_samples)
+        prompt_index, sample = divmod(index, request.num_samples)
         if request.is_batch:
-            own = "" if request.rids is None else request.rids[prompt]
-            rid = str(own) or f"{rid}_{prompt}"
+            own = "" if request.rids is None else request.rids[prompt_index]
+            rid = str(own) or f"{rid}_{prompt_index}"
         return f"{rid}_{sample}" if request.num_samples > 1 else rid
 
     def expired_deadline(self, now: float) -> str | None:
@@ -508,14 +504,13 @@ class Call:
         if self.live.pop(row.index, None) is None:
             return  # the row has an end already
         row.error = row.failure(end) if error is None else error
-        row.final_info = row.info_at(end, delivered_at)
+        row.final_info = row.final_info_for(end, delivered_at)
         self.num_open -= 1
         self.is_over = self.is_over or self.num_open == 0
         if self.on_row_end is not None:
             self.on_row_end(row, row.final_info, row.error)
         if row.error is not None and not self.returns_exceptions:
-            prompt = row.prompt
-            self.fail(answers.named(row.error, prompt, self.request.num_prompts))
+            self.fail(answers.named(row.error, row.prompt_index, self.request.num_prompts))
         elif self.is_stream:
             if not row.has_unread:
                 row.put("", [])
@@ -535,7 +530,7 @@ class Call:
             message = "its reader left" if self.error is None else str(self.error)
             for row in self.live.values():
                 end = End(row.uid, code, message=message, ended_at=now)
-                self.on_row_end(row, row.info_at(end, now), self.error)
+                self.on_row_end(row, row.final_info_for(end, now), self.error)
         uids = [row.uid for row in self.live.values()]
         self.live.clear()
         return uids
@@ -565,7 +560,7 @@ class Call:
 
     def free_logprobs(self, num_bytes: int | None = None) -> None:
         """Free ``num_bytes`` of the memory reserved for logprobs; None: all of it."""
-        if self.counter is not None:
+        if self.on_logprobs_freed is not None:
             freed = self.num_logprob_bytes if num_bytes is None else min(num_bytes, self.num_logprob_bytes)
             self.num_logprob_bytes -= freed
-            self.counter.num_logprob_bytes -= freed
+            self.on_logprobs_freed(freed)

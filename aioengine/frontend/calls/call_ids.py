@@ -49,17 +49,17 @@ class CallIds:
             if request.rid is not None:  # a random id is always free
                 self._check_free(call, call.rid)
             owners[call.rid] = call, WHOLE
-        for prompt in range(first, min(len(request.prompts), len(rids))):
-            rid = rids[prompt]
+        for prompt_index in range(first, min(len(request.prompts), len(rids))):
+            rid = rids[prompt_index]
             try:
                 if rid in owners:
                     raise _repeated_id(rid)
                 if rid:
                     self._check_free(call, rid)
-                    owners[rid] = call, prompt
+                    owners[rid] = call, prompt_index
             except ValueError as error:
-                rids[prompt] = ""
-                request.fail_prompt(prompt, error)
+                rids[prompt_index] = ""
+                request.fail_prompt(prompt_index, error)
         call.ids += owners
         self._owners |= owners
         request.num_registered = len(request.prompts)
@@ -96,13 +96,13 @@ class CallIds:
         self._owners.pop(rid, None)
 
 
-def _rows(call: Call, prompt: int) -> tuple[range, tuple[int, ...]]:
+def _rows(call: Call, prompt_index: int) -> tuple[range, tuple[int, ...]]:
     """Return the rows of an id, and widths: how many rows the id means with one number appended, then with two."""
     request = call.request
     samples = request.num_samples
     widths = (1,) if samples > 1 else ()
-    if prompt != WHOLE:
-        return range(prompt * samples, (prompt + 1) * samples), widths
+    if prompt_index != WHOLE:
+        return range(prompt_index * samples, (prompt_index + 1) * samples), widths
     if request.is_batch and request.rids is None:
         widths = (samples, *widths)
     return range(request.num_rows), widths

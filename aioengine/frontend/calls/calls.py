@@ -27,7 +27,7 @@ from aioengine.protocol.messages import Abort, End, FinishCode, Resume, Suspend
 from aioengine.supervision.ledger import NUM_FINISHED
 from aioengine.supervision.tasks import post
 
-BACKSTOP_S: Final = 0.5
+GRACE_S: Final = 0.5
 """The frontend ends a request this long after its deadline, if the scheduler has not ended it."""
 
 MAX_ROWS_FREED_AT_ONCE: Final = 4096
@@ -135,14 +135,13 @@ class Calls:
 
         Its output may still be unread, so the logprobs of its tokens stay counted.
         """
-        call, num_prompt = row.call, len(row.prompt_token_ids)
-        prompt = row.prompt
-        if (rules := call.request.logprobs_of(prompt)) is not None:
-            num_positions = rules.num_prompt_positions(num_prompt) + max(1, row.num_output)
+        call, prompt_index, num_prompt_tokens = row.call, row.prompt_index, len(row.prompt_token_ids)
+        if (rules := call.request.logprobs_of(prompt_index)) is not None:
+            num_positions = rules.num_prompt_positions(num_prompt_tokens) + max(1, row.num_output)
             row.free_logprobs(0 if row.error else rules.position_bytes * num_positions)
         if self._images is not None:
-            self._images.row_ended(call, prompt)
-        self._limits.end_row(call, prompt, num_prompt, now)
+            self._images.row_ended(call, prompt_index)
+        self._limits.end_row(call, prompt_index, num_prompt_tokens, now)
 
     def close_if_over(self, call: Call) -> None:
         """If a call is over, close it and free its remaining rows."""
@@ -265,27 +264,27 @@ class Calls:
 
     def _set_timer(self, call: Call, since: float) -> None:
         """Set the timer for the first deadline, or end of the time after a deadline, after ``since``."""
-        times = [when for deadline in call.deadlines.values() for when in (deadline, deadline + BACKSTOP_S)]
+        times = [when for deadline in call.deadlines.values() for when in (deadline, deadline + GRACE_S)]
         if later := [when for when in times if when > since]:
             call.timer = self._loop.call_later(max(0.0, min(later) - time.monotonic()), self._expire, call)
 
     def _expire(self, call: Call) -> None:
         """End the rows that were not started before a deadline.
 
-        The scheduler ends the started rows. If it does not, ``give_up`` ends them.
+        The scheduler ends the started rows. If it does not, ``end_here`` ends them.
         """
         now = time.monotonic()  # one reading: a deadline is either over or waited for again
         expired = call.expired_deadline(now)
         if expired is not None and call.num_started < call.request.num_rows:
             self.submitter.end_unstarted(call, Ending(FinishCode.DEADLINE, matched=expired))
         for name, deadline in call.deadlines.items():
-            if now >= deadline + BACKSTOP_S:
-                self.give_up(call, FinishCode.DEADLINE, name)
+            if now >= deadline + GRACE_S:
+                self.end_here(call, FinishCode.DEADLINE, name)
         self.close_if_over(call)
         if call in self.opened:
             self._set_timer(call, now)
 
-    def give_up(self, call: Call, code: FinishCode, deadline: str | None = None) -> None:
+    def end_here(self, call: Call, code: FinishCode, deadline: str | None = None) -> None:
         """End rows here, with their output so far, because the scheduler did not end them (at this deadline)."""
         now = time.monotonic()
         with self._lock:

@@ -59,6 +59,7 @@ class Delivery:
         """Put the chunks of one message into their rows, now or later. Call ``wake`` afterwards."""
         if chunks.tokens.extras or self._waiting:
             num_bytes = sum(len(extra.data) + EXTRA_BYTES for extra in chunks.tokens.extras)
+            # a message that is too large for any iteration is read alone, at the start of one
             if self._waiting or num_bytes > self._bytes_left < MAX_EXTRA_BYTES:
                 self._waiting.append(chunks)
                 if len(self._waiting) == 1:
@@ -80,10 +81,10 @@ class Delivery:
             rows = self.rows
             for first_token in chunks.first_tokens:
                 if (row := rows.get(first_token.uid)) is not None:
-                    row.begin(first_token)
+                    row.note_first_token(first_token)
             for uid in chunks.preempted:
                 if (row := rows.get(uid)) is not None:
-                    row.preempt()
+                    row.count_preemption()
             for uid in chunks.compiled:
                 if (row := rows.get(uid)) is not None:
                     row.call.note_compiled(row)

@@ -38,16 +38,16 @@ def recorded_request(row: CallRow, output_ids: list[int]) -> RecordedRequest | N
         return None
     if isinstance(prompt_ids, EmbedsIds | MediaIds) or len(prompt_ids) > MAX_FINISHED_TOKENS:
         return None
-    prompt = row.prompt
-    if request.salts is not None and request.salts.of(prompt).startswith(SELFCHECK_SALT):
+    prompt_index = row.prompt_index
+    if request.salts is not None and request.salts.of(prompt_index).startswith(SELFCHECK_SALT):
         return None
     return RecordedRequest(
         row.rid,
         prompt_ids,
         output_ids,
-        request.params_of(prompt),
+        request.params_of(prompt_index),
         row.seed,
         version,
-        None if request.adapters is None else request.adapters.of(prompt),
-        "" if request.processors is None else request.processors.of(prompt),
+        None if request.adapters is None else request.adapters.of(prompt_index),
+        "" if request.processors is None else request.processors.of(prompt_index),
     )

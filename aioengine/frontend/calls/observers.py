@@ -70,8 +70,8 @@ class Observers:
         error: BaseException | None,
     ) -> None:
         """Report a row that has ended. clock_offset: seconds to add to a monotonic time to get unix time."""
-        request, prompt = row.call.request, row.prompt
-        is_checked = prompt < len(request.prompts)  # a row may end before its arguments are checked
+        request, prompt_index = row.call.request, row.prompt_index
+        is_checked = prompt_index < len(request.prompts)  # a row may end before its arguments are checked
         operation: Operation = "chat" if request.name == "messages" else "generate"
         if request.pooled is not None:
             operation = "rerank" if request.pooled.gives_scores else "encode"
@@ -81,8 +81,10 @@ class Observers:
             meta_info=cast("MetaInfo", info.copy()),
             error=error,
             model_path=self._model_path,
-            lora_path=request.adapters.of_prompts.of(prompt) if request.adapters is not None and is_checked else None,
-            sampling_params=request.params_of(prompt) if is_checked else SamplingParams(),
+            lora_path=request.adapters.of_prompts.of(prompt_index)
+            if request.adapters is not None and is_checked
+            else None,
+            sampling_params=request.params_of(prompt_index) if is_checked else SamplingParams(),
             is_stream=request.is_stream,
             trace_headers=request.trace_headers,
         )

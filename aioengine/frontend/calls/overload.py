@@ -109,18 +109,18 @@ class QueueLimits:
         call.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
-    def add_row(self, call: Call, prompt: int, num_tokens: int) -> None:
+    def add_row(self, call: Call, prompt_index: int, num_tokens: int) -> None:
         """Count the prompt of a submitted row, until all rows of the prompt have ended.
 
         Does nothing if the call was released because a signal handler raised on the thread that opened it.
         """
         if not call.is_reserved:
             return
-        num_rows = call.num_rows_of.get(prompt, 0)
+        num_rows = call.num_rows_of.get(prompt_index, 0)
         if not num_rows:
             call.num_tokens += num_tokens
             self.num_tokens += num_tokens
-        call.num_rows_of[prompt] = num_rows + 1
+        call.num_rows_of[prompt_index] = num_rows + 1
 
     @property
     def free_logprob_bytes(self) -> int:
@@ -143,16 +143,19 @@ class QueueLimits:
         if num_bytes > self.free_logprob_bytes:
             message = f"the engine is overloaded: open requests use max_logprob_bytes={most}; try again later"
             raise EngineOverloadedError(message, retry_after=self._retry_after())
-        call.counter = self
+        call.on_logprobs_freed = self._count_freed_logprobs
         row.num_logprob_bytes = num_bytes
         call.num_logprob_bytes += num_bytes
         self.num_logprob_bytes += num_bytes
 
-    def end_row(self, call: Call, prompt: int, num_tokens: int, now: float) -> None:
+    def _count_freed_logprobs(self, num_bytes: int) -> None:
+        self.num_logprob_bytes -= num_bytes
+
+    def end_row(self, call: Call, prompt_index: int, num_tokens: int, now: float) -> None:
         """Free the part of a row that has ended, while its call continues."""
-        num_rows = call.num_rows_of.pop(prompt, 0) - 1
+        num_rows = call.num_rows_of.pop(prompt_index, 0) - 1
         if num_rows > 0:
-            call.num_rows_of[prompt] = num_rows
+            call.num_rows_of[prompt_index] = num_rows
         elif num_rows == 0:
             call.num_tokens -= num_tokens
             self.num_tokens -= num_tokens

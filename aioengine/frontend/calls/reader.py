@@ -13,7 +13,7 @@ from aioengine.api.answers import Answer, BatchOutput, Chunk, ranked
 from aioengine.errors import RequestError
 from aioengine.frontend.calls.call import Call, CallRow, NotifyOn
 
-NOT_A_STREAM: Final = "this generation gives one whole answer: await it, or pass stream=True to iterate it"
+NOT_A_STREAM: Final = "this generation returns one whole answer: await it, or pass stream=True to iterate it"
 
 
 def resolve(waiter: asyncio.Future[Chunk | None]) -> None:
@@ -44,7 +44,7 @@ class ReaderActions(Protocol):
         """End the rows with reason "abort". Existing output can still be read."""
         ...
 
-    def check_waiting(self, *, blocks: bool) -> None:
+    def check_can_wait(self, *, blocks: bool) -> None:
         """Raise if the engine could never wake this thread. ``blocks``: this thread will block until then."""
         ...
 
@@ -161,7 +161,7 @@ class Reader:
         call is accepted).
         """
         call = self.call
-        self._actions.check_waiting(blocks=blocks)
+        self._actions.check_can_wait(blocks=blocks)
         with self._lock:
             has_news = bool(self.ready) or self._is_closed or call.is_over
             is_ready = self._await_can_return if until_accepted else has_news

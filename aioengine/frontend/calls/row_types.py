@@ -50,7 +50,7 @@ class PooledRow(CallRow):
         error = answers.error(end)
         if error is None and self._vector_data() is None:
             reason = dict(answers.finish_reason(end, 0))
-            error = RequestError("schedule", f"it ended before its vector was there: {reason}")
+            error = RequestError("schedule", f"it ended before its vector was computed: {reason}")
         return error
 
     def answer(self) -> Answer:

@@ -125,12 +125,12 @@ class PromptImages:
 
         ``done`` gets the ids or the error, and the seconds that this took. If there are images, it is called later.
         """
-        prompt, began_at = call.num_started // call.request.num_samples, time.monotonic()
+        prompt_index, began_at = call.num_started // call.request.num_samples, time.monotonic()
         try:
             sources: tuple[ImageSource, ...] = ()
-            if not isinstance(call.request.prompts[prompt], Exception):
+            if not isinstance(call.request.prompts[prompt_index], Exception):
                 in_messages = encoded.images if isinstance(encoded, ChatIds) else ()
-                sources = self.sources(call.request, prompt, in_messages)
+                sources = self.sources(call.request, prompt_index, in_messages)
             if isinstance(encoded, list):
                 if sources and self.placeholder_id not in encoded:
                     images = checks.counted(len(sources), "image")
@@ -143,27 +143,27 @@ class PromptImages:
         if not isinstance(encoded, list) or not sources:
             done(encoded, 0.0)
             return
-        prompt_images = self._begin(call, prompt, sources)
-        self._begin_ahead(call, prompt)
+        prompt_images = self._begin(call, prompt_index, sources)
+        self._begin_ahead(call, prompt_index)
 
         def prepared() -> None:
             done(prompt_images.error or self._placed(encoded, prompt_images), time.monotonic() - began_at)
 
         prompt_images.when_done(prepared)
 
-    def _begin(self, call: Call, prompt: int, sources: tuple[ImageSource, ...]) -> ImagesOfPrompt:
+    def _begin(self, call: Call, prompt_index: int, sources: tuple[ImageSource, ...]) -> ImagesOfPrompt:
         held = self._held.setdefault(call, {})
-        if prompt not in held:
-            name = f" of prompt {prompt}" if call.request.is_batch else ""
+        if prompt_index not in held:
+            name = f" of prompt {prompt_index}" if call.request.is_batch else ""
             images = ImagesOfPrompt(sources, name)
-            held[prompt] = _HeldImages(images, call.request.num_samples)
+            held[prompt_index] = _HeldImages(images, call.request.num_samples)
             self.intake.begin(images)
-        return held[prompt].images
+        return held[prompt_index].images
 
-    def _begin_ahead(self, call: Call, prompt: int) -> None:
+    def _begin_ahead(self, call: Call, prompt_index: int) -> None:
         """Begin with the images of the next prompts of the batch."""
         request = call.request
-        for index in range(prompt + 1, min(prompt + MAX_AHEAD, len(request.prompts))):
+        for index in range(prompt_index + 1, min(prompt_index + MAX_AHEAD, len(request.prompts))):
             ahead = request.prompts[index]
             if isinstance(ahead, Exception):
                 continue
@@ -195,9 +195,9 @@ class PromptImages:
 
     # ------------------------------------------------------------ release
 
-    def row_ended(self, call: Call, prompt: int) -> None:
+    def row_ended(self, call: Call, prompt_index: int) -> None:
         """Release the images of a prompt after its last row."""
-        held = self._held.get(call, {}).get(prompt)
+        held = self._held.get(call, {}).get(prompt_index)
         if held is not None:
             held.num_rows -= 1
             if held.num_rows <= 0:

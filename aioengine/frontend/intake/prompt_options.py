@@ -42,16 +42,16 @@ class PerPrompt(Struct, Generic[Value]):
     values: list[Value]
     is_list: bool
 
-    def check_value(self, prompt: int) -> None:
+    def check_value(self, prompt_index: int) -> None:
         """Check the value of a prompt in a list. Raises TypeError or ValueError."""
-        self.values[prompt] = self.check(self.values[prompt])
+        self.values[prompt_index] = self.check(self.values[prompt_index])
 
-    def reset_value(self, prompt: int) -> None:
+    def reset_value(self, prompt_index: int) -> None:
         """Set the value of a prompt in a list to the default."""
-        self.values[prompt] = self.check(None)
+        self.values[prompt_index] = self.check(None)
 
-    def of(self, prompt: int) -> Value:
-        return self.values[prompt if self.is_list else 0]
+    def of(self, prompt_index: int) -> Value:
+        return self.values[prompt_index if self.is_list else 0]
 
 
 class PromptCounts(Protocol):
@@ -107,15 +107,15 @@ class LogprobOptions(NamedTuple):
         """Whether they may differ between the prompts."""
         return any(option.is_list for option in self)
 
-    def of(self, prompt: int) -> LogprobRules | None:
+    def of(self, prompt_index: int) -> LogprobRules | None:
         """Return the logprobs of a prompt; None: it wants none."""
-        if not self.wanted.of(prompt):
+        if not self.wanted.of(prompt_index):
             return None
-        return _rules(*(option.of(prompt) for option in self[1:]))
+        return _rules(*(option.of(prompt_index) for option in self[1:]))
 
-    def check(self, prompt: int, vocab_size: int, *, has_tokenizer: bool) -> None:
+    def check(self, prompt_index: int, vocab_size: int, *, has_tokenizer: bool) -> None:
         """Raise ValueError if the options of a prompt need a larger vocabulary or a missing tokenizer."""
-        rules = self.of(prompt)
+        rules = self.of(prompt_index)
         if rules is None:
             return
         if rules.num_top > vocab_size:
@@ -206,7 +206,7 @@ def _refuse_with_samples(name: str, counts: PromptCounts) -> None:
         raise ValueError(f"{name} is a list, and n is {counts.num_samples}; with n > 1 give one value for all prompts")
 
 
-def check_lengths(rules: LogprobRules, *, num_prompt: int, num_output: int, has_ids: bool) -> None:
+def check_lengths(rules: LogprobRules, *, num_prompt_tokens: int, num_output: int, has_ids: bool) -> None:
     """Check rules once the length of the prompt is known. ``has_ids``: the prompt is token ids, not embeddings.
 
     Raises:
@@ -215,10 +215,12 @@ def check_lengths(rules: LogprobRules, *, num_prompt: int, num_output: int, has_
     """
     if rules.start >= 0 and not has_ids:
         raise ValueError(f"logprob_start_len={rules.start} needs token ids, and input_embeds has none; leave it out")
-    if rules.start > num_prompt:
-        raise checks.wrong_value("logprob_start_len", f"at most {num_prompt}, the tokens of the prompt", rules.start)
+    if rules.start > num_prompt_tokens:
+        raise checks.wrong_value(
+            "logprob_start_len", f"at most {num_prompt_tokens}, the tokens of the prompt", rules.start
+        )
     for what, num_positions, most in (
-        ("prompt", rules.num_prompt_positions(num_prompt), MAX_PROMPT_VALUES),
+        ("prompt", rules.num_prompt_positions(num_prompt_tokens), MAX_PROMPT_VALUES),
         ("output", num_output, MAX_OUTPUT_VALUES),
     ):
         if num_positions * rules.num_values > most:

@@ -77,15 +77,15 @@ class RequestChecks:
             except (TypeError, ValueError) as error:
                 request.fail_prompt(index, error)
 
-    def _check_options(self, request: CallRequest, prompt: int, *, differ: bool) -> None:
+    def _check_options(self, request: CallRequest, prompt_index: int, *, differ: bool) -> None:
         """Check the options of a prompt. ``differ``: the options that may differ between prompts; False: the others."""
         logprobs, processors = request.logprobs, request.processors
         if logprobs is not None and logprobs.differ == differ:
-            logprobs.check(prompt, self.model.vocab_size, has_tokenizer=self.encoder.has_tokenizer)
+            logprobs.check(prompt_index, self.model.vocab_size, has_tokenizer=self.encoder.has_tokenizer)
         if (request.given_params is not None) == differ:
-            self._check_params(request, request.params_of(prompt))
+            self._check_params(request, request.params_of(prompt_index))
         if processors is not None and processors.is_list == differ:
-            self._check_processor(processors.of(prompt))
+            self._check_processor(processors.of(prompt_index))
 
     def _check_template(self, template: str | os.PathLike[str]) -> None:
         tokenizer = self.parts.tokenizer

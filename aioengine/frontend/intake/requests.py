@@ -148,22 +148,26 @@ class CallRequest(Struct):
         """Whether a wrong row gets its exception in its place, instead of failing the whole call."""
         return self.returns_exceptions and self.is_batch
 
-    def params_of(self, prompt: int) -> SamplingParams:
-        return self.params[0 if self.given_params is None else prompt]
+    def params_of(self, prompt_index: int) -> SamplingParams:
+        return self.params[0 if self.given_params is None else prompt_index]
 
-    def hidden_states_of(self, prompt: int) -> str:
+    def hidden_states_of(self, prompt_index: int) -> str:
         """``Sampling.hidden_states`` of a prompt; empty if the prompt is not checked yet."""
-        return "" if self.hidden_states is None or prompt >= len(self.prompts) else self.hidden_states.of(prompt)
+        return (
+            ""
+            if self.hidden_states is None or prompt_index >= len(self.prompts)
+            else self.hidden_states.of(prompt_index)
+        )
 
-    def logprobs_of(self, prompt: int) -> LogprobRules | None:
+    def logprobs_of(self, prompt_index: int) -> LogprobRules | None:
         """The logprobs that a prompt asks for; None if the prompt is not checked yet."""
-        return None if self.logprobs is None or prompt >= len(self.prompts) else self.logprobs.of(prompt)
+        return None if self.logprobs is None or prompt_index >= len(self.prompts) else self.logprobs.of(prompt_index)
 
-    def decoders_of(self, prompt: int, num_ids: int, hidden_size: int) -> tuple[ExtraDecoder, ...]:
+    def decoders_of(self, prompt_index: int, num_ids: int, hidden_size: int) -> tuple[ExtraDecoder, ...]:
         """New decoders for the logprobs and hidden states of a row. ``num_ids``: tokens of the prompt."""
-        rules = self.logprobs_of(prompt)
+        rules = self.logprobs_of(prompt_index)
         decoders: tuple[ExtraDecoder, ...] = () if rules is None else (LogprobDecoder(rules, num_ids),)
-        if self.hidden_states_of(prompt) == ALL_STATES:
+        if self.hidden_states_of(prompt_index) == ALL_STATES:
             decoders = (*decoders, HiddenStateDecoder(num_ids, hidden_size))
         return decoders
 
@@ -214,11 +218,11 @@ class CallRequest(Struct):
             self.prompts.append(prompt)
         return num_bytes
 
-    def fail_prompt(self, prompt: int, error: TypeError | ValueError) -> None:
+    def fail_prompt(self, prompt_index: int, error: TypeError | ValueError) -> None:
         """Fail a prompt with this error. If rows do not fail alone, raise the error."""
         if not self.prompts_fail_alone:
-            raise named(error, prompt, self.num_prompts) from None
-        self.prompts[prompt] = _without_frames(error)
+            raise named(error, prompt_index, self.num_prompts) from None
+        self.prompts[prompt_index] = _without_frames(error)
 
     def _parsed(self, value: object) -> SamplingParams:
         params = self.parsed.get(id(value))
@@ -256,7 +260,7 @@ def generate_request(
         rules = encode_rules(options)
         if (embeds := options.get("input_embeds")) is not None:
             if prompt is not None or input_ids is not None:
-                raise ValueError("input_embeds is given beside a prompt; give one of them")
+                raise ValueError("input_embeds is given together with a prompt; give one of them")
             request = _embeds_request(embeds, options, rules)
             return complete(request, sampling_params, stream=stream, options=options)
         check = partial(check, rules=rules)

@@ -176,17 +176,17 @@ class Submitter:
         """
         request = call.request
         num_free_bytes, num_rows = self._limits.free_logprob_bytes, 0
-        prompt = call.num_started // request.num_samples
-        while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt < request.num_registered:
-            if (rules := request.logprobs_of(prompt)) is not None:
-                num_positions, num_output = self._model.context_length, request.params_of(prompt).max_new_tokens
+        prompt_index = call.num_started // request.num_samples
+        while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt_index < request.num_registered:
+            if (rules := request.logprobs_of(prompt_index)) is not None:
+                num_positions, num_output = self._model.context_length, request.params_of(prompt_index).max_new_tokens
                 if rules.start < 0 and num_output is not None:
                     num_positions = max(1, min(num_output, num_positions))
                 num_free_bytes -= request.num_samples * rules.position_bytes * num_positions
             if num_free_bytes < 0:
                 break
             num_rows += request.num_samples
-            prompt += 1
+            prompt_index += 1
         # The first row is always tried: it starts, or is refused.
         return min(limit, max(num_rows, 0 if call.num_held else 1))
 
@@ -263,10 +263,10 @@ class Submitter:
     def _start_row(self, call: Call, encoded: Encoded, tokenize_s: float, submits: list[Submit]) -> None:
         """Create the next row of a call. Add its message to ``submits``, or end the row."""
         request, index = call.request, call.num_started
-        prompt, sample = divmod(index, request.num_samples)
-        params = request.params_of(prompt)
+        prompt_index, sample = divmod(index, request.num_samples)
+        params = request.params_of(prompt_index)
         if request.adapters is not None:
-            encoded = request.adapters.error_of(prompt) or encoded
+            encoded = request.adapters.error_of(prompt_index) or encoded
         try:
             if isinstance(encoded, list) and (self._images is not None or isinstance(encoded, ChatIds)):
                 if self._images is None:
@@ -274,7 +274,7 @@ class Submitter:
                 check_no_images(encoded, self._images)
             if request.pooled is not None:
                 encoded = _fitting(encoded, request.pooled, self._model.context_length, self.checks.check_ids)
-            session = None if request.sessions is None else request.sessions.of(prompt)
+            session = None if request.sessions is None else request.sessions.of(prompt_index)
             if session is not None and isinstance(encoded, list):
                 encoded = self._sessions.begin(session, encoded, call, partial(self.checks.output_limit, params))
         except (ValueError, EngineOverloadedError) as error:
@@ -294,7 +294,7 @@ class Submitter:
             _end_row(row, FinishCode.DEADLINE, matched=expired)
         else:
             try:
-                submit = self._submit_of(row, prompt, params)
+                submit = self._submit_of(row, prompt_index, params)
             except (ValueError, EngineOverloadedError) as error:
                 _refuse_row(row, error)
                 return
@@ -307,7 +307,7 @@ class Submitter:
         """Create the next row of a call. ``ids``: its prompt; empty: it will not be submitted."""
         request, index = call.request, call.num_started
         call.num_started += 1
-        prompt = index // request.num_samples
+        prompt_index = index // request.num_samples
         has_extras = request.logprobs is not None or request.hidden_states is not None
         row = row_type(request)(
             call,
@@ -317,8 +317,8 @@ class Submitter:
             tokenize_s,
             ids,
             shows_prompt=request.shows_prompt,
-            decoders=request.decoders_of(prompt, len(ids), self._model.hidden_size) if has_extras else (),
-            hidden_states=request.hidden_states_of(prompt) if has_extras else "",
+            decoders=request.decoders_of(prompt_index, len(ids), self._model.hidden_size) if has_extras else (),
+            hidden_states=request.hidden_states_of(prompt_index) if has_extras else "",
             drafts={} if self._settings.scheduler.max_drafts else None,
             num_image_tokens=ids.num_image_tokens if isinstance(ids, MediaIds) else 0,
             has_unread=not call.is_stream,
@@ -326,26 +326,26 @@ class Submitter:
         call.add_row(row)
         return row
 
-    def _submit_of(self, row: CallRow, prompt: int, params: SamplingParams) -> Submit | None:
+    def _submit_of(self, row: CallRow, prompt_index: int, params: SamplingParams) -> Submit | None:
         """Register a row and return the message that starts it; None: it generates nothing.
 
         Raises:
             ValueError, EngineOverloadedError: the row does not fit.
         """
         call, ids = row.call, row.prompt_token_ids
-        request, num_prompt = call.request, len(ids)
+        request, num_prompt_tokens = call.request, len(ids)
         session = 0 if request.sessions is None else self._sessions.attach(row)
         if not ids:
             raise ValueError("the prompt has no tokens; give at least one character or token id")
-        max_new_tokens = 0 if request.pooled is not None else self.checks.output_limit(params, num_prompt)
-        rules = None if request.logprobs is None else request.logprobs.of(prompt)
+        max_new_tokens = 0 if request.pooled is not None else self.checks.output_limit(params, num_prompt_tokens)
+        rules = None if request.logprobs is None else request.logprobs.of(prompt_index)
         if rules is not None:
             has_ids = not isinstance(ids, EmbedsIds)
-            check_lengths(rules, num_prompt=num_prompt, num_output=max_new_tokens, has_ids=has_ids)
+            check_lengths(rules, num_prompt_tokens=num_prompt_tokens, num_output=max_new_tokens, has_ids=has_ids)
         if row.hidden_states:
-            self.checks.check_hidden_states(row.hidden_states, num_prompt, max_new_tokens)
+            self.checks.check_hidden_states(row.hidden_states, num_prompt_tokens, max_new_tokens)
         if rules is not None:
-            num_positions = rules.num_prompt_positions(num_prompt) + max(1, max_new_tokens)
+            num_positions = rules.num_prompt_positions(num_prompt_tokens) + max(1, max_new_tokens)
             self._limits.reserve_logprobs(row, rules.position_bytes * num_positions)
         elif max_new_tokens == 0 and request.pooled is None:
             return None
@@ -354,10 +354,10 @@ class Submitter:
             call.compiling |= {row.index}
         row.uid = self._num_uids
         self._num_uids += 1
-        self._limits.add_row(call, prompt, num_prompt)
+        self._limits.add_row(call, prompt_index, num_prompt_tokens)
         self._rows[row.uid] = row
-        processor = "" if request.processors is None else request.processors.of(prompt)
-        salt, embeds = "" if request.salts is None else request.salts.of(prompt), b""
+        processor = "" if request.processors is None else request.processors.of(prompt_index)
+        salt, embeds = "" if request.salts is None else request.salts.of(prompt_index), b""
         context = ids[-NUM_CONTEXT_TOKENS:]
         if isinstance(ids, EmbedsIds):
             salt, embeds, context = ids.salt, ids.embeds, []
@@ -387,7 +387,7 @@ class Submitter:
             session=session,
             logprobs=rules,
             embeds=embeds,
-            adapter=None if request.adapters is None else request.adapters.of(prompt),
+            adapter=None if request.adapters is None else request.adapters.of(prompt_index),
             media=ids.media if isinstance(ids, MediaIds) else [],
             replica=request.replica,
         )

@@ -15,7 +15,7 @@ from aioengine.frontend.intake.requests import generate_request
 def open_call(ids: CallIds, prompt: object, **options: object) -> Call:
     params = options.pop("sampling_params", None)
     call = Call(0.0)
-    call.begin(generate_request(prompt, params, None, stream=True, options=options))
+    call.set_request(generate_request(prompt, params, None, stream=True, options=options))
     ids.add(call)
     return call
 
