@@ -352,9 +352,9 @@ def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_ro
     return Programs(tile.outputs, block, splits, stages, tile.warps, rows)
 
 
-def num_tiles(num_outputs: int, num_rows: int = MAX_ROWS) -> int:
+def num_tiles(num_outputs: int) -> int:
     """Return the maximum number of output tiles. Each needs a counter."""
-    return -(-num_outputs // OUTPUTS) * -(-num_rows // ROWS)
+    return -(-num_outputs // OUTPUTS) * -(-MAX_ROWS // ROWS)
 
 
 def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor) -> Tensor:
