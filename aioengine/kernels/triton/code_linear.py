@@ -18,7 +18,7 @@ from torch import Tensor
 from aioengine.kernels.codes import FP8, MIDDLE, PIECES, Codes, piece_of
 from aioengine.kernels.triton import code_vector, skinny_linear
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import PROCESSORS, KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import with_other_splits
 
 MAX_ROWS = 256
@@ -29,8 +29,6 @@ OUTPUTS = 64
 """Minimum outputs of a program."""
 MANY_OUTPUTS = 16_384
 MANY_INPUTS = 8192
-PROCESSORS = 132
-"""Of an H200."""
 PIECE = tl.constexpr(PIECES[0])
 LINES = 32
 """Lines of a program that dequantizes 4-bit codes."""

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from aioengine.kernels.triton import skinny_linear
 from aioengine.kernels.triton.activation import activate_and_mul
 from aioengine.kernels.triton.dependent import wait_and_start_next
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, options
+from aioengine.kernels.triton.launcher import PROCESSORS, KernelLauncher, alignments, has_dependent_launch, options
 from aioengine.kernels.triton.skinny_linear import activated, prefetch
 
 Tile = tuple[int, int, int, int, int]
@@ -54,8 +54,6 @@ SKINNY_ROWS = 64
 FEW_ROWS = 256
 """With up to this number of rows, small tiles are faster, unless there are ``MANY_OUTPUTS``."""
 MANY_OUTPUTS = 16_384
-PROCESSORS = 132
-"""Multiprocessors of an H200."""
 BAND = tl.constexpr(8)
 """Row tiles that are computed together for the same outputs, so that they read the weights from the cache."""
 
