@@ -183,7 +183,9 @@ class _OnDevice:
             return self._kernels.matmul(x, codes, bias, self._num_done)
         weight = self._kernels.dequantize(codes, x.dtype)
         if self._batch_invariant:
-            return linear.prepare(weight, bias, batch_invariant=True)(x)
+            from aioengine.kernels.triton.invariant_linear import InvariantMatmul
+
+            return InvariantMatmul(weight, bias, self._num_done)(x)
         return functional.linear(x, weight, bias)
 
     def gated(self, x: Tensor) -> Tensor:

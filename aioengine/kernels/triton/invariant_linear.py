@@ -245,13 +245,14 @@ def tile_for(num_rows: int, num_outputs: int, splits: int) -> Tile:
 class InvariantMatmul:
     """The matmul with weight [O, I] and bias [O]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight: contiguous [O, I]. bias: [O]."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, num_done: Tensor | None = None) -> None:
+        """weight: contiguous [O, I]. bias: [O]. num_done: see ``skinny_linear.matmul``; None: allocate it."""
         self._weight, self._bias = weight, bias
         num_outputs, size = weight.shape
         self._splits = num_splits(num_outputs, size)
-        # a counter for each tile that several programs compute: there are at most as many as processors
-        self._num_done = torch.zeros(PROCESSORS, dtype=torch.int32, device=weight.device)
+        if num_done is None:  # a counter for each tile that several programs compute: at most as many as processors
+            num_done = torch.zeros(PROCESSORS, dtype=torch.int32, device=weight.device)
+        self._num_done = num_done
         is_aligned = size % 512 == 0 and weight.data_ptr() % 16 == 0
         self._is_fast = is_aligned and weight.dtype != torch.float32 and has_dependent_launch()
 
