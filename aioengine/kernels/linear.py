@@ -124,11 +124,8 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
         counts = independent_rows(out_features, in_features, weight.dtype, num_threads)
         return in_pieces(_plain(weight, bias), tuple(counts) or (1,))
     packing = choose_packing(out_features, in_features, weight.dtype, num_threads, has_bias=bias is not None)
-    if packing.dtype == weight.dtype and transposes(weight.dtype):
-        columns = in_pieces(_columns(weight, bias), packing.counts, axis=1)
-        return lambda x: transpose_back(columns(x))
     if packing.dtype == weight.dtype:
-        return in_pieces(_packed(weight, bias), packing.counts)
+        return in_pieces(_fastest(weight, bias), packing.counts)
     wide_bias = None if bias is None else bias.to(packing.dtype)
     wide = in_pieces(_fastest(unpack(weight).to(packing.dtype), wide_bias), packing.counts)
     return lambda x: wide(x.to(packing.dtype)).to(x.dtype)
@@ -137,16 +134,14 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
 def prepare_gated(weight: Tensor, bias: Tensor | None, activation: Matmul) -> Matmul | None:
     """Return ``activation`` of the matmul: [T, I] -> [T, O / 2]; None: it is not faster than separate calls.
 
-    It is faster if results would be transposed back: this one stays a view of [O / 2, T], which the next matmul reads.
+    It is faster if results are transposed back, because only half as many numbers are.
     """
     if weight.device.type != "cpu" or not transposes(weight.dtype):
         return None
     packing = choose_packing(*weight.shape, weight.dtype, torch.get_num_threads(), has_bias=bias is not None)
     if packing.dtype != weight.dtype:
         return None
-    columns = _columns(weight, bias)
-    activated = in_pieces(lambda x: activation(columns(x).t()).t(), packing.counts, axis=1)
-    return lambda x: activated(x).t()
+    return in_pieces(_transposed(weight, bias, activation), packing.counts)
 
 
 class Product(NamedTuple, Generic[_Weight]):
@@ -311,21 +306,17 @@ def _fastest(weight: Tensor, bias: Tensor | None) -> Matmul:
     return _transposed(weight, bias) if transposes(weight.dtype) else _packed(weight, bias)
 
 
-def _transposed(weight: Tensor, bias: Tensor | None) -> Matmul:
-    """Return the matmul that computes weight [O, I] times x.t(), plus bias [O], and transposes the result back."""
-    columns = _columns(weight, bias)
-    return lambda x: transpose_back(columns(x))
-
-
-def _columns(weight: Tensor, bias: Tensor | None) -> Matmul:
-    """Return a callable [T, I] -> [O, T]: weight [O, I] times x.t(), plus bias [O]."""
+def _transposed(weight: Tensor, bias: Tensor | None, activation: Matmul | None = None) -> Matmul:
+    """Return the matmul that computes weight [O, I] times x.t(), plus bias [O], and then the activation."""
     column = None if bias is None else bias.unsqueeze(1)
 
     def matmul(x: Tensor) -> Tensor:
-        """[T, I] -> [O, T]."""
+        """[T, I] -> [T, O]."""
         if x.shape[0] == 1:  # a vector: one row as a matrix would use another kernel
-            return (torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])).unsqueeze(1)
-        return torch.mm(weight, x.t()) if column is None else torch.addmm(column, weight, x.t())
+            result = (torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])).unsqueeze(0)
+        else:
+            result = (torch.mm(weight, x.t()) if column is None else torch.addmm(column, weight, x.t())).t()
+        return transpose_back((result if activation is None else activation(result)).t())
 
     return matmul
 
@@ -407,24 +398,21 @@ def _invariant(weight: Tensor, bias: Tensor | None) -> Matmul:
     return InvariantMatmul(weight.contiguous(), bias)
 
 
-def in_pieces(matmul: Matmul, counts: tuple[int, ...], *, axis: int = 0) -> Matmul:
-    """Wrap ``matmul`` so that it only sees the row counts in ``counts`` (ascending): pads or splits the rows.
-
-    axis: of the rows in its result.
-    """
+def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
+    """Wrap ``matmul`` so that it only sees the row counts in ``counts`` (ascending): pads or splits the rows."""
     most, sizes = counts[-1], _first_pieces(counts)
 
     def matmul_in_pieces(x: Tensor) -> Tensor:
-        """[T, I] -> [T, O], or [O, T]."""
+        """[T, I] -> [T, O]."""
         num_rows = x.shape[0]
         if num_rows <= most and (size := sizes[num_rows]) >= num_rows:
-            return _padded(matmul, x, size, axis)
+            return _padded(matmul, x, size)
         pieces: list[Tensor] = []
         while num_rows := x.shape[0]:
             size = sizes[min(num_rows, most)]
-            pieces.append(_padded(matmul, x[:size], size, axis))
+            pieces.append(_padded(matmul, x[:size], size))
             x = x[size:]
-        return torch.cat(pieces, axis)
+        return torch.cat(pieces)
 
     return matmul_in_pieces
 
@@ -442,11 +430,11 @@ def _first_piece(num_rows: int, counts: tuple[int, ...]) -> int:
     return smaller if smaller >= FEW_ROWS and 2 * larger >= 3 * num_rows else larger
 
 
-def _padded(matmul: Matmul, x: Tensor, padded_rows: int, axis: int) -> Tensor:
-    """Compute ``matmul`` of x [T, I], padded to ``padded_rows`` with copies of its first rows -> [T, O], or [O, T]."""
+def _padded(matmul: Matmul, x: Tensor, padded_rows: int) -> Tensor:
+    """Compute ``matmul`` of x [T, I], padded to ``padded_rows`` with copies of its first rows -> [T, O]."""
     num_rows = x.shape[0]
     if padded_rows == num_rows:
         return matmul(x)
     copies, rest = divmod(padded_rows, num_rows)
     parts = (x,) * copies
-    return matmul(torch.cat((*parts, x[:rest]) if rest else parts)).narrow(axis, 0, num_rows)
+    return matmul(torch.cat((*parts, x[:rest]) if rest else parts))[:num_rows]
