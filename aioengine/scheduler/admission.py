@@ -71,7 +71,7 @@ class Admission:
             return match
         num_missing = request.num_tokens - len(match.path) * cache.page_size
         most = cache.pages_for(steps_ahead(request, num_missing, self._chunk_tokens))
-        if num_left < most * (len(running) + 1):  # then count the pages that they can need in so many steps
+        if num_left < most * (len(running) + 1):  # then count the pages of each request in these steps
             missing = [
                 cache.pages_for(member.next_limit) - cache.pages_for(member.num_tokens)
                 for member in (*running, request)

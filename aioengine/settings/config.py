@@ -442,7 +442,7 @@ def padded_rank(rank: int) -> int:
 
 
 class LoraSettings(Struct, frozen=True, kw_only=True):
-    """LoRA adapters beside the base model.
+    """LoRA adapters besides the base model.
 
     Attributes:
         num_slots: adapters on the device at a time. Their slots are 1 to ``num_slots``.

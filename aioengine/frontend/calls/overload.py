@@ -130,12 +130,12 @@ class QueueLimits:
         """Reserve memory for the logprobs of a row, until ``CallRow.free_logprobs``.
 
         Raises:
-            RequestTooLargeError: it does not fit beside the other rows of its call.
-            EngineOverloadedError: it does not fit beside other calls.
+            RequestTooLargeError: it does not fit with the other rows of its call.
+            EngineOverloadedError: it does not fit with other calls.
         """
         call, most = row.call, self._config.max_logprob_bytes
         if call.num_logprob_bytes + num_bytes > most:
-            others = f", beside {call.num_logprob_bytes} of other rows," if call.num_logprob_bytes else ""
+            others = f", besides {call.num_logprob_bytes} of other rows," if call.num_logprob_bytes else ""
             raise RequestTooLargeError(
                 f"its logprobs may take {num_bytes} bytes{others} but max_logprob_bytes={most} are allowed; lower "
                 "top_logprobs_num or max_new_tokens, use a stream or smaller batches, or raise max_logprob_bytes"

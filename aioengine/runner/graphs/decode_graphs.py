@@ -123,7 +123,7 @@ class DecodeStep:
         hidden: [R, D].
         graph: the graph, for ``DecodeGraphs.logits``.
         order: [R] int64, the index in the graph of each row; None: rows are in order.
-        masked: the indices in the graph of the rows, if they need only grammar masks beside a temperature, and nothing
+        masked: the indices in the graph of the rows, if they need only grammar masks besides a temperature, and nothing
             else reads the logits; else None. Masks may then be applied to the logits in place, and
             ``DecodeGraphs.draw`` samples the tokens.
     """
