@@ -32,7 +32,7 @@ from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.lora.pool import AdapterPool
 from aioengine.runner.pooler import PooledRows, Pooler
-from aioengine.runner.request_row import GrammarSource, RequestRow, SampledRows, is_simple, why_no_token
+from aioengine.runner.request_row import GrammarSource, RequestRow, SampledRows, needs_only_temperature, why_no_token
 from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
@@ -182,10 +182,10 @@ class ModelRunner:
         if plan.closed or plan.new_rows:  # constraints must not be opened while masks are computed
             self._constrained.sample_deferred()
         with profiled("prepare"):
-            self._change_requests(plan)
+            self._open_and_close(plan)
             plan_rows, drafts = plan.rows, NO_DRAFTS
-            if self._proposer is None or self._proposer.is_plain(plan_rows):
-                rows = self._read(plan_rows)
+            if self._proposer is None or self._proposer.has_no_drafts(plan_rows):
+                rows = self._computable_rows(plan_rows)
             else:
                 plan_rows, rows, drafts = self._propose(self._proposer, plan_rows)
         self._needs_logits = plan.needs_logits
@@ -262,9 +262,9 @@ class ModelRunner:
         drafts = ticket.drafts
         if self._proposer is not None:
             self._proposer.collected(ticket, values)
-        is_simple = not (ticket.failed or ticket.forced or ticket.repeated or invalid or drafts.planned)
-        is_simple = is_simple and len(ticket.with_outputs) == len(ticket.sampled)
-        if is_simple and FAILED not in values:
+        has_others = ticket.failed or ticket.forced or ticket.repeated or invalid or drafts.planned
+        has_one_token_each = not has_others and len(ticket.with_outputs) == len(ticket.sampled)
+        if has_one_token_each and FAILED not in values:
             tokens = TokenColumns(ticket.with_outputs, values[: len(ticket.sampled)], None, extras)
             return StepResult(tokens, complete=ticket.complete)
         value_of = dict(zip([*ticket.sampled, *ticket.without_token], values, strict=True)) | dict.fromkeys(
@@ -326,7 +326,7 @@ class ModelRunner:
         if self._inputs.states is not None:  # also on a GPU, because no graph will run
             self._inputs.states.release()
 
-    def _change_requests(self, plan: StepPlan) -> None:
+    def _open_and_close(self, plan: StepPlan) -> None:
         if plan.closed and self._newest is not None:
             uids, values = [*self._newest.sampled, *self._newest.without_token], self._newest.values
             indices = values.lasts if isinstance(values, SampledDrafts) else range(len(uids))
@@ -354,7 +354,7 @@ class ModelRunner:
             if request is not None:
                 self._table.page_tables.add(request.row_index, row.new_pages)
 
-    def _read(self, rows: list[Row]) -> StepRows:
+    def _computable_rows(self, rows: list[Row]) -> StepRows:
         """Return the rows that can be computed. The requests of the other rows fail."""
         failed = self._failed.reasons
         columns = self._inputs.columns_of([row for row in rows if row.uid not in failed] if failed else rows)
@@ -373,11 +373,11 @@ class ModelRunner:
         may_overlap = self._graphs is not None and self._graphs.may_overlap(planned)
         drafts = proposer.propose(planned, may_overlap=may_overlap)
         drafted = proposer.with_drafts(planned, drafts)
-        rows = self._read(drafted)
+        rows = self._computable_rows(drafted)
         if drafts.on_device is not None and not self._verifies_in_graph(rows):
             proposer.read(drafts)
             drafted = proposer.with_drafts(planned, drafts)
-            rows = self._read(drafted)
+            rows = self._computable_rows(drafted)
         return drafted, rows, drafts
 
     def _compute(self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None = None) -> Tensor | None:
@@ -514,7 +514,7 @@ class ModelRunner:
         """Return whether the ranks can sample the tokens of a step without gathering the logits."""
         if self._ranks is None or self._ranks.sampling is None or self._table.num_with_logprobs:
             return False
-        return is_simple(self._table.sampling[rows.row_indices])
+        return needs_only_temperature(self._table.sampling[rows.row_indices])
 
     def _num_padded(self, num_rows: int) -> int:
         """Return the row count of the next larger captured decode step. For a matmul with a new row count, CUDA may

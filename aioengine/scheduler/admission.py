@@ -161,7 +161,7 @@ def steps_ahead(request: Request, num_missing: int, chunk_tokens: int) -> int:
 
 DRIFT = 1.01  # the fastest step time grows by this factor with each later step
 WEIGHT = 0.1  # weight of the newest interval in the moving average of intervals between admissions
-CONFIDENCE = 0.5  # the forecast uses this part of the average interval
+QUEUE_TIME_FACTOR = 0.5  # the forecast uses this part of the average interval
 
 
 class Pace:
@@ -195,7 +195,7 @@ class Pace:
 
     def queue_s(self, num_ahead: int) -> float:
         """Estimate the seconds until ``num_ahead`` other requests are admitted."""
-        return CONFIDENCE * self._admission_s * num_ahead
+        return QUEUE_TIME_FACTOR * self._admission_s * num_ahead
 
     def prompt_s(self, num_tokens: int) -> float:
         """Estimate the seconds to compute ``num_tokens`` prompt tokens."""

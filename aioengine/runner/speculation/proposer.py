@@ -80,7 +80,7 @@ class Proposer:
         if self._model is not None:
             self._model.capture_graphs(vocab_size, max_rows, report)
 
-    def is_plain(self, rows: list[Row]) -> bool:
+    def has_no_drafts(self, rows: list[Row]) -> bool:
         """Return whether these rows are computed as in an engine without drafts: they have none, and no draft before
         them is in flight.
         """
