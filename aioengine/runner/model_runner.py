@@ -124,7 +124,6 @@ class ModelRunner:
         self._ranks = parts.ranks
         self._sampler = sampler if parts.ranks is None else RankSampler(sampler, parts.ranks)
         self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
-        self._needs_logits = False  # the ranks cannot sample the step together
         processor = self._sampler if settings.runner.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processor)
         self._hidden_states = HiddenStates(self._table.upload)
@@ -188,11 +187,11 @@ class ModelRunner:
                 rows = self._computable_rows(plan_rows)
             else:
                 plan_rows, rows, drafts = self._propose(self._proposer, plan_rows)
-        self._needs_logits = plan.needs_logits
+        needs_logits = plan.needs_logits
         if self._send_plan is not None:
-            self._needs_logits = not self._may_sample_together(rows)
+            needs_logits = not self._may_sample_together(rows)
             sent_rows = plan.rows if drafts is NO_DRAFTS else rows_with_drafts(plan.rows, plan_rows, drafts)
-            self._send_plan(replace(plan, rows=sent_rows, needs_logits=self._needs_logits), self._failed.reasons)
+            self._send_plan(replace(plan, rows=sent_rows, needs_logits=needs_logits), self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
         reasons = self._failed.reasons
         failed = {row.uid: reasons[row.uid] for row in plan.rows if row.uid in reasons} if reasons else {}
@@ -211,7 +210,7 @@ class ModelRunner:
         if drafts.proposed:
             values = self._compute_drafts(rows, sampled, positions, drafts, pooled)
         else:
-            values = Readback(self._compute(rows, sampled, pooled))
+            values = Readback(self._compute(rows, sampled, pooled, needs_logits=needs_logits))
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
         hidden_states = self._hidden_states.take() if self._table.num_with_hidden_states else None
         self._inputs.take_snapshots(plan.snapshots, rows)
@@ -380,10 +379,12 @@ class ModelRunner:
             rows = self._computable_rows(drafted)
         return drafted, rows, drafts
 
-    def _compute(self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None = None) -> Tensor | None:
+    def _compute(
+        self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None, *, needs_logits: bool
+    ) -> Tensor | None:
         """Run forward and sampling of at least one row. Return ``Ticket.values`` [R]; None: sampled later."""
         if self._graphs is not None and self._graphs.fits(rows):
-            return self._replay(self._graphs, rows)
+            return self._replay(self._graphs, rows, needs_logits=needs_logits)
         self._constrained.sample_deferred()
         hidden, _ = self._forward(rows)
         if pooled is not None:
@@ -522,13 +523,13 @@ class ModelRunner:
         """
         return num_rows if self._graphs is None else self._graphs.padded(num_rows)
 
-    def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor | None:
+    def _replay(self, graphs: DecodeGraphs, rows: StepRows, *, needs_logits: bool) -> Tensor | None:
         """Run a decode step that has a graph. Return token ids [R]; None: they are sampled later."""
         sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
         step = graphs.replay(rows, sampled, when_ready=self._constrained.sample_deferred)
         if step.masked is not None:
             return self._constrained.sample_masked(graphs, step, sampled)
-        if step.token_ids is None or self._needs_logits:
+        if step.token_ids is None or needs_logits:
             return self._sample_or_defer(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
         if self._table.num_with_logprobs:
             self._logprobs.add_sampled(graphs.logits(step), sampled, step.token_ids, step.order)
