@@ -296,7 +296,7 @@ class Requests:
 
     def admit(self, request: Request, match: Match, now: float) -> None:
         """Start a waiting request with the pages of ``match`` and new pages for its other tokens."""
-        allocation = self.cache.lock(request.token_ids, match)
+        allocation = self.cache.allocate(request.token_ids, match)
         num_cached = len(match.path) * self.cache.page_size
         snapshots = self.cache.snapshots
         if snapshots and allocation.snapshots and request.kind is RequestKind.GENERATE and not request.submit.embeds:
@@ -360,7 +360,7 @@ class Requests:
             self.adapters.leave(request.uid)
         if request.state is State.RUNNING:
             del self.running[bisect_left(self.running, request.running_order, key=_running_order)]
-            self.cache.unlock(request.allocation, is_invalid=is_invalid)
+            self.cache.release(request.allocation, is_invalid=is_invalid)
             self.closed.append(request.uid)
         elif request.state is State.GATED:
             del self.gated[request.uid]
