@@ -96,7 +96,7 @@ class ModelRunner:
         self._attention = parts.attention
         settings, pool = parts.settings, parts.kv_pool
         self._pools = [pool, *(() if parts.draft is None else parts.draft.pools)]
-        if parts.states is not None and parts.device.type == "cpu":
+        if parts.states is not None and parts.device.type == "cpu":  # on a GPU, graphs need its addresses
             self._pools.append(parts.states)
         self._workspace = parts.workspace
         max_rows = settings.scheduler.max_running

@@ -354,7 +354,7 @@ class Requests:
             insort(self.waiting, request, key=_order)
 
     def _take_out(self, request: Request, state: State, *, is_invalid: bool = False) -> None:
-        """Remove a request from its current list."""
+        """Remove a request from its current list, release its pages and its use of an adapter, and set its state."""
         self.is_blocked = False
         if request.submit.adapter is not None and (request.state is not State.GATED or Gate.ADAPTER in request.gates):
             self.adapters.leave(request.uid)
