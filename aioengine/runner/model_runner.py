@@ -58,10 +58,10 @@ class DeviceParts:
     """The settings, and the parts of a runner after the weights are loaded.
 
     Attributes:
-        adapters: None: LoRA is not enabled.
-        states: None: the model has no states.
-        ranks: None: there is one rank.
-        draft: None: there is no draft model.
+        adapters: None if LoRA is not enabled.
+        states: None if the model has no states.
+        ranks: None if there is one rank.
+        draft: None if there is no draft model.
         workspace: memory of attention that CUDA graphs contain; None: there is none.
     """
 
@@ -403,7 +403,7 @@ class ModelRunner:
         return torch.cat([token_ids, self._values_without_token(hidden, rows)])
 
     def _values_without_token(self, hidden: Tensor, rows: StepRows | None = None) -> Tensor:
-        """Return ``Ticket.values`` [N] of the rows without a token, from hidden states [R, D]. rows: None: all rows.
+        """Return ``Ticket.values`` [N] of the rows without a token, from hidden states [R, D]. rows: None if all.
 
         If any position of a row is not finite, attention makes its last position non-finite too. ``FailedRows`` lists
         the exceptions.

@@ -325,7 +325,7 @@ class Requests:
     def end(self, request: Request, end: End | None, *, is_known: bool = False, is_invalid: bool = False) -> None:
         """End a request in any state. Its pages are free at once; its rows in flight become late.
 
-        end: None: only forget the request, without an event. is_known: the frontend already knows of the end.
+        end: None to forget the request without an event. is_known: the frontend already knows of the end.
         is_invalid: its KV is wrong and must not be reused by other requests.
         """
         del self._requests[request.uid]

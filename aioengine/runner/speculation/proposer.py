@@ -47,7 +47,7 @@ class Proposer:
     """Proposes the drafts of a step, and keeps the tokens of the open requests for it."""
 
     def __init__(self, table: RowTable, model: DraftModel | None = None, *, with_grammars: bool) -> None:
-        """model: None: drafts are n-grams.
+        """model: None if drafts are n-grams.
         with_grammars: the model proposes drafts for requests with a grammar. Not with several steps in flight, because
         a row in flight may then sample a forced token again.
         """
