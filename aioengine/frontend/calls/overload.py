@@ -89,14 +89,14 @@ class QueueLimits:
 
     # ------------------------------------------------------------ reservations
 
-    def reserve(self, call: Call, find_caller: Callable[[], Hashable] = this_caller) -> None:
+    def reserve(self, call: Call) -> None:
         """Count a call. A caller from the queue uses its reservation.
 
         Raises:
             EngineError: the engine accepts no calls, or too much waits.
         """
         self.check_refusal()
-        is_queued = self._reserved and self._reserved.pop(find_caller(), None) is not None
+        is_queued = self._reserved and self._reserved.pop(this_caller(), None) is not None
         if not is_queued and (excess := self._excess()) is not None:
             message = f"the engine is overloaded: {excess}; try again later"
             raise EngineOverloadedError(message, retry_after=self._retry_after())
