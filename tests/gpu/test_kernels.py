@@ -140,7 +140,7 @@ def test_gated_product(size: int, num_outputs: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("size", "num_outputs"), [(1024, 4096), (4096, 28672), (200, 1000)])
+@pytest.mark.parametrize(("size", "num_outputs"), [(1024, 4096), (3072, 1024), (4096, 28672), (200, 1000)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_invariant_product(size: int, num_outputs: int, has_bias: bool, dtype: torch.dtype) -> None:
     weight, x = random(num_outputs, size, dtype=dtype), random(700, size, dtype=dtype)

@@ -429,7 +429,7 @@ def head_group(num_heads: int, pool: Pool) -> HeadGroup:
     if keys.dtype == torch.float32 or keys.itemsize == 1:
         return HeadGroup(tile, tile, group)
     if has_dependent_launch() and not is_wide:
-        tile = AttentionTile(max(LARGE, least), LARGE, 8, 3)
+        tile = AttentionTile(max(LARGE, least), LARGE, 8, 5)
     return HeadGroup(tile, AttentionTile(max(DECODE_ROWS, least), tile.block, 4, 2), group)
 
 

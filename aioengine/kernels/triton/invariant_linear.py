@@ -32,15 +32,19 @@ TINY: Tile = 64, 64, 64, 6, 4
 SMALL: Tile = 64, 128, 64, 4, 4
 MEDIUM: Tile = 128, 128, 64, 3, 4
 LARGE: Tile = 128, 256, 64, 4, 8
-SPLIT_TINY: Tile = 64, 64, 128, 4, 4
-"""A tile for two sums of each element, which are both in registers."""
-SPLIT_SMALL: Tile = 64, 128, 64, 6, 4
-SPLIT_MEDIUM: Tile = 128, 128, 64, 4, 8
+SPLIT_TINY: Tile = 64, 64, 64, 3, 4
+"""A tile for two sums of each element, which are both in registers. Each stage loads the inputs of both."""
+SPLIT_SMALL: Tile = 64, 128, 64, 4, 4
+SPLIT_MEDIUM: Tile = 128, 128, 64, 3, 8
 GATED: Tile = 128, 128, 64, 4, 8
 GATED_SIZE = 2048
 """With more inputs and many rows, a separate activation is faster."""
-PAIR_OUTPUTS = 16
-"""Outputs of a program that multiplies one row."""
+FEW_INPUTS = 1024
+"""With more inputs and one sum of each element, ``skinny_linear`` multiplies one row faster."""
+ROW_OUTPUTS = 8
+"""Outputs of a program that multiplies one row: the minimum for tensor cores."""
+COPIES = tl.constexpr(16)
+"""Copies of one row, which tensor cores multiply: the minimum."""
 ANY: Tile = 64, 64, 128, 4, 4
 """The tile of the kernel that supports all sizes, in 16 bits."""
 FP32: Tile = 32, 32, 32, 2, 4
@@ -120,74 +124,81 @@ def _tiled_kernel(
     SPLITS: tl.constexpr, IS_GATED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute every n-th tile, where n is the number of programs. The two loops are compiled as one, so that the inputs
-    of the next sum are loaded while a tile is stored; gated tiles are slower in this way.
+    of the next tile are loaded while a tile is stored; tiles with two sums or gates are slower in this way.
 
     SPLITS: sums of each element, 1 or 2. IS_GATED: compute silu(gate) * up for a weight [2 O, I].
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    IS_FLAT: tl.constexpr = not IS_GATED
+    IS_FLAT: tl.constexpr = SPLITS == 1 and not IS_GATED
     PART: tl.constexpr = SIZE // SPLITS
     num_tiles = tl.cdiv(num_rows, ROWS) * tl.cdiv(num_outputs, OUTPUTS)
-    first_sum = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for index in tl.range(0, tl.cdiv(num_tiles - program, num_programs) * SPLITS, flatten=IS_FLAT):
-        tile = program + index // SPLITS * num_programs
+    for tile in tl.range(program, num_tiles, num_programs, flatten=IS_FLAT):
         first_row, first_output = _tile_of(tile, num_rows, num_outputs, ROWS, OUTPUTS)
-        first = index % SPLITS * PART
         total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-        up = total
-        for start in tl.range(first, first + PART, BLOCK, num_stages=STAGES):
+        second = total
+        for start in tl.range(0, PART, BLOCK, num_stages=STAGES):
             vectors = x.load([first_row, start])
             total = tl.dot(vectors, weight.load([first_output, start]).T, total)
             if IS_GATED:
-                up = tl.dot(vectors, weight.load([num_outputs + first_output, start]).T, up)
+                second = tl.dot(vectors, weight.load([num_outputs + first_output, start]).T, second)
+            elif SPLITS == 2:
+                vectors = x.load([first_row, PART + start])
+                second = tl.dot(vectors, weight.load([first_output, PART + start]).T, second)
         if IS_GATED:
-            total = activated(total, up, out.dtype.element_ty)
-        if SPLITS == 1:
-            _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
-        elif index % SPLITS == 0:
-            first_sum = total
-        else:
-            _store(first_sum + total, bias, out, first_row, first_output, num_rows, num_outputs)
+            total = activated(total, second, out.dtype.element_ty)
+        elif SPLITS == 2:
+            total += second
+        _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
 
 
 _tiled = KernelLauncher(_tiled_kernel)
 
 
 @triton.jit
-def _pairs_kernel(
+def _row_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
-    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    SIZE: tl.constexpr, SUMS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, LINES: tl.constexpr, IS_GATED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply one row. Each output has two sums, of the halves of the inputs or of gate and up; each is computed by
-    one warp. LINES: lines of each sum to prefetch, of 64 weights.
+    """Multiply one row. An output has one sum, or two, of the halves of the inputs or of gate and up; each is computed
+    by one warp. EARLY: blocks of weights to load before waiting for x. LINES: lines of each sum to prefetch after them,
+    of 64 weights.
     """
-    PART: tl.constexpr = SIZE if IS_GATED else SIZE // 2
-    second = tl.arange(0, 2)[:, None, None]
+    PART: tl.constexpr = SIZE if IS_GATED else SIZE // SUMS
+    which = tl.arange(0, SUMS)[:, None, None]
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)[None, :, None]
-    columns, is_row = tl.arange(0, BLOCK), tl.arange(0, 8)[None, None, :] == 0  # 8: the minimum for tensor cores
     if IS_GATED:
-        lines, vectors = weight + (rows + second * num_outputs) * SIZE, x + second * 0
+        lines, vectors = weight + (rows + which * num_outputs) * SIZE, x + which * 0
     else:
-        lines, vectors = weight + rows * SIZE + second * PART, x + second * PART
-    prefetch(lines + tl.arange(0, LINES)[None, None, :] * 64)
+        lines, vectors = weight + rows * SIZE + which * PART, x + which * PART
+    columns = tl.arange(0, BLOCK)[None, None, :]
+    parts = (tl.load(lines + columns),)
+    for index in tl.static_range(1, EARLY):
+        parts += (tl.load(lines + (index * BLOCK + columns)),)
+    if LINES > 0:
+        prefetch(lines + EARLY * BLOCK + tl.arange(0, LINES)[None, None, :] * 64)
     wait_and_start_next()
-    total = tl.zeros((2, OUTPUTS, 8), tl.float32)
-    for start in tl.range(0, PART, BLOCK, num_stages=STAGES):
-        part = tl.load(lines + (start + columns)[None, None, :])
-        vector = tl.load(
-            vectors + (start + columns)[None, :, None] + tl.zeros((1, 1, 8), tl.int32), mask=is_row, other=0.0
-        )
-        total = tl.dot(part, vector, total)
-    one, other = tl.split(tl.permute(tl.sum(total, 2), (1, 0)))
-    result = activated(one, other, out.dtype.element_ty) if IS_GATED else one + other
+    total = tl.zeros((SUMS, COPIES, OUTPUTS), tl.float32)
+    for index in tl.static_range(EARLY):
+        vector = tl.broadcast_to(tl.load(vectors + (index * BLOCK + columns)), (SUMS, COPIES, BLOCK))
+        total = tl.dot(vector, tl.permute(parts[index], (0, 2, 1)), total)
+    for start in tl.range(EARLY * BLOCK, PART, BLOCK, num_stages=STAGES):
+        part = tl.load(lines + (start + columns))
+        vector = tl.broadcast_to(tl.load(vectors + (start + columns)), (SUMS, COPIES, BLOCK))
+        total = tl.dot(vector, tl.permute(part, (0, 2, 1)), total)
+    sums = tl.max(total, 1)
+    if SUMS == 1:
+        result = tl.reshape(sums, outputs.shape)
+    else:
+        one, other = tl.split(tl.permute(sums, (1, 0)))
+        result = activated(one, other, out.dtype.element_ty) if IS_GATED else one + other
     if bias is not None:
         result += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
     tl.store(out + outputs, result.to(out.dtype.element_ty), mask=outputs < num_outputs)
 
 
-_pairs = KernelLauncher(_pairs_kernel)
+_row = KernelLauncher(_row_kernel)
 
 
 def _num_tiles(num_rows: int, num_outputs: int, tile: Tile) -> int:
@@ -201,12 +212,25 @@ def num_splits(num_outputs: int, size: int) -> int:
 
 def programs_of(num_rows: int, num_outputs: int, size: int) -> skinny_linear.Programs | None:
     """Return the programs of ``skinny_linear`` for few rows; None: use tiles. Measured as in ``tile_for``."""
-    splits = num_splits(num_outputs, size)
     if num_rows > SKINNY_ROWS:
         return None
+    if num_rows == 1 and num_splits(num_outputs, size) == 1:
+        return (16, 256, 1, 3, 1, 0) if num_outputs > MANY_OUTPUTS else (16, 256, 1, 4, 2, 8)
     if num_outputs > MANY_OUTPUTS:
-        return (16, 256, 1, 3, 1, 0) if num_rows == 1 else (128, 128, 1, 3, 8, 0)
-    return (16, 256, 1, 4, 2, 8) if num_rows == 1 and splits == 1 else (64, 128, splits, 4, 4, 0)
+        return 128, 128, 1, 3, 8, 0
+    return 64, 128, num_splits(num_outputs, size), 4, 4, 0
+
+
+def row_programs(size: int, sums: int, *, is_gated: bool) -> tuple[int, int, int, int]:
+    """Return (inputs per block, blocks to load early, stages, lines to prefetch) for sums of ``size`` inputs. Measured
+    as in ``tile_for``.
+    """
+    if size > 1536 and size % 512 == 0:
+        return 512, 2, 3, 16
+    if size == 1024 and sums == 2 and not is_gated:
+        return 1024, 1, 1, 0
+    early = min(size // 256, 2 if sums == 1 else 3)
+    return 256, early, 3, min((size - 256 * early) // 64, 8)
 
 
 @lru_cache(maxsize=1024)
@@ -238,8 +262,8 @@ class InvariantMatmul:
         x, weight, bias = x.contiguous(), self._weight, self._bias
         if not self._is_fast or x.data_ptr() % 16:
             return matmul(x, weight, bias)
-        if len(x) == 1 and self._splits == 2:
-            return self._paired(x, is_gated=False)
+        if len(x) == 1 and (self._splits == 2 or (x.shape[1] <= FEW_INPUTS and len(weight) <= MANY_OUTPUTS)):
+            return self._row(x, is_gated=False)
         programs = programs_of(len(x), *weight.shape)
         if programs is not None:
             return skinny_linear.matmul(x, weight, bias, programs=programs, num_done=self._num_done)
@@ -249,21 +273,23 @@ class InvariantMatmul:
         """[T, I] -> silu(first half of the outputs) * (second half), [T, O / 2]."""
         if self._is_fast and self._splits == 1 and self._bias is None and x.is_contiguous() and x.data_ptr() % 16 == 0:
             if len(x) == 1:
-                return self._paired(x, is_gated=True)
+                return self._row(x, is_gated=True)
             is_fused = len(x) <= FEW_ROWS or x.shape[1] <= GATED_SIZE
             if is_fused and _num_tiles(len(x), len(self._weight) // 2, GATED) >= PROCESSORS:
                 return self._tiled(x, GATED, is_gated=True)
         return activate_and_mul(self(x), "silu")
 
-    def _paired(self, x: Tensor, *, is_gated: bool) -> Tensor:
+    def _row(self, x: Tensor, *, is_gated: bool) -> Tensor:
         """[1, I] -> [1, O], or [1, O / 2] if gated."""
         weight, bias = self._weight, self._bias
         num_outputs = len(weight) // 2 if is_gated else len(weight)
         out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-        sizes = x.shape[1], PAIR_OUTPUTS, 256, 4 if is_gated else 5, 8, is_gated
+        sums = 2 if is_gated else self._splits
+        part = x.shape[1] if is_gated else x.shape[1] // sums
+        sizes = x.shape[1], sums, ROW_OUTPUTS, *row_programs(part, sums, is_gated=is_gated), is_gated
         key = x.dtype, weight.shape, is_gated, None if bias is None else bias.data_ptr() % 16
-        grid = -(-num_outputs // PAIR_OUTPUTS), 1, 1
-        _pairs(grid, key, (x, weight, bias, out, num_outputs, *sizes), options(num_warps=2))
+        arguments = (x, weight, bias, out, num_outputs, *sizes)
+        _row((-(-num_outputs // ROW_OUTPUTS), 1, 1), key, arguments, options(num_warps=sums))
         return out
 
     def _tiled(self, x: Tensor, tile: Tile, *, is_gated: bool) -> Tensor:
@@ -277,7 +303,7 @@ class InvariantMatmul:
         key = x.dtype, weight.shape, sizes, None if bias is None else bias.data_ptr() % 16
         num_programs = _num_tiles(num_rows, num_outputs, tile)
         if not is_gated:
-            num_programs = min(num_programs, PROCESSORS * (2 if num_warps == 4 else 1))
+            num_programs = min(num_programs, PROCESSORS * (2 if num_warps == 4 and self._splits == 1 else 1))
         arguments = (*tensors, bias, out, num_rows, num_outputs, *sizes)
         _tiled((num_programs, 1, 1), key, arguments, {"num_warps": num_warps})
         return out

@@ -28,13 +28,14 @@ def products(lines: tl.tensor, is_row: tl.tensor, x: tl.tensor, SIZE: tl.constex
 
     The next kernel can start as soon as x is complete, so it may read x without waiting (``adapter_linear``).
     """
-    columns = tl.arange(0, BLOCK)
+    IS_WIDE: tl.constexpr = lines.dtype.element_ty.primitive_bitwidth > 8
+    columns = tl.max_contiguous(tl.arange(0, BLOCK), 8)  # each thread loads these weights and these inputs
     pointers = lines + columns[None, :]
     part = tl.load(pointers, mask=is_row & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
     wait_and_start_next()
     vector = tl.load(x + columns, mask=columns < SIZE, other=0.0)
     total = part.to(tl.float32) * vector.to(tl.float32)[None, :]
-    for start in tl.range(BLOCK, SIZE, BLOCK, loop_unroll_factor=4):
+    for start in tl.range(BLOCK, SIZE, BLOCK, loop_unroll_factor=4 if IS_WIDE else 1):
         inside = start + columns < SIZE
         part = tl.load(pointers + start, mask=is_row & inside[None, :], other=0.0, eviction_policy="evict_first")
         vector = tl.load(x + start + columns, mask=inside, other=0.0)
@@ -89,14 +90,11 @@ vector = KernelLauncher(vector_kernel)
 _gated_vector = KernelLauncher(_gated_vector_kernel)
 
 
-MANY_OUTPUTS = 16_384
-
-
 @lru_cache(maxsize=256)
 def shape_of_vector_programs(num_outputs: int, size: int, bits: int = 16) -> tuple[int, int, int]:
     """Return (rows per program, columns per block, warps). Measured on an H200 for the layers of 0.6B and 8B models."""
-    if bits == 8:
-        return 4, 4096 if num_outputs >= MANY_OUTPUTS else 1024, 4
+    if bits == 8 and size <= 4096:  # one block, which is loaded while the previous kernel still runs
+        return 2 if num_outputs <= size else 4, next_power_of_2(size), 4
     if size <= 1024:
         return 4, 512, 4
     if num_outputs <= 1024:

@@ -21,6 +21,7 @@ for num_outputs, size, num_rows in (
     (70, 2048, 300),
     (70, 2048, 1),
     (70, 512, 1),
+    (20, 6144, 1),
     (100, 200, 30),  # the kernel for all sizes
 ):
     weight, x, bias = (torch.randn(*shape).half() for shape in ((num_outputs, size), (num_rows, size), (num_outputs,)))
