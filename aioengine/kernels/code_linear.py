@@ -1,4 +1,4 @@
-"""Matmul with weights of 4 or 8 bits per number (``Codes``): x [T, D] -> [T, O].
+"""Matmul with weights of 4 or 8 bits per number (``Codes``): x [T, I] -> [T, O].
 
 On a CPU, torch's kernel multiplies 4-bit codes in groups of 32, 64, 128 or 256 inputs with x in bf16: its fp32 variant
 takes 16 to 100 times as long. Int8 numbers with a scale per output are multiplied as integers, or by torch's kernel if
@@ -43,7 +43,7 @@ def prepare(
     batch_invariant: bool = False,
     is_shared: bool = False,
 ) -> Product[Codes]:
-    """Prepare the product with codes [O, D] and bias [O]. dtype: of the inputs.
+    """Prepare the product with codes [O, I] and bias [O]. dtype: of the inputs.
 
     batch_invariant: on a GPU, the result for a row must not depend on the number of rows. is_shared: the codes stay in
     memory, so the product should not copy them.
@@ -67,7 +67,7 @@ def prepare(
 
 
 def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Codes]:
-    """Convert an fp8 weight [O, D] to the dtype of the inputs. bias: [O]."""
+    """Convert an fp8 weight [O, I] to the dtype of the inputs. bias: [O]."""
     weight = linear.pack(codes.dequantized(dtype), has_bias=bias is not None)
     sizes = codes._replace(packed=codes.packed.to("meta"))  # without the fp8 weight, whose memory is freed
 
@@ -83,7 +83,7 @@ def _of_bytes(codes: Codes, bias: Tensor | None) -> Matmul:
     factors = codes.scales[:, 0].bfloat16()
 
     def matmul(x: Tensor) -> Tensor:
-        """[T, D] -> [T, O]."""
+        """[T, I] -> [T, O]."""
         result = torch.ops.aten._weight_int8pack_mm(x, codes.packed, factors)
         return result if bias is None else result.add_(bias)
 
@@ -96,12 +96,12 @@ def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
     offsets = MIDDLE * scales if codes.offsets is None else codes.offsets + MIDDLE * scales
     step = codes.group // size
     parameters = torch.stack((scales, offsets), -1).repeat_interleave(step, 1)
-    parameters = parameters.transpose(0, 1).bfloat16().contiguous()  # [D / size, O, 2]
+    parameters = parameters.transpose(0, 1).bfloat16().contiguous()  # [I / size, O, 2]
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.unpacked().int(), 1)
     inputs = codes.shape[1]
 
     def matmul(x: Tensor) -> Tensor:
-        """[T, D] -> [T, O]."""
+        """[T, I] -> [T, O]."""
         narrow = x.bfloat16().contiguous() if order is None else x[:, order].bfloat16()
         result = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, packed, size, parameters).to(x.dtype)
         return result if bias is None else result.add_(bias)
@@ -118,7 +118,7 @@ def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
 
 
 def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Matmul:
-    """Dequantize the weight [O, D] for each product, on a CPU. bias: [O]. dtype: of the inputs."""
+    """Dequantize the weight [O, I] for each product, on a CPU. bias: [O]. dtype: of the inputs."""
     num_outputs, inputs = codes.shape
     sizes = [min(BLOCK_OUTPUTS, num_outputs - first) for first in range(0, num_outputs, BLOCK_OUTPUTS)]
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
@@ -126,7 +126,7 @@ def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Matm
     blocks = list(zip(codes.split(sizes), biases, counts, strict=True))
 
     def block_outputs(x: Tensor, block: Codes, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:
-        """[T, D] -> [T, outputs of the block]."""
+        """[T, I] -> [T, outputs of the block]."""
         weight = block.dequantized(dtype)
         return linear.in_pieces(lambda x: functional.linear(x, weight, bias), counts)(x)
 
@@ -134,7 +134,7 @@ def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Matm
 
 
 class _OnDevice:
-    """The product with codes [O, D] and bias [O] on a GPU."""
+    """The product with codes [O, I] and bias [O] on a GPU."""
 
     def __init__(self, codes: Codes, bias: Tensor | None, *, batch_invariant: bool) -> None:
         """bias: [O]."""
@@ -160,13 +160,13 @@ class _OnDevice:
         return self._codes.restored(self._order)
 
     def update(self, codes: Codes, bias: Tensor | None) -> None:
-        """Replace codes [O, D] and bias [O]."""
+        """Replace codes [O, I] and bias [O]."""
         new = self._kernels.device_codes(codes)
         old = *self._codes, self._order, self._fp8_scales, self._bias
         copy_in_place(old, (*new, codes.order, _scales_of_fp8(new), bias))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, D] -> [T, O]."""
+        """[T, I] -> [T, O]."""
         codes, bias, num_rows = self._codes, self._bias, x.shape[0]
         x = self._ordered(x)
         if self._is_vector(x):
@@ -183,26 +183,28 @@ class _OnDevice:
             return self._kernels.matmul(x, codes, bias, self._num_done)
         weight = self._kernels.dequantize(codes, x.dtype)
         if self._batch_invariant:
-            return linear.prepare(weight, bias, batch_invariant=True)(x)
+            from aioengine.kernels.triton.invariant_linear import InvariantMatmul
+
+            return InvariantMatmul(weight, bias, self._num_done)(x)
         return functional.linear(x, weight, bias)
 
     def gated(self, x: Tensor) -> Tensor:
-        """[T, D] -> silu(first half of the outputs) * (second half), [T, O / 2]."""
+        """[T, I] -> silu(first half of the outputs) * (second half), [T, O / 2]."""
         if self._is_vector(x) and (self._bias is None or self._codes.bits == 4):
             return self._kernels.vector_matmul(self._ordered(x), self._codes, self._bias, is_gated=True)
         return activate_and_mul(self(x), "silu")
 
     def _is_vector(self, x: Tensor) -> bool:
-        """Return whether x [T, D] has one row, and the kernel for one row supports it."""
+        """Return whether x [T, I] has one row, and the kernel for one row supports it."""
         return self._serves_vector and len(x) == 1 and x.dtype == torch.bfloat16
 
     def _ordered(self, x: Tensor) -> Tensor:
-        """Return x [T, D] in the order of the codes."""
+        """Return x [T, I] in the order of the codes."""
         return (x if self._order is None else x[:, self._order]).contiguous()
 
 
 def _scales_of_fp8(codes: DeviceCodes) -> Tensor | None:
-    """Return the scales of outputs [1, O], or of blocks [D / 128, O / 128], as ``torch._scaled_mm`` takes them.
+    """Return the scales of outputs [1, O], or of blocks [I / 128, O / 128], as ``torch._scaled_mm`` takes them.
 
     None: it does not support the codes.
     """

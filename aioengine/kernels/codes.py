@@ -1,4 +1,4 @@
-"""Weights of few bits: numbers with a scale per group. O outputs, D inputs, G groups of D / G inputs."""
+"""Weights of few bits: numbers with a scale per group. O outputs, I inputs, G groups of I / G inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from aioengine.model_files.quantization import FP8_BLOCK, WORD
 
 PIECES: Final = (128, 64, 32)
-"""4-bit codes are packed in pieces of P columns: the largest of these sizes that divides D. A piece has P / 4 words of
+"""4-bit codes are packed in pieces of P columns: the largest of these sizes that divides I. A piece has P / 4 words of
 16 bits. Bits 4 i to 4 i + 3 of word j are the code of column i * P / 4 + j.
 """
 
@@ -47,12 +47,12 @@ def pack(codes: Tensor, bits: int, dim: int, order: Sequence[int] = ()) -> Tenso
 
 
 def piece_of(size: int) -> int:
-    """Return P for D = size; see ``PIECES``."""
+    """Return P for I = size; see ``PIECES``."""
     return next((piece for piece in PIECES if size % piece == 0), 0)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Pack 4-bit codes [..., D] uint8 -> [..., D / 2]; see ``PIECES``."""
+    """Pack 4-bit codes [..., I] uint8 -> [..., I / 2]; see ``PIECES``."""
     parts = codes.unflatten(-1, (-1, 4, piece_of(codes.shape[-1]) // 4))
     return torch.stack(
         (parts[..., 0, :] | parts[..., 1, :] << 4, parts[..., 2, :] | parts[..., 3, :] << 4), -1
@@ -70,14 +70,14 @@ def copy_in_place(old: Sequence[object], new: Sequence[object]) -> None:
 
 
 class Codes(NamedTuple):
-    """A weight [O, D]: each number is multiplied by the scale of its group, and the offset of its group is added.
+    """A weight [O, I]: each number is multiplied by the scale of its group, and the offset of its group is added.
 
     Attributes:
-        packed: [O, D] int8 or fp8. With 4 bits, unsigned codes [O, D / 2] uint8; see ``PIECES``.
+        packed: [O, I] int8 or fp8. With 4 bits, unsigned codes [O, I / 2] uint8; see ``PIECES``.
         scales: [O, G] fp32. uint8: the number e stands for 2 ** (e - 127), and codes for the numbers of MXFP4.
         offsets: [O, G] fp32; None: 0.
         bits: 4 or 8.
-        order: [D] int64, the input of each column; None: columns are in the order of the inputs.
+        order: [I] int64, the input of each column; None: columns are in the order of the inputs.
         table: [16] fp32, the number of each 4-bit code; None: the code itself.
     """
 
@@ -90,7 +90,7 @@ class Codes(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """O and D."""
+        """O and I."""
         return self.packed.shape[0], self.packed.shape[1] * 8 // self.bits
 
     @property
@@ -122,7 +122,7 @@ class Codes(NamedTuple):
         return self._replace(packed=packed, scales=scales, offsets=offsets)
 
     def unpacked(self) -> Tensor:
-        """Return the numbers or codes [O, D]."""
+        """Return the numbers or codes [O, I]."""
         if self.bits == 8:
             return self.packed
         low, high = self.packed.unflatten(1, (-1, piece_of(self.shape[1]) // 4, 2)).unbind(-1)
@@ -136,7 +136,7 @@ class Codes(NamedTuple):
         return torch.ldexp(torch.ones_like(self.scales, dtype=torch.float32), self.scales.int() - EXPONENT_BIAS)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [O, D], with its columns in the order of the inputs."""
+        """Return the weight [O, I], with its columns in the order of the inputs."""
         codes = self.unpacked()
         weight = codes.float() if self.table is None else self.table[codes.int()]
         weight *= self.expanded(self.wide_scales)
@@ -145,11 +145,11 @@ class Codes(NamedTuple):
         return self.in_input_order(weight.to(dtype))
 
     def expanded(self, groups: Tensor) -> Tensor:
-        """Expand values of groups [O, G] to columns [O, D]."""
+        """Expand values of groups [O, G] to columns [O, I]."""
         if groups.shape[1] == 1:
             return groups
         return groups.repeat_interleave(self.group, 1)[:, : self.shape[1]]
 
     def in_input_order(self, columns: Tensor) -> Tensor:
-        """Reorder columns [X, D] from the order of the codes to the order of the inputs."""
+        """Reorder columns [X, I] from the order of the codes to the order of the inputs."""
         return columns if self.order is None else torch.empty_like(columns).index_copy_(1, self.order, columns)

@@ -1,4 +1,4 @@
-"""Matmul of int8 weights with activations that are quantized per token: x [T, D] -> [T, O].
+"""Matmul of int8 weights with activations that are quantized per token: x [T, I] -> [T, O].
 
 Activations have 8 bits, or 16 bits on a CPU: x = scale (256 high + low) with int8 numbers ``high`` and ``low``, which
 are multiplied as 2 T rows. With 16 bits, a result differs from the product in fp32 by about 0.00003 of its size, or
@@ -38,7 +38,7 @@ ROW_COUNTS: Final = tuple(count for count in linear.TILED_COUNTS if count <= 128
 """Row counts of oneDNN, which compiles code for each. The sums of more rows do not fit the cache."""
 LEAST_ROWS: Final = 16
 FEW_ROWS: Final = 16
-"""Up to so many rows of integers, a matrix unit is faster if it multiplies the weight with x.t() (see ``linear``)."""
+"""Up to this row count of integers, a matrix unit is faster if it multiplies the weight with x.t() (see ``linear``)."""
 MAX_SUMS: Final = 4 << 20
 """Maximum size of a result with more rows than ``LEAST_ROWS``. It saves memory in heads."""
 ZERO: Final = 128
@@ -48,20 +48,20 @@ with signed ones, and it would round the large sums of unsigned ones.
 
 
 def _rounded(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Return x [T, D] as integers up to ``most`` [T, D] fp32, and the scale of each token [T, 1] fp32."""
+    """Return x [T, I] as integers up to ``most`` [T, I] fp32, and the scale of each token [T, 1] fp32."""
     wide = x.float()
     scales = wide.abs().amax(-1, keepdim=True).clamp_min_(MIN_LARGEST).div_(most)
     return (wide / scales).round_(), scales
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize x [T, D] per token -> integers [T, D] int8 and scales [T, 1] fp32."""
+    """Quantize x [T, I] per token -> integers [T, I] int8 and scales [T, 1] fp32."""
     numbers, scales = _rounded(x, MAX_INT8)
     return numbers.to(torch.int8), scales
 
 
 def quantize_to_16_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize x [T, D] per token -> high parts, then low parts [2 T, D] int8, and scales [T, 1] fp32."""
+    """Quantize x [T, I] per token -> high parts, then low parts [2 T, I] int8, and scales [T, 1] fp32."""
     rounded, scales = _rounded(x, MAX_INT16)
     numbers = rounded.to(torch.int16)
     high = (numbers + PART // 2).bitwise_right_shift_(PART_BITS)
@@ -71,7 +71,7 @@ def quantize_to_16_bits(x: Tensor) -> tuple[Tensor, Tensor]:
 def prepare(
     codes: Codes, bias: Tensor | None, *, activation_bits: Literal[8, 16] = 8, is_shared: bool = False
 ) -> Product[Codes]:
-    """Prepare the product with int8 codes [O, D], which have a scale per output, and bias [O].
+    """Prepare the product with int8 codes [O, I], which have a scale per output, and bias [O].
 
     activation_bits: 16 on a CPU where ``multiplies_exactly``. is_shared: the codes stay in memory, so they are not
     copied to oneDNN's layout. Products of two rows then take 1.7 times as long, and products of 64 rows 1.2 times.
@@ -88,11 +88,11 @@ def prepare(
     wide_bias = None if bias is None else bias.float()
 
     def update(new: Codes, bias: Tensor | None) -> None:
-        """Replace codes [O, D] and bias [O]."""
+        """Replace codes [O, I] and bias [O]."""
         copy_in_place((*codes, wide_bias), (*new, None if bias is None else bias.float()))
 
     def matmul(x: Tensor) -> Tensor:
-        """[T, D] -> [T, O]."""
+        """[T, I] -> [T, O]."""
         if activation_bits == 8:
             integers, row_scales = quantize(x)
             sums = multiply(integers)
@@ -124,14 +124,14 @@ def multiplies_exactly() -> bool:
 
 
 def _packed(packed: Tensor, scales: Tensor) -> Matmul:
-    """Return the product of integers [T, D] int8 with a weight in oneDNN's layout and its scales [O]."""
+    """Return the product of integers [T, I] int8 with a weight in oneDNN's layout and its scales [O]."""
     multiply = torch.ops.onednn.qlinear_pointwise.default
     zeros = torch.zeros(len(scales), dtype=torch.int32)
     plain = (None, 1.0, 0, torch.float32, "none", [], "")  # no bias, nothing after the product
     is_signed = linear.has_matrix_unit()
 
     def matmul(x: Tensor) -> Tensor:
-        """[T, D] -> [T, O] fp32."""
+        """[T, I] -> [T, O] fp32."""
         if is_signed:
             return multiply(x, 1.0, 0, packed, scales, zeros, *plain)
         return multiply(x.view(torch.uint8) ^ ZERO, 1.0, ZERO, packed, scales, zeros, *plain)
@@ -140,10 +140,10 @@ def _packed(packed: Tensor, scales: Tensor) -> Matmul:
 
 
 def _widened(weight: Tensor, scales: Tensor) -> Matmul:
-    """Return the product of integers [T, D] int8 with a weight [O, D] and its scales [1, O] in fp32."""
+    """Return the product of integers [T, I] int8 with a weight [O, I] and its scales [1, O] in fp32."""
 
     def multiply(integers: Tensor, outputs: Tensor) -> Tensor:
-        """Multiply integers [T, D] with the weights of some outputs [P, D] -> [T, P]."""
+        """Multiply integers [T, I] with the weights of some outputs [P, I] -> [T, P]."""
         terms = zip(integers.float().split(EXACT_TERMS, 1), outputs.split(EXACT_TERMS, 1), strict=True)
         first, *others = [functional.linear(part, numbers.float()) for part, numbers in terms]
         for sums in others:
@@ -154,16 +154,16 @@ def _widened(weight: Tensor, scales: Tensor) -> Matmul:
 
 
 def _unpacked(weight: Tensor, scales: Tensor) -> Matmul:
-    """Return the product of integers [T, D] int8 with a weight [O, D] and its scales [1, O]."""
+    """Return the product of integers [T, I] int8 with a weight [O, I] and its scales [1, O]."""
     transposed, is_on_gpu = weight.t(), weight.device.type != "cpu"
-    turned_rows = FEW_ROWS if not is_on_gpu and linear.has_matrix_unit() else 0
+    transposed_rows = FEW_ROWS if not is_on_gpu and linear.has_matrix_unit() else 0
 
     def matmul(x: Tensor) -> Tensor:
-        """[T, D] -> [T, O] fp32."""
+        """[T, I] -> [T, O] fp32."""
         num_rows = x.shape[0]
-        if num_rows <= turned_rows:
+        if num_rows <= transposed_rows:
             columns = torch._int_mm(weight, x.t())  # pyright: ignore[reportPrivateImportUsage]
-            return linear.turn_back(columns) * scales
+            return linear.transpose_back(columns) * scales
         if is_on_gpu and num_rows < MIN_ROWS_ON_GPU:
             x = functional.pad(x, (0, 0, 0, MIN_ROWS_ON_GPU - num_rows))
         return torch._int_mm(x, transposed)[:num_rows] * scales  # pyright: ignore[reportPrivateImportUsage]

@@ -9,8 +9,8 @@ padded with copies to the smallest row count from which all counts agree, and sp
 no counts agree, rows are computed one by one. On a GPU, results are independent of T only with ``batch_invariant``.
 
 On a CPU with a matrix unit for bf16 (AMX), weights stay as they are, and the outputs are the rows of the product:
-weight times x.t(), turned back. The unit then reads a weight in the order of memory. Packed weights with the same bits
-for most row counts take up to 1.6 times as long with one row, if the CPU runs below its full speed.
+weight times x.t(), transposed back. The unit then reads the weight sequentially. Packed weights with the same bits for
+most row counts take up to 1.6 times as long with one row, if the CPU runs below its full speed.
 
 oneDNN compiles code for each pair of row count and weight shape, at least 0.5 MB in 0.5 to 4 ms, and keeps it. So using
 few row counts also saves memory and time. ``child_process.host.limit_kernel_cache`` limits the cached code.
@@ -51,18 +51,21 @@ FAST_ROWS = 4
 (31 GB/s with one row, 26 with two, 37 with four, on two cores of Zen 4), and faster on others (Zen 5).
 """
 CACHED_BYTES = 1 << 20
+"""Smaller weights stay in the cache, so no row counts are slow."""
 TIMED_SHAPE = (1 << 14, 1 << 11)
 """The weight with which row counts are timed. It is larger than most caches."""
 NUM_TIMED = 5
+"""Runs of each row count. The first one compiles, and the fastest of the others counts."""
 TOO_SLOW = 1.1
 LONG_INPUTS = 7168
+"""Minimum inputs for a bias of zeros."""
 VERY_LONG_INPUTS = 8192
-SPLIT_ROWS = {*range(96, 225)} - {128}
-SPLIT_ROWS_OF_VERY_LONG_INPUTS = {*range(1, 128)}
-"""Row counts with which a matmul is faster if its bias is zeros. 128 rows are one tile."""
+ZERO_BIAS_ROWS = {*range(96, 225)} - {128}
+"""Row counts with which a matmul with ``LONG_INPUTS`` is faster if its bias is zeros. 128 rows are one tile."""
+ZERO_BIAS_ROWS_OF_VERY_LONG_INPUTS = {*range(1, 128)}
 TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
-TURNED_OUTPUTS = 64
-"""Outputs that are turned back at a time. torch alone turns a large matrix at a third of this speed."""
+TRANSPOSED_OUTPUTS = 64
+"""Outputs that are transposed back at a time. torch alone transposes a large matrix at a third of this speed."""
 DIFFERENT_OUTPUTS = 64
 """Different outputs in the weight of a trial; further outputs are copies."""
 TRIED_TERMS = 1 << 13
@@ -87,14 +90,14 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def turns(dtype: torch.dtype) -> bool:
+def transposes(dtype: torch.dtype) -> bool:
     """Return whether a matmul in this dtype on a CPU multiplies the weight, which is not packed, with x.t()."""
     return dtype == torch.bfloat16 and has_matrix_unit()
 
 
 def pack(weight: Tensor, *, has_bias: bool = False) -> Tensor:
     """Return the weight [O, I] in oneDNN's layout if ``prepare`` would use it unchanged, else the weight itself."""
-    if weight.is_mkldnn or not packs(weight.dtype, weight.device) or turns(weight.dtype):
+    if weight.is_mkldnn or not packs(weight.dtype, weight.device) or transposes(weight.dtype):
         return weight
     out_features, in_features = weight.shape
     packing = choose_packing(out_features, in_features, weight.dtype, torch.get_num_threads(), has_bias=has_bias)
@@ -121,9 +124,9 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
         counts = independent_rows(out_features, in_features, weight.dtype, num_threads)
         return in_pieces(_plain(weight, bias), tuple(counts) or (1,))
     packing = choose_packing(out_features, in_features, weight.dtype, num_threads, has_bias=bias is not None)
-    if packing.dtype == weight.dtype and turns(weight.dtype):
+    if packing.dtype == weight.dtype and transposes(weight.dtype):
         columns = in_pieces(_columns(weight, bias), packing.counts, axis=1)
-        return lambda x: turn_back(columns(x))
+        return lambda x: transpose_back(columns(x))
     if packing.dtype == weight.dtype:
         return in_pieces(_packed(weight, bias), packing.counts)
     wide_bias = None if bias is None else bias.to(packing.dtype)
@@ -134,9 +137,9 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
 def prepare_gated(weight: Tensor, bias: Tensor | None, activation: Matmul) -> Matmul | None:
     """Return ``activation`` of the matmul: [T, I] -> [T, O / 2]; None: it is not faster than separate calls.
 
-    It is faster where results would be turned back: this one stays a view of [O / 2, T], which the next matmul reads.
+    It is faster if results would be transposed back: this one stays a view of [O / 2, T], which the next matmul reads.
     """
-    if weight.device.type != "cpu" or not turns(weight.dtype):
+    if weight.device.type != "cpu" or not transposes(weight.dtype):
         return None
     packing = choose_packing(*weight.shape, weight.dtype, torch.get_num_threads(), has_bias=bias is not None)
     if packing.dtype != weight.dtype:
@@ -191,7 +194,7 @@ def choose_packing(
 def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *, has_bias: bool) -> tuple[int, ...]:
     """Return the row counts that give the same bits in the trials, ascending."""
     slow: Sequence[int] = ()
-    if dtype == torch.bfloat16 and not turns(dtype) and 2 * out_features * in_features > CACHED_BYTES:
+    if dtype == torch.bfloat16 and not transposes(dtype) and 2 * out_features * in_features > CACHED_BYTES:
         slow = slow_counts(torch.get_num_threads())
     most = max(BLOCK, MAX_TRIED_ELEMENTS // out_features)
     counts = [count for count in TILED_COUNTS if count not in slow and count <= most]
@@ -199,7 +202,7 @@ def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *,
     matmul = _fastest(trial.weight, trial.bias if has_bias else None)
     agreeing = tuple(filter(trial.agreeing(matmul, COMMON_ROWS), counts))
     differing = max({*counts} - {*agreeing}, default=0)
-    if turns(dtype) or differing >= COMMON_ROWS:
+    if transposes(dtype) or differing >= COMMON_ROWS:
         return agreeing
     return tuple(count for count in ROW_COUNTS if count not in slow and count > differing)
 
@@ -213,7 +216,7 @@ def slow_counts(num_threads: int) -> tuple[int, ...]:
     counts = range(1, FAST_ROWS + 1)
     matmul = _packed(torch.ones(TIMED_SHAPE, dtype=torch.bfloat16), None)
     inputs = [torch.ones(count, TIMED_SHAPE[1], dtype=torch.bfloat16) for count in counts]
-    seconds = [[_seconds(matmul, x) for x in inputs] for _ in range(NUM_TIMED)][1:]  # the first ones compile
+    seconds = [[_seconds(matmul, x) for x in inputs] for _ in range(NUM_TIMED)][1:]
     *few, fast = (min(times) for times in zip(*seconds, strict=True))
     return tuple(count for count, time in zip(counts, few, strict=False) if time > TOO_SLOW * fast)
 
@@ -305,13 +308,13 @@ def _plain(weight: Tensor, bias: Tensor | None) -> Matmul:
 
 def _fastest(weight: Tensor, bias: Tensor | None) -> Matmul:
     """Return the matmul on a CPU for weight [O, I], packed or plain, and bias [O]. Its bits may depend on the rows."""
-    return _turned(weight, bias) if turns(weight.dtype) else _packed(weight, bias)
+    return _transposed(weight, bias) if transposes(weight.dtype) else _packed(weight, bias)
 
 
-def _turned(weight: Tensor, bias: Tensor | None) -> Matmul:
-    """Return the matmul that computes weight [O, I] times x.t(), plus bias [O], and turns the result back."""
+def _transposed(weight: Tensor, bias: Tensor | None) -> Matmul:
+    """Return the matmul that computes weight [O, I] times x.t(), plus bias [O], and transposes the result back."""
     columns = _columns(weight, bias)
-    return lambda x: turn_back(columns(x))
+    return lambda x: transpose_back(columns(x))
 
 
 def _columns(weight: Tensor, bias: Tensor | None) -> Matmul:
@@ -327,12 +330,12 @@ def _columns(weight: Tensor, bias: Tensor | None) -> Matmul:
     return matmul
 
 
-def turn_back(columns: Tensor) -> Tensor:
+def transpose_back(columns: Tensor) -> Tensor:
     """[O, T] -> [T, O], contiguous."""
     num_outputs, num_rows = columns.shape
-    if num_outputs % TURNED_OUTPUTS or num_rows == 1 or not columns.is_contiguous():
+    if num_outputs % TRANSPOSED_OUTPUTS or num_rows == 1 or not columns.is_contiguous():
         return columns.t().contiguous()
-    blocks = columns.view(-1, TURNED_OUTPUTS, num_rows).transpose(1, 2).contiguous()
+    blocks = columns.view(-1, TRANSPOSED_OUTPUTS, num_rows).transpose(1, 2).contiguous()
     return blocks.transpose(0, 1).reshape(num_rows, num_outputs)
 
 
@@ -392,9 +395,9 @@ def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:
     """
     if bias is not None or weight.shape[1] < LONG_INPUTS or weight.dtype == torch.float32:
         return lambda x: functional.linear(x, weight, bias)
-    split_rows = SPLIT_ROWS if weight.shape[1] < VERY_LONG_INPUTS else SPLIT_ROWS_OF_VERY_LONG_INPUTS
+    zero_bias_rows = ZERO_BIAS_ROWS if weight.shape[1] < VERY_LONG_INPUTS else ZERO_BIAS_ROWS_OF_VERY_LONG_INPUTS
     zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
-    return lambda x: functional.linear(x, weight, zeros if x.shape[0] in split_rows else None)
+    return lambda x: functional.linear(x, weight, zeros if x.shape[0] in zero_bias_rows else None)
 
 
 def _invariant(weight: Tensor, bias: Tensor | None) -> Matmul:
@@ -411,11 +414,11 @@ def in_pieces(matmul: Matmul, counts: tuple[int, ...], *, axis: int = 0) -> Matm
     """
     most, sizes = counts[-1], _first_pieces(counts)
 
-    def in_pieces(x: Tensor) -> Tensor:
+    def matmul_in_pieces(x: Tensor) -> Tensor:
         """[T, I] -> [T, O], or [O, T]."""
         num_rows = x.shape[0]
         if num_rows <= most and (size := sizes[num_rows]) >= num_rows:
-            return matmul(x) if size == num_rows else _padded(matmul, x, size, axis)
+            return _padded(matmul, x, size, axis)
         pieces: list[Tensor] = []
         while num_rows := x.shape[0]:
             size = sizes[min(num_rows, most)]
@@ -423,7 +426,7 @@ def in_pieces(matmul: Matmul, counts: tuple[int, ...], *, axis: int = 0) -> Matm
             x = x[size:]
         return torch.cat(pieces, axis)
 
-    return in_pieces
+    return matmul_in_pieces
 
 
 @lru_cache(maxsize=256)

@@ -42,9 +42,7 @@ class RankGroup:
             memory.
     """
 
-    def __init__(
-        self, rank: int, size: int, *, store_file: str, device: torch.device, batch_invariant: bool = True
-    ) -> None:
+    def __init__(self, rank: int, size: int, *, store_file: str, device: torch.device, batch_invariant: bool) -> None:
         """Wait for the other ranks.
 
         Args:

@@ -210,7 +210,7 @@ class Quantization(Struct, frozen=True, kw_only=True):
 
     Attributes:
         method: its name in config.json.
-        rules: whether a rule is for the layer of a name, and how it is stored; None: not quantized. The first counts.
+        rules: pairs of a test of the layer's name and its scheme; None: not quantized. The first match applies.
         has_kv_scales: there may be scales of fp8 keys and values.
     """
 

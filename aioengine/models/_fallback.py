@@ -293,7 +293,7 @@ def _check_model(model: PreTrainedModel, body: nn.Module) -> None:
     """Raise ValueError for models that need more than transformers' attention interface."""
     kind = model.config.model_type
     if model._is_stateful:
-        refuse(kind, "its layers keep states besides keys and values")
+        refuse(kind, "its layers keep states in addition to keys and values")
     if not model._supports_attention_backend:
         refuse(kind, _NO_INTERFACE)
     if "position_ids" not in inspect.signature(body.forward).parameters:

@@ -49,7 +49,9 @@ class RankThreads:
         self._threads = threads
         size = len(threads)
         self.shards = self.call(
-            lambda rank: Shard(rank, size, RankGroup(rank, size, store_file=store_file, device=CPU))
+            lambda rank: Shard(
+                rank, size, RankGroup(rank, size, store_file=store_file, device=CPU, batch_invariant=True)
+            )
         )
 
     def call(self, work: Callable[[int], T]) -> list[T]:

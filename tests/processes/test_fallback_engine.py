@@ -58,5 +58,5 @@ def test_unsupported_models_are_errors_of_the_start(tmp_path: Path) -> None:
         '{"model_type": "mamba", "architectures": ["MambaForCausalLM"], "vocab_size": 90, "hidden_size": 32, '
         '"num_hidden_layers": 2}'
     )
-    with pytest.raises(EngineStartupError, match="'mamba' cannot run.*keep states besides keys and values"):
+    with pytest.raises(EngineStartupError, match="'mamba' cannot run.*keep states in addition to keys and values"):
         Engine(tmp_path, skip_tokenizer_init=True, device="cpu", load_format="dummy", max_restarts=0)

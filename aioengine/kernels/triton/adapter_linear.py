@@ -96,9 +96,9 @@ def _shrink_kernel(
     slot = tl.load(slots + tile)
     place = tl.maximum(slot - 1, 0).to(tl.int64) * slot_size
     entry, num_ranks = _entry(table, place, first_part + part, slot, WORDS)
-    lines = pool + (place + tl.load(entry + 1)) * _UNIT + ranks[None, :] * SIZE
+    line_pointers = pool + (place + tl.load(entry + 1)) * _UNIT + ranks[None, :] * SIZE
     is_rank = (ranks < num_ranks)[None, :]
-    matrix = tl.load(lines + columns[:, None], mask=is_rank & (columns < SIZE)[:, None], other=0.0)
+    matrix = tl.load(line_pointers + columns[:, None], mask=is_rank & (columns < SIZE)[:, None], other=0.0)
     rows = tl.load(order + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     vectors = x + rows[:, None] * SIZE
     is_row = (rows >= 0)[:, None]
@@ -110,7 +110,7 @@ def _shrink_kernel(
         total = tl.dot(values, matrix, input_precision="ieee")
         for start in tl.range(BLOCK, SPLIT, BLOCK):
             places = start + columns
-            matrix = tl.load(lines + places[:, None], mask=is_rank & (places < SIZE)[:, None], other=0.0)
+            matrix = tl.load(line_pointers + places[:, None], mask=is_rank & (places < SIZE)[:, None], other=0.0)
             values = tl.load(vectors + places[None, :], mask=is_row & (places < SIZE)[None, :], other=0.0)
             total = tl.dot(values, matrix, total, input_precision="ieee")
         lines_out = ((split * num_tiles + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None] * WIDTH
@@ -219,8 +219,8 @@ def _vector_kernel(
         slot = tl.load(slots)
         place = tl.maximum(slot - 1, 0).to(tl.int64) * slot_size
         entry, num_ranks = _entry(table, place, first_part + part, slot, WORDS)
-        lines = pool + (place + tl.load(entry + 1)) * _UNIT + ranks[:, None] * SIZE
-        result = products(lines, ranks[:, None] < num_ranks, x, SIZE, BLOCK)
+        line_pointers = pool + (place + tl.load(entry + 1)) * _UNIT + ranks[:, None] * SIZE
+        result = products(line_pointers, ranks[:, None] < num_ranks, x, SIZE, BLOCK)
         tl.store(partials + part * MAX_RANK + ranks, result, mask=ranks < num_ranks)
 
 

@@ -107,16 +107,16 @@ def _matmul_kernel(
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
     first_column = tl.program_id(2) * COLUMNS
     columns = tl.minimum(first_column + tl.arange(0, COLUMNS), num_numbers - 1)[None, :]
-    known = tl.minimum(outputs, num_outputs - 1)
+    clamped = tl.minimum(outputs, num_outputs - 1)
     inner = first + tl.arange(0, BLOCK)
-    lines = weight + known.to(tl.int64) * SIZE + inner[None, :]
+    line_pointers = weight + clamped.to(tl.int64) * SIZE + inner[None, :]
     vectors = x + columns * SIZE + inner[:, None]
     wait_and_start_next()
     total = tl.zeros((OUTPUTS, COLUMNS), tl.float32)
     for start in tl.range(0, SIZE // SPLITS, BLOCK, num_stages=STAGES):
-        products = tl.dot(tl.load(lines + start), tl.load(vectors + start)).to(tl.float32)
+        products = tl.dot(tl.load(line_pointers + start), tl.load(vectors + start)).to(tl.float32)
         if GROUP < SIZE:
-            products *= tl.load(scales + (first + start) // GROUP * num_outputs + known)
+            products *= tl.load(scales + (first + start) // GROUP * num_outputs + clamped)
         total += products  # in fp32: the instruction for fp8 adds with fewer bits
     is_last = True
     if SPLITS > 1:
@@ -128,7 +128,7 @@ def _matmul_kernel(
         else:
             result, rows = total, first_column + tl.arange(0, COLUMNS)[None, :]
         if GROUP == SIZE:
-            result *= tl.load(scales + known)
+            result *= tl.load(scales + clamped)
         result *= tl.load(x_scales + rows, mask=rows < num_rows, other=0.0)
         inside = (rows < num_rows) & (outputs < num_outputs)
         if bias is not None:

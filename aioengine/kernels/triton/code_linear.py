@@ -2,7 +2,7 @@
 
 For few rows, the time is limited by reading the weight, as in ``skinny_linear``. Numbers are converted in registers to
 operands of tensor cores. For many rows it is faster to ``dequantize`` the weight first. 8-bit weights have further
-kernels (``byte_linear``).
+kernels (``byte_linear``). A line is a row of the weight: an output, or an output of an expert.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from aioengine.kernels.codes import FP8, MIDDLE, PIECES, Codes, piece_of
 from aioengine.kernels.triton import code_vector, skinny_linear
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import PROCESSORS, KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import with_other_splits
 
 MAX_ROWS = 256
@@ -29,8 +29,6 @@ OUTPUTS = 64
 """Minimum outputs of a program."""
 MANY_OUTPUTS = 16_384
 MANY_INPUTS = 8192
-PROCESSORS = 132
-"""Of an H200."""
 PIECE = tl.constexpr(PIECES[0])
 LINES = 32
 """Lines of a program that dequantizes 4-bit codes."""
@@ -135,7 +133,7 @@ def weights_of(
 ) -> tl.tuple:  # fmt: skip
     """Convert words [lines, N] int16 of a piece of 4-bit codes to four parts of the weights, each [lines, N].
 
-    like: a tensor; weights are rounded to its dtype. lines: outputs, [lines, 1], of num_lines. start: the first column.
+    like: a tensor; weights are rounded to its dtype. lines: [lines, 1], of num_lines. start: the first column.
     GROUP, ZERO: see ``DeviceCodes``.
     """
     N: tl.constexpr = words.shape[1]
@@ -203,9 +201,8 @@ def joined(parts: tl.tuple) -> tl.tensor:
 def _weights_asm(kind: str, first: int, second: int) -> str:
     """Return the instructions that convert two words, with four zeros, scales and offsets for each.
 
-    If only the low 8 bits of a number of 16 bits are set, it is their value times the smallest number. So codes in bits
-    0 to 3 only need the factor ``first``, and codes in bits 4 to 7 the factor ``second``, to become codes times
-    ``_STEP``.
+    A 16-bit float whose high byte is 0 is its low byte times the smallest subnormal. So codes in bits 0 to 3 only need
+    the factor ``first``, and codes in bits 4 to 7 the factor ``second``, to become codes times ``_STEP``.
     """
     lines = [f"{{ .reg .b32 a, b, c, d; mov.b32 c, {first:#x}; mov.b32 d, {second:#x}; shr.b32 b, $4, 8;"]
     for index in range(4):
@@ -252,18 +249,18 @@ def _matmul_kernel(
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
     rows = first_row + tl.arange(0, ROWS)[None, :]
     tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    known = tl.minimum(outputs, num_outputs - 1)
+    clamped = tl.minimum(outputs, num_outputs - 1)
     PER_ITEM: tl.constexpr = 1 if BITS == 8 else 4
     PART: tl.constexpr = PIECE // 4
-    lines = weight + known.to(tl.int64) * (SIZE // PER_ITEM)
+    line_pointers = weight + clamped.to(tl.int64) * (SIZE // PER_ITEM)
     is_row = rows < num_rows
     wait_and_start_next()
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in tl.range(first, first + SIZE // SPLITS, BLOCK, num_stages=STAGES):
         if BITS == 8:
             columns = start + tl.arange(0, BLOCK)
-            group = known + start // GROUP * num_outputs
-            numbers = tl.load(lines + columns[None, :])
+            group = clamped + start // GROUP * num_outputs
+            numbers = tl.load(line_pointers + columns[None, :])
             vectors = tl.load(x + rows * SIZE + columns[:, None], mask=is_row, other=0.0)
             if GROUP == SIZE and offsets is None:
                 total = tl.dot(_narrowed(numbers, vectors), vectors, total)
@@ -276,10 +273,10 @@ def _matmul_kernel(
         else:
             for piece in tl.static_range(BLOCK // PIECE):
                 place = start + piece * PIECE
-                words = tl.load(lines + place // 4 + tl.arange(0, PART)[None, :])
+                words = tl.load(line_pointers + place // 4 + tl.arange(0, PART)[None, :])
                 vectors = tl.load(x + rows * SIZE + place + tl.arange(0, PIECE)[:, None], mask=is_row, other=0.0)
                 parts = weights_of(
-                    words, vectors, known, place, num_outputs, scales, offsets, zeros, table, GROUP, ZERO
+                    words, vectors, clamped, place, num_outputs, scales, offsets, zeros, table, GROUP, ZERO
                 )
                 total = tl.dot(joined(parts), vectors, total)
     is_last = True
@@ -287,7 +284,7 @@ def _matmul_kernel(
         total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
     if is_last:
         if BITS == 8 and GROUP == SIZE and offsets is None:
-            total *= tl.load(scales + known)
+            total *= tl.load(scales + clamped)
         if bias is not None:
             total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
         inside = is_row & (outputs < num_outputs)
@@ -353,9 +350,9 @@ def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_ro
     return Programs(tile.outputs, block, splits, stages, tile.warps, rows)
 
 
-def num_tiles(num_outputs: int, num_rows: int = MAX_ROWS) -> int:
+def num_tiles(num_outputs: int) -> int:
     """Return the maximum number of output tiles. Each needs a counter."""
-    return -(-num_outputs // OUTPUTS) * -(-num_rows // ROWS)
+    return -(-num_outputs // OUTPUTS) * -(-MAX_ROWS // ROWS)
 
 
 def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor) -> Tensor:

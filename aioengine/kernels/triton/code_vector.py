@@ -111,13 +111,13 @@ def _code_vector_kernel(
     outputs = tl.program_id(0) * (HEIGHT if GATED else OUTPUTS) + tl.arange(0, HEIGHT)
     distance = num_outputs // 2 if GATED else HEIGHT
     places = tl.arange(0, 4 * LANES)
-    lines = weight.to(tl.pointer_type(tl.int32)) + outputs[:, None].to(tl.int64) * (SIZE // 8) + places[None, :]
-    more_lines = lines + distance.to(tl.int64) * (SIZE // 8)
+    pointers = weight.to(tl.pointer_type(tl.int32)) + outputs[:, None].to(tl.int64) * (SIZE // 8) + places[None, :]
+    more_pointers = pointers + distance.to(tl.int64) * (SIZE // 8)
     vector_places = x.to(tl.pointer_type(tl.int32)) + places // 16 * 64 + places % 16
     columns = tl.arange(0, LANES)[:, None] * 32
     inside = places < SIZE // 8
-    words = tl.load(lines, mask=inside[None, :], eviction_policy="evict_first")
-    more_words = tl.load(more_lines, mask=inside[None, :], eviction_policy="evict_first")
+    words = tl.load(pointers, mask=inside[None, :], eviction_policy="evict_first")
+    more_words = tl.load(more_pointers, mask=inside[None, :], eviction_policy="evict_first")
     factors = _factors(scales, offsets, zeros, outputs, columns, num_outputs, SIZE, GROUP)
     more_factors = _factors(scales, offsets, zeros, outputs + distance, columns, num_outputs, SIZE, GROUP)
     wait_and_start_next()
@@ -131,8 +131,8 @@ def _code_vector_kernel(
         sums, more_sums = _lane_sums(words, more_words, vectors)
         following = start + BLOCK
         inside = following // 8 + places < SIZE // 8
-        words = tl.load(lines + following // 8, mask=inside[None, :], eviction_policy="evict_first")
-        more_words = tl.load(more_lines + following // 8, mask=inside[None, :], eviction_policy="evict_first")
+        words = tl.load(pointers + following // 8, mask=inside[None, :], eviction_policy="evict_first")
+        more_words = tl.load(more_pointers + following // 8, mask=inside[None, :], eviction_policy="evict_first")
         ones = tl.full((1, 4 * LANES), 0x11111111, tl.int32)
         inputs, _ = _lane_sums(ones, ones, vectors)
         total += _scaled_sums(sums, inputs, factors, offsets, zeros, ZERO)

@@ -1,4 +1,4 @@
-"""Products with the weights of experts on a GPU. The weights have 16 or 32 bits, or are ``DeviceCodes`` [E * O, D].
+"""Products with the weights of experts on a GPU. The weights have 16 or 32 bits, or are ``DeviceCodes`` [E * O, I].
 
 Codes are converted in registers. A line is a row of this matrix: an output of an expert.
 """
@@ -204,7 +204,7 @@ class KernelWeight(NamedTuple):
 
 
 def stored_weight(weight: Tensor | DeviceCodes) -> KernelWeight:
-    """Return the arguments for a weight [E, O, D] or codes [E * O, D]."""
+    """Return the arguments for a weight [E, O, I] or codes [E * O, I]."""
     if not isinstance(weight, DeviceCodes):
         return KernelWeight((weight, None, None, None, None, 0), None, (weight.shape, *alignments(weight)))
     num_lines, size = weight.shape

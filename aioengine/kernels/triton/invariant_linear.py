@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from aioengine.kernels.triton import skinny_linear
 from aioengine.kernels.triton.activation import activate_and_mul
 from aioengine.kernels.triton.dependent import wait_and_start_next
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, options
+from aioengine.kernels.triton.launcher import PROCESSORS, KernelLauncher, alignments, has_dependent_launch, options
 from aioengine.kernels.triton.skinny_linear import activated, prefetch
 
 Tile = tuple[int, int, int, int, int]
@@ -54,8 +54,6 @@ SKINNY_ROWS = 64
 FEW_ROWS = 256
 """With up to this number of rows, small tiles are faster, unless there are ``MANY_OUTPUTS``."""
 MANY_OUTPUTS = 16_384
-PROCESSORS = 132
-"""Multiprocessors of an H200."""
 BAND = tl.constexpr(8)
 """Row tiles that are computed together for the same outputs, so that they read the weights from the cache."""
 
@@ -158,33 +156,33 @@ _tiled = KernelLauncher(_tiled_kernel)
 def _row_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, SUMS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    STAGES: tl.constexpr, LINES: tl.constexpr, IS_GATED: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, IS_GATED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Multiply one row. An output has one sum, or two, of the halves of the inputs or of gate and up; each is computed
-    by one warp. EARLY: blocks of weights to load before waiting for x. LINES: lines of each sum to prefetch after them,
-    of 64 weights.
+    by one warp. EARLY: blocks of weights to load before waiting for x. AHEAD: cache lines of each sum to prefetch
+    after them, of 64 weights.
     """
     PART: tl.constexpr = SIZE if IS_GATED else SIZE // SUMS
     which = tl.arange(0, SUMS)[:, None, None]
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)[None, :, None]
     if IS_GATED:
-        lines, vectors = weight + (rows + which * num_outputs) * SIZE, x + which * 0
+        line_pointers, vectors = weight + (rows + which * num_outputs) * SIZE, x + which * 0
     else:
-        lines, vectors = weight + rows * SIZE + which * PART, x + which * PART
+        line_pointers, vectors = weight + rows * SIZE + which * PART, x + which * PART
     columns = tl.arange(0, BLOCK)[None, None, :]
-    parts = (tl.load(lines + columns),)
+    parts = (tl.load(line_pointers + columns),)
     for index in tl.static_range(1, EARLY):
-        parts += (tl.load(lines + (index * BLOCK + columns)),)
-    if LINES > 0:
-        prefetch(lines + EARLY * BLOCK + tl.arange(0, LINES)[None, None, :] * 64)
+        parts += (tl.load(line_pointers + (index * BLOCK + columns)),)
+    if AHEAD > 0:
+        prefetch(line_pointers + EARLY * BLOCK + tl.arange(0, AHEAD)[None, None, :] * 64)
     wait_and_start_next()
     total = tl.zeros((SUMS, COPIES, OUTPUTS), tl.float32)
     for index in tl.static_range(EARLY):
         vector = tl.broadcast_to(tl.load(vectors + (index * BLOCK + columns)), (SUMS, COPIES, BLOCK))
         total = tl.dot(vector, tl.permute(parts[index], (0, 2, 1)), total)
     for start in tl.range(EARLY * BLOCK, PART, BLOCK, num_stages=STAGES):
-        part = tl.load(lines + (start + columns))
+        part = tl.load(line_pointers + (start + columns))
         vector = tl.broadcast_to(tl.load(vectors + (start + columns)), (SUMS, COPIES, BLOCK))
         total = tl.dot(vector, tl.permute(part, (0, 2, 1)), total)
     sums = tl.max(total, 1)
@@ -222,8 +220,8 @@ def programs_of(num_rows: int, num_outputs: int, size: int) -> skinny_linear.Pro
 
 
 def row_programs(size: int, sums: int, *, is_gated: bool) -> tuple[int, int, int, int]:
-    """Return (inputs per block, blocks to load early, stages, lines to prefetch) for sums of ``size`` inputs. Measured
-    as in ``tile_for``.
+    """Return (inputs per block, blocks to load early, stages, cache lines to prefetch) for sums of ``size`` inputs.
+    Measured as in ``tile_for``.
     """
     if size > 1536 and size % 512 == 0:
         return 512, 2, 3, 16
@@ -247,13 +245,14 @@ def tile_for(num_rows: int, num_outputs: int, splits: int) -> Tile:
 class InvariantMatmul:
     """The matmul with weight [O, I] and bias [O]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight: contiguous [O, I]. bias: [O]."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, num_done: Tensor | None = None) -> None:
+        """weight: contiguous [O, I]. bias: [O]. num_done: see ``skinny_linear.matmul``; None: allocate it."""
         self._weight, self._bias = weight, bias
         num_outputs, size = weight.shape
         self._splits = num_splits(num_outputs, size)
-        # a counter for each tile that several programs compute: there are at most as many as processors
-        self._num_done = torch.zeros(PROCESSORS, dtype=torch.int32, device=weight.device)
+        if num_done is None:  # a counter for each tile that several programs compute: at most as many as processors
+            num_done = torch.zeros(PROCESSORS, dtype=torch.int32, device=weight.device)
+        self._num_done = num_done
         is_aligned = size % 512 == 0 and weight.data_ptr() % 16 == 0
         self._is_fast = is_aligned and weight.dtype != torch.float32 and has_dependent_launch()
 

@@ -25,6 +25,8 @@ Grid = tuple[int, int, int]
 
 MAX_COMPILERS = 16
 """Maximum number of compiler threads. The Python part of a compilation holds the GIL."""
+PROCESSORS = 132
+"""Multiprocessors of an H200, for which the shapes of programs are chosen."""
 
 _requested: ContextVar[set[Hashable] | None] = ContextVar("_requested", default=None)
 """Specializations requested inside ``compile_only``. None outside of it: kernels are launched."""

@@ -23,14 +23,14 @@ from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_p
 
 
 @triton.jit
-def products(lines: tl.tensor, is_row: tl.tensor, x: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """Return the products [rows] of matrix rows with x. lines: pointers [rows, 1] to the rows.
+def products(starts: tl.tensor, is_row: tl.tensor, x: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """Return the products [rows] of matrix rows with x. starts: pointers [rows, 1] to the rows.
 
     The next kernel can start as soon as x is complete, so it may read x without waiting (``adapter_linear``).
     """
-    IS_WIDE: tl.constexpr = lines.dtype.element_ty.primitive_bitwidth > 8
+    IS_WIDE: tl.constexpr = starts.dtype.element_ty.primitive_bitwidth > 8
     columns = tl.max_contiguous(tl.arange(0, BLOCK), 8)  # each thread loads these weights and these inputs
-    pointers = lines + columns[None, :]
+    pointers = starts + columns[None, :]
     part = tl.load(pointers, mask=is_row & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
     wait_and_start_next()
     vector = tl.load(x + columns, mask=columns < SIZE, other=0.0)
@@ -52,8 +52,8 @@ def vector_kernel(
     it too.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    lines = weight + rows[:, None].to(tl.int64) * SIZE
-    result = products(lines, rows[:, None] < num_outputs, x, SIZE, BLOCK)
+    line_pointers = weight + rows[:, None].to(tl.int64) * SIZE
+    result = products(line_pointers, rows[:, None] < num_outputs, x, SIZE, BLOCK)
     if scales is not None:
         result *= tl.load(scales + rows, mask=rows < num_outputs, other=0.0)
     if bias is not None:
@@ -77,8 +77,8 @@ def _gated_vector_kernel(
     rows = tl.arange(0, 2 * OUTPUTS)
     outputs = tl.program_id(0) * OUTPUTS + rows // 2
     rows = rows % 2 * num_outputs + outputs
-    lines = weight + rows[:, None].to(tl.int64) * SIZE
-    result = products(lines, outputs[:, None] < num_outputs, x, SIZE, BLOCK)
+    line_pointers = weight + rows[:, None].to(tl.int64) * SIZE
+    result = products(line_pointers, outputs[:, None] < num_outputs, x, SIZE, BLOCK)
     if scales is not None:
         result *= tl.load(scales + rows, mask=outputs < num_outputs, other=0.0)
     gate, up = tl.split(tl.reshape(result, (OUTPUTS, 2)))
@@ -132,6 +132,7 @@ MAX_ROWS = 64
 LEAST_ROWS = 8
 LARGE_OUTPUTS = 65_536
 Programs = tuple[int, int, int, int, int, int]
+"""(outputs per program, inputs per block, splits, stages, warps, cache lines to prefetch)."""
 
 
 @triton.jit
@@ -159,11 +160,11 @@ def with_other_splits(
 
 
 @triton.jit
-def prefetch(lines: tl.tensor) -> None:
-    """Prefetch weights at addresses [...], which do not depend on the previous kernel."""
+def prefetch(addresses: tl.tensor) -> None:
+    """Prefetch weights at ``addresses`` [...], which do not depend on the previous kernel."""
     if DEPENDENT:
         asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-        tl.inline_asm_elementwise(asm, "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(asm, "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -177,13 +178,13 @@ def _skinny_kernel(
     first = split * (SIZE // SPLITS)
     outputs, rows = tile * OUTPUTS + tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
     columns = tl.arange(0, BLOCK)
-    lines = weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64) * SIZE + first
-    if AHEAD > 0:  # 64 elements per line
-        prefetch(lines + tl.arange(0, AHEAD)[None, :] * 64)
+    line_pointers = weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64) * SIZE + first
+    if AHEAD > 0:  # 64 elements per cache line
+        prefetch(line_pointers + tl.arange(0, AHEAD)[None, :] * 64)
     wait_and_start_next()  # not earlier: the next kernel may read x without waiting (adapter_linear)
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in tl.range(0, SIZE // SPLITS, BLOCK, num_stages=STAGES):
-        part = tl.load(lines + start + columns[None, :])
+        part = tl.load(line_pointers + start + columns[None, :])
         vectors = tl.load(x + rows * SIZE + first + start + columns[:, None], mask=rows < num_rows, other=0.0)
         total = tl.dot(part, vectors, total)
     is_last = True
@@ -201,10 +202,7 @@ _skinny = KernelLauncher(_skinny_kernel)
 
 @lru_cache(maxsize=1024)
 def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | None:
-    """Return (outputs per program, inputs per block, splits, stages, warps, lines to prefetch); None: torch is faster.
-
-    Measured on an H200 for the layers of 0.6B and 8B models.
-    """
+    """Return the programs, as measured on an H200 for the layers of 0.6B and 8B models; None: torch is faster."""
     if size % 512 or num_rows > MAX_ROWS:
         return None
     is_few = num_rows <= MAX_ROWS // 2
@@ -213,7 +211,7 @@ def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | 
             return (64, 128, 1, 4, 4, 0) if is_few else None
         return (64, 256, 1, 3, 4, 8) if is_few else (64, 128, 1, 4, 4, 8)
     if num_outputs <= 1024:
-        return 64, 128, 4, 4, 4, 8 if size >= 2048 else 4  # no lines beyond the end of a split
+        return 64, 128, 4, 4, 4, 8 if size >= 2048 else 4  # no cache lines beyond the end of a split
     if num_outputs <= 4096:
         is_wide = is_few and num_outputs > 3072
         return (64, 256, 2, 3, 4, 0) if is_wide else (64, 128, 2, 4, 4, 0)

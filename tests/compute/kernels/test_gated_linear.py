@@ -23,9 +23,9 @@ from aioengine.kernels.triton.skinny_linear import gated_vector_matmul
 
 torch.manual_seed(0)
 for num_outputs, size, num_rows, programs in (
-    (100, 128, 20, (16, 16, 32, 64, 2, 4)),  # the last tiles are partly beyond the end
-    (64, 64, 5, (16, 0, 32, 64, 2, 4)),
-    (40, 192, 16, (16, 0, 64, 128, 2, 4)),
+    (100, 128, 20, (32, 64, 2, 4, 16, 16)),  # the last tiles are partly beyond the end
+    (64, 64, 5, (32, 64, 2, 4, 16, 0)),
+    (40, 192, 16, (64, 128, 2, 4, 16, 0)),
 ):
     weight, x = torch.randn(2 * num_outputs, size), torch.randn(num_rows, size)
     result = matmul(x, weight, programs)
@@ -89,7 +89,7 @@ def test_programs_cover_the_rows_and_fit_into_shared_memory() -> None:
         programs = shape_of_programs(num_outputs, size, num_rows)
         if programs is None:
             continue
-        rows, more, outputs, block, stages, _ = programs
+        outputs, block, stages, _, rows, more = programs
         assert rows + more >= num_rows
         assert stages * (rows + more + 2 * outputs) * block * 2 < 227 * 1024
     assert shape_of_programs(14_336, 4096, 1) is None

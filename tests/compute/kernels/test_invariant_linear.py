@@ -11,6 +11,7 @@ import torch
 
 from aioengine.kernels.triton import invariant_linear
 from aioengine.kernels.triton.activation import activate_and_mul
+from aioengine.kernels.triton.code_linear import num_tiles
 
 invariant_linear.has_dependent_launch = lambda: True
 torch.manual_seed(0)
@@ -19,13 +20,16 @@ for num_outputs, size, num_rows in (
     (40, 512, 20),
     (300, 2048, 150),  # two sums
     (70, 2048, 300),
+    (70, 2048, 20),  # two sums, of two programs
     (70, 2048, 1),
     (70, 512, 1),
     (20, 6144, 1),
     (100, 200, 30),  # the kernel for all sizes
 ):
     weight, x, bias = (torch.randn(*shape).half() for shape in ((num_outputs, size), (num_rows, size), (num_outputs,)))
-    result = invariant_linear.InvariantMatmul(weight, bias)(x)
+    num_done = torch.zeros(num_tiles(num_outputs), dtype=torch.int32)
+    result = invariant_linear.InvariantMatmul(weight, bias, num_done)(x)
+    assert not num_done.any()
     expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
     torch.testing.assert_close(result.float(), expected, rtol=2e-3, atol=2e-2)
 invariant_linear.PROCESSORS = 4

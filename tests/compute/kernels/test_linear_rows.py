@@ -167,7 +167,7 @@ def test_row_counts_with_another_summation_order_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        linear, "_turned" if has_unit and dtype == torch.bfloat16 else "_packed", differing_in(differing)
+        linear, "_transposed" if has_unit and dtype == torch.bfloat16 else "_packed", differing_in(differing)
     )
     monkeypatch.setattr(linear, "has_matrix_unit", lambda: has_unit)
     assert linear.choose_packing.__wrapped__(48, 100, dtype, 1) == (expected, dtype)
@@ -221,7 +221,7 @@ def test_rows_are_multiplied_one_by_one_if_no_row_counts_agree(monkeypatch: pyte
 
         return matmul
 
-    for name in ("_packed", "_turned", "_plain"):
+    for name in ("_packed", "_transposed", "_plain"):
         monkeypatch.setattr(linear, name, prepare)
     assert linear.choose_packing.__wrapped__(48, 100, torch.bfloat16, 1) == ((1,), torch.float32)
     rows = linear.independent_rows.__wrapped__(48, 100, torch.float32, 1)

@@ -167,7 +167,7 @@ def test_fallback_matches_our_own_families(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "max_positions", "message"),
     [
-        (MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96), 64, "keep states besides keys and values"),
+        (MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96), 64, "in addition to keys and values"),
         (BertConfig(**SIZES), 64, "attend to later"),
         (
             LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),

@@ -23,7 +23,7 @@ GUIDE = ROOT / "examples" / "guides" / "fallback.md"
 RUN = re.findall(r"`([^`]+)`", GUIDE.read_text().partition("\n## Tested models\n")[2].partition("\nThese ")[0])
 REASONS = {
     "attention that does not use transformers' attention interface": "its attention does not go through",
-    "states in addition to keys and values": "its layers keep states besides keys and values",
+    "states in addition to keys and values": "its layers keep states in addition to keys and values",
     "bidirectional attention": "its tokens attend to later ones",
     "an encoder and a decoder": "it has an encoder and a decoder",
     "models of several parts, where only one part is for text": "it has several models",
