@@ -388,7 +388,9 @@ class AsyncEngine(BaseEngine):
 
     def __del__(self) -> None:
         if self._run is not None and self._run.kill_now():
-            warnings.warn("an AsyncEngine was not shut down", ResourceWarning, stacklevel=1, source=self)
+            warnings.warn(
+                "an AsyncEngine was not shut down; use `async with`", ResourceWarning, stacklevel=1, source=self
+            )
 
     def _frontend_here(self) -> Frontend:
         """Return the started frontend; raise ``WrongLoopError`` on another loop."""

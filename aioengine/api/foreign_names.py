@@ -15,10 +15,10 @@ from msgspec import Struct, json
 from aioengine.api import checks
 
 Features = dict[str, dict[str, list[object]]]
-"""Missing feature -> its arguments -> the values beside None that switch it off."""
+"""Missing feature -> its arguments -> the values besides None that switch it off."""
 
 Missing = dict[str, tuple[tuple[object, ...], str]]
-"""Argument of a missing feature -> (the values beside None that switch it off, the feature)."""
+"""Argument of a missing feature -> (the values besides None that switch it off, the feature)."""
 
 
 class _Tables(Struct):

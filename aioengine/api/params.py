@@ -286,7 +286,7 @@ class SamplingParams(
 
             values = {name: _field(self, name) for name in CONSTRAINTS}
             sampling["grammar"] = grammar_of(values, ignore_eos=self.ignore_eos)
-        message_parts = _MessageParts(
+        message_parts = _ParamParts(
             Sampling(0, **sampling) if sampling else _NO_PARTS.sampling,
             Limits(0, **limits) if limits else _NO_PARTS.limits,
             TextRules(**text) if text else _NO_PARTS.text,
@@ -357,7 +357,7 @@ def _field(params: SamplingParams, name: str) -> object:
 # ---------------------------------------------------------------- to the wire
 
 
-class _MessageParts(Struct, frozen=True, gc=False):
+class _ParamParts(Struct, frozen=True, gc=False):
     """The parts of a ``Submit`` message with the values of the parameters alone, without defaults of the model."""
 
     sampling: Sampling = Sampling(0)
@@ -365,11 +365,11 @@ class _MessageParts(Struct, frozen=True, gc=False):
     text: TextRules = TextRules()
 
 
-_NO_PARTS: Final = _MessageParts()
+_NO_PARTS: Final = _ParamParts()
 
 
-def _parts(params: SamplingParams) -> _MessageParts:
-    return cast("_MessageParts", vars(params)["_parts"])
+def _parts(params: SamplingParams) -> _ParamParts:
+    return cast("_ParamParts", vars(params)["_parts"])
 
 
 def output_limit(params: SamplingParams, num_prompt: int, *, context_length: int, max_total_tokens: int) -> int:

@@ -188,7 +188,9 @@ class Engine(BaseEngine):
     def __del__(self) -> None:
         finalizer: weakref.finalize[..., Engine] | None = self.__dict__.get("_finalizer")
         if finalizer is not None and finalizer.alive and os.getpid() == self._pid:
-            warnings.warn("an Engine was not shut down", ResourceWarning, stacklevel=1, source=self)
+            warnings.warn(
+                "an Engine was not shut down; use `with` or shutdown()", ResourceWarning, stacklevel=1, source=self
+            )
 
     def _frontend_here(self) -> Frontend:
         if os.getpid() != self._pid:

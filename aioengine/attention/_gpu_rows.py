@@ -179,7 +179,7 @@ class PagedAttention:
     most_tokens = 1
 
     def __init__(self, layers: AttentionLayers, step: PagedStep | None = None) -> None:
-        """step: None: ``prepare`` sets it."""
+        """step: None until ``prepare`` sets it."""
         self._layers = layers
         self._prepared = step
 

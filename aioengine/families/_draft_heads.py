@@ -106,7 +106,7 @@ class _Eagle3Family(LlamaFamily, frozen=True, kw_only=True):
     """EAGLE-3: a Llama block whose attention reads embeddings and hidden states.
 
     Attributes:
-        draft_vocab_size: None: the output head of the model.
+        draft_vocab_size: None for the output head of the model.
         target_hidden_size: of the model.
         bias: ``fc`` has a bias.
         eagle_aux_hidden_state_layer_ids: the layers of the model whose inputs the head reads.

@@ -96,7 +96,7 @@ class PrefixCache:
         self._num_kept_free = min(MAX_KEPT_FREE, num_pages // 64)
         self._free = list(range(num_pages - 1, -1, -1))  # the last freed page is allocated first
         self._tree = RadixTree(page_size)
-        self._unannounced: list[tuple[Allocation, list[int]]] = []  # with the token ids
+        self._unadded: list[tuple[Allocation, list[int]]] = []  # with the token ids
         self._pins: OrderedDict[int, dict[Node, None]] = OrderedDict()
         """Session -> its pinned nodes, parents first. The least recently used session comes first."""
 
@@ -128,7 +128,7 @@ class PrefixCache:
         """
         if not self.enabled:
             return Match([], None)
-        self._announce()
+        self._add_pending()
         if self.num_weight_changes:
             salt = ("weights", self.num_weight_changes, salt)
         path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size, salt, known=known)
@@ -155,7 +155,7 @@ class PrefixCache:
 
     # ------------------------------------------------------------ changes
 
-    def lock(self, token_ids: list[int], match: Match) -> Allocation:
+    def allocate(self, token_ids: list[int], match: Match) -> Allocation:
         """Lock the matched pages, and allocate pages for the rest of ``token_ids``. Later, the full ones are added as
         pending.
 
@@ -164,14 +164,14 @@ class PrefixCache:
         num_new_pages = self.pages_for(len(token_ids)) - len(match.path)
         self._tree.lock(match.path)
         allocation = Allocation(match.salt, path=match.path.copy())
-        allocation.pages = [node.page for node in match.path] + self._allocate(num_new_pages)
+        allocation.pages = [node.page for node in match.path] + self._take_pages(num_new_pages)
         allocation.num_matched = allocation.num_ready = len(match.path)
         allocation.capacity = len(allocation.pages) * self.page_size
         if self.enabled:
             allocation.next_insert_at = (allocation.num_ready + 1) * self.page_size
-            self._unannounced.append((allocation, token_ids))
+            self._unadded.append((allocation, token_ids))
         if self.snapshots is not None:
-            self._announce()
+            self._add_pending()
             allocation.snapshots = self.snapshots.begin(allocation.path, allocation.num_matched, match.missing_snapshot)
         return allocation
 
@@ -179,23 +179,23 @@ class PrefixCache:
         """Do the work that need not delay the step: add the pages of its new requests as pending, and evict pages until
         some are free for the next prompt. For a prompt of 8,000 tokens, each takes 0.4 to 0.8 ms.
         """
-        self._announce()
+        self._add_pending()
         num_missing = self._num_kept_free - len(self._free)
         if num_missing > 0:
             self.evict(min(num_missing, len(self._tree.unlocked)))
 
     def grow(self, allocation: Allocation) -> list[int] | None:
-        """Add one page to a request and return it. If no page is left, return None and change nothing."""
+        """Add one page to a request and return it in a list. If no page is left, return None and change nothing."""
         if self.num_allocatable == 0:
             return None
-        page = self._allocate(1)
+        page = self._take_pages(1)
         allocation.pages += page
         allocation.capacity += self.page_size
         return page
 
     def insert(self, allocation: Allocation, token_ids: list[int], num_computed: int) -> None:
         """Record that positions before ``num_computed`` have KV. Other requests can now match their full pages."""
-        self._announce()
+        self._add_pending()
         for index in range(allocation.num_ready, num_computed // self.page_size):
             if not self._make_ready(allocation, token_ids, index):
                 break
@@ -203,12 +203,12 @@ class PrefixCache:
         if self.snapshots is not None and allocation.snapshots is not None:
             self.snapshots.record_computed(allocation.snapshots, allocation.path, num_computed)
 
-    def unlock(self, allocation: Allocation, *, is_invalid: bool = False) -> None:
+    def release(self, allocation: Allocation, *, is_invalid: bool = False) -> None:
         """Release the pages: computed pages stay cached, all others become free. A second call does nothing.
 
         is_invalid: the computed pages are wrong. They are freed too, unless another request uses them.
         """
-        self._announce()
+        self._add_pending()
         if self.snapshots is not None and allocation.snapshots is not None:
             self.snapshots.end(allocation.snapshots, is_invalid=is_invalid)
             allocation.snapshots = None
@@ -293,15 +293,15 @@ class PrefixCache:
 
     # ------------------------------------------------------------ private
 
-    def _announce(self) -> None:
+    def _add_pending(self) -> None:
         """Add the other pages of new requests to the tree, as pending."""
-        for allocation, token_ids in self._unannounced:
+        for allocation, token_ids in self._unadded:
             path, first = allocation.path, allocation.num_matched
             keys = self._tree.keys(token_ids, first, allocation.salt)
-            path += self._tree.announce(path[-1] if path else self._tree.root, keys, allocation.pages[first:])
-        self._unannounced.clear()
+            path += self._tree.add_pending(path[-1] if path else self._tree.root, keys, allocation.pages[first:])
+        self._unadded.clear()
 
-    def _allocate(self, count: int) -> list[int]:
+    def _take_pages(self, count: int) -> list[int]:
         """Allocate ``count`` pages. Evicts cached pages if needed. Raises ValueError if ``num_allocatable`` is less."""
         if count > len(self._free):
             self.evict(count - len(self._free))

@@ -100,7 +100,7 @@ class RadixTree:
         self.lock([node])
         return node
 
-    def announce(self, parent: Node, keys: Iterable[Key], pages: Iterable[int]) -> list[Node]:
+    def add_pending(self, parent: Node, keys: Iterable[Key], pages: Iterable[int]) -> list[Node]:
         """Add a chain of pending nodes below ``parent``, each locked once. Stops at the first key that exists."""
         path: list[Node] = []
         for key, page in zip(keys, pages, strict=False):

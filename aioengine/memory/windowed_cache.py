@@ -119,7 +119,7 @@ class WindowedCache(PrefixCache):
 
     # ------------------------------------------------------------ changes
 
-    def lock(self, token_ids: list[int], match: Match) -> WindowedAllocation:
+    def allocate(self, token_ids: list[int], match: Match) -> WindowedAllocation:
         """Lock the matched pages that the next token attends to, and add nodes for the rest as pending. ``grow``
         allocates the pages of the other tokens.
         """
@@ -153,7 +153,7 @@ class WindowedCache(PrefixCache):
         num_groups = self._groups.num_groups
         if self.num_allocatable < num_groups:
             return None
-        pages = self._allocate(num_groups)
+        pages = self._take_pages(num_groups)
         allocation.pages += pages
         allocation.nodes += [None] * num_groups
         allocation.capacity += self.page_size
@@ -169,9 +169,9 @@ class WindowedCache(PrefixCache):
             self._cache_pages(allocation, index)
         allocation.next_insert_at = ((allocation.num_ready if self.enabled else num_full) + 1) * self.page_size
         for group in range(self._groups.num_groups):
-            self._release(allocation, group, self._groups.first_seen(group, num_computed))
+            self._release_unseen(allocation, group, self._groups.first_seen(group, num_computed))
 
-    def unlock(self, allocation: Allocation, *, is_invalid: bool = False) -> None:
+    def release(self, allocation: Allocation, *, is_invalid: bool = False) -> None:
         assert isinstance(allocation, WindowedAllocation)
         if is_invalid:
             self._forget_computed(allocation)
@@ -234,7 +234,7 @@ class WindowedCache(PrefixCache):
             if allocation.nodes[entry] is None and allocation.pages[entry] != RELEASED and key not in node.children:
                 allocation.nodes[entry] = self._tree.add(node, key, allocation.pages[entry])
 
-    def _release(self, allocation: WindowedAllocation, group: int, first: int) -> None:
+    def _release_unseen(self, allocation: WindowedAllocation, group: int, first: int) -> None:
         """Unlock or free the pages of a group before the block of positions ``first``."""
         num_groups = self._groups.num_groups
         for entry in range(allocation.firsts[group] * num_groups + group, first * num_groups, num_groups):

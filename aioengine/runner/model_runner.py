@@ -32,7 +32,7 @@ from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.lora.pool import AdapterPool
 from aioengine.runner.pooler import PooledRows, Pooler
-from aioengine.runner.request_row import GrammarSource, RequestRow, SampledRows, is_simple, why_no_token
+from aioengine.runner.request_row import GrammarSource, RequestRow, SampledRows, needs_only_temperature, why_no_token
 from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
@@ -58,10 +58,10 @@ class DeviceParts:
     """The settings, and the parts of a runner after the weights are loaded.
 
     Attributes:
-        adapters: None: LoRA is not enabled.
-        states: None: the model has no states.
-        ranks: None: there is one rank.
-        draft: None: there is no draft model.
+        adapters: None if LoRA is not enabled.
+        states: None if the model has no states.
+        ranks: None if there is one rank.
+        draft: None if there is no draft model.
         workspace: memory of attention that CUDA graphs contain; None: there is none.
     """
 
@@ -96,7 +96,7 @@ class ModelRunner:
         self._attention = parts.attention
         settings, pool = parts.settings, parts.kv_pool
         self._pools = [pool, *(() if parts.draft is None else parts.draft.pools)]
-        if parts.states is not None and parts.device.type == "cpu":
+        if parts.states is not None and parts.device.type == "cpu":  # on a GPU, graphs need its addresses
             self._pools.append(parts.states)
         self._workspace = parts.workspace
         max_rows = settings.scheduler.max_running
@@ -124,7 +124,6 @@ class ModelRunner:
         self._ranks = parts.ranks
         self._sampler = sampler if parts.ranks is None else RankSampler(sampler, parts.ranks)
         self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
-        self._needs_logits = False  # the ranks cannot sample the step together
         processor = self._sampler if settings.runner.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processor)
         self._hidden_states = HiddenStates(self._table.upload)
@@ -182,17 +181,17 @@ class ModelRunner:
         if plan.closed or plan.new_rows:  # constraints must not be opened while masks are computed
             self._constrained.sample_deferred()
         with profiled("prepare"):
-            self._change_requests(plan)
+            self._open_and_close(plan)
             plan_rows, drafts = plan.rows, NO_DRAFTS
-            if self._proposer is None or self._proposer.is_plain(plan_rows):
-                rows = self._read(plan_rows)
+            if self._proposer is None or self._proposer.has_no_drafts(plan_rows):
+                rows = self._computable_rows(plan_rows)
             else:
                 plan_rows, rows, drafts = self._propose(self._proposer, plan_rows)
-        self._needs_logits = plan.needs_logits
+        needs_logits = plan.needs_logits
         if self._send_plan is not None:
-            self._needs_logits = not self._may_sample_together(rows)
+            needs_logits = not self._may_sample_together(rows)
             sent_rows = plan.rows if drafts is NO_DRAFTS else rows_with_drafts(plan.rows, plan_rows, drafts)
-            self._send_plan(replace(plan, rows=sent_rows, needs_logits=self._needs_logits), self._failed.reasons)
+            self._send_plan(replace(plan, rows=sent_rows, needs_logits=needs_logits), self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
         reasons = self._failed.reasons
         failed = {row.uid: reasons[row.uid] for row in plan.rows if row.uid in reasons} if reasons else {}
@@ -211,7 +210,7 @@ class ModelRunner:
         if drafts.proposed:
             values = self._compute_drafts(rows, sampled, positions, drafts, pooled)
         else:
-            values = Readback(self._compute(rows, sampled, pooled))
+            values = Readback(self._compute(rows, sampled, pooled, needs_logits=needs_logits))
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
         hidden_states = self._hidden_states.take() if self._table.num_with_hidden_states else None
         self._inputs.take_snapshots(plan.snapshots, rows)
@@ -262,9 +261,9 @@ class ModelRunner:
         drafts = ticket.drafts
         if self._proposer is not None:
             self._proposer.collected(ticket, values)
-        is_simple = not (ticket.failed or ticket.forced or ticket.repeated or invalid or drafts.planned)
-        is_simple = is_simple and len(ticket.with_outputs) == len(ticket.sampled)
-        if is_simple and FAILED not in values:
+        has_others = ticket.failed or ticket.forced or ticket.repeated or invalid or drafts.planned
+        has_one_token_each = not has_others and len(ticket.with_outputs) == len(ticket.sampled)
+        if has_one_token_each and FAILED not in values:
             tokens = TokenColumns(ticket.with_outputs, values[: len(ticket.sampled)], None, extras)
             return StepResult(tokens, complete=ticket.complete)
         value_of = dict(zip([*ticket.sampled, *ticket.without_token], values, strict=True)) | dict.fromkeys(
@@ -326,7 +325,7 @@ class ModelRunner:
         if self._inputs.states is not None:  # also on a GPU, because no graph will run
             self._inputs.states.release()
 
-    def _change_requests(self, plan: StepPlan) -> None:
+    def _open_and_close(self, plan: StepPlan) -> None:
         if plan.closed and self._newest is not None:
             uids, values = [*self._newest.sampled, *self._newest.without_token], self._newest.values
             indices = values.lasts if isinstance(values, SampledDrafts) else range(len(uids))
@@ -354,7 +353,7 @@ class ModelRunner:
             if request is not None:
                 self._table.page_tables.add(request.row_index, row.new_pages)
 
-    def _read(self, rows: list[Row]) -> StepRows:
+    def _computable_rows(self, rows: list[Row]) -> StepRows:
         """Return the rows that can be computed. The requests of the other rows fail."""
         failed = self._failed.reasons
         columns = self._inputs.columns_of([row for row in rows if row.uid not in failed] if failed else rows)
@@ -373,17 +372,19 @@ class ModelRunner:
         may_overlap = self._graphs is not None and self._graphs.may_overlap(planned)
         drafts = proposer.propose(planned, may_overlap=may_overlap)
         drafted = proposer.with_drafts(planned, drafts)
-        rows = self._read(drafted)
+        rows = self._computable_rows(drafted)
         if drafts.on_device is not None and not self._verifies_in_graph(rows):
             proposer.read(drafts)
             drafted = proposer.with_drafts(planned, drafts)
-            rows = self._read(drafted)
+            rows = self._computable_rows(drafted)
         return drafted, rows, drafts
 
-    def _compute(self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None = None) -> Tensor | None:
+    def _compute(
+        self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None, *, needs_logits: bool
+    ) -> Tensor | None:
         """Run forward and sampling of at least one row. Return ``Ticket.values`` [R]; None: sampled later."""
         if self._graphs is not None and self._graphs.fits(rows):
-            return self._replay(self._graphs, rows)
+            return self._replay(self._graphs, rows, needs_logits=needs_logits)
         self._constrained.sample_deferred()
         hidden, _ = self._forward(rows)
         if pooled is not None:
@@ -402,7 +403,7 @@ class ModelRunner:
         return torch.cat([token_ids, self._values_without_token(hidden, rows)])
 
     def _values_without_token(self, hidden: Tensor, rows: StepRows | None = None) -> Tensor:
-        """Return ``Ticket.values`` [N] of the rows without a token, from hidden states [R, D]. rows: None: all rows.
+        """Return ``Ticket.values`` [N] of the rows without a token, from hidden states [R, D]. rows: None if all.
 
         If any position of a row is not finite, attention makes its last position non-finite too. ``FailedRows`` lists
         the exceptions.
@@ -514,7 +515,7 @@ class ModelRunner:
         """Return whether the ranks can sample the tokens of a step without gathering the logits."""
         if self._ranks is None or self._ranks.sampling is None or self._table.num_with_logprobs:
             return False
-        return is_simple(self._table.sampling[rows.row_indices])
+        return needs_only_temperature(self._table.sampling[rows.row_indices])
 
     def _num_padded(self, num_rows: int) -> int:
         """Return the row count of the next larger captured decode step. For a matmul with a new row count, CUDA may
@@ -522,13 +523,13 @@ class ModelRunner:
         """
         return num_rows if self._graphs is None else self._graphs.padded(num_rows)
 
-    def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor | None:
+    def _replay(self, graphs: DecodeGraphs, rows: StepRows, *, needs_logits: bool) -> Tensor | None:
         """Run a decode step that has a graph. Return token ids [R]; None: they are sampled later."""
         sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
         step = graphs.replay(rows, sampled, when_ready=self._constrained.sample_deferred)
         if step.masked is not None:
             return self._constrained.sample_masked(graphs, step, sampled)
-        if step.token_ids is None or self._needs_logits:
+        if step.token_ids is None or needs_logits:
             return self._sample_or_defer(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
         if self._table.num_with_logprobs:
             self._logprobs.add_sampled(graphs.logits(step), sampled, step.token_ids, step.order)

@@ -148,7 +148,7 @@ class SampledRows:
         return SampledRows(requests, self.row_indices[chosen], self.positions[chosen] + later, self.records[chosen])
 
 
-def is_simple(records: npt.NDArray[np.void], *, aside_from: int = 0) -> bool:
+def needs_only_temperature(records: npt.NDArray[np.void], *, aside_from: int = 0) -> bool:
     """Return whether rows need only a temperature. records: [R] of SAMPLING_RECORD. aside_from: bits of processors to
     ignore.
     """

@@ -43,7 +43,7 @@ TOP_K_OFF = 1 << 30
 
 SAMPLING_RECORD = np.dtype(
     [
-        ("is_plain", np.bool_),  # greedy, and no processor
+        ("is_plain_greedy", np.bool_),  # greedy, and no processor
         ("is_greedy", np.bool_),
         ("is_truncated", np.bool_),  # by top-k, top-p or min-p
         ("processors", np.int64),  # bit i: processor i of the tuple

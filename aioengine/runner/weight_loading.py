@@ -160,7 +160,7 @@ class WeightLoader:
         facts: of the runner; the facts about weights are kept in them.
         make_empty: returns the same model on the device "meta".
         capture_graphs: captures the CUDA graphs of the runner again, after they were dropped.
-        ranks: None: there is one rank.
+        ranks: None if there is one rank.
         """
         calls: dict[str, Callable[[Mapping[str, Argument]], str | None]] = {
             WeightCall.CHECK: self._check,

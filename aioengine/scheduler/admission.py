@@ -71,7 +71,7 @@ class Admission:
             return match
         num_missing = request.num_tokens - len(match.path) * cache.page_size
         most = cache.pages_for(steps_ahead(request, num_missing, self._chunk_tokens))
-        if num_left < most * (len(running) + 1):  # then count the pages that they can need in so many steps
+        if num_left < most * (len(running) + 1):  # then count the pages of each request in these steps
             missing = [
                 cache.pages_for(member.next_limit) - cache.pages_for(member.num_tokens)
                 for member in (*running, request)
@@ -161,7 +161,7 @@ def steps_ahead(request: Request, num_missing: int, chunk_tokens: int) -> int:
 
 DRIFT = 1.01  # the fastest step time grows by this factor with each later step
 WEIGHT = 0.1  # weight of the newest interval in the moving average of intervals between admissions
-CONFIDENCE = 0.5  # the forecast uses this part of the average interval
+QUEUE_TIME_FACTOR = 0.5  # the forecast uses this part of the average interval
 
 
 class Pace:
@@ -195,7 +195,7 @@ class Pace:
 
     def queue_s(self, num_ahead: int) -> float:
         """Estimate the seconds until ``num_ahead`` other requests are admitted."""
-        return CONFIDENCE * self._admission_s * num_ahead
+        return QUEUE_TIME_FACTOR * self._admission_s * num_ahead
 
     def prompt_s(self, num_tokens: int) -> float:
         """Estimate the seconds to compute ``num_tokens`` prompt tokens."""

@@ -25,7 +25,7 @@ MIN_VARIANCE: Final = 0.25
 OUTLIER: Final = 3.0
 """A step that takes longer than this times the average counts as this: something else used the machine."""
 PLAIN_EVERY: Final = 64
-"""With drafts in every step, one of so many steps is plain, to measure its time."""
+"""With drafts in every step, one of this number of steps is plain, to measure its time."""
 FIRST_PLAIN: Final = 8
 
 PRIOR_WEIGHT: Final = 2.0
@@ -35,7 +35,7 @@ MIN_PAUSE: Final = 8
 MAX_PAUSE: Final = 256
 """Steps of a request without drafts between two probes."""
 EMPTY_STEPS: Final = 8
-"""After each of so many steps without proposals in a row, the pause before the next attempt grows by a step."""
+"""Every time this number of steps in a row had no proposals, the pause before the next attempt grows by a step."""
 MAX_EMPTY_PAUSE: Final = 32
 
 

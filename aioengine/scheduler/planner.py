@@ -73,7 +73,7 @@ class Planner:
     """Fills flights with rows. Only the planner admits and preempts requests."""
 
     def __init__(self, settings: SchedulerSettings, requests: Requests, draft_costs: DraftCosts | None = None) -> None:
-        """draft_costs: None: rows have no drafts."""
+        """draft_costs: None if rows have no drafts."""
         self._settings = settings
         self._draft_costs = draft_costs
         self._is_overlapped = False

@@ -296,7 +296,7 @@ class Requests:
 
     def admit(self, request: Request, match: Match, now: float) -> None:
         """Start a waiting request with the pages of ``match`` and new pages for its other tokens."""
-        allocation = self.cache.lock(request.token_ids, match)
+        allocation = self.cache.allocate(request.token_ids, match)
         num_cached = len(match.path) * self.cache.page_size
         snapshots = self.cache.snapshots
         if snapshots and allocation.snapshots and request.kind is RequestKind.GENERATE and not request.submit.embeds:
@@ -325,7 +325,7 @@ class Requests:
     def end(self, request: Request, end: End | None, *, is_known: bool = False, is_invalid: bool = False) -> None:
         """End a request in any state. Its pages are free at once; its rows in flight become late.
 
-        end: None: only forget the request, without an event. is_known: the frontend already knows of the end.
+        end: None to forget the request without an event. is_known: the frontend already knows of the end.
         is_invalid: its KV is wrong and must not be reused by other requests.
         """
         del self._requests[request.uid]
@@ -354,13 +354,13 @@ class Requests:
             insort(self.waiting, request, key=_order)
 
     def _take_out(self, request: Request, state: State, *, is_invalid: bool = False) -> None:
-        """Remove a request from its current list."""
+        """Remove a request from its current list, release its pages and its use of an adapter, and set its state."""
         self.is_blocked = False
         if request.submit.adapter is not None and (request.state is not State.GATED or Gate.ADAPTER in request.gates):
             self.adapters.leave(request.uid)
         if request.state is State.RUNNING:
             del self.running[bisect_left(self.running, request.running_order, key=_running_order)]
-            self.cache.unlock(request.allocation, is_invalid=is_invalid)
+            self.cache.release(request.allocation, is_invalid=is_invalid)
             self.closed.append(request.uid)
         elif request.state is State.GATED:
             del self.gated[request.uid]

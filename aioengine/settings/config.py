@@ -85,7 +85,7 @@ class MemoryConfig(Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_total_tokens: its size; None: as many tokens as fit into ``mem_fraction_static`` of the memory.
-        mem_fraction_static: None: a default that depends on the device.
+        mem_fraction_static: None for a default that depends on the device.
     """
 
     page_size: int = 16
@@ -136,8 +136,8 @@ class LoraConfig(Struct, frozen=True, kw_only=True):
     """LoRA adapters.
 
     Attributes:
-        enabled: None: True if there are ``adapters``.
-        max_rank: None: the highest rank of ``adapters``.
+        enabled: None means True if there are ``adapters``.
+        max_rank: None for the highest rank of ``adapters``.
         modules: the modules that adapters may change; (): all modules of the model; None: the modules of ``adapters``.
     """
 
@@ -442,7 +442,7 @@ def padded_rank(rank: int) -> int:
 
 
 class LoraSettings(Struct, frozen=True, kw_only=True):
-    """LoRA adapters beside the base model.
+    """LoRA adapters besides the base model.
 
     Attributes:
         num_slots: adapters on the device at a time. Their slots are 1 to ``num_slots``.
@@ -498,9 +498,9 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
         logprobs_mode: "raw" (the distribution of the model) or "processed" (after logits processors and temperature,
             before top-k, top-p and min-p).
         logits_processors: "module:Class" of the user's logits processors, which requests may name.
-        lora: None: only the base model is served.
-        draft: None: there is no draft model.
-        ranks: None: one process computes the whole model.
+        lora: None if only the base model is served.
+        draft: None if there is no draft model.
+        ranks: None if one process computes the whole model.
         replica: the number of this copy of the model, below ``num_replicas``.
         base_gpu_id: the first GPU of the first replica. Rank r of replica i uses the GPU
             ``base_gpu_id + i * number of ranks + r``.
@@ -535,7 +535,7 @@ class TextSettings(Struct, frozen=True, kw_only=True):
     """The tokenizer and the detokenizer.
 
     Attributes:
-        tokenizer_path: None: no tokenizer; requests and results contain token ids only.
+        tokenizer_path: None for no tokenizer; then requests and results contain token ids only.
         allow_request_templates: see ``ModelConfig``.
         files: digests of the tokenizer's files (``checkpoint.file_states``).
         eos_token_ids: from the configuration of the model.

@@ -91,7 +91,7 @@ def step_elements(config: TransformerConfig) -> int:
 
 
 def reserved_bytes(step_bytes: int, *, max_running: int, vocab_size: int) -> int:
-    """Return the memory that a GPU engine keeps free beside weights and pool, without images.
+    """Return the memory that a GPU engine keeps free besides weights and pool, without images.
 
     Args:
         step_bytes: peak memory of the largest step.

@@ -74,7 +74,7 @@ class FakeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"the alphabet {self.alphabet!r} has ids beyond the vocabulary of {self.vocab_size}")
         others = [token_id for token_id in ids if token_id != self.eos_token_id]
         if not others:
-            raise ValueError(f"a vocabulary of {self.vocab_size} has no token beside eos_token_id={self.eos_token_id}")
+            raise ValueError(f"a vocabulary of {self.vocab_size} has no token besides eos_token_id={self.eos_token_id}")
         return others
 
 

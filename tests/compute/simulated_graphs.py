@@ -95,7 +95,7 @@ class Kernels:
     def sample(self, logits: Tensor, draws: Draws, out: Tensor, last_tokens: tuple[Tensor, Tensor]) -> None:
         fields = draws.fields.numpy()
         records = np.zeros(len(logits), dtype=SAMPLING_RECORD)
-        records["is_plain"] = records["is_greedy"] = fields[4] != 0
+        records["is_plain_greedy"] = records["is_greedy"] = fields[4] != 0
         records["seed"] = fields[0].view(np.uint32) + (fields[1].view(np.uint32).astype(np.uint64) << np.uint64(32))
         records["temperature"] = 1 / np.maximum(fields[3].view(np.float32), np.float32(1e-3))
         rows = SampledRows([], np.arange(len(logits)), fields[2].astype(np.int64), records)

@@ -147,6 +147,6 @@ async def test_rows_of_a_batch_wait_for_memory_instead_of_being_refused() -> Non
 async def test_the_answers_of_a_whole_batch_must_fit_together() -> None:
     async with engine_of(3 * ROW) as engine:
         assert len(await engine.async_generate(["a"] * 3, **ASKED)) == 3
-        with pytest.raises(RequestTooLargeError, match=f"may take {ROW} bytes, beside {3 * ROW} of other rows, but"):
+        with pytest.raises(RequestTooLargeError, match=f"may take {ROW} bytes, besides {3 * ROW} of other rows, but"):
             await engine.async_generate(["a"] * 4, **ASKED)
         await until(lambda: num_reserved(engine) == 0)

@@ -57,5 +57,5 @@ def test_the_next_owner_of_a_page(tmp_path: Path, backend: str, graphs: int) -> 
     assert "non-finite" in runner.collect(bad).failed[1]
     result = runner.collect(good)
     assert (result.tokens.token_ids, result.failed) == (expected, {})
-    assert runner._kv_pool.tensors[0][:, :, 1:].isfinite().all()
+    assert runner._pools[0].tensors[0][:, :, 1:].isfinite().all()
     runner.close()

@@ -89,14 +89,14 @@ class QueueLimits:
 
     # ------------------------------------------------------------ reservations
 
-    def reserve(self, call: Call, find_caller: Callable[[], Hashable] = this_caller) -> None:
+    def reserve(self, call: Call) -> None:
         """Count a call. A caller from the queue uses its reservation.
 
         Raises:
             EngineError: the engine accepts no calls, or too much waits.
         """
         self.check_refusal()
-        is_queued = self._reserved and self._reserved.pop(find_caller(), None) is not None
+        is_queued = self._reserved and self._reserved.pop(this_caller(), None) is not None
         if not is_queued and (excess := self._excess()) is not None:
             message = f"the engine is overloaded: {excess}; try again later"
             raise EngineOverloadedError(message, retry_after=self._retry_after())
@@ -130,12 +130,12 @@ class QueueLimits:
         """Reserve memory for the logprobs of a row, until ``CallRow.free_logprobs``.
 
         Raises:
-            RequestTooLargeError: it does not fit beside the other rows of its call.
-            EngineOverloadedError: it does not fit beside other calls.
+            RequestTooLargeError: it does not fit with the other rows of its call.
+            EngineOverloadedError: it does not fit with other calls.
         """
         call, most = row.call, self._config.max_logprob_bytes
         if call.num_logprob_bytes + num_bytes > most:
-            others = f", beside {call.num_logprob_bytes} of other rows," if call.num_logprob_bytes else ""
+            others = f", besides {call.num_logprob_bytes} of other rows," if call.num_logprob_bytes else ""
             raise RequestTooLargeError(
                 f"its logprobs may take {num_bytes} bytes{others} but max_logprob_bytes={most} are allowed; lower "
                 "top_logprobs_num or max_new_tokens, use a stream or smaller batches, or raise max_logprob_bytes"

@@ -67,9 +67,7 @@ class TextSizes(NamedTuple):
 
     def check_bytes(self, num_bytes: int) -> None:
         """Raise RequestTooLargeError if no text of ``num_bytes`` bytes fits."""
-        least = num_bytes // (self.longest_token * MAX_SHRINKING)
-        if least > self.max_tokens:
-            raise RequestTooLargeError(f"the prompt has at least {least} tokens; {self.max_tokens} fit")
+        self._check_tokens(num_bytes // (self.longest_token * MAX_SHRINKING))
 
     def check_pieces(self, text: str, tokenizer: Tokenizer) -> None:
         """Tokenize a long text in pieces, and raise RequestTooLargeError as soon as the limit is exceeded.
@@ -81,8 +79,12 @@ class TextSizes(NamedTuple):
             piece = text[start : start + PIECE_CHARACTERS]
             [ids] = tokenizer.encode_batch([piece], add_special_tokens=False)
             least += max(0, len(ids) - self.longest_token)
-            if least > self.max_tokens:
-                raise RequestTooLargeError(f"the prompt has at least {least} tokens; {self.max_tokens} fit")
+            self._check_tokens(least)
+
+    def _check_tokens(self, least: int) -> None:
+        if least > self.max_tokens:
+            limit = f"{self.max_tokens} fit (the smaller of context_length and max_total_tokens)"
+            raise RequestTooLargeError(f"the prompt has at least {least} tokens; {limit}")
 
 
 def longest_token(facts: Mapping[str, object]) -> int | None:

@@ -145,7 +145,7 @@ class CallRequest(Struct):
 
     @property
     def prompts_fail_alone(self) -> bool:
-        """Whether a wrong row gets its exception in its place, instead of failing the whole call."""
+        """Whether an invalid row returns its exception, instead of failing the whole call."""
         return self.returns_exceptions and self.is_batch
 
     def params_of(self, prompt_index: int) -> SamplingParams:

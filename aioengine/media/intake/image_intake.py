@@ -373,7 +373,7 @@ class ImageIntake:
         self._evict()
 
     def _end_image(self, image: _PromptImage, result: ImageFile | ImageError | None) -> None:
-        """End the work on an image. result: None: its prompt is over."""
+        """End the work on an image. result: None if its prompt is over."""
         self._active[image.is_web] -= 1
         if result is not None:
             image.prompt.end(image.number, result)

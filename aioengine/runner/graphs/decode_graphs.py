@@ -37,7 +37,7 @@ from aioengine.runner.graphs.rearranged_rows import Cascade, SharedPrefixes, Tok
 from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.lora.pool import FixedAdapters, FixedTiles
-from aioengine.runner.request_row import is_simple
+from aioengine.runner.request_row import needs_only_temperature
 from aioengine.runner.sampling.device_sampler import fill_fields
 from aioengine.runner.timing import profiled
 
@@ -123,7 +123,7 @@ class DecodeStep:
         hidden: [R, D].
         graph: the graph, for ``DecodeGraphs.logits``.
         order: [R] int64, the index in the graph of each row; None: rows are in order.
-        masked: the indices in the graph of the rows, if they need only grammar masks beside a temperature, and nothing
+        masked: the indices in the graph of the rows, if they need only grammar masks besides a temperature, and nothing
             else reads the logits; else None. Masks may then be applied to the logits in place, and
             ``DecodeGraphs.draw`` samples the tokens.
     """
@@ -135,9 +135,9 @@ class DecodeStep:
     masked: list[int] | None = None
 
 
-def _results(graph: _Graph, index: Tensor | slice, *, is_drawn: bool, masked: list[int] | None = None) -> DecodeStep:
-    """Return the results of a replayed graph. index: [R] its rows with results. is_drawn: it has sampled the tokens."""
-    token_ids = graph.token_ids[index] if is_drawn else None
+def _results(graph: _Graph, index: Tensor | slice, *, is_sampled: bool, masked: list[int] | None = None) -> DecodeStep:
+    """Return the results of a replayed graph. index: [R] its rows with results. is_sampled: it sampled the tokens."""
+    token_ids = graph.token_ids[index] if is_sampled else None
     return DecodeStep(token_ids, graph.hidden[index], graph, None if isinstance(index, slice) else index, masked)
 
 
@@ -293,7 +293,7 @@ class DecodeGraphs:
         if any(row.token_ids or row.count > 1 + row.num_drafts for row in rows):
             return False
         row_indices = [table.requests[row.uid].row_index for row in rows]
-        return sum(row.count for row in rows) <= self.max_rows and is_simple(table.sampling[row_indices])
+        return sum(row.count for row in rows) <= self.max_rows and needs_only_temperature(table.sampling[row_indices])
 
     def replay(
         self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None] | None = None
@@ -302,34 +302,36 @@ class DecodeGraphs:
 
         when_ready: called before its inputs overwrite those of the previous step.
         """
-        table, is_drawn = self._table, is_simple(sampled.records)
+        table, is_sampled = self._table, needs_only_temperature(sampled.records)
         with profiled("prepare"):
             if rows.known_ids.size:
                 tokens = expand_rows(rows, table)
                 tokens.targets[rows.token_ends - 1] = rows.row_indices
             else:
-                tokens = self._one_token_rows(rows, is_drawn=is_drawn)
+                tokens = self._one_token_rows(rows, is_sampled=is_sampled)
         graph = self._run(rows, sampled, tokens, when_ready)
         if tokens.cascade is not None:
-            return _results(graph, tokens.cascade.inverse, is_drawn=is_drawn)
+            return _results(graph, tokens.cascade.inverse, is_sampled=is_sampled)
         lasts = rows.token_ends - 1
         index = table.upload(lasts) if rows.known_ids.size else slice(len(lasts))
         has_readers = table.num_with_logprobs or table.num_with_hidden_states or self._has_ranks
-        needs_masks = not (is_drawn or has_readers) and is_simple(sampled.records, aside_from=table.mask_bit)
-        return _results(graph, index, is_drawn=is_drawn, masked=lasts.tolist() if needs_masks else None)
+        needs_masks = not (is_sampled or has_readers) and needs_only_temperature(
+            sampled.records, aside_from=table.mask_bit
+        )
+        return _results(graph, index, is_sampled=is_sampled, masked=lasts.tolist() if needs_masks else None)
 
     def replay_with_drafts(self, rows: StepRows, sampled: SampledRows, num_drafts: Ints64 | None) -> DecodeStep:
         """Queue a step with drafts, which must fit. Its graph samples after each token; ``accept`` stores the tokens.
 
         num_drafts: as in ``expand_rows``. Returns results for tokens instead of rows.
         """
-        is_drawn = is_simple(sampled.records)
+        is_sampled = needs_only_temperature(sampled.records)
         with profiled("prepare"):
             tokens = expand_rows(rows, self._table, num_drafts)
-            if is_drawn:  # a graph samples only after tokens with a target; this target is never read
+            if is_sampled:  # a graph samples only after tokens with a target; this target is never read
                 tokens.targets[:] = len(self._table.last_tokens) - 1
         graph = self._run(rows, sampled, tokens)
-        return _results(graph, slice(len(tokens.positions)), is_drawn=is_drawn)
+        return _results(graph, slice(len(tokens.positions)), is_sampled=is_sampled)
 
     def replay_draft(self, rows: StepRows, sampled: SampledRows, number: int, num_unknown: Ints64 | None) -> DecodeStep:
         """Queue a step of a draft model, which must fit. Its graph samples the draft with this number of each row.
@@ -351,17 +353,17 @@ class DecodeGraphs:
                 else:  # ``move_rows`` chooses the token of each row after which a draft is sampled
                     tokens.targets[:] = targets[tokens.row_of_token]
                     index -= table.rejected[table.upload(rows.row_indices)]
-        return _results(self._run(rows, sampled, tokens), index, is_drawn=is_simple(sampled.records))
+        return _results(self._run(rows, sampled, tokens), index, is_sampled=needs_only_temperature(sampled.records))
 
-    def _one_token_rows(self, rows: StepRows, *, is_drawn: bool) -> TokenRows:
-        """Return rows of one token each, with cascade attention if it saves enough. is_drawn: the graph samples."""
+    def _one_token_rows(self, rows: StepRows, *, is_sampled: bool) -> TokenRows:
+        """Return rows of one token each, with cascade attention if it saves enough. is_sampled: the graph samples."""
         table, cascade = self._table, None
         is_exact = not table.is_upper_bound.any()
         if self._prefixes is not None and is_exact and table.adapters.slots(rows.row_indices) is None:
             cascade = self._prefixes.find(rows)
         order = slice(None) if cascade is None else cascade.order
         row_indices = rows.row_indices[order]
-        targets = row_indices if is_drawn else np.full(len(row_indices), -1)
+        targets = row_indices if is_sampled else np.full(len(row_indices), -1)
         return TokenRows(order, rows.starts[order], row_indices, targets, cascade)
 
     def _run(

@@ -167,7 +167,7 @@ class PieceGraphs:
     def replay(self, inputs: ModelInputs, batch: ForwardBatch, num_outputs: int | None = None) -> Tensor:
         """Queue the step, which must fit. Return the hidden states [num_outputs, D] of the first ``inputs.outputs``.
 
-        num_outputs: None: one for each row.
+        num_outputs: None if it is one for each row.
         """
         num_tokens = len(batch.slot_mapping)
         size = next(size for size in self._steps if num_tokens <= size)

@@ -139,7 +139,7 @@ class TokenRows(NamedTuple):
         positions: [T] position of each token.
         sources: [T] index of each token in ``RowTable.last_tokens``.
         targets: [T] index in ``RowTable.last_tokens`` of the token that is sampled after each token; -1: none.
-        cascade: None: the graph has no cascade attention.
+        cascade: None if the graph has no cascade attention.
         is_exact: the positions are exact, and the device chooses the token of each row that counts (``move_rows``).
     """
 

@@ -48,16 +48,16 @@ class Sampler:
         """Sample one token id per row of logits [S, >= V] -> [S] int64; FAILED for a bad row."""
         logits = logits[:, : self._vocab_size]
         records = rows.records
-        is_plain = records["is_plain"]
-        if is_plain.all():
+        is_plain_greedy = records["is_plain_greedy"]
+        if is_plain_greedy.all():
             return greedy(logits)
         token_ids = torch.empty(len(records), dtype=torch.int64)
         is_greedy, is_truncated = records["is_greedy"], records["is_truncated"]
         for mask, method in (
-            (is_plain, self._plain),
-            (is_greedy & ~is_plain, self._processed),
-            (~is_greedy & ~is_truncated, self._drawn),
-            (~is_greedy & is_truncated, self._drawn),
+            (is_plain_greedy, self._plain),
+            (is_greedy & ~is_plain_greedy, self._processed),
+            (~is_greedy & ~is_truncated, self._random),
+            (~is_greedy & is_truncated, self._random),
         ):
             indices = np.flatnonzero(mask)
             for start in range(0, len(indices), _CHUNK_ROWS):
@@ -77,7 +77,7 @@ class Sampler:
         """Logits [S, V] -> greedy token ids [X] of the rows ``chunk`` [X] after the processors."""
         return greedy(self._process(logits, rows, chunk))
 
-    def _drawn(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+    def _random(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
         """Logits [S, V] -> token ids [X] of the rows ``chunk`` [X], all of them with truncation or all without."""
         p_XW = self._process(logits, rows, chunk)
         records = rows.records[chunk]

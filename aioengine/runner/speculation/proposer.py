@@ -47,7 +47,7 @@ class Proposer:
     """Proposes the drafts of a step, and keeps the tokens of the open requests for it."""
 
     def __init__(self, table: RowTable, model: DraftModel | None = None, *, with_grammars: bool) -> None:
-        """model: None: drafts are n-grams.
+        """model: None if drafts are n-grams.
         with_grammars: the model proposes drafts for requests with a grammar. Not with several steps in flight, because
         a row in flight may then sample a forced token again.
         """
@@ -80,7 +80,7 @@ class Proposer:
         if self._model is not None:
             self._model.capture_graphs(vocab_size, max_rows, report)
 
-    def is_plain(self, rows: list[Row]) -> bool:
+    def has_no_drafts(self, rows: list[Row]) -> bool:
         """Return whether these rows are computed as in an engine without drafts: they have none, and no draft before
         them is in flight.
         """

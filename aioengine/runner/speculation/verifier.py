@@ -142,7 +142,7 @@ class Verifier:
     """Verifies the drafts of steps.
 
     Attributes:
-        sampler: of rank 0. ranks: None: there is one rank.
+        sampler: of rank 0. ranks: None if there is one rank.
         logits: computes logits [N, V] from hidden states [N, D].
         keep: see ``ModelRunner._keep``.
         errors: uid -> error of a custom processor.

@@ -50,12 +50,12 @@ def test_kv_cache_may_have_another_dtype_than_queries(folder: Path) -> None:
     settings = make_settings(folder, chunk_tokens=16)
     typed = structs.replace(settings, memory=structs.replace(settings.memory, kv_dtype="bfloat16"))
     plain, world = World(settings), World(typed)
-    assert world.runner._kv_pool.tensors[0].dtype == torch.bfloat16
+    assert world.runner._pools[0].tensors[0].dtype == torch.bfloat16
     assert world.runner.facts["kv_pool_bytes"] == int(plain.runner.facts["kv_pool_bytes"]) // 2
     plain.answers(PROMPTS[:2], max_new_tokens=2)
     world.answers(PROMPTS[:2], max_new_tokens=2)
-    expected = plain.runner._kv_pool.tensors[0][0]
-    rounded = world.runner._kv_pool.tensors[0][0]
+    expected = plain.runner._pools[0].tensors[0][0]
+    rounded = world.runner._pools[0].tensors[0][0]
     assert torch.equal(rounded, expected.bfloat16()), "the first layer has the same K and V, rounded"
     world.submit(PROMPTS[3])
     world.run()

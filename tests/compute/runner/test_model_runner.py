@@ -254,14 +254,14 @@ def test_freed_pages_of_a_failed_row_are_clean_for_their_next_owner(tmp_path: Pa
     opened = [NewRow(uid, greedy, 3, [5, 77, 6], [uid]) for uid in (1, 2)]
     bad = [Row(1, 0, 3, outputs, [5, 77, 6]), Row(2, 0, 1, TOKENS, [5])]
     in_flight = runner.launch(StepPlan(bad, opened, closed=[4]))
-    before = runner._kv_pool.tensors[0][:, :, 1 + 2].clone()
+    before = runner._pools[0].tensors[0][:, :, 1 + 2].clone()
     opened = [NewRow(3, greedy, 2, [5, 6], [1])]  # two of the four slots of the page
     next_one = runner.launch(StepPlan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))
     assert "non-finite" in runner.collect(in_flight).failed[1]
     result = runner.collect(next_one)
     assert (result.tokens.token_ids, result.failed) == (expected, {})
-    assert runner._kv_pool.tensors[0].isfinite().all()
-    assert torch.equal(runner._kv_pool.tensors[0][:, :, 1 + 2], before), "the pages of other rows are unchanged"
+    assert runner._pools[0].tensors[0].isfinite().all()
+    assert torch.equal(runner._pools[0].tensors[0][:, :, 1 + 2], before), "the pages of other rows are unchanged"
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -135,7 +135,7 @@ def test_a_failed_step_breaks_the_ranks(folder: Path, monkeypatch: pytest.Monkey
     with ranked_world(settings_of(folder), 2) as world:
         uid = world.submit(PROMPTS[0])
         with monkeypatch.context() as patch:
-            patch.setattr(world.runner, "_change_requests", lambda plan: 1 / 0)
+            patch.setattr(world.runner, "_open_and_close", lambda plan: 1 / 0)
             with pytest.raises(RanksBrokenError, match="ZeroDivisionError"):
                 world.step()
     assert uid not in world.ended

@@ -118,11 +118,11 @@ def test_all_matmuls_of_a_block_run_with_each_token_count(
     monkeypatch.setattr(Linear, "finish_loading", finish_loading)
     runner = build(make_settings(tmp_path), lambda _: None)
     seen.clear()
-    pool = runner._kv_pool.tensors[0].clone()
+    pool = runner._pools[0].tensors[0].clone()
     warmup.load_kernels(runner._model, (7, 300))
     shapes = (128, 64), (64, 64), (192, 64), (64, 96)  # q, k and v; output; gate and up; down
     assert seen == [(num_tokens, *shape) for num_tokens in (7, 300) for shape in shapes]
-    assert torch.equal(runner._kv_pool.tensors[0], pool)
+    assert torch.equal(runner._pools[0].tensors[0], pool)
     runner.close()
 
 

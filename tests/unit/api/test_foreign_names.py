@@ -20,7 +20,7 @@ def say(name: str) -> str:
     return f"{name}.*{OUR_WAY[name].partition(' (')[0]}"
 
 
-@pytest.mark.parametrize("name", OUR_WAY)
+@pytest.mark.parametrize("name", sorted(OUR_WAY.keys() - {"text"}))  # aioengine.text is a package
 def test_names_of_other_engines_in_the_package_say_ours(name: str) -> None:
     with pytest.raises(AttributeError, match=say(name)):
         getattr(aioengine, name)

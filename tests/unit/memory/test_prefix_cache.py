@@ -18,7 +18,7 @@ Prefix = tuple[int | Salt, ...]
 
 
 def open_(cache: PrefixCache, token_ids: list[int]) -> Allocation:
-    return cache.lock(token_ids, cache.match(token_ids))
+    return cache.allocate(token_ids, cache.match(token_ids))
 
 
 def computed(cache: PrefixCache, token_ids: list[int]) -> Allocation:
@@ -33,7 +33,7 @@ def num_matched(cache: PrefixCache, token_ids: list[int]) -> int:
 
 def test_a_match_leaves_at_least_the_last_token_to_compute() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
-    cache.unlock(computed(cache, [1, 2, 3, 4, 5]))
+    cache.release(computed(cache, [1, 2, 3, 4, 5]))
     assert num_matched(cache, [1, 2, 3, 4, 5]) == 4
     assert num_matched(cache, [1, 2, 3, 4]) == 2
     assert num_matched(cache, [1, 2, 3]) == 2
@@ -63,7 +63,7 @@ def test_pending_pages_are_removed_with_their_request() -> None:
     cache.insert(allocation, [1, 2, 3, 4, 5], 2)
     pending = cache.match([1, 2, 3, 4, 5]).pending
     assert pending is not None
-    cache.unlock(allocation)
+    cache.release(allocation)
     assert not pending.is_pending
     assert cache.match([1, 2, 3, 4, 5]).pending is None
     assert num_matched(cache, [1, 2, 3, 4, 5]) == 2
@@ -80,14 +80,14 @@ def test_match_continues_at_the_pending_page() -> None:
     assert cache.match(longer, known=known) == cache.match(longer) == Match([], known)
     cache.insert(allocation, prompt, 5)
     assert cache.match(longer, known=known) == cache.match(longer)
-    cache.unlock(computed(cache, longer))
+    cache.release(computed(cache, longer))
     assert len(cache.match(longer, known=known).path) == 3
     assert cache.match(prompt[:4], known=known) == cache.match(prompt[:4])
     assert cache.match(prompt[:1], known=known).path == []
-    cache.unlock(allocation)
+    cache.release(allocation)
     cache.clear()
     assert cache.match(longer, known=known) == Match([], None)
-    cache.unlock(computed(cache, longer))
+    cache.release(computed(cache, longer))
     assert cache.match(longer, known=known) == cache.match(longer)
 
 
@@ -103,9 +103,9 @@ def test_a_page_computed_twice_is_cached_once_and_leaks_nothing() -> None:
     cache.insert(second, [1, 2, 3, 4, 5, 6], 6)
     assert num_matched(cache, [1, 2, 3, 4, 5, 6, 7]) == 6
     cache.check_integrity([first, second])
-    cache.unlock(first)
+    cache.release(first)
     cache.check_integrity([second])
-    cache.unlock(second)
+    cache.release(second)
     cache.check_integrity([])
     assert cache.num_allocatable == 8
     assert cache.num_cached == 3
@@ -120,15 +120,15 @@ def test_a_page_that_another_request_computed_is_shared_when_it_is_ready() -> No
     cache.insert(other, [1, 2, 3], 3)
     cache.insert(allocation, [1, 2], 2)
     assert allocation.num_ready == 1
-    cache.unlock(allocation)
-    cache.unlock(other)
+    cache.release(allocation)
+    cache.release(other)
     cache.check_integrity([])
     assert cache.num_allocatable == 8
 
 
 def test_matched_pages_without_a_lock_are_no_longer_allocatable() -> None:
     cache = PrefixCache(num_pages=4, page_size=2)
-    cache.unlock(computed(cache, [1, 2, 3, 4]))
+    cache.release(computed(cache, [1, 2, 3, 4]))
     running = open_(cache, [9, 9, 9])
     wanted = [1, 2, 5, 6, 7, 8]
     match = cache.match(wanted)
@@ -140,7 +140,7 @@ def test_matched_pages_without_a_lock_are_no_longer_allocatable() -> None:
 
 def test_growing_evicts_unlocked_pages_and_then_returns_none() -> None:
     cache = PrefixCache(num_pages=3, page_size=1)
-    cache.unlock(computed(cache, [1, 2]))
+    cache.release(computed(cache, [1, 2]))
     allocation = open_(cache, [5])
     assert cache.grow(allocation) is not None
     assert num_matched(cache, [1, 2, 3]) == 1
@@ -152,7 +152,7 @@ def test_growing_evicts_unlocked_pages_and_then_returns_none() -> None:
 
 def test_a_match_is_never_evicted_for_its_own_request() -> None:
     cache = PrefixCache(num_pages=4, page_size=1)
-    cache.unlock(computed(cache, [1, 2, 3]))
+    cache.release(computed(cache, [1, 2, 3]))
     allocation = open_(cache, [1, 2, 3, 4])
     assert allocation.num_ready == 3
     assert len(set(allocation.pages)) == 4
@@ -163,7 +163,7 @@ def test_a_disabled_cache_shares_nothing() -> None:
     allocation = open_(cache, [1, 2, 3])
     assert allocation.next_insert_at == NEVER
     assert cache.match([1, 2, 3]) == Match([], None)
-    cache.unlock(allocation)
+    cache.release(allocation)
     assert cache.num_allocatable == 4
     assert cache.num_cached == 0
 
@@ -174,10 +174,10 @@ def test_requests_with_different_salts_share_nothing() -> None:
     for salt in ("", "a", "b"):
         match = cache.match(prompt, salt)
         assert match.path == []
-        allocation = cache.lock(prompt, match)
+        allocation = cache.allocate(prompt, match)
         assert cache.match(prompt, salt).pending is not None
         cache.insert(allocation, [*prompt, 6], 6)  # the third page is complete only now
-        cache.unlock(allocation)
+        cache.release(allocation)
         assert len(cache.match([*prompt, 6, 7], salt).path) == 3
     assert cache.num_cached == 9
     assert cache.match([1], "a").path == cache.match([], "a").path == []
@@ -189,7 +189,7 @@ def answered(cache: PrefixCache, session: int, token_ids: list[int]) -> None:
     """Compute and end a request of a session."""
     allocation = computed(cache, token_ids)
     cache.pin(session, allocation)
-    cache.unlock(allocation)
+    cache.release(allocation)
 
 
 def test_pinned_pages_of_the_least_recently_used_session_are_evicted_first() -> None:
@@ -197,7 +197,7 @@ def test_pinned_pages_of_the_least_recently_used_session_are_evicted_first() -> 
     answered(cache, 1, [1, 10])
     answered(cache, 2, [2, 20])
     cache.touch(1)
-    cache.unlock(computed(cache, [3, 30]))
+    cache.release(computed(cache, [3, 30]))
     assert (cache.num_allocatable, cache.num_cached, cache.num_pinned) == (8, 6, 4)
     assert cache.evict(2) == 2
     assert [num_matched(cache, [number, number * 10, 0]) for number in (1, 2, 3)] == [2, 2, 0]
@@ -239,8 +239,8 @@ def test_invalid_pages_that_a_session_pinned_stay() -> None:
     cache.insert(first, [1, 2], 2)
     cache.insert(second, [1, 2], 2)
     cache.pin(1, second)
-    cache.unlock(second)
-    cache.unlock(first, is_invalid=True)
+    cache.release(second)
+    cache.release(first, is_invalid=True)
     assert num_matched(cache, [1, 2, 3]) == 2
     cache.unpin(1)
     assert cache.clear()
@@ -248,13 +248,13 @@ def test_invalid_pages_that_a_session_pinned_stay() -> None:
 
 def test_invalid_pages_are_removed_unless_others_use_them() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
-    cache.unlock(computed(cache, [1, 2, 3]))
+    cache.release(computed(cache, [1, 2, 3]))
     invalid = computed(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     other = open_(cache, [1, 2, 3, 4, 9])
-    cache.unlock(invalid, is_invalid=True)
+    cache.release(invalid, is_invalid=True)
     cache.check_integrity([other])
     assert num_matched(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
-    cache.unlock(other)
+    cache.release(other)
     cache.check_integrity([])
     assert cache.num_allocatable == 8
     assert cache.num_cached == 2
@@ -264,8 +264,8 @@ def test_invalid_pages_with_valid_pages_below_them_stay() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     invalid = open_(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     cache.insert(invalid, [1, 2, 3, 4, 5, 6, 7, 8], 6)
-    cache.unlock(computed(cache, [1, 2, 9, 9]))
-    cache.unlock(invalid, is_invalid=True)
+    cache.release(computed(cache, [1, 2, 9, 9]))
+    cache.release(invalid, is_invalid=True)
     cache.check_integrity([])
     assert num_matched(cache, [1, 2, 3, 4, 5]) == 2
     assert cache.num_allocatable == 8
@@ -278,8 +278,8 @@ def test_removing_invalid_pages_keeps_the_equal_page_of_another_request() -> Non
     first, second = open_(cache, [1]), open_(cache, [1])
     cache.insert(first, [1, 2], 2)
     cache.insert(second, [1, 2], 2)
-    cache.unlock(first)
-    cache.unlock(second, is_invalid=True)
+    cache.release(first)
+    cache.release(second, is_invalid=True)
     cache.check_integrity([])
     assert num_matched(cache, [1, 2, 3]) == 2
 
@@ -304,7 +304,7 @@ def test_pages_of_a_new_request_are_pending_after_the_launch_or_at_the_next_matc
 
 def test_some_pages_are_free_after_a_launch() -> None:
     cache = PrefixCache(num_pages=128, page_size=2)
-    cache.unlock(computed(cache, list(range(256))))
+    cache.release(computed(cache, list(range(256))))
     assert cache.num_cached == 128
     cache.after_launch()
     assert cache.num_cached == 126
@@ -318,7 +318,7 @@ def test_several_long_prompts_are_cached_together() -> None:
     cache = PrefixCache(num_pages=32_000, page_size=16)
     for number in range(5):
         prompt = [number, *range(99_999)]
-        cache.unlock(computed(cache, prompt))
+        cache.release(computed(cache, prompt))
         assert num_matched(cache, prompt) == 99_984
     assert cache.num_cached == 5 * 6250
     assert cache.evict(32_000) == 5 * 6250
@@ -408,7 +408,7 @@ class CacheMachine(RuleBasedStateMachine):
         for index in range(len(match.path)):
             self.naive.known[(salt, *token_ids[: (index + 1) * self.page_size])].num_locks += 1
         self.evict_in_model(missing)
-        sharer = Sharer(list(token_ids), self.cache.lock(token_ids, match), len(match.path) * self.page_size)
+        sharer = Sharer(list(token_ids), self.cache.allocate(token_ids, match), len(match.path) * self.page_size)
         self.sharers.append(sharer)
 
     def evict_in_model(self, num_wanted: int) -> None:
@@ -460,7 +460,7 @@ class CacheMachine(RuleBasedStateMachine):
             entry = self.naive.known[sharer.prefix((index + 1) * self.page_size)]
             entry.num_locks -= 1
             entry.given_up = self.naive.time
-        self.cache.unlock(sharer.allocation)
+        self.cache.release(sharer.allocation)
 
     @precondition(lambda self: self.sharers)
     @rule(data=st.data(), session=SESSIONS)

@@ -107,14 +107,14 @@ def test_a_hundred_thousand_pages_are_evicted_one_by_one() -> None:
 
 def test_only_pages_that_are_not_in_the_tree_can_be_announced() -> None:
     tree = RadixTree(1)
-    first = tree.announce(tree.root, [(1,), (2,), (3,)], [10, 11, 12])
+    first = tree.add_pending(tree.root, [(1,), (2,), (3,)], [10, 11, 12])
     assert [(node.key, node.page, node.num_locks, node.is_pending) for node in first] == [
         ((1,), 10, 1, True),
         ((2,), 11, 1, True),
         ((3,), 12, 1, True),
     ]
-    assert tree.announce(first[0], [(9,), (3,)], [20, 21]) != []
-    assert tree.announce(first[0], [(2,), (4,)], [30, 31]) == []
-    assert tree.announce(first[1], [(4,), (5,)], [40, 41])[-1].parent is tree.walk([1, 2, 4, 5], 4)[2]
+    assert tree.add_pending(first[0], [(9,), (3,)], [20, 21]) != []
+    assert tree.add_pending(first[0], [(2,), (4,)], [30, 31]) == []
+    assert tree.add_pending(first[1], [(4,), (5,)], [40, 41])[-1].parent is tree.walk([1, 2, 4, 5], 4)[2]
     assert tree.num_nodes == 7
     assert [node.page for node in tree.walk([1, 2, 3], 3)] == [10, 11, 12]

@@ -47,7 +47,7 @@ class World:
             return None
         if self.cache.num_left(match, len(token_ids), 0) < 0:
             return None
-        allocation = self.cache.lock(token_ids, match)
+        allocation = self.cache.allocate(token_ids, match)
         own = allocation.snapshots
         assert own is not None
         num_cached = len(match.path) * self.cache.page_size
@@ -74,7 +74,7 @@ class World:
 
     def close(self, request: Running, *, is_invalid: bool = False) -> None:
         self.running.remove(request)
-        self.cache.unlock(request.allocation, is_invalid=is_invalid)
+        self.cache.release(request.allocation, is_invalid=is_invalid)
 
     def answer(self, token_ids: list[int], num_tokens: int = 1) -> int:
         """Compute a request alone, in rows of so many tokens; returns how many were reused."""

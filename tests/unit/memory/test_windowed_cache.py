@@ -38,7 +38,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         for one in self.running:
-            self.cache.unlock(one.allocation)
+            self.cache.release(one.allocation)
         assert self.cache.clear()
         assert self.cache.num_allocatable == 30
         assert not self.cache._tree.root.children, "no node is left without pages"
@@ -48,7 +48,7 @@ class Machine(RuleBasedStateMachine):
         match = self.cache.match(token_ids, salt)
         if match.pending is not None:
             return
-        allocation = self.cache.lock(token_ids, match)
+        allocation = self.cache.allocate(token_ids, match)
         self.running.append(Running(token_ids.copy(), len(match.path) * self.groups.page_size, allocation))
 
     @precondition(lambda self: self.running)
@@ -79,8 +79,8 @@ class Machine(RuleBasedStateMachine):
         self.running.remove(one)
         if session and not is_invalid:
             self.cache.pin(session, one.allocation)
-        self.cache.unlock(one.allocation, is_invalid=is_invalid)
-        self.cache.unlock(one.allocation)
+        self.cache.release(one.allocation, is_invalid=is_invalid)
+        self.cache.release(one.allocation)
 
     @rule(session=st.integers(1, 2))
     def close_session(self, session: int) -> None:
@@ -123,14 +123,14 @@ TestWindowedCache = Machine.TestCase
 def test_a_prefix_that_another_request_is_to_compute_is_pending() -> None:
     cache = WindowedCache(PageGroups(windows=(None, 3), page_size=2), num_pages=20)
     token_ids = list(range(9))
-    allocation = cache.lock(token_ids, cache.match(token_ids))
+    allocation = cache.allocate(token_ids, cache.match(token_ids))
     assert cache.match(token_ids).pending is allocation.path[-1]
 
 
 def test_nothing_is_cached_where_the_cache_is_switched_off() -> None:
     cache = WindowedCache(PageGroups(windows=(None, 3), page_size=2), num_pages=20, enabled=False)
     token_ids = list(range(8))
-    allocation = cache.lock(token_ids, cache.match(token_ids))
+    allocation = cache.allocate(token_ids, cache.match(token_ids))
     for end in range(2, 9, 2):
         cache.grow(allocation)
         cache.insert(allocation, token_ids, end)
@@ -151,12 +151,12 @@ def test_a_long_prefix_without_its_windows_is_looked_through_once(monkeypatch: p
     num_pages, groups = 300, PageGroups(windows=(None, 40, 40), page_size=4)
     cache = WindowedCache(groups, num_pages=3 * num_pages)
     token_ids = list(range(4 * num_pages))
-    allocation = cache.lock(token_ids, cache.match(token_ids))
+    allocation = cache.allocate(token_ids, cache.match(token_ids))
     for end in range(4, 4 * num_pages + 1, 4):
         assert cache.grow(allocation) is not None
         cache.insert(allocation, token_ids, end)
     path = allocation.path.copy()
-    cache.unlock(allocation)
+    cache.release(allocation)
     assert len(cache.match([*token_ids, 1]).path) == num_pages
     cache.evict(2 * num_pages + 10)  # pages of the windows, and the last of the others
     for node in path:

@@ -21,7 +21,7 @@ def request_of(uid: int, token_ids: list[int], *, max_new: int = 400) -> Request
 
 def running(cache: PrefixCache, uid: int, token_ids: list[int], *, num_computed: int, max_new: int = 400) -> Request:
     request = request_of(uid, token_ids, max_new=max_new)
-    request.start(cache.lock(token_ids, cache.match(token_ids)), 0)
+    request.start(cache.allocate(token_ids, cache.match(token_ids)), 0)
     cache.insert(request.allocation, token_ids, num_computed)
     return request
 
@@ -95,7 +95,7 @@ def test_a_request_does_not_wait_for_a_prefix_whose_request_has_ended() -> None:
     other = running(cache, 1, list(range(20)), num_computed=8)
     request = request_of(2, [*range(20), 50])
     assert ask(cache, request, [other]) is Refusal.LATER
-    cache.unlock(other.allocation)
+    cache.release(other.allocation)
     assert not waits(cache, request)
     answer = ask(cache, request, [])
     assert isinstance(answer, Match)
@@ -125,7 +125,7 @@ def test_asking_for_admission_changes_neither_cache_nor_requests(
             continue
         other = running(cache, uid, prompt, num_computed=data.draw(st.integers(0, len(prompt))))
         if data.draw(st.booleans()):
-            cache.unlock(other.allocation)
+            cache.release(other.allocation)
         else:
             others.append(other)
     before = picture(cache)

@@ -122,7 +122,7 @@ def test_an_alphabet_beyond_the_vocabulary_is_refused() -> None:
 
 
 def test_a_vocabulary_of_the_end_token_alone_is_refused() -> None:
-    with pytest.raises(ValueError, match="no token beside eos_token_id=0"):
+    with pytest.raises(ValueError, match="no token besides eos_token_id=0"):
         runner_with(FakeModel(vocab_size=1, eos_token_id=0))
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.errors import EngineClosedError, EngineOverloadedError
+from aioengine.frontend.calls import overload
 from aioengine.frontend.calls.call import Call
 from aioengine.frontend.calls.overload import RESERVED_S, QueuedCaller, QueueLimits
 from aioengine.settings.config import QueueConfig
@@ -44,7 +45,9 @@ class World:
         """Open a call, unless it is refused."""
         call = Call(0.0)
         try:
-            self.limits.reserve(call, lambda: caller)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(overload, "this_caller", lambda: caller)
+                self.limits.reserve(call)
         except EngineOverloadedError:
             return False
         self.limits.add_bytes(call, num_bytes)
