@@ -41,8 +41,8 @@ def raise_descriptor_limit() -> None:
 def require_descriptors(count: int) -> None:
     """Raise EngineStartupError if this process cannot open ``count`` more files now.
 
-    Event loops and libzmq abort the program if no descriptor is free. Create them directly after this call: other
-    Python threads cannot take the descriptors before.
+    Event loops and libzmq abort the program if no descriptor is free. Create them directly after this call: then other
+    threads can take the descriptors only if they are opening a file already.
     """
     opened: list[int] = []
     try:

@@ -89,6 +89,7 @@ class Frontend:
         self._checks = RequestChecks(parts, self._encoder, self.images)
         self.calls = Calls(self._checks, lock, self.limits, self.sessions)
         self.delivery = Delivery(self.calls.rows, lock, self.calls.row_ended)
+        self.calls.end_arrived = self.delivery.end_rows
         self.attachments = self.calls.attachments
         self._slow_readers = SlowReaders(parts.blueprint.delivery, self.calls)
         self._slow_readers.watch()
@@ -210,6 +211,7 @@ class Frontend:
         self.failure = error
         with self._lock:
             self.limits.refuse(error)
+        self.delivery.end_rows()
         for call in list(self.calls.opened):
             self.calls.fail(call, error)
         self.sessions.clear()

@@ -92,6 +92,15 @@ def test_no_callback_that_ends_a_large_batch_is_long(
     assert asyncio.run(most_calls()) < MAX_CALLS  # on asyncio's own loop: others do not run handles in Python
 
 
+async def test_answers_that_arrived_are_kept_when_the_engine_dies() -> None:
+    async with fake_async_engine(processes=False, max_running=1024, num_pages=40_000, chunk_tokens=20_000) as engine:
+        calls = [asyncio.ensure_future(engine.async_generate("a", {"max_new_tokens": 3})) for _ in range(500)]
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)  # all rows end in the same step
+        assert not all(call.done() for call in calls)
+        die(engine)
+        assert {str(answer["meta_info"]["finish_reason"]) for answer in await asyncio.gather(*calls)} == {"length"}
+
+
 def num_rows_in_memory() -> int:
     return sum(type(each) is CallRow for each in gc.get_objects())
 

@@ -396,7 +396,7 @@ class Call:
     num_tokens: int = 0
     num_rows_of: dict[int, int] = field(default_factory=dict)
     num_started: int = 0
-    aborted: frozenset[int] = frozenset()
+    aborted: set[int] = field(default_factory=set)
     ending: Ending | None = None
     is_start_pending: bool = False
     is_accepted: bool = False

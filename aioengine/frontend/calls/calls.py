@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from typing import Final
@@ -43,6 +43,7 @@ class Calls:
         step_ended_at: when the last known step of the scheduler ended.
         idle: set when a call ended and none is open.
         finished: the last finished requests, for ``selfcheck``.
+        end_arrived: ends all rows whose ends have arrived (``Delivery.end_rows``).
     """
 
     def __init__(self, checks: RequestChecks, lock: threading.RLock, limits: QueueLimits, sessions: Sessions) -> None:
@@ -53,6 +54,7 @@ class Calls:
         self.ids = CallIds()
         self.idle = asyncio.Event()
         self.finished: deque[RecordedRequest] = deque(maxlen=NUM_FINISHED)
+        self.end_arrived: Callable[[], None] = lambda: None
         self.attachments = Attachments(self.ids, lock=lock, close_if_over=self.close_if_over)
         self.submitter = Submitter(checks, self.ids, self.rows, lock, limits, sessions, self.close_if_over)
         self._loop = asyncio.get_running_loop()
@@ -240,7 +242,7 @@ class Calls:
         if len(rows) == call.request.num_rows:
             self.end([call], FinishCode.ABORT)
             return
-        call.aborted |= {index for index in rows if index >= call.num_started}
+        call.aborted.update(index for index in rows if index >= call.num_started)
         with self._lock:
             uids = [call.live[index].uid for index in rows if index in call.live]
         if uids:
@@ -286,6 +288,7 @@ class Calls:
 
     def end_here(self, call: Call, code: FinishCode, deadline: str | None = None) -> None:
         """End rows here, with their output so far, because the scheduler did not end them (at this deadline)."""
+        self.end_arrived()
         now = time.monotonic()
         with self._lock:
             rows = [row for row in call.live.values() if deadline in (None, "total") or row.first_token is None]

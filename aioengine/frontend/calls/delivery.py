@@ -7,6 +7,7 @@ With ``slow_reader`` "pause" or "abort", a timer checks all streams. Reading and
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections import deque
@@ -106,19 +107,24 @@ class Delivery:
         Later chunks are merged with unread chunks meanwhile.
         """
         calls, self._calls_to_wake = self._calls_to_wake[:MAX_WOKEN], self._calls_to_wake[MAX_WOKEN:]
-        ends, self._ends = self._ends[:MAX_ENDED], self._ends[MAX_ENDED:]
-        ended: list[CallRow] = []
         self._bytes_left = MAX_EXTRA_BYTES
+        self.end_rows(MAX_ENDED)
+        with self._lock:
+            for call in calls:
+                call.wake()
+        if self._calls_to_wake or self._ends:
+            asyncio.get_running_loop().call_soon(self.wake)
+
+    def end_rows(self, most: int = sys.maxsize) -> None:
+        """End up to ``most`` rows whose ends have arrived."""
+        ends, self._ends = self._ends[:most], self._ends[most:]
+        ended: list[CallRow] = []
         with self._lock:
             now = time.monotonic()
             for end in ends:
                 if (row := self.rows.pop(end.uid, None)) is not None:
                     row.call.end_row(row, end, now)
                     ended.append(row)
-            for call in calls:
-                call.wake()
-        if self._calls_to_wake or self._ends:
-            asyncio.get_running_loop().call_soon(self.wake)
         for row in ended:
             self._on_ended(row)
 
