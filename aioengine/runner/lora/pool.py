@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -85,15 +84,21 @@ class StepAdapters:
         self.token_slots = token_slots
         self.output_slots = output_slots
         self._group = group
+        self._tokens: Grouping | None = None
+        self._outputs: Grouping | None = None
 
-    @cached_property
+    @property
     def tokens(self) -> Grouping:
-        return self._group(self.token_slots)
+        if self._tokens is None:
+            self._tokens = self._group(self.token_slots)
+        return self._tokens
 
-    @cached_property
+    @property
     def outputs(self) -> Grouping:
-        assert self.output_slots is not None, "the step has no output indices"
-        return self._group(self.output_slots)
+        if self._outputs is None:
+            assert self.output_slots is not None, "the step has no output indices"
+            self._outputs = self._group(self.output_slots)
+        return self._outputs
 
 
 class FixedTiles:
