@@ -185,7 +185,7 @@ class _OnDevice:
         if self._batch_invariant:
             from aioengine.kernels.triton.invariant_linear import InvariantMatmul
 
-            return InvariantMatmul(weight, bias, self._num_done)(x)
+            return InvariantMatmul(weight, bias, self._num_done, is_constant=False)(x)
         return functional.linear(x, weight, bias)
 
     def gated(self, x: Tensor) -> Tensor:

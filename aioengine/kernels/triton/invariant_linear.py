@@ -245,9 +245,14 @@ def tile_for(num_rows: int, num_outputs: int, splits: int) -> Tile:
 class InvariantMatmul:
     """The matmul with weight [O, I] and bias [O]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, num_done: Tensor | None = None) -> None:
-        """weight: contiguous [O, I]. bias: [O]. num_done: see ``skinny_linear.matmul``; None: allocate it."""
-        self._weight, self._bias = weight, bias
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, num_done: Tensor | None = None, *, is_constant: bool = True
+    ) -> None:
+        """weight: contiguous [O, I]. bias: [O]. num_done: see ``skinny_linear.matmul``; None: allocate it.
+
+        is_constant: otherwise the previous kernel may still write the weight, so it must not be loaded early.
+        """
+        self._weight, self._bias, self._is_constant = weight, bias, is_constant
         num_outputs, size = weight.shape
         self._splits = num_splits(num_outputs, size)
         if num_done is None:  # a counter for each tile that several programs compute: at most as many as processors
@@ -261,7 +266,8 @@ class InvariantMatmul:
         x, weight, bias = x.contiguous(), self._weight, self._bias
         if not self._is_fast or x.data_ptr() % 16:
             return matmul(x, weight, bias)
-        if len(x) == 1 and (self._splits == 2 or (x.shape[1] <= FEW_INPUTS and len(weight) <= MANY_OUTPUTS)):
+        is_fast_row = self._splits == 2 or (x.shape[1] <= FEW_INPUTS and len(weight) <= MANY_OUTPUTS)
+        if len(x) == 1 and self._is_constant and is_fast_row:
             return self._row(x, is_gated=False)
         programs = programs_of(len(x), *weight.shape)
         if programs is not None:
@@ -271,7 +277,7 @@ class InvariantMatmul:
     def gated(self, x: Tensor) -> Tensor:
         """[T, I] -> silu(first half of the outputs) * (second half), [T, O / 2]."""
         if self._is_fast and self._splits == 1 and self._bias is None and x.is_contiguous() and x.data_ptr() % 16 == 0:
-            if len(x) == 1:
+            if len(x) == 1 and self._is_constant:
                 return self._row(x, is_gated=True)
             is_fused = len(x) <= FEW_ROWS or x.shape[1] <= GATED_SIZE
             if is_fused and _num_tiles(len(x), len(self._weight) // 2, GATED) >= PROCESSORS:

@@ -28,10 +28,11 @@ for num_outputs, size, num_rows in (
 ):
     weight, x, bias = (torch.randn(*shape).half() for shape in ((num_outputs, size), (num_rows, size), (num_outputs,)))
     num_done = torch.zeros(num_tiles(num_outputs), dtype=torch.int32)
-    result = invariant_linear.InvariantMatmul(weight, bias, num_done)(x)
-    assert not num_done.any()
     expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
-    torch.testing.assert_close(result.float(), expected, rtol=2e-3, atol=2e-2)
+    for is_constant in (True, False):
+        result = invariant_linear.InvariantMatmul(weight, bias, num_done, is_constant=is_constant)(x)
+        assert not num_done.any()
+        torch.testing.assert_close(result.float(), expected, rtol=2e-3, atol=2e-2)
 invariant_linear.PROCESSORS = 4
 for num_rows in (1, 20, 300):
     weight, x = (torch.randn(400, 512) / 20).half(), torch.randn(num_rows, 512).half()
