@@ -211,7 +211,8 @@ class Frontend:
         self.failure = error
         with self._lock:
             self.limits.refuse(error)
-        self.delivery.end_rows()
+        if not self.loop.is_closed():
+            self.delivery.end_rows()
         for call in list(self.calls.opened):
             self.calls.fail(call, error)
         self.sessions.clear()
