@@ -263,9 +263,10 @@ def generate_request(
                 raise ValueError("input_embeds is given together with a prompt; give one of them")
             request = _embeds_request(embeds, options, rules)
             return complete(request, sampling_params, stream=stream, options=options)
-        check = partial(check, rules=rules)
         if prompt is None:
-            check = partial(check, may_be_empty=options.get("session_params") is not None)
+            check = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
+        else:
+            check = partial(text_prompt, rules=rules)
     request = prompt_request(prompt, input_ids, check, options)
     return complete(request, sampling_params, stream=stream, options=options)
 
