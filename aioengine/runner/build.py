@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from aioengine import models, plugins
 from aioengine.attention import _image_attention, _mixed, fused
@@ -50,11 +53,6 @@ from aioengine.settings.config import TRANSFORMERS, DraftSettings, RunnerSetting
 from aioengine.settings.memory_model import KVCache, PoolDemand, PoolFit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import ModuleType
-
-    from torch import Tensor
-
     from aioengine.models._fallback import TransformersFolder
 
     Facts = dict[str, str | int | float | bool]

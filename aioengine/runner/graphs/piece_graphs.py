@@ -12,11 +12,12 @@ T tokens of a graph, R rows, H query heads, K kv heads, E head size, V value siz
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aioengine.attention._base import AttentionShape, CapturableAttention, ForwardBatch, keys_and_values, split_heads
 from aioengine.kernels.kv_target import KVTarget
@@ -26,11 +27,6 @@ from aioengine.runner.graphs.ladder import piece_ladder
 from aioengine.runner.lora.pool import FixedAdapters, FixedTiles, StepAdapters, TileRows
 from aioengine.runner.state_pool import StatePool, states_for_graph
 from aioengine.runner.timing import profiled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
 
 
 class _GraphSplitter:

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
+from aioengine.layers.ranks import RankGroup
 from aioengine.runner.logits import apply_processors
+from aioengine.runner.request_row import SampledRows
+from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.philox import UniformTable
 from aioengine.runner.sampling.truncation import BLOCK, draw, draw_truncated
+from aioengine.runner.transfer import Ints
 
 if TYPE_CHECKING:
-    from aioengine.layers.ranks import RankGroup
-    from aioengine.runner.request_row import SampledRows
-    from aioengine.runner.rows import RowTable
     from aioengine.runner.sampling.device_sampler import DeviceSampler
-    from aioengine.runner.transfer import Ints
 
 FAILED = -1
 """The token id of a row with invalid logits."""
