@@ -124,7 +124,7 @@ class ModelRunner:
         self._ranks = parts.ranks
         self._sampler = sampler if parts.ranks is None else RankSampler(sampler, parts.ranks)
         self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
-        processor = self._sampler if settings.runner.logprobs_mode == "processed" else None
+        processor = sampler if settings.runner.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processor)
         self._hidden_states = HiddenStates(self._table.upload)
         self._pooler = Pooler(parts.model, settings.model.pooling.kind, self._table.upload)

@@ -524,12 +524,12 @@ class DecodeGraphs:
                 move_rows(columns, pages, table.rejected, sampled=_SAMPLED, **sizes)
             last_tokens = table.last_tokens.index_select(0, columns[_SOURCES])
             features = None if self._features is None else self._read_features(self._features, columns)
-            options = {"rows": rows, "adapters": adapters, "slots": columns[_SLOTS], "features": features}
-            inputs = model_inputs(model, last_tokens, columns[_POSITIONS], **options)
+            states = None
             if self._inputs.states is not None:  # padding rows write to the padding page
                 is_padding = columns[_SLOTS] < self._inputs.page_size
                 states = self._inputs.states.of_graph(columns[_SOURCES], columns[_POSITIONS], is_padding)
-                inputs = replace(inputs, states=states)
+            options = {"rows": rows, "adapters": adapters, "slots": columns[_SLOTS], "features": features}
+            inputs = model_inputs(model, last_tokens, columns[_POSITIONS], **options, states=states)
             hidden = model.forward(inputs, attention)
             if features is not None:
                 targets = columns[_TARGETS]
