@@ -26,15 +26,12 @@ from aioengine.model_files.checkpoint import Entry, check_unchanged, file_states
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.tensor_file import TensorFile
 from aioengine.models._base import Model
-from aioengine.protocol.messages import Argument, Control, Reply
+from aioengine.protocol.messages import Argument, Control, Fact, Reply
 from aioengine.protocol.weight_messages import NOT_OPEN, CudaTensor, WeightCall, loaded_by
 from aioengine.runner import weights
 from aioengine.runner.model_runner import ModelRunner
 from aioengine.runner.weight_reading import DTYPES, check_all, check_finite
 from aioengine.settings.config import TRANSFORMERS, LoadedWeights, Settings
-
-Facts = dict[str, str | int | float | bool]
-
 
 TIMEOUT: Final = timedelta(seconds=300)
 """Maximum time until all have joined, and of a broadcast."""
@@ -148,7 +145,7 @@ class WeightLoader:
         self,
         model: Model,
         settings: Settings,
-        facts: Facts,
+        facts: dict[str, Fact],
         *,
         make_empty: Callable[[], Model],
         runner: ModelRunner,
