@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d as c10d  # as in ``layers.ranks``
 from aioengine import plugins
 from aioengine.api import checks
 from aioengine.layers.layer import Target
-from aioengine.layers.ranks import RankGroup
+from aioengine.layers.ranks import RankGroup, open_backend
 from aioengine.model_files import folder_files, tensor_file
 from aioengine.model_files.checkpoint import Entry, check_unchanged, file_states, listed
 from aioengine.model_files.quantization import read_config, split_config
@@ -57,18 +57,10 @@ class TrainerGroup:
         store: Any = c10d.TCPStore(address, port, size, False, TIMEOUT)
         for prefix in (name, f"{name}/", _DEVICES[backend]):
             store = c10d.PrefixStore(prefix, store)
-        if backend == "gloo":
-            gloo: Any = c10d.ProcessGroupGloo
-            options = gloo._Options()
-            host = {"hostname": "127.0.0.1"} if address.startswith(_LOOPBACK) else {}
-            options._devices = [gloo.create_device(**host) if host else gloo.create_default_device()]
-            options._timeout = TIMEOUT
-            self._backend: Any = gloo(store, rank, size, options)
-        else:
-            nccl_options = c10d.ProcessGroupNCCL.Options()
-            nccl_options._timeout = TIMEOUT
-            self._backend = c10d.ProcessGroupNCCL(store, rank, size, nccl_options)
-        self._device = torch.device("cpu" if backend == "gloo" else "cuda")
+        hostname = "127.0.0.1" if address.startswith(_LOOPBACK) else ""
+        is_on_cpu = backend == "gloo"
+        self._backend = open_backend(store, rank, size, TIMEOUT, hostname=hostname, is_on_cpu=is_on_cpu)
+        self._device = torch.device("cpu" if is_on_cpu else "cuda")
 
     def receive(self, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
         """Receive tensors [...] from rank 0, in this order. Return name -> tensor."""
