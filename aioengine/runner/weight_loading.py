@@ -470,7 +470,7 @@ def _opened(tensor: CudaTensor) -> Tensor:
 
 
 def _described(config: dict[str, object]) -> object:
-    """Return what the family reads from config.json, and its quantization."""
+    """Return the config that the family reads, and whether the weights are not quantized."""
     plain, quantization = split_config(config)
     family = plugins.load("families", plugins.file_name(str(config.get("model_type"))))
     return family.read(plain), quantization is None
