@@ -132,7 +132,7 @@ async def main(options: argparse.Namespace) -> bool:
     else:
         folder = write_folder(options.models, options.model)
         adapters = write_adapters(options.models, options.model)
-        arguments |= {"enable_lora": True, "max_loras_per_batch": len(adapters)}
+        arguments |= {"enable_lora": True, "lora_paths": {str(path): str(path) for path in adapters}}
     requests = [make_request(number, adapters, images) for number in range(options.requests)]
     async with AsyncEngine(
         str(folder),
