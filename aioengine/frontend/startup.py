@@ -59,9 +59,6 @@ _ANNOUNCEMENT: Final = Progress("starting the engine", 0, 1, "")
 _QUIET_S: Final = 0.3
 """A longer start shows a progress bar before the processes report progress, because their imports take seconds."""
 
-_SPAWN_S: Final = 0.05
-"""How long the tokenizer waits for the start of the processes. Its library holds the GIL for up to half a second."""
-
 
 def start_arguments(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
     """Return a function that returns the engine's blueprint at its start, ``progress``, and the name of the model.
@@ -252,7 +249,6 @@ class _Inbox:
 
 
 def _loaded(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, int | None]:
-    time.sleep(_SPAWN_S)
     tokenizer = load()
     return tokenizer, longest_token(tokenizer.decoding_facts())
 
@@ -280,15 +276,20 @@ async def start_frontend(
     try:
         blueprint: Blueprint = await asyncio.wrap_future(thread.submit(prepare))
         show_logs(blueprint.settings.log_level)
-        events = Events(inbox.on_messages, inbox.on_failure, bars.show)
+        loading: asyncio.Future[tuple[Tokenizer, int | None]] | None = None
+
+        def load_tokenizer() -> None:
+            """Load the tokenizer on the thread. Its library holds the GIL for up to half a second."""
+            nonlocal loading
+            if blueprint.load_tokenizer is not None:
+                loading = asyncio.wrap_future(thread.submit(partial(_loaded, blueprint.load_tokenizer)))
+                # asyncio logs an error that nobody retrieves, and a failed start does not wait for the tokenizer
+                loading.add_done_callback(lambda work: work.cancelled() or work.exception())
+
+        events = Events(inbox.on_messages, inbox.on_failure, bars.show, load_tokenizer)
         processes = blueprint.make_processes(events)
         if blueprint.images is not None:
             images = start_intake(blueprint.images, is_for_gpu=blueprint.settings.runner.device == "cuda")
-        load = blueprint.load_tokenizer
-        loading = None if load is None else asyncio.wrap_future(thread.submit(partial(_loaded, load)))
-        if loading is not None:
-            # asyncio logs an error that nobody retrieves, and a failed start does not wait for the tokenizer
-            loading.add_done_callback(lambda work: work.cancelled() or work.exception())
         announcing = asyncio.get_running_loop().call_later(_QUIET_S, bars.show, _ANNOUNCEMENT)
         try:
             facts = await processes.start()

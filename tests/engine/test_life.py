@@ -101,6 +101,7 @@ class TestStart:
         async def start(self: Double) -> dict[str, object]:
             if fails == "processes":
                 raise EngineStartupError("the scheduler said no")
+            self.events.on_launch()
             if fails == "cancel":
                 await asyncio.sleep(60)
             return {"max_total_tokens": 1}
