@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from msgspec.structs import replace
 
 from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
-from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
+from aioengine.file_descriptors import FOR_AN_ENGINE, check_cause, hold_standard_descriptors, require_descriptors
 from aioengine.frontend.callers import closed
 from aioengine.frontend.engine_parts import Blueprint, EngineParts
 from aioengine.frontend.frontend import Frontend
@@ -65,7 +65,9 @@ def start_arguments(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool
 
     Raises:
         ValueError: a local folder cannot be served with these settings. A model to download is checked at the start.
+        EngineStartupError: too few file descriptors are free.
     """
+    require_descriptors(FOR_AN_ENGINE)  # otherwise the error of a file would not name the limit
     path = config.model.path
     if config.supervision.executor == "ray":
         _check_ray(config)
@@ -266,14 +268,14 @@ async def start_frontend(
         EngineStartupError: a process could not start, or an adapter of ``lora_paths`` cannot be used.
     """
     require_real_threads()
-    require_descriptors(FOR_AN_ENGINE)
-    hold_standard_descriptors()
     began_at = time.monotonic()
     inbox, bars = _Inbox(), ProgressBars(progress)
     thread = WorkerThread[Any]("aioengine-start", max_exit_s=_MAX_EXIT_S)
     processes: Processes | None = None
     images: ImageIntake | None = None
     try:
+        require_descriptors(FOR_AN_ENGINE)
+        hold_standard_descriptors()
         blueprint: Blueprint = await asyncio.wrap_future(thread.submit(prepare))
         show_logs(blueprint.settings.log_level)
         loading: asyncio.Future[tuple[Tokenizer, int | None]] | None = None
@@ -335,6 +337,7 @@ async def start_frontend(
             processes.kill_now()
             if not isinstance(error, GeneratorExit):  # the loop was closed, so nothing can be awaited
                 await processes.stop(0.0)
+        check_cause(error)
         raise
     finally:
         bars.close()
