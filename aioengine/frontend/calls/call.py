@@ -361,6 +361,7 @@ class Call:
         ending: how the unstarted rows end; None: they may start.
         is_start_pending: the next rows wait for other work (tokens, images), or start in the next
             iteration of the loop.
+        drawn_seed: seed of the current prompt, if the user gave none. Its samples count from it.
         is_accepted: its first rows are submitted. compiling: indices of the rows of a stream whose grammars are being
             compiled; the stream is accepted when all are compiled.
         live: started rows without an end, by index. num_open: number of rows without an end, started or not.
@@ -399,6 +400,7 @@ class Call:
     aborted: set[int] = field(default_factory=set)
     ending: Ending | None = None
     is_start_pending: bool = False
+    drawn_seed: int = 0
     is_accepted: bool = False
     compiling: frozenset[int] = frozenset()
     live: dict[int, CallRow] = field(default_factory=dict)

@@ -282,8 +282,10 @@ class Submitter:
         if params.sampling_seed is not None:
             seed = params.sampling_seed
         else:
-            self._num_seeds += sample == 0  # all samples of a prompt have the same base seed
-            seed = drawn_seed(self._settings.random_seed + self._num_seeds)
+            if sample == 0:
+                self._num_seeds += 1
+                call.drawn_seed = drawn_seed(self._settings.random_seed + self._num_seeds)
+            seed = call.drawn_seed
         ids = encoded if isinstance(encoded, list) else []
         row = self._add_row(call, ids, seed=(seed + sample) & SEED_MASK, tokenize_s=tokenize_s)
         if not isinstance(encoded, list):
