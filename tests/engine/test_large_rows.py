@@ -69,6 +69,16 @@ async def test_samples_of_a_long_prompt_begin_in_parts(
     assert [len(part) for part in sent] == [4] * 5
 
 
+async def test_many_samples_of_a_prompt_begin_in_parts(sent: list[list[Submit]]) -> None:
+    async with fake_async_engine(processes=False, max_running=50) as engine:
+        answers = await engine.async_generate("a", {"n": 300, "max_new_tokens": 30})
+    assert len(list(answers)) == 300
+    parts = [len(part) for part in sent]
+    assert parts[:2] == [submitter.MAX_ROWS_AT_ONCE, 2 * 50 - submitter.MAX_ROWS_AT_ONCE]
+    assert sum(parts) == 300
+    assert max(parts) <= submitter.MAX_ROWS_AT_ONCE
+
+
 async def test_samples_that_begin_in_parts_have_consecutive_seeds(
     sent: list[list[Submit]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
