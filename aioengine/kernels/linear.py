@@ -37,7 +37,11 @@ ROW_COUNTS = (
 )
 """Row counts of a matmul with a packed weight. Padding adds 3 % of rows on average."""
 TILED_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Row counts for matrix units, which multiply 16 rows in the time of one. All are tried with each weight."""
+"""Row counts for matrix units, and row counts that are tried with each weight. A matrix unit for bf16 takes as long for
+24 rows as for 32, so it uses only multiples of ``TILE_ROWS`` above it.
+"""
+TILE_ROWS = 16
+"""Rows that a matrix unit for bf16 multiplies in the time of one."""
 COMMON_ROWS = 8
 """Only row counts that give the same bits as this one are used."""
 LEAST_COUNT = 16
@@ -192,7 +196,8 @@ def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *,
     if dtype == torch.bfloat16 and not transposes(dtype) and 2 * out_features * in_features > CACHED_BYTES:
         slow = slow_counts(torch.get_num_threads())
     most = max(BLOCK, MAX_TRIED_ELEMENTS // out_features)
-    counts = [count for count in TILED_COUNTS if count not in slow and count <= most]
+    step = TILE_ROWS if transposes(dtype) else 1
+    counts = [n for n in TILED_COUNTS if n not in slow and n <= most and (n < step or n % step == 0)]
     trial = Trial(out_features, in_features, dtype)
     matmul = _fastest(trial.weight, trial.bias if has_bias else None)
     agreeing = tuple(filter(trial.agreeing(matmul, COMMON_ROWS), counts))

@@ -49,7 +49,7 @@ class TextSource:
         Raises:
             ValueError: the folder has no tokenizer, or its files cannot be read.
         """
-        self._tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
+        self._tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path, only_decodes=True)
         self._patterns = PatternCache()
         self._sources: dict[bool, TokenTable | Decode] = {}
         if self._tokenizer is not None:  # almost all requests use this source, so it is built before the first one

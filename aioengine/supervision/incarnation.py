@@ -183,17 +183,25 @@ class Incarnation:
         self._flushing: asyncio.Handle | None = None
         self._step_ended_at = 0.0
 
-    async def start(self, on_progress: Callable[[Progress], None] | None = None) -> dict[str, object]:
+    async def start(
+        self, on_progress: Callable[[Progress], None] | None = None, on_launch: Callable[[], None] | None = None
+    ) -> dict[str, object]:
         """Start the children, wait until all are ready, and return their facts. May be called once.
 
-        on_progress: receives the progress of long work of the children.
+        on_progress: receives the progress of long work of the children. on_launch: called when all are started.
 
         Raises:
             EngineStartupError: a child failed. Has the child's message, and its traceback as a note. No child is left
                 running.
         """
         self._on_progress = on_progress
-        return await self._run_stages([(self._roles, self._launcher.launch)])
+
+        async def launch() -> None:
+            await self._launcher.launch()
+            if on_launch is not None:
+                on_launch()
+
+        return await self._run_stages([(self._roles, launch)])
 
     async def mend(self) -> dict[str, object]:
         """Replace the detokenizer, after a mendable loss.
