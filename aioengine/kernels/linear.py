@@ -121,7 +121,7 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
         batch_invariant: on a GPU, a row of the result must not depend on the number of rows.
     """
     if weight.device.type != "cpu":
-        return _invariant(weight, bias) if batch_invariant else _on_device(weight, bias)
+        return _on_device(weight, bias, batch_invariant=batch_invariant)
     out_features, in_features = weight.shape
     num_threads = torch.get_num_threads()
     if not packs(weight.dtype, weight.device):
@@ -376,8 +376,12 @@ class DeviceMatmul:
         return self._by_library(x)
 
 
-def _on_device(weight: Tensor, bias: Tensor | None) -> Matmul:
+def _on_device(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool) -> Matmul:
     """Return the fastest matmul for weight [O, I] and bias [O] on a GPU."""
+    if batch_invariant:
+        from aioengine.kernels.triton.invariant_linear import InvariantMatmul
+
+        return InvariantMatmul(weight.contiguous(), bias)
     if not launcher.serves(weight) or not weight.is_contiguous():
         return lambda x: functional.linear(x, weight, bias)
     return DeviceMatmul(weight, bias)
@@ -394,13 +398,6 @@ def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:
     zero_bias_rows = ZERO_BIAS_ROWS if weight.shape[1] < VERY_LONG_INPUTS else ZERO_BIAS_ROWS_OF_VERY_LONG_INPUTS
     zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
     return lambda x: functional.linear(x, weight, zeros if x.shape[0] in zero_bias_rows else None)
-
-
-def _invariant(weight: Tensor, bias: Tensor | None) -> Matmul:
-    """Return a batch-invariant matmul for weight [O, I] and bias [O] on a GPU."""
-    from aioengine.kernels.triton.invariant_linear import InvariantMatmul
-
-    return InvariantMatmul(weight.contiguous(), bias)
 
 
 def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:

@@ -22,6 +22,7 @@ from aioengine.protocol.messages import (
     SCHEDULER,
     Abort,
     End,
+    Fact,
     FinishCode,
     Message,
     StepOutput,
@@ -106,7 +107,7 @@ class DetokenizerService:
         self,
         source: TextSource,
         *,
-        facts: Mapping[str, str | int | float | bool] | None = None,
+        facts: Mapping[str, Fact] | None = None,
         board: CrashBoard | None = None,
     ) -> None:
         """board: crash board on which requests are recorded while they are decoded."""

@@ -386,11 +386,7 @@ class Incarnation:
     def _watch_children(self) -> None:
         """Watch the exits of all children. A child that is already watched is not watched again."""
         for child in self._launcher.children:
-            child.watch(partial(self._exited, child))
-
-    def _exited(self, child: RunningChild) -> None:
-        if child is not self._replaced:
-            self._child_ended(child)
+            child.watch(partial(self._child_ended, child))
 
     def _ended_children(self, roles: Collection[Role]) -> list[RunningChild]:
         """Return the children with these roles that have exited."""
@@ -399,7 +395,8 @@ class Incarnation:
     def _child_ended(self, child: RunningChild) -> None:
         if self._state is _State.FAILED and not any(other.is_alive for other in self._launcher.children):
             self._close()  # otherwise the loop would keep a failed engine alive until its shutdown
-        if self._state in (_State.ENDED, _State.FAILED) or child not in self._launcher.children:
+        is_known = child in self._launcher.children and child is not self._replaced
+        if self._state in (_State.ENDED, _State.FAILED) or not is_known:
             return
         try:
             if self._state is not _State.RUNNING:
