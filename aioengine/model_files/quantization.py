@@ -33,7 +33,7 @@ MAX_TEXT: Final = 512
 MAX_PATTERNS: Final = 1000
 """Limits the time of matching. ModelOpt writes up to a few for each layer."""
 UNUSED: Final = (
-    ".weight_shape", ".input_scale", ".q_scale", ".k_scale", ".v_scale", ".output_scale", ".quant_map", *TEXTS,
+    ".weight_shape", ".input_scale", ".q_scale", ".k_scale", ".v_scale", ".output_scale", ".quant_map",
 )  # fmt: skip
 """Endings of the names of tensors that are not loaded, except if a layer reads them. Inputs are quantized with a scale
 per token, which is at least as exact as a stored scale.
@@ -152,16 +152,16 @@ class Scheme(Struct, frozen=True, kw_only=True):
                 }
                 return tensors | {"g_idx": PackedTensor("I32", 0, 1)} if self.layout == "gptq" else tensors
             case "bitsandbytes":
-                weight = PackedTensor("U8", 1, 2, per_element=2)
-                if not self.has_scale_codes:
-                    return {"weight": weight, self.scale: PackedTensor("", 1, group)}
-                return {
-                    "weight": weight,
-                    self.scale: PackedTensor("U8", 1, group),
-                    "weight.nested_absmax": PackedTensor("", weights=BLOCK_SCALES * group),
-                    "weight.nested_quant_map": PackedTensor("", size=256),
+                tensors = {
+                    "weight": PackedTensor("U8", 1, 2, per_element=2),
+                    self.scale: PackedTensor("U8" if self.has_scale_codes else "", 1, group),
                     f"weight.quant_state.bitsandbytes__{self.table}": PackedTensor("U8", size=MAX_TEXT),
                 }
+                nested = {
+                    "weight.nested_absmax": PackedTensor("", weights=BLOCK_SCALES * group),
+                    "weight.nested_quant_map": PackedTensor("", size=256),
+                }
+                return tensors | nested if self.has_scale_codes else tensors
 
     def part(self, name: str, axis: Axis, ranges: Ranges, shape: tuple[int, int]) -> tuple[int, Ranges, int] | None:
         """Return the part of the tensor ``name`` of a layer [O, D] that a rank loads; see ``PackedTensor.part``.
