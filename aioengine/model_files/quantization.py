@@ -539,16 +539,20 @@ def _compressed_rules(config: _Config) -> _Rules:
         for target in group.targets:
             if target != ALL and target.isidentifier() and target[0].isupper():
                 _refuse("config_groups.targets", target, f"{ALL}, and names of linear layers")
-            rules.append((target, _compressed(group)))
+            rules.append((target, _compressed(group, group.format or config.format)))
     return sorted(rules, key=lambda rule: (rule[0] == ALL, rule[0].startswith(_EXPRESSION)))
 
 
 _FORMATS: Final = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 
 
-def _compressed(group: _Group) -> Scheme:
-    """Return the scheme of a group of layers of compressed-tensors."""
+def _compressed(group: _Group, stored: str) -> Scheme:
+    """Return the scheme of a group of layers of compressed-tensors. stored: the format of its tensors."""
     weights, inputs = group.weights or _Weights(), group.input_activations
+    if weights.type not in {"int", "float"}:
+        _refuse("config_groups.weights.type", weights.type, "int, float")
+    if weights.actorder not in {None, False, True, "group", "dynamic", "weight", "static"}:
+        _refuse("config_groups.weights.actorder", weights.actorder, "null, group, weight")
     if weights.num_bits not in {4, 8}:
         _refuse("config_groups.weights.num_bits", weights.num_bits, "4, 8")
     if weights.strategy not in {"tensor", "channel", "group", "block"}:
@@ -567,9 +571,13 @@ def _compressed(group: _Group) -> Scheme:
         return Scheme(layout="fp8", group=size, block=block)
     if inputs is not None:
         if weights.num_bits != 8 or weights.strategy not in {"tensor", "channel"} or not inputs.dynamic:
-            stored = weights.num_bits, weights.strategy, "dynamic" if inputs.dynamic else "static"
-            _refuse("config_groups", stored, "8 bits per tensor or channel with dynamic activations")
+            numbers = weights.num_bits, weights.strategy, "dynamic" if inputs.dynamic else "static"
+            _refuse("config_groups", numbers, "8 bits per tensor or channel with dynamic activations")
+        if not weights.symmetric:
+            _refuse("config_groups.weights.symmetric", False, "true with input_activations")
         return Scheme(layout="int8", group=size)
+    if stored in {"int-quantized", "naive-quantized"}:
+        _refuse("format", stored, "pack-quantized, or int-quantized with input_activations")
     if weights.strategy not in {"channel", "group"}:
         _refuse("config_groups.weights.strategy", weights.strategy, "channel, group")
     return Scheme(
