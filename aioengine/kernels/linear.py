@@ -453,6 +453,6 @@ def _padded(matmul: Matmul, x: Tensor, padded_rows: int) -> Tensor:
     return matmul(_joined([*parts, x[:rest]] if rest else parts))[:num_rows]
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: list[Tensor]) -> Tensor:
     """Join the rows of parts [..., N], and keep their memory layout."""
     return torch.cat(parts) if parts[0].is_contiguous() else torch.cat([part.t() for part in parts], 1).t()
