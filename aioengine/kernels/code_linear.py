@@ -68,7 +68,7 @@ def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Code
 
     def restore() -> Codes:
         numbers = linear.unpack(weight).float() / sizes.expanded(sizes.scales)
-        return Codes(numbers.to(FP8), sizes.scales)
+        return Codes(numbers.nan_to_num_(0.0).to(FP8), sizes.scales)  # a scale of 0 makes all numbers 0
 
     return Product(linear.prepare(weight, bias), restore)
 

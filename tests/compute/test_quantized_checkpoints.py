@@ -101,6 +101,22 @@ def test_reopened_layer_has_the_loaded_tensors(name: str, dtype: torch.dtype) ->
     assert torch.equal(layer(x), before)
 
 
+@pytest.mark.parametrize("name", ["channels", "fp8", "fp8-blocks", "fbgemm_fp8"])
+def test_reopened_layer_with_a_scale_of_0_stays_finite(name: str) -> None:
+    layer, _ = loaded_layer(name, torch.float32)
+    layer.open_for_loading()
+    for target_name, target in layer.weights().items():
+        if "scale" in target_name:
+            target.tensor.flatten()[0] = 0
+    layer.finish_loading()
+    x = torch.randn(3, INPUTS)
+    before = layer(x)
+    layer.open_for_loading()
+    layer.finish_loading()
+    assert before.isfinite().all()
+    assert torch.equal(layer(x), before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", METHODS)
 def test_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> None:
