@@ -79,7 +79,7 @@ def _of_bytes(codes: Codes, bias: Tensor | None) -> Matmul:
 
     def matmul(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
-        result = torch.ops.aten._weight_int8pack_mm(x, codes.packed, factors)
+        result = torch.ops.aten._weight_int8pack_mm(x.contiguous(), codes.packed, factors)
         return result if bias is None else result.add_(bias)
 
     return matmul
@@ -97,7 +97,7 @@ def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
 
     def matmul(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
-        narrow = x.bfloat16().contiguous() if order is None else x[:, order].bfloat16()
+        narrow = (x if order is None else x[:, order]).bfloat16().contiguous()
         result = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, packed, size, parameters).to(x.dtype)
         return result if bias is None else result.add_(bias)
 
@@ -125,7 +125,12 @@ def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Matm
         weight = block.dequantized(dtype)
         return linear.in_pieces(lambda x: functional.linear(x, weight, bias), counts)(x)
 
-    return lambda x: torch.cat([block_outputs(x, *block) for block in blocks], 1)
+    def matmul(x: Tensor) -> Tensor:
+        """[T, I] -> [T, O]."""
+        x = x.contiguous()
+        return torch.cat([block_outputs(x, *block) for block in blocks], 1)
+
+    return matmul
 
 
 class _OnDevice:

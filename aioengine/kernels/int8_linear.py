@@ -51,7 +51,7 @@ with signed ones, and it would round the large sums of unsigned ones.
 
 def _rounded(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Return x [T, I] as integers up to ``most`` [T, I] fp32, and the scale of each token [T, 1] fp32."""
-    wide = x.float()
+    wide = x.to(torch.float32, memory_format=torch.contiguous_format)
     scales = wide.abs().amax(-1, keepdim=True).clamp_min_(MIN_LARGEST).div_(most)
     return (wide / scales).round_(), scales
 
