@@ -25,7 +25,7 @@ def closed(properties: Schema, required: list[str]) -> Schema:
 
 
 def list_schema(number: int) -> Schema:
-    """A list too long for 256 tokens: every token of a run is constrained."""
+    """Return the schema of a list too long for 256 tokens: every token of a run is constrained."""
     draw = random.Random(number)
     words = draw.sample(WORDS, 12)
     entry: Schema = {
@@ -39,7 +39,7 @@ def list_schema(number: int) -> Schema:
 
 
 def record_schema(number: int) -> Schema:
-    """A record that ends well before 256 tokens."""
+    """Return the schema of a record that ends well before 256 tokens."""
     words = random.Random(100 + number).sample(WORDS, 12)
     record: Schema = {
         words[0]: {"type": "string", "maxLength": 12},
@@ -52,7 +52,7 @@ def record_schema(number: int) -> Schema:
 
 
 def named_schema() -> Schema:
-    """A record of short values behind long names."""
+    """Return the schema of a record of short values with long names."""
     text = {"type": "string", "maxLength": 10}
     address = {"street_and_number": text, "postal_code": text, "country_code": {"enum": ["DE", "FR"]}}
     order: Schema = {
@@ -65,7 +65,7 @@ def named_schema() -> Schema:
 
 
 def hard_schema(number: int) -> Schema:
-    """Objects in objects to a depth of 3, enums of 20, patterns, bounds and references: 7 to 10 kB."""
+    """Return a schema of 7 to 10 kB: objects to a depth of 3, enums of 20, patterns, bounds and references."""
     draw = random.Random(1000 + number)
 
     def name() -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def write_tokenizer(folder: Path, vocab_size: int, *, eos_token_id: int) -> None:
-    """A byte-level tokenizer in which every id of the vocabulary decodes to a few letters."""
+    """Write a byte-level tokenizer in which every id of the vocabulary decodes to a few letters."""
     alphabet = sorted(ByteLevel.alphabet())
     vocab = {character: index for index, character in enumerate(alphabet)}
     letters = "etaoinshrdlucmfwypvbgkjqxz"

@@ -38,7 +38,7 @@ LENGTHS = 16, 256
 
 
 def write_model(folder: Path) -> None:
-    """The model, as sentence-transformers saves it, without a tokenizer."""
+    """Write the model as sentence-transformers saves it, without a tokenizer."""
     torch.manual_seed(0)
     AutoModel.from_config(BertConfig(**SHAPE), dtype=torch.float32).save_pretrained(folder)
     modules = [
@@ -51,7 +51,7 @@ def write_model(folder: Path) -> None:
 
 @torch.inference_mode()
 def encode(model: torch.nn.Module, texts: list[list[int]]) -> np.ndarray:
-    """The vectors [N, D] of transformers."""
+    """Return the vectors [N, D] of transformers."""
     found = np.empty((len(texts), SHAPE["hidden_size"]), dtype=np.float32)
     order = sorted(range(len(texts)), key=lambda place: -len(texts[place]))
     for start in range(0, len(order), BATCH):

@@ -25,7 +25,7 @@ MAX_BATCH, MAX_POSITIONS, MAX_STREAMS = 2048, 16384, 64
 
 
 def llama_cpp(path: str) -> Generate:
-    """llama.cpp through its C interface: the common beginning of all prompts is computed once."""
+    """Use llama.cpp through its C interface: the common beginning of all prompts is computed once."""
     import llama_cpp as llama
 
     num_threads = len(os.sched_getaffinity(0))
@@ -131,7 +131,7 @@ def openvino_genai(path: str) -> Generate:
 
 
 def vllm(path: str) -> Generate:
-    """vLLM in this process, on an empty prefix cache. The dtype of its arithmetic is the end of ``path``."""
+    """Use vLLM in this process, with an empty prefix cache. The dtype of its arithmetic is the end of ``path``."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4"  # GB
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, os.sched_getaffinity(0)))

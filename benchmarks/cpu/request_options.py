@@ -49,7 +49,7 @@ PROMPTS: Kinds = {
 
 
 def cpu_s(engine: Engine) -> float:
-    """CPU time of the engine's processes so far."""
+    """Return the CPU time of the engine's processes until now."""
     times = [psutil.Process(pid).cpu_times() for pid in engine.get_all_child_pids()]
     return sum(each.user + each.system for each in times)
 
@@ -57,7 +57,7 @@ def cpu_s(engine: Engine) -> float:
 def measure(
     engine: Engine, prompts: list[list[int]], num_new: int, kind: tuple[Options, Options]
 ) -> tuple[float, float]:
-    """Wall time and CPU time of a call, in seconds."""
+    """Return wall time and CPU time of a call, in seconds."""
     sampling, options = kind
     params = {"temperature": 0, "ignore_eos": True, **sampling}
     if num_new > 1:

@@ -56,7 +56,7 @@ class Transformers:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
     def generate(self, prompts: list[Ids], num_new: int) -> float:
-        """Seconds for ``num_new`` greedy tokens of each prompt."""
+        """Return the seconds for ``num_new`` greedy tokens of each prompt."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -73,7 +73,7 @@ class Transformers:
         return time.perf_counter() - started
 
     def decode_rate(self, prompt: Ids, num_new: int) -> float:
-        """Tokens per second after the first one."""
+        """Return the tokens per second after the first one."""
         first = self.generate([prompt], 1)
         return (num_new - 1) / (self.generate([prompt], num_new) - first)
 
@@ -158,7 +158,7 @@ def random_prompts(seed: int, lengths: list[int], vocab_size: int) -> list[Ids]:
 
 
 def workload(name: str, peer: Peer, vocab_size: int) -> Measure:
-    """One measurement of a workload as a function of its seed; a new seed means new prompts."""
+    """Return one measurement of a workload as a function of its seed; a new seed means new prompts."""
 
     def one_stream(seed: int) -> float:
         return peer.decode_rate(random_prompts(seed, [128], vocab_size)[0], 64)

@@ -54,7 +54,7 @@ _NUM_RANDOM = 1 << 24
 
 
 def write_adapters(folder: Path, model: str, *, count: int = NUM_ADAPTERS, rank: int = 16) -> list[Path]:
-    """Folders as peft writes them, of adapters of random numbers for model "a" or "b"; written where there are none."""
+    """Write folders of adapters with random numbers for model "a" or "b", as peft does. Existing ones are kept."""
     paths = [folder / f"{model}-adapters-{rank}" / str(number) for number in range(count)]
     generator = torch.Generator().manual_seed(0)
     numbers = (torch.randn(_NUM_RANDOM, generator=generator) * 0.01).bfloat16()
@@ -115,7 +115,7 @@ class AdapterRunner:
 
 
 async def offline(engine: AsyncEngine, lora_path: list[str | None] | None) -> float:
-    """Output tokens per second of W1 or W2; request i uses adapter i mod their number."""
+    """Return the output tokens per second of W1 or W2; request i uses adapter i mod their number."""
     random.seed(0)
     prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
     counts = [random.randint(100, 1024) for _ in range(256)]
@@ -154,7 +154,7 @@ async def through_requests(models: Path, model: str) -> None:
 
 
 async def many_names(models: Path, model: str, *, num_names: int = 1000, num_folders: int = 50) -> None:
-    """As many names as ``num_names``, four requests each, in a random order, 256 at a time."""
+    """Use ``num_names`` names, four requests each, in a random order, 256 at a time."""
     folders = write_adapters(models, model, count=num_folders, rank=8)
     engine = AsyncEngine(
         str(write_folder(models, model)), load_format="dummy", enable_lora=True, max_lora_rank=16,
@@ -238,7 +238,7 @@ def main() -> None:
 
 
 def place(runner: ModelRunner, folders: list[Path]) -> None:
-    """Into the slots from 1 on."""
+    """Load the adapters of folders into the slots from 1 on."""
     for slot, folder in enumerate(folders, 1):
         started = time.perf_counter()
         host = runner.adapters.read(Adapter(slot, folder.name, str(folder), ""))

@@ -53,7 +53,7 @@ async def serve(folder: Path, model: str, arguments: dict[str, Any]) -> None:
 
 
 def serve_from(checkout: Path, folder: Path, model: str, arguments: dict[str, Any]) -> None:
-    """``serve`` with the package of a checkout and the workloads of this one."""
+    """Run ``serve`` with the package of a checkout and the workloads of this one."""
     import aioengine
 
     assert Path(aioengine.__file__).is_relative_to(checkout), f"{checkout} has no package aioengine"

@@ -69,7 +69,7 @@ def seconds(engine: Engine, texts: list[list[int]]) -> float:
 
 
 def write_folder(folder: Path, config: Config, pooling: str) -> None:
-    """A folder of sentence-transformers without weights and tokenizer."""
+    """Write a folder of sentence-transformers without weights and tokenizer."""
     (folder / "1").mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     modules = [

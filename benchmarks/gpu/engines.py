@@ -41,19 +41,19 @@ class Engine(Protocol):
     async def start(self, folder: Path, arguments: dict[str, Any]) -> None: ...
 
     async def generate(self, prompts: list[Ids], outputs: list[Output]) -> list[int]:
-        """All together; gives the number of tokens that each got."""
+        """Generate all prompts together. Return the number of tokens of each."""
         ...
 
     def stream(self, prompt: Ids, output: Output) -> AsyncIterator[Any]:
-        """The engine's own stream, as it comes: nothing stands between it and the measurement."""
+        """Return the engine's own stream, so that nothing is added to the measurement."""
         ...
 
     def num_new(self, chunk: Any, num_before: int) -> int:
-        """Tokens of a chunk, when there were ``num_before`` until now."""
+        """Return the tokens of a chunk. num_before: tokens before it."""
         ...
 
     async def empty_cache(self) -> bool:
-        """Drop the prefix cache; False: not possible just now."""
+        """Drop the prefix cache. Return False if this is not possible now."""
         ...
 
     async def close(self) -> None: ...
@@ -196,7 +196,7 @@ ENGINES: dict[str, type[Engine]] = {"aioengine": AioEngine, "vllm": VLLM, "sglan
 
 
 def version(package: str) -> str | None:
-    """None: it is not installed."""
+    """Return the installed version of a package; None: it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -59,7 +59,7 @@ class Measured:
         return Steps(self.runner, scheduler)
 
     def decode_ms(self, num_rows: int) -> float:
-        """Of a step of as many rows."""
+        """Return the milliseconds of a step of ``num_rows`` rows."""
         steps = self._steps()
         run(steps, num_rows, num_cached=CACHED, num_steps=NUM_STEPS, first_uid=0)
         found = statistics.median(steps.parts["wall"])
@@ -67,12 +67,12 @@ class Measured:
         return found
 
     def prompt_ms(self, length: int) -> float:
-        """From a prompt to its first token."""
+        """Return the milliseconds from a prompt to its first token."""
         return prompts(self._steps(), length, 1)
 
 
 def write_model(folder: Path, num_layers: int) -> Path:
-    """The folder of a model of this many layers, without weights."""
+    """Write the folder of a model of this many layers, without weights."""
     target = folder / f"large-{num_layers}"
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps({**LARGE, "num_hidden_layers": num_layers}), encoding="utf-8")

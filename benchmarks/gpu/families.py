@@ -80,7 +80,7 @@ class Measured:
     num_hit: float
 
     def deeper(self, other: Measured, factor: float) -> Measured:
-        """What would come of ``factor`` times as many more layers as ``other`` has more."""
+        """Extrapolate to a model with ``factor`` times as many more layers as ``other`` has more."""
         total, host = (a + (b - a) * factor for a, b in ((self.total, other.total), (self.host, other.host)))
         return replace(other, total=total, host=host)
 
@@ -116,7 +116,7 @@ class Shape:
         return Steps(self.runner, scheduler)
 
     def decode(self, num_rows: int, *, prints_kernels: bool) -> Measured:
-        """A step of ``num_rows`` rows, or of as many as have pages at once."""
+        """Measure a step of ``num_rows`` rows, or of as many as have pages at once."""
         steps = self.steps()
         num_rows = min(num_rows, max(self._most_rows(), 1))
         run(steps, num_rows, num_cached=self._num_cached, num_steps=NUM_STEPS, first_uid=0)
@@ -130,7 +130,9 @@ class Shape:
         return Measured(median["wall"], median["wall"] - median["collect"], num_rows, hits)
 
     def _most_rows(self) -> int:
-        """Rows that have pages until the last step of ``decode``. While others are filled, one gets a token a step."""
+        """Return the number of rows that have pages until the last step of ``decode``. While others are filled, one row
+        gets a token per step.
+        """
         memory, num_pages = self._settings.memory, int(self.runner.facts["num_pages"])
         groups = PageGroups(windows=page_windows(self.runner.facts) or (None,), page_size=memory.page_size)
         num_steps = NUM_WARM + NUM_STEPS + MORE_STEPS
@@ -144,7 +146,7 @@ class Shape:
             most += 1
 
     def prompt(self, num_tokens: int, *, prints_kernels: bool) -> Measured:
-        """A prompt until its first token."""
+        """Measure a prompt until its first token."""
         total = prompts(self.steps(), num_tokens, 1)
         if prints_kernels:
             with profiled(4):
@@ -155,7 +157,7 @@ class Shape:
         return Measured(total, 0.0, 1, statistics.fmean(hits) if hits else 0.0)
 
     def _hits_of_rows(self, steps: Steps, num_rows: int) -> float:
-        """Experts that the rows go through: those of a step with another prompt, which runs without a graph."""
+        """Return the experts that the rows use: those of a step with another prompt, which runs without a graph."""
         uid = 1 << 20
         limit = Limits(1)
         steps.scheduler.requests.submit(Submit(uid, [7] * MORE_TOKENS, Sampling(uid), limit, TextRules()))
@@ -167,7 +169,7 @@ class Shape:
 
     @contextmanager
     def _without_graphs(self) -> Iterator[None]:
-        """Steps with prompts are launched kernel by kernel."""
+        """Launch steps with prompts kernel by kernel."""
         graphs, self.runner.prompt_graphs = self.runner.prompt_graphs, None
         try:
             yield
@@ -183,7 +185,7 @@ class Shape:
 
 @contextmanager
 def routed() -> Iterator[list[ChosenExperts]]:
-    """The experts that were chosen inside, in each layer of each step."""
+    """Yield a list that gets the chosen experts of each layer in each step of the body."""
     seen: list[ChosenExperts] = []
     route = expert_layers.route
 
@@ -199,7 +201,7 @@ def routed() -> Iterator[list[ChosenExperts]]:
 
 
 def count(chosen: ChosenExperts, num_tokens: int | None = None) -> int:
-    """Experts that the first tokens go through."""
+    """Return the number of experts that the first tokens use."""
     return len(chosen.experts[:num_tokens].unique())
 
 
@@ -219,7 +221,7 @@ def profiled(num_steps: int) -> Iterator[None]:
 
 
 def measured(name: str, num_layers: int, cases: list[Case], options: argparse.Namespace) -> list[Measured]:
-    """Of each of ``cases``."""
+    """Measure each of ``cases``."""
     shape = Shape({**MODELS[name], "num_hidden_layers": num_layers}, options.models / f"{name}-{num_layers}", options)
     facts = shape.runner.facts
     backend, gigabytes = facts["attention_backend"], int(facts["weights_bytes"]) / 1e9
@@ -235,7 +237,7 @@ def measured(name: str, num_layers: int, cases: list[Case], options: argparse.Na
 
 
 def line(case: Case, found: Measured, config: DecoderConfig) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     case = replace(case, num_rows=found.num_rows)
     step = limits.Step(case.num_rows, case.num_new, case.num_before, found.num_hit)

@@ -105,7 +105,7 @@ def write_vision_folder(models: Path) -> Path:
 
 
 def image_of(seed: int) -> bytes:
-    """A JPEG of some 300 KB, as large as that of a photograph."""
+    """Return a JPEG of about 300 KB, like that of a photograph."""
     draw = np.random.default_rng(seed)
     smooth = Image.fromarray(draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)).resize((SIDE, SIDE))
     noise = draw.integers(-12, 13, (SIDE, SIDE, 3))
@@ -125,7 +125,7 @@ def about_image(seed: int) -> list[int]:
 
 
 def text_of(seed: int, question: int) -> list[int]:
-    """As many tokens as an image with a question has."""
+    """Return a prompt with as many tokens as an image with a question."""
     return [*words(seed, NUM_TOKENS + 2), *words(question, QUESTION)]
 
 
@@ -136,7 +136,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def tower_ms(folder: Path, repeat: int) -> float:
-    """The vision tower alone, with the copy of the image to the device, and its last preparation there."""
+    """Measure the vision tower alone, with the copy of the image to the device and its last preparation there."""
     options = ModelOptions(dtype=torch.bfloat16, device=torch.device("cuda"), max_positions=4096)
     model = models.build({**CONFIG, "num_hidden_layers": 1, "vocab_size": 152_064}, options)
     weights.load(model, folder, load_format="dummy", seed=0, report=lambda *_: None)
@@ -160,14 +160,14 @@ def tower_ms(folder: Path, repeat: int) -> float:
 
 
 def decode_ms(repeat: int) -> float:
-    """Pillow's decoder alone, whatever else there is around it."""
+    """Measure Pillow's decoder alone."""
     pictures = [Image.open(io.BytesIO(image_of(seed))) for seed in range(repeat)]
     return statistics.median(milliseconds(picture.load) for picture in pictures)
 
 
 def prepare_ms(folder: Path, repeat: int) -> tuple[float, float, float]:
-    """Each alone: taking in the bytes of a new image; decoding and preparing it, as the media process does it, files
-    included; and reading its file, as the runner does it.
+    """Measure each alone: reading the bytes of a new image; decoding and preparing it as the media process does, with
+    files; and reading its file as the runner does.
     """
     images = find_image_model(folder)
     assert images is not None

@@ -22,7 +22,7 @@ PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12)}
 
 
 def peaks_of(device_name: str) -> tuple[float, float]:
-    """Those of an H200 for a device that is not known."""
+    """Return the peaks of a device; those of an H200 for an unknown device."""
     return next((peaks for name, peaks in PEAKS.items() if name in device_name), PEAKS["H200"])
 
 
@@ -55,7 +55,7 @@ class Limits:
 
 
 def limits(config: DecoderConfig, step: Step, peaks: tuple[float, float]) -> Limits:
-    """Of a step of a model in bf16. ``peaks``: as ``peaks_of`` returns them."""
+    """Return the limits of a step of a model in bf16. ``peaks``: as ``peaks_of`` returns them."""
     num_tokens = step.num_rows * step.num_new
     head, experts, others = _weights(config)
     num_experts, top_k = (config.experts.num_experts, config.experts.top_k) if config.experts else (1, 1)
@@ -68,7 +68,9 @@ def limits(config: DecoderConfig, step: Step, peaks: tuple[float, float]) -> Lim
 
 
 def expected_hits(config: DecoderConfig, num_tokens: int) -> float:
-    """Experts that ``num_tokens`` tokens go through, each on its own and evenly; 0 for a model without experts."""
+    """Return the expected number of experts that ``num_tokens`` tokens use, each on its own and evenly; 0 for a model
+    without experts.
+    """
     if config.experts is None:
         return 0.0
     num_experts = config.experts.num_experts
@@ -76,7 +78,7 @@ def expected_hits(config: DecoderConfig, num_tokens: int) -> float:
 
 
 def _weights(config: DecoderConfig) -> tuple[float, float, float]:
-    """Numbers of the head, of all experts, and of the other layers."""
+    """Return the numbers in the head, in all experts, and in the other layers."""
     shapes = {name: math.prod(spec.shape) for name, spec in checkpoint_tensors(config).items()}
     embedding = shapes.pop(f"{config.names.embedding}.weight")
     head = embedding if config.tied else shapes.pop(f"{config.names.head}.weight")
@@ -85,14 +87,16 @@ def _weights(config: DecoderConfig) -> tuple[float, float, float]:
 
 
 def _kv_read(config: DecoderConfig, step: Step) -> float:
-    """Numbers of keys and values of earlier positions."""
+    """Return the numbers in keys and values of earlier positions."""
     kept = [layer for layer in range(config.num_layers) if not config.keeps_state(layer)]
     seen = sum(min(step.num_before, _window(config, layer)) for layer in kept)
     return step.num_rows * seen * kv_cache(config, 1).layer_elements
 
 
 def _attention(config: DecoderConfig, step: Step) -> float:
-    """Products of scores and sums of a row, of latent attention with keys and values of heads; and those of states."""
+    """Return the products of scores and sums of a row (of latent attention with keys and values of heads), and those of
+    states.
+    """
     latent, net = config.attention.latent, config.delta_net
     size = 2 * config.head_size
     if latent is not None:
@@ -107,7 +111,7 @@ def _attention(config: DecoderConfig, step: Step) -> float:
 
 
 def _pairs(step: Step, window: float) -> float:
-    """Pairs of a new token and a position that it attends to."""
+    """Return the pairs of a new token and a position that it attends to."""
     first, last = step.num_before + 1, step.num_before + step.num_new
     inside = max(min(last, window) - first + 1, 0)  # of tokens that attend to all before them
     return inside * (first + min(last, window)) / 2 + (step.num_new - inside) * min(last, window)

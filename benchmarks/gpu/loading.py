@@ -43,7 +43,7 @@ BLOCK = 1 << 28
 
 
 def write_shards(folder: Path, config: dict[str, object]) -> None:
-    """The tensors of ``config`` with random numbers, in ``NUM_SHARDS`` files."""
+    """Write the tensors of ``config`` with random numbers, in ``NUM_SHARDS`` files."""
     if len(list(folder.glob("*.safetensors"))) == NUM_SHARDS:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,14 +78,14 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def bus_speed() -> float:
-    """GB/s of copies of 256 MiB."""
+    """Return the GB/s of copies of 256 MiB."""
     pinned, there = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True), torch.empty(BLOCK, device="cuda").byte()
     there.copy_(pinned)
     return 20 * BLOCK / 1e9 / seconds(lambda: [there.copy_(pinned, non_blocking=True) for _ in range(20)])
 
 
 def read_speed(folder: Path, num_threads: int) -> float:
-    """GB/s of reading all files into pinned memory."""
+    """Return the GB/s of reading all files into pinned memory."""
     size = weight_reading.PIECE_BYTES
     buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy() for _ in range(num_threads)]
     files = {path: os.open(path, os.O_RDONLY) for path in sorted(folder.glob("*.safetensors"))}
@@ -104,7 +104,7 @@ def read_speed(folder: Path, num_threads: int) -> float:
 
 
 def load_speed(model: Model, folder: Path, num_bytes: int) -> float:
-    """GB/s of reading all weights anew, with their checks."""
+    """Return the GB/s of reading all weights again, with their checks."""
 
     def load() -> None:
         weights.load(model, folder, load_format="safetensors", seed=0, report=lambda done, total: None)
@@ -115,13 +115,13 @@ def load_speed(model: Model, folder: Path, num_bytes: int) -> float:
 
 
 def reading_speed(model: Model, folder: Path, num_bytes: int) -> float:
-    """GB/s of the reading alone, with the check for numbers that are not finite."""
+    """Return the GB/s of the reading alone, with the check for numbers that are not finite."""
     entries, targets = read_headers(folder, "model."), model.weights()
     return num_bytes / 1e9 / seconds(lambda: weight_reading.read_all(entries, targets, lambda done, total: None))
 
 
 def mapped_speed(model: Model, folder: Path) -> float:
-    """GB/s of the first shard, mapped and copied."""
+    """Return the GB/s of the first shard, mapped and copied."""
     path = min(folder.glob("*.safetensors"))
     targets = model.weights()
 

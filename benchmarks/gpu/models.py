@@ -228,7 +228,7 @@ MODELS = {
 
 
 def write_folder(folder: Path, name: str) -> Path:
-    """The folder of one of ``MODELS``, written unless it is there."""
+    """Write the folder of one of ``MODELS``, unless it exists."""
     target = folder / name
     if (target / "tokenizer.json").exists():
         return target

@@ -59,7 +59,7 @@ class Prices:
         return [self._draw.randrange(100, 3000) for _ in range(num)]
 
     async def rates(self) -> None:
-        """Tokens a second of each option, by turns."""
+        """Measure the tokens per second of each option, in turns."""
         favour = {"custom_params": {"token": 7, "by": 1.0}}
         options: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
             "without": ({}, dict),
@@ -98,7 +98,7 @@ class Prices:
         return count
 
     async def turns(self) -> None:
-        """First tokens behind a history that is cached: given whole, and as the next turn of a session."""
+        """Measure first tokens after a cached history: given whole, and as the next turn of a session."""
         one = {"max_new_tokens": 1, "temperature": 0}
         whole: list[float] = []
         turns: list[float] = []
@@ -125,7 +125,7 @@ class Prices:
         )
 
     async def beams(self) -> None:
-        """A beam search of width 4, and four samples."""
+        """Measure a beam search of width 4, and four samples."""
         searches: list[float] = []
         samples: list[float] = []
         for _ in range(self._repeat + 1):

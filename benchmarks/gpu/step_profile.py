@@ -32,7 +32,7 @@ WATCHED_S = 1.0
 
 
 async def split(engine: AsyncEngine, *, num_rows: int, num_tokens: int) -> Split:
-    """Milliseconds of a step with so many streams, each over a prompt of 128 tokens."""
+    """Return the milliseconds of a step with this many streams, each after a prompt of 128 tokens."""
     streams = _Streams(engine, {"max_new_tokens": num_tokens, "ignore_eos": True, "temperature": 0.6})
     readers = [asyncio.create_task(streams.read(row)) for row in range(num_rows)]
     await streams.until(WARM_UP)
@@ -74,7 +74,7 @@ class _Streams:
 
 
 async def _watched(engine: AsyncEngine, streams: _Streams) -> Split:
-    """Wall time of a step, and the CPU time in it of the processes beside the scheduler."""
+    """Measure the wall time of a step, and the CPU time of the processes other than the scheduler in it."""
     pids = {process["role"]: process["pid"] for process in engine.health()["processes"]}
     detokenizer = psutil.Process(pids["detokenizer"])
     started, own, theirs, before = time.perf_counter(), time.process_time(), _cpu(detokenizer), streams.count
@@ -93,7 +93,7 @@ def _cpu(process: psutil.Process) -> float:
 
 
 def traced_parts(path: str | Path) -> Split:
-    """Milliseconds of each part in a step, from a trace of several."""
+    """Return the milliseconds of each part of a step, from a trace of several."""
     with gzip.open(path) as file:
         events: list[Event] = json.load(file)["traceEvents"]
     spent: dict[str, float] = defaultdict(float)
@@ -121,7 +121,7 @@ def busy_ms(events: list[Event]) -> float:
 
 
 def table(splits: dict[int, Split]) -> str:
-    """One row for each number of rows."""
+    """Return a table with one row for each number of rows."""
     names = ["step", "schedule", "prepare", "launch", "sample", "device", "collect", "apply", "detokenize", "frontend"]
     lines = ["ms a step".ljust(12) + "".join(name.rjust(12) for name in names)]
     lines += [

@@ -99,7 +99,7 @@ def finish(steps: Steps) -> None:
 
 
 def _take_all(steps: Steps) -> None:
-    """Until all requests have ended."""
+    """Step until all requests have ended."""
     while not steps.scheduler.requests.is_idle or steps.in_flight:
         steps.step()
 
@@ -144,7 +144,9 @@ def main() -> None:
 
 
 def prompts(steps: Steps, length: int, count: int) -> float:
-    """Milliseconds from the first step of ``count`` prompts of ``length`` tokens until all have their first token."""
+    """Return the milliseconds from the first step of ``count`` prompts of ``length`` tokens until all have their first
+    token.
+    """
     found: list[float] = []
     for repeat in range(4):
         for uid in range(count):

@@ -43,7 +43,7 @@ MAKERS: dict[str, Callable[[int, int], Params]] = {
 
 
 async def stream(engine: AsyncEngine, seed: int, params: Params) -> tuple[int, float, str, bool]:
-    """Number of tokens, when the first one came, the text, and whether it ended by itself."""
+    """Return the number of tokens, the time of the first one, the text, and whether it ended by itself."""
     draw = random.Random(seed)
     prompt = [draw.randrange(100, 3000) for _ in range(128)]
     num_tokens, first_at, text, has_ended = 0, 0.0, "", False
@@ -81,7 +81,7 @@ async def rates(engine: AsyncEngine, num_streams: int, num_new: int, repeat: int
 
 
 async def alone(engine: AsyncEngine, repeat: int) -> None:
-    """One request at a time: what a grammar forces is not computed token by token."""
+    """Measure one request at a time: tokens that a grammar forces are not computed one by one."""
     kinds: dict[str, Params] = {
         "without": {"ignore_eos": True},
         "record": {"json_schema": record_schema(0)},

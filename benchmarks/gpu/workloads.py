@@ -61,8 +61,8 @@ class Bench:
         self.figures.setdefault(name, []).append(value)
 
     def runs(self, count: int) -> range:
-        """Numbers of the runs of a workload: number 0 warms up and does not count. With ``runs_once`` there is one run
-        that counts: whoever sets it has other runs in front of it.
+        """Return the numbers of the runs of a workload; number 0 warms up and does not count. With ``runs_once`` there
+        is only one run, which counts, because others ran before it.
         """
         return range(1, 2) if self.runs_once else range(count)
 
@@ -78,7 +78,7 @@ class Bench:
         raise RuntimeError("the prefix cache could not be emptied")
 
     async def generate(self, prompts: list[Ids], outputs: list[Output]) -> float:
-        """Seconds for all of them."""
+        """Return the seconds for all prompts together."""
         await self.empty_cache()
         started = time.perf_counter()
         counts = await self.engine.generate(prompts, outputs)
@@ -135,7 +135,7 @@ async def _stream(
 
 
 def cpu_seconds() -> float:
-    """Of this process and all below it."""
+    """Return the CPU time of this process and its descendants."""
     own = psutil.Process()
     times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
     return sum(each.user + each.system for each in times)
@@ -227,7 +227,7 @@ WORKLOADS: dict[str, tuple[str, Callable[[Bench], Coroutine[None, None, None]]]]
 
 
 def torch_device_name() -> str:
-    """Asked in a process of its own: this one measures what a frontend without torch costs."""
+    """Return the name of the GPU. Another process reads it, because this one measures a frontend without torch."""
     command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
@@ -237,7 +237,7 @@ def summary(values: list[float]) -> Figures:
 
 
 async def measure(kind: str, name: str, folder: Path, options: argparse.Namespace) -> dict[str, object]:
-    """One engine on one model."""
+    """Measure one engine on one model."""
     engine = ENGINES[kind]()
     started = time.perf_counter()
     await engine.start(folder, options.arguments if kind == "aioengine" else {})
@@ -274,7 +274,7 @@ async def run(row: str, workload: Callable[[Bench], Coroutine[None, None, None]]
 
 
 def table(results: dict[str, dict[str, dict[str, object]]]) -> str:
-    """Medians: a line for each figure of a workload and model, a column for each engine."""
+    """Return the medians: a line for each figure of a workload and model, a column for each engine."""
     medians: dict[str, dict[str, float]] = {}
     for kind, models in results.items():
         for name, rows in models.items():

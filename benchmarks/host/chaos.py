@@ -87,11 +87,11 @@ class Chaos:
         self._handler = AbortingSignalHandler(engine, seed)
 
     def prompt(self, number: int) -> str:
-        """Some share long beginnings, some are long."""
+        """Return a prompt. Some share long beginnings, and some are long."""
         return f"{'chaos ' * (number % 5) * 8}prompt {number}"
 
     async def learn(self) -> None:
-        """What every prompt is answered with, as long as nobody disturbs."""
+        """Record the answer to every prompt while nothing is disturbed."""
         params = {"max_new_tokens": MAX_OUTPUT, "temperature": 0}
         outs = await self.engine.async_generate([self.prompt(number) for number in range(NUM_PROMPTS)], params)
         self.expected = [out["text"] for out in outs]
@@ -110,7 +110,7 @@ class Chaos:
             await self.watched(behaviour.__name__, behaviour())
 
     async def watched(self, name: str, asking: Awaitable[None]) -> None:
-        """Whatever it is, it ends, and in one of the ways that are allowed."""
+        """Check that ``asking`` ends, in one of the allowed ways."""
         self.counts["requests"] += 1
         try:
             async with asyncio.timeout(HANG_S):
@@ -131,7 +131,7 @@ class Chaos:
             self.counts["blamed"] += 1  # it was alone with a process that this program killed, twice
 
     def ask(self) -> tuple[int, int, dict[str, object]]:
-        """A prompt, a length, and options."""
+        """Return a prompt, a length, and options."""
         number, length = self._draw.randrange(NUM_PROMPTS), self._draw.randint(1, MAX_OUTPUT)
         tenant = self._draw.choice(["gold", "free", None])
         return number, length, {"tenant": tenant, "priority": self._draw.randint(-1, 1)}
@@ -141,7 +141,7 @@ class Chaos:
         return self.engine.async_generate(self.prompt(number), params, stream=True, **options)  # type: ignore[call-overload,no-any-return]
 
     def compare(self, number: int, text: str, start: int, end: int | None) -> None:
-        """``text`` must be what stands at ``start``, up to ``end`` where that is known."""
+        """Check that ``text`` is the answer from ``start`` to ``end``, if the end is known."""
         wanted = self.expected[number][start : start + len(text) if end is None else end]
         if text != wanted:
             raise Mismatch(f"prompt {number} from {start} to {end}: got {text!r}, wanted {wanted!r}")
@@ -166,11 +166,11 @@ class Chaos:
         self.compare(number, text, 0, length)
 
     async def dawdle(self) -> None:
-        """Long enough away, now and then, to be suspended."""
+        """Read slowly, sometimes so slowly that the request is suspended."""
         await self.read(pause_s=1.0)
 
     async def leave(self) -> None:
-        """The task is cancelled at any moment."""
+        """Cancel a task at any moment."""
         reading = asyncio.ensure_future(self._draw.choice([self.whole, self.read, self.batch])())
         await asyncio.wait([reading], timeout=self._draw.random() * 0.2)
         reading.cancel()
@@ -184,7 +184,7 @@ class Chaos:
         held.clear()
 
     async def abort(self) -> None:
-        """What there was until then is right, and the reason tells."""
+        """Abort, and check the text until then and the reason."""
         number, length, options = self.ask()
         self._num_asked += 1
         rid = f"abort-{self._num_asked}"
@@ -193,7 +193,7 @@ class Chaos:
         await self.read_aborted(stream, number, length)
 
     async def be_interrupted(self) -> None:
-        """The signal handler may abort this request."""
+        """Let the signal handler abort this request."""
         number, length, options = self.ask()
         stream = self.stream(number, length, **options)
         self._handler.targets.append(stream)
@@ -203,14 +203,14 @@ class Chaos:
             self._handler.targets.remove(stream)
 
     async def be_collected(self) -> None:
-        """A finalizer aborts this request and closes another, when garbage collection comes to it."""
+        """Let a finalizer abort this request and close another, when garbage collection runs it."""
         number, length, options = self.ask()
         stream = self.stream(number, length, **options)
         AbortingFinalizer(self.engine, stream, self.stream(number, length, **options))
         await self.read_aborted(stream, number, length)
 
     async def match_slowly(self) -> None:
-        """The request with the slow pattern may fail, alone."""
+        """Send a request with the slow pattern. It may fail, but no other one."""
         number, length, options = self.ask()
         params = {
             "max_new_tokens": length,
@@ -225,7 +225,7 @@ class Chaos:
                 raise
 
     async def panic(self) -> None:
-        """The request at whose text the tokenizer panics fails, alone."""
+        """Send a request for whose text the tokenizer panics. It fails, but no other one."""
         try:
             await self.engine.async_generate(f"x{chaos_program.PANIC}", {"max_new_tokens": 5})
             self.problems.append("a request at whose text the tokenizer panics got an answer")
@@ -250,7 +250,7 @@ class Chaos:
             self.compare(numbers[place // 2], out["text"], 0, 20)
 
     async def come_back(self) -> None:
-        """Leave, and go on behind what was read, until the end."""
+        """Leave, and continue after the text that was read, until the end."""
         number, length, options = self.ask()
         self._num_asked += 1
         rid = f"back-{self._num_asked}"
@@ -272,7 +272,7 @@ class Chaos:
         self.compare(number, text, 0, length)
 
     async def hurry(self) -> None:
-        """With deadlines of all kinds, some too short."""
+        """Send requests with deadlines of all kinds, some too short."""
         number, length, options = self.ask()
         kind = self._draw.choice(["timeout", "queue_timeout", "first_token_timeout"])
         options[kind] = 1e-3 + 0.3 * self._draw.random()
@@ -305,7 +305,7 @@ class Chaos:
                 self.counts["kills"] += 1
 
     async def stop(self) -> None:
-        """For a while: it goes on where it was."""
+        """Stop a process for a while: it then continues."""
         if (pid := self.victim()) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -314,7 +314,7 @@ class Chaos:
                 os.kill(pid, signal.SIGCONT)
 
     async def poison(self) -> None:
-        """A request that kills the scheduler, whenever it is computed, ends alone."""
+        """Send a request that kills the scheduler whenever it is computed. It ends, but no other one."""
         try:
             async with asyncio.timeout(HANG_S):
                 await self.engine.async_generate(f"poison {POISON}", {"max_new_tokens": 5})
@@ -329,7 +329,7 @@ class Chaos:
             self.problems.append("a request that kills its process did not end")
 
     async def be_hostile(self) -> None:
-        """Requests that are wrong, each in its own way: every one is refused, none does harm."""
+        """Send requests that are wrong, each in its own way: every one is refused, and none does harm."""
         wrong: list[tuple[object, object, dict[str, object]]] = [
             ("x", {"temperature": math.nan}, {}),
             ("x", {"nonsense": 1}, {}),
@@ -361,7 +361,7 @@ class Chaos:
         self.engine.abort_request("nobody")
 
     async def use_up_descriptors(self) -> None:
-        """For a while, in which processes may die."""
+        """Use up the descriptors for a while, in which processes may die."""
         async with self._descriptors:
             undo = chaos_program.use_up_descriptors(self._draw.choice([0, 0, 1, 3, 10]))
             self.counts["descriptor shortages"] += 1
@@ -374,7 +374,7 @@ class Chaos:
                 undo()
 
     async def cancel_tasks(self) -> None:
-        """Of another engine, on a loop of its own."""
+        """Cancel tasks of another engine, on a loop of its own."""
         blueprint = setup_of(self._draw.randrange(1000), kills=False).blueprint
         seed = self._draw.randrange(1000)
         async with self._descriptors:
@@ -383,7 +383,7 @@ class Chaos:
         self.problems += problems
 
     async def send_garbage(self) -> None:
-        """To every socket that the engine has now."""
+        """Send garbage to every socket that the engine has now."""
         async with self._descriptors:
             await asyncio.to_thread(self._send_garbage)
 
@@ -406,7 +406,7 @@ class Chaos:
     # ------------------------------------------------------------ all of it
 
     async def run(self, seconds: float, *, num_workers: int, kills: bool) -> None:
-        """Everything at once for so long; then nothing more is done to the engine, and what is open may end."""
+        """Do everything at once for this time. Then do nothing more to the engine, and let open requests end."""
         await self.learn()
         disturbing = [
             self.every(STOP_EVERY_S, self.stop),
@@ -435,7 +435,7 @@ class Chaos:
         self.problems += watch.slow
 
     async def settle(self) -> None:
-        """Nothing may be left in the engine."""
+        """Check that nothing is left in the engine."""
         names = ("num_running", "num_waiting", "num_streams", "num_detokenizing")
         deadline = time.monotonic() + SETTLE_S
         while True:
@@ -456,7 +456,7 @@ class Chaos:
 
 
 def setup_of(seed: int, *, kills: bool) -> FakeSetup:
-    """Small in everything that can be short of: pages, rows, places in the queue."""
+    """Return settings with few pages, rows and places in the queue."""
     return FakeSetup(
         processes=True,
         step_time_s=0.001,
@@ -475,12 +475,12 @@ def setup_of(seed: int, *, kills: bool) -> FakeSetup:
 
 
 def blueprint_of(setup: FakeSetup) -> Blueprint:
-    """With a tokenizer that panics on some texts."""
+    """Return a blueprint with a tokenizer that panics on some texts."""
     return msgspec.structs.replace(setup.blueprint(), load_tokenizer=lambda: PanickingTokenizer(BYTE_MODEL))
 
 
 def held() -> dict[str, int]:
-    """What this process holds of the system's."""
+    """Return the resources of the system that this process has."""
     gc.collect()
     this = psutil.Process()
     children = [child for child in this.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
@@ -488,7 +488,7 @@ def held() -> dict[str, int]:
 
 
 def open_files() -> list[str]:
-    """What each descriptor of this process stands for."""
+    """Return what each descriptor of this process is."""
     return [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
 
 

@@ -38,7 +38,7 @@ Figures = dict[str, list[float]]
 
 
 def engine(streams: int) -> AsyncEngine:
-    """All requests fit at once."""
+    """Return an engine in which all requests fit at once."""
     setup = FakeSetup(
         step_time_s=STEP_S,
         processes=True,
@@ -89,7 +89,7 @@ async def together(
 
 
 async def alone(running: AsyncEngine, prompt: list[int], figures: Figures) -> None:
-    """What the first token of a long prompt takes beside the step."""
+    """Measure the time of the first token of a long prompt without the step."""
     await asyncio.sleep(0.05)
     started = time.perf_counter()
     await running.async_generate(input_ids=prompt, sampling_params={"max_new_tokens": 1})

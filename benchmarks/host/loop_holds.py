@@ -79,7 +79,7 @@ def calls(engine: AsyncEngine) -> dict[str, Call]:
 
 
 async def longest_wait(call: Call, leave_after_s: float) -> float:
-    """In milliseconds, from before the call until after its end."""
+    """Return the longest wait in milliseconds, from before the call until after its end."""
     is_over = asyncio.Event()
 
     async def take_turns() -> float:

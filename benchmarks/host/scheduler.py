@@ -68,7 +68,7 @@ class Figure:
 
 
 def core_with(rows: int, *, output: int, depth: int) -> SchedulerCore[StepResult]:
-    """A core with ``rows`` requests, all of them past their prompts."""
+    """Return a core with ``rows`` requests, whose prompts are computed."""
     pages = rows * (PROMPT_TOKENS + output + 2 * PAGE_SIZE) // PAGE_SIZE + rows
     settings = SchedulerSettings(
         max_running=rows, chunk_tokens=2048, context_length=65536, policy="fcfs", prefix_cache=True, depth=depth
@@ -100,7 +100,7 @@ def measure(rows: int, *, output: int, depth: int) -> Figure:
 
 
 def null_runner_us(rows: int) -> float:
-    """What the null runner takes for a step of decode rows."""
+    """Return the microseconds of the null runner for a step of decode rows."""
     core = core_with(rows, output=64, depth=0)
     plan = core.scheduler.schedule(0.0)
     assert plan is not None

@@ -60,7 +60,7 @@ class Throughput:
 
 
 def engine(streams: int, output: int, step_s: float) -> AsyncEngine:
-    """All requests fit at once."""
+    """Return an engine in which all requests fit at once."""
     pages = streams * (PROMPT_TOKENS + output + 32) // 16 + streams
     setup = FakeSetup(
         step_time_s=step_s, processes=True, context_length=4096, num_pages=pages, max_running=streams, chunk_tokens=8192
@@ -69,12 +69,12 @@ def engine(streams: int, output: int, step_s: float) -> AsyncEngine:
 
 
 def prompt(number: int) -> list[int]:
-    """Prompts without a common beginning."""
+    """Return a prompt. No two have a common beginning."""
     return [number % 250, number // 250, *range(PROMPT_TOKENS - 2)]
 
 
 async def read(running: AsyncEngine, number: int, output: int) -> int:
-    """The number of chunks of one stream."""
+    """Read one stream. Return the number of chunks."""
     params = {"max_new_tokens": output, "ignore_eos": True}
     num_chunks = num_tokens = 0
     async for chunk in running.async_generate(input_ids=prompt(number), sampling_params=params, stream=True):
@@ -85,7 +85,7 @@ async def read(running: AsyncEngine, number: int, output: int) -> int:
 
 
 async def read_whole(running: AsyncEngine, number: int, output: int) -> int:
-    """One chunk."""
+    """Wait for an answer. Return 1, like ``read`` for one chunk."""
     params = {"max_new_tokens": output, "ignore_eos": True}
     answer = await running.async_generate(input_ids=prompt(number), sampling_params=params)
     assert len(answer["output_ids"]) == output
@@ -93,7 +93,7 @@ async def read_whole(running: AsyncEngine, number: int, output: int) -> int:
 
 
 def cpu_seconds(running: AsyncEngine) -> dict[str, float]:
-    """What each process has used so far."""
+    """Return the CPU time of each process until now."""
     used = {"frontend": time.process_time()}
     for process in running.health()["processes"]:
         times = psutil.Process(process["pid"]).cpu_times()

@@ -58,7 +58,7 @@ class Recorder:
 
 
 async def measure() -> Walk:
-    """The walk of one request, without the stand-ins."""
+    """Return the walk of one request, without the stand-ins."""
     recorder = Recorder()
     recorder.install()  # before the engine starts its threads
     try:
@@ -73,7 +73,7 @@ async def measure() -> Walk:
 
 
 async def first_chunk(engine: AsyncEngine, recorder: Recorder) -> Walk:
-    """The calls from ``async_generate`` until its first chunk is here."""
+    """Return the calls from ``async_generate`` to its first chunk."""
     recorder.walk = {}
     recorder.is_on = True
     stream = engine.async_generate("Once upon a time", {"max_new_tokens": 4}, stream=True)

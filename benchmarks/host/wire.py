@@ -49,19 +49,19 @@ class Figure:
 
 
 def tokens_of(rows: int) -> StepOutput:
-    """A step with a token for each row."""
+    """Return a step with a token for each row."""
     return StepOutput(TokenColumns(list(range(1000, 1000 + rows)), [index * 7919 % 150_000 for index in range(rows)]))
 
 
 def chunks_of(rows: int) -> TextChunks:
-    """The same step with its text."""
+    """Return the same step with its text."""
     step = tokens_of(rows)
     texts = [WORDS[index % len(WORDS)] for index in range(rows)]
     return TextChunks(step.tokens, texts, num_open=rows)
 
 
 def best_us(function: Callable[[], object], calls: int) -> float:
-    """Microseconds of CPU for a call: the best of a few rounds, since the machine has other work."""
+    """Return the microseconds of CPU for a call: the best of a few rounds, because the machine has other work."""
     rounds: list[float] = []
     for _ in range(REPEATS):
         start = time.process_time()
@@ -91,7 +91,7 @@ def measure_frames(rows: int) -> list[Figure]:
 
 
 def echo(endpoint: str, answer_to: str) -> None:
-    """The other process: send back what comes, until nothing comes for a while."""
+    """Run the other process: send back all messages, until none arrives for a while."""
     context = Context()
     receiver, sender = ZmqReceiver(context, endpoint, EPOCH), ZmqSender(context, answer_to, EPOCH)
     while messages := receiver.receive(2.0):
