@@ -11,16 +11,15 @@ replicas  ``dp_size=2`` and one GPU, model a, in turns: W1 (two GPUs get the req
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 import uvloop
 
 from benchmarks.gpu.compare import POOL_TOKENS
-from benchmarks.gpu.engines import AioEngine, version
+from benchmarks.gpu.engines import AioEngine
 from benchmarks.gpu.models import write_folder
-from benchmarks.gpu.workloads import WORKLOADS, Bench, offline_requests, run, streams, summary, torch_device_name
+from benchmarks.gpu.workloads import WORKLOADS, Bench, offline_requests, run, streams, summary, write_results
 
 ROUNDS = 3
 """Including the warm-up."""
@@ -77,11 +76,8 @@ def main() -> None:
         results["ranks"] = uvloop.run(ranks(options.models))
     if "replicas" in options.rows:
         results["replicas"] = uvloop.run(replicas(options.models))
-    packages = ("torch", "triton", "flashinfer-python", "msgspec", "pyzmq")
-    versions = {name: found for name in packages if (found := version(name))}
-    results["made"] = {"date": time.strftime("%Y-%m-%d"), "gpu": torch_device_name(), "versions": versions}
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        write_results(options.json, results)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from benchmarks.gpu.engines import ENGINES, AioEngine, Engine, Ids, Output, vers
 from benchmarks.gpu.models import write_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Mapping
 
 Figures = dict[str, float]
 
@@ -236,6 +236,17 @@ def summary(values: list[float]) -> Figures:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def write_results(path: Path, results: Mapping[str, object]) -> None:
+    """Write the results with the date, the GPU and the versions of packages."""
+    packages = ("torch", "triton", "flashinfer-python", "msgspec", "pyzmq", "vllm", "sglang")
+    made = {
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": torch_device_name(),
+        "versions": {name: found for name in packages if (found := version(name))},
+    }
+    path.write_text(json.dumps({**results, "made": made}, indent=1, default=str), encoding="utf-8")
+
+
 async def measure(kind: str, name: str, folder: Path, options: argparse.Namespace) -> dict[str, object]:
     """Measure one engine on one model."""
     engine = ENGINES[kind]()
@@ -312,14 +323,8 @@ def main() -> None:
                 folder = write_folder(options.models, name)
                 results[kind][name] = uvloop.run(measure(kind, name, folder, options))
     print(table(results))
-    packages = ("torch", "triton", "flashinfer-python", "msgspec", "pyzmq", "vllm", "sglang")
-    made = {
-        "date": time.strftime("%Y-%m-%d"),
-        "gpu": torch_device_name(),
-        "versions": {name: found for name in packages if (found := version(name))},
-    }
     if options.json:
-        options.json.write_text(json.dumps({**results, "made": made}, indent=1, default=str), encoding="utf-8")
+        write_results(options.json, results)
 
 
 if __name__ == "__main__":
