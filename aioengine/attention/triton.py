@@ -29,6 +29,7 @@ from aioengine.attention._gpu_rows import (
 )
 from aioengine.attention._latent import AdaptiveLatentAttention
 from aioengine.kernels.triton import attention as kernels
+from aioengine.kernels.triton import prompt_attention
 from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, head_group, num_splits, split_size
 
 ENOUGH_PROGRAMS = 256
@@ -91,8 +92,12 @@ class _TritonStep(PagedStep):
         """Attend with q [T, H, E] to the pool of a layer -> out [T, H, V]."""
         shape, pool, rules = self.layers.shape, self.layers.pool[layer], self.layers.rules[layer]
         if self.num_programs == 1:
-            in_splits = shape.batch_invariant or shape.value_size is None
-            kernels.attend(q, pool, self.rows, self.tiles, scale=shape.scale, out=out, rules=rules, in_splits=in_splits)
+            inputs = q, pool, self.rows, self.tiles
+            if len(self.tiles) < len(q) and prompt_attention.serves(q, pool, rules):
+                prompt_attention.attend(*inputs, scale=shape.scale, out=out)
+            else:
+                in_splits = shape.batch_invariant or shape.value_size is None
+                kernels.attend(*inputs, scale=shape.scale, out=out, rules=rules, in_splits=in_splits)
         else:
             splits = {"max_splits": self.max_splits, "num_programs": self.num_programs, "most_alone": self.most_alone}
             kernels.attend_splits(q, pool, self.rows, self.num_done, **splits, scale=shape.scale, out=out, rules=rules)
@@ -109,7 +114,9 @@ class TritonAttention(PagedAttention):
         max_splits = max_splits_of(layers, int(kv_lengths.max()))
         programs = num_programs(layers, len(kv_lengths), max_splits) if int(query_lengths.max()) == 1 else 1
         group = head_group(layers.shape.num_heads, layers.pool[0])
-        tiles = uploaded(tiles_of(query_lengths, group.tokens)[::-1].copy(), layers.device)  # the longest ones first
+        tiles = tiles_of(query_lengths, group.tokens)
+        starts = tiles[:, 1] + (kv_lengths - query_lengths)[tiles[:, 0]]
+        tiles = uploaded(tiles[np.argsort(-starts, kind="stable")], layers.device)  # the longest ones first
         num_done = _num_done(layers, len(kv_lengths))
         self._prepared = _TritonStep(
             layers, batch.slot_mapping, rows, tiles, num_done, max_splits, programs, most_alone(layers, len(kv_lengths))
