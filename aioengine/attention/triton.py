@@ -76,13 +76,15 @@ class _TritonStep(PagedStep):
     """A prepared step.
 
     Attributes:
-        tiles: [X, 2] int32, as in ``kernels.triton.attention.attend``.
+        tiles: [X, 2] int32, as in ``kernels.triton.attention.attend``, the longest first.
+        num_long: number of tiles that may have more positions than ``prompt_attention`` supports.
         num_done: as in ``attend_splits``.
         max_splits: number of splits of the longest row.
         num_programs: see ``num_programs``; 1 if a row has several tokens. most_alone: as in ``attend_splits``.
     """
 
     tiles: Tensor
+    num_long: int
     num_done: Tensor
     max_splits: int
     num_programs: int
@@ -92,12 +94,14 @@ class _TritonStep(PagedStep):
         """Attend with q [T, H, E] to the pool of a layer -> out [T, H, V]."""
         shape, pool, rules = self.layers.shape, self.layers.pool[layer], self.layers.rules[layer]
         if self.num_programs == 1:
-            inputs = q, pool, self.rows, self.tiles
-            if len(self.tiles) < len(q) and prompt_attention.serves(q, pool, rules):
-                prompt_attention.attend(*inputs, scale=shape.scale, out=out)
-            else:
+            tiles = self.tiles
+            if self.num_long < len(tiles) < len(q) and prompt_attention.serves(q, pool, rules):
+                tiles, short = tiles[: self.num_long], tiles[self.num_long :]
+                prompt_attention.attend(q, pool, self.rows, short, scale=shape.scale, out=out)
+            if len(tiles):
                 in_splits = shape.batch_invariant or shape.value_size is None
-                kernels.attend(*inputs, scale=shape.scale, out=out, rules=rules, in_splits=in_splits)
+                settings = {"scale": shape.scale, "out": out, "rules": rules, "in_splits": in_splits}
+                kernels.attend(q, pool, self.rows, tiles, **settings)
         else:
             splits = {"max_splits": self.max_splits, "num_programs": self.num_programs, "most_alone": self.most_alone}
             kernels.attend_splits(q, pool, self.rows, self.num_done, **splits, scale=shape.scale, out=out, rules=rules)
@@ -115,11 +119,13 @@ class TritonAttention(PagedAttention):
         programs = num_programs(layers, len(kv_lengths), max_splits) if int(query_lengths.max()) == 1 else 1
         group = head_group(layers.shape.num_heads, layers.pool[0])
         tiles = tiles_of(query_lengths, group.tokens)
-        starts = tiles[:, 1] + (kv_lengths - query_lengths)[tiles[:, 0]]
-        tiles = uploaded(tiles[np.argsort(-starts, kind="stable")], layers.device)  # the longest ones first
+        lengths = tiles[:, 1] + (kv_lengths - query_lengths)[tiles[:, 0]] + group.tokens
+        num_long = int((lengths > prompt_attention.MOST_POSITIONS).sum())
+        tiles = uploaded(tiles[np.argsort(-lengths, kind="stable")], layers.device)
         num_done = _num_done(layers, len(kv_lengths))
+        alone = most_alone(layers, len(kv_lengths))
         self._prepared = _TritonStep(
-            layers, batch.slot_mapping, rows, tiles, num_done, max_splits, programs, most_alone(layers, len(kv_lengths))
+            layers, batch.slot_mapping, rows, tiles, num_long, num_done, max_splits, programs, alone
         )
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> PagedAttention:
@@ -132,14 +138,14 @@ class TritonAttention(PagedAttention):
         programs = num_programs(layers, num_rows, max_splits)
         num_done = _num_done(layers, num_rows)
         step = _TritonStep(
-            layers, buffers.slot_mapping, rows, tiles, num_done, max_splits, programs, most_alone(layers, num_rows)
+            layers, buffers.slot_mapping, rows, tiles, 0, num_done, max_splits, programs, most_alone(layers, num_rows)
         )
         return PagedAttention(layers, step)
 
     def warm_up(self) -> None:
         """Compile the kernels of steps without a CUDA graph: prefill chunks and decode rows."""
-        for count in (1, 2):
-            run_once(self, self._layers, 1, count)
+        for count, num_cached in ((1, 0), (2, 0), (2, prompt_attention.MOST_POSITIONS)):
+            run_once(self, self._layers, 1, count, num_cached)
 
 
 def _num_done(layers: AttentionLayers, num_rows: int) -> Tensor:

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from aioengine.kernels.triton.attention import LARGE, ONES, PagedRows, Pool, tokens_of
+from aioengine.kernels.triton.attention import EVEN_SPLITS, LARGE, ONES, PagedRows, Pool, tokens_of
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments
 from aioengine.kernels.triton.scores import MASKED, NO_RULES, ScoreRules, merged
 
@@ -35,6 +35,8 @@ TRITON = "3.6."
 """The version of Triton with the Gluon of this file. Gluon still changes."""
 OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": False}
 """For a group that computes. With 168 registers per thread on average, these groups can have 240."""
+MOST_POSITIONS = EVEN_SPLITS.value * LARGE
+"""Positions of a tile: its splits have one block. With longer splits, registers would not suffice."""
 BLOCK = gl.constexpr(LARGE)
 """Query rows of a tile, positions of a block, and size of a head."""
 ROWS = gl.constexpr(LARGE // 2)
@@ -262,7 +264,7 @@ def serves(q: Tensor, pool: Pool, rules: ScoreRules) -> bool:
 
 
 def attend(q: Tensor, pool: Pool, rows: PagedRows, tiles: Tensor, *, scale: float, out: Tensor) -> None:
-    """Compute ``attention.attend`` for tiles of several tokens."""
+    """Compute ``attention.attend`` for q [T, H, E], and tiles of tokens of up to ``MOST_POSITIONS`` positions."""
     num_heads, (num_pages, num_kv_heads, page_size, head_size) = q.shape[1], pool[0].shape
     box = min(page_size, LARGE)
     sizes = _Sizes(q.stride(0), num_heads, num_kv_heads, num_heads // num_kv_heads, page_size, box)
