@@ -256,11 +256,13 @@ def _is_supported() -> bool:
 
 
 def serves(q: Tensor, pool: Pool, rules: ScoreRules) -> bool:
-    """Return whether ``attend`` supports queries [T, H, E], keys and values [N, K, S, E], and these rules."""
-    head_size, page_size = pool[0].shape[3], pool[0].shape[2]
-    is_plain = rules == NO_RULES and pool[0].dtype == q.dtype and pool[0].shape == pool[1].shape
-    has_boxes = page_size % 8 == 0 and (page_size & (page_size - 1)) == 0
-    return _is_supported() and is_plain and has_boxes and q.itemsize == 2 and head_size == LARGE
+    """Return whether ``attend`` supports queries [T, H, E], keys [N, K, S, E], values [N, K, S, V], and these rules."""
+    keys, values = pool
+    num_kv_heads, page_size, head_size = keys.shape[1:]
+    is_plain = rules == NO_RULES and keys.dtype == q.dtype and keys.shape == values.shape
+    has_boxes = page_size >= 8 and page_size & (page_size - 1) == 0
+    fits = q.itemsize == 2 and head_size == LARGE and q.shape[1] // num_kv_heads <= LARGE
+    return is_plain and has_boxes and fits and _is_supported()
 
 
 def attend(q: Tensor, pool: Pool, rows: PagedRows, tiles: Tensor, *, scale: float, out: Tensor) -> None:
