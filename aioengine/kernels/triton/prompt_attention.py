@@ -1,6 +1,6 @@
 """Attention of prompts on Hopper GPUs in 16 bits, with the bits of ``attention.py``.
 
-A program has three groups of warps: one loads keys and values, the others compute half of the query rows each. While
+One warp of a program loads keys, one loads values, and two groups of warps compute half of the query rows each. While
 tensor cores multiply the weights of a block by its values, a group computes the weights of the next block, and tensor
 cores also work for the other group.
 
@@ -67,28 +67,26 @@ class _Sizes(NamedTuple):
 
 @gluon.jit
 def _load(
-    keys: tl.tensor, values: tl.tensor, memory: tl.tensor, barriers: tl.tensor, page_ids: tl.tensor, stop: tl.tensor,
+    source: tl.tensor, memory: tl.tensor, barriers: tl.tensor, page_ids: tl.tensor, stop: tl.tensor,
     num_boxes: tl.tensor,
-    SIZES: gl.constexpr,
+    SIDE: gl.constexpr, SIZES: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Load the keys and values of positions up to ``stop``, as soon as there is space. num_boxes: per block. It is not
-    a constant, so that the loop is not unrolled and needs few registers.
+    """Load the keys (SIDE 0) or values (1) of positions up to ``stop``, as soon as there is space. num_boxes: per
+    block. It is not a constant, so that the loop is not unrolled and needs few registers.
     """
-    BOXES: gl.constexpr = BLOCK // SIZES.box
     for done in range(gl.cdiv(stop, BLOCK)):
-        stage, is_free = done % STAGES, done // STAGES + 1 & 1
-        for side in gl.static_range(2):
-            full = barriers.index(side * 2 * STAGES + stage)
-            mbarrier.wait(barriers.index((side * 2 + 1) * STAGES + stage), is_free)
-            mbarrier.expect(full, BLOCK * BLOCK * 2)
-            for box in range(num_boxes):
-                position = done * BLOCK + box * SIZES.box
-                page = gl.load(page_ids + position // SIZES.page_size, mask=position < stop, other=-1)  # -1: zeros
-                place = (page * SIZES.num_kv_heads + gl.program_id(1)) * SIZES.page_size + position % SIZES.page_size
-                for half in gl.static_range(2):
-                    target = memory.index(((side * STAGES + stage) * 2 + half) * BOXES + box)
-                    source = keys if side == 0 else values
-                    tma.async_copy_global_to_shared(source, [place, half * COLUMNS], full, target)
+        stage = 2 * SIDE * STAGES + done % STAGES
+        mbarrier.wait(barriers.index(stage + STAGES), done // STAGES + 1 & 1)
+        mbarrier.expect(barriers.index(stage), BLOCK * BLOCK * 2)
+        for box in range(num_boxes):
+            position = done * BLOCK + box * SIZES.box
+            page = gl.load(page_ids + position // SIZES.page_size, mask=position < stop, other=-1)  # -1: zeros
+            place = (page * SIZES.num_kv_heads + gl.program_id(1)) * SIZES.page_size + position % SIZES.page_size
+            for half in gl.static_range(2):
+                target = ((SIDE * STAGES + done % STAGES) * 2 + half) * (BLOCK // SIZES.box) + box
+                tma.async_copy_global_to_shared(
+                    source, [place, half * COLUMNS], barriers.index(stage), memory.index(target)
+                )
 
 
 @gluon.jit
@@ -239,10 +237,11 @@ def _prompt_kernel(
         [
             (_attend, (q, out, queries.index(0), weights.index(0), shared, tile, scale, 0, SIZES)),
             (_attend, (q, out, queries.index(1), weights.index(1), shared, tile, scale, 1, SIZES)),
-            (_load, (keys, values, memory, barriers, page_ids + first_page, stop, num_boxes, SIZES)),
+            (_load, (keys, memory, barriers, page_ids + first_page, stop, num_boxes, 0, SIZES)),
+            (_load, (values, memory, barriers, page_ids + first_page, stop, num_boxes, 1, SIZES)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )
 
 
