@@ -68,22 +68,20 @@ class _Sizes(NamedTuple):
 @gluon.jit
 def _load(
     source: tl.tensor, memory: tl.tensor, barriers: tl.tensor, page_ids: tl.tensor, stop: tl.tensor,
-    num_boxes: tl.tensor,
     SIDE: gl.constexpr, SIZES: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Load the keys (SIDE 0) or values (1) of positions up to ``stop``, as soon as there is space. num_boxes: per
-    block. It is not a constant, so that the loop is not unrolled and needs few registers.
-    """
+    """Load the keys (SIDE 0) or values (1) of positions up to ``stop``, as soon as there is space."""
+    BOXES: gl.constexpr = BLOCK // SIZES.box
     for done in range(gl.cdiv(stop, BLOCK)):
         stage = 2 * SIDE * STAGES + done % STAGES
         mbarrier.wait(barriers.index(stage + STAGES), done // STAGES + 1 & 1)
         mbarrier.expect(barriers.index(stage), BLOCK * BLOCK * 2)
-        for box in range(num_boxes):
+        for box in gl.static_range(BOXES):
             position = done * BLOCK + box * SIZES.box
             page = gl.load(page_ids + position // SIZES.page_size, mask=position < stop, other=-1)  # -1: zeros
             place = (page * SIZES.num_kv_heads + gl.program_id(1)) * SIZES.page_size + position % SIZES.page_size
             for half in gl.static_range(2):
-                target = ((SIDE * STAGES + done % STAGES) * 2 + half) * (BLOCK // SIZES.box) + box
+                target = ((SIDE * STAGES + done % STAGES) * 2 + half) * BOXES + box
                 tma.async_copy_global_to_shared(
                     source, [place, half * COLUMNS], barriers.index(stage), memory.index(target)
                 )
@@ -203,14 +201,10 @@ def _attend(
     gl.store(out + targets[:, None] + gl.arange(0, BLOCK, COLUMN)[None, :], attended, mask=is_member[:, None])
 
 
-@gluon.jit(
-    do_not_specialize=["num_boxes"],
-    do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "page_ids", "tiles"],
-)
+@gluon.jit(do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "page_ids", "tiles"])
 def _prompt_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, query_starts: tl.tensor, page_starts: tl.tensor,
-    last_lengths: tl.tensor, page_ids: tl.tensor, tiles: tl.tensor, out: tl.tensor, num_boxes: tl.tensor,
-    scale: tl.tensor,
+    last_lengths: tl.tensor, page_ids: tl.tensor, tiles: tl.tensor, out: tl.tensor, scale: tl.tensor,
     SIZES: gl.constexpr,
 ) -> None:  # fmt: skip
     start, first_token, count, first_page, length = tokens_of(
@@ -237,8 +231,8 @@ def _prompt_kernel(
         [
             (_attend, (q, out, queries.index(0), weights.index(0), shared, tile, scale, 0, SIZES)),
             (_attend, (q, out, queries.index(1), weights.index(1), shared, tile, scale, 1, SIZES)),
-            (_load, (keys, memory, barriers, page_ids + first_page, stop, num_boxes, 0, SIZES)),
-            (_load, (values, memory, barriers, page_ids + first_page, stop, num_boxes, 1, SIZES)),
+            (_load, (keys, memory, barriers, page_ids + first_page, stop, 0, SIZES)),
+            (_load, (values, memory, barriers, page_ids + first_page, stop, 1, SIZES)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -272,5 +266,5 @@ def attend(q: Tensor, pool: Pool, rows: PagedRows, tiles: Tensor, *, scale: floa
     shape, strides, boxes = [num_pages * num_kv_heads * page_size, head_size], [head_size, 1], [box, COLUMNS.value]
     keys, values = (TensorDescriptor(part, shape, strides, boxes, SHARED.value) for part in pool)
     key = q.dtype, sizes, *alignments(q, out)
-    arguments = (q, keys, values, *rows, tiles, out, LARGE // box, NO_RULES.factor(scale), sizes)
+    arguments = (q, keys, values, *rows, tiles, out, NO_RULES.factor(scale), sizes)
     _attend_prompts((len(tiles), num_kv_heads, 1), key, arguments, OPTIONS)
