@@ -12,6 +12,7 @@ from aioengine.errors import EngineStartupError
 FOR_AN_ENGINE = 52
 """Descriptors that a start needs: for processes and their channels, and the model's files."""
 _ENOUGH = 4096
+_NONE_IS_FREE = errno.EMFILE, errno.ENFILE
 _close = ctypes.PyDLL(None).close
 """``os.close`` that keeps the interpreter's lock, so no other Python thread runs and takes the descriptor."""
 
@@ -49,17 +50,28 @@ def require_descriptors(count: int) -> None:
         while len(opened) < count:
             opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
+        if error.errno in _NONE_IS_FREE:
+            raise _shortage(count, len(opened)) from error
         text = (
             f"an engine needs {os.devnull}, which cannot be opened: {error}; mount /dev in this container or chroot, "
             "or create the device"
         )
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            text = (
-                f"an engine needs {count} free file descriptors, and only {len(opened)} are free: this program may "
-                f"open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} at a time; raise that limit (ulimit -n, or "
-                "resource.setrlimit) or open fewer files"
-            )
         raise EngineStartupError(text) from error
     finally:
         for fd in opened:
             _close(fd)
+
+
+def check_cause(error: BaseException) -> None:
+    """Raise EngineStartupError if an error of a start came because other threads had taken the last descriptors."""
+    for cause in (error, error.__cause__):
+        if isinstance(cause, OSError) and cause.errno in _NONE_IS_FREE:
+            raise _shortage(FOR_AN_ENGINE, 0) from error
+
+
+def _shortage(count: int, num_free: int) -> EngineStartupError:
+    return EngineStartupError(
+        f"an engine needs {count} free file descriptors, and only {num_free} are free: this program may open "
+        f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} at a time; raise that limit (ulimit -n, or "
+        "resource.setrlimit) or open fewer files"
+    )

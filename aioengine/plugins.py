@@ -29,14 +29,20 @@ def file_name(name: str) -> str:
 def load(folder: str, name: str) -> Any:
     """Import the plug-in ``name`` of ``folder``, and return its ``PLUGIN``.
 
-    Raises ValueError, which lists the known names, for an unknown name. Passes on an ImportError of the file.
+    Raises ValueError, which lists the known names, for an unknown name. Passes on other errors of the import.
     """
+    aliases = _aliases(folder)
+    file, _, attribute = aliases.get(name, f"{name}:PLUGIN").partition(":")
+    module = f"{_module(folder)}.{file}"
+    try:  # without a look at ``names``, which is empty if no file descriptor is free
+        if name in aliases or (name.isidentifier() and not name.startswith("_")):
+            return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
     known = names(folder)
-    if name not in known:
-        hint = checks.did_you_mean(name, known)
-        raise ValueError(f"{folder} has no plug-in {name!r}{hint}; there are {', '.join(known)}")
-    file, _, attribute = _aliases(folder).get(name, f"{name}:PLUGIN").partition(":")
-    return getattr(importlib.import_module(f"{_module(folder)}.{file}"), attribute)
+    hint = checks.did_you_mean(name, known)
+    raise ValueError(f"{folder} has no plug-in {name!r}{hint}; there are {', '.join(known)}")
 
 
 def _aliases(folder: str) -> dict[str, str]:

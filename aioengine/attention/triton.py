@@ -115,17 +115,14 @@ class TritonAttention(PagedAttention):
         kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
         rows, _ = paged_rows(batch, query_lengths, kv_lengths, layers.page_size)
-        max_splits = max_splits_of(layers, int(kv_lengths.max()))
-        programs = num_programs(layers, len(kv_lengths), max_splits) if int(query_lengths.max()) == 1 else 1
         group = head_group(layers.shape.num_heads, layers.pool[0])
         tiles = tiles_of(query_lengths, group.tokens)
         lengths = tiles[:, 1] + (kv_lengths - query_lengths)[tiles[:, 0]] + group.tokens
         num_long = int((lengths > prompt_attention.MOST_POSITIONS).sum())
         tiles = uploaded(tiles[np.argsort(-lengths, kind="stable")], layers.device)
-        num_done = _num_done(layers, len(kv_lengths))
-        alone = most_alone(layers, len(kv_lengths))
-        self._prepared = _TritonStep(
-            layers, batch.slot_mapping, rows, tiles, num_long, num_done, max_splits, programs, alone
+        longest, is_decode = int(kv_lengths.max()), int(query_lengths.max()) == 1
+        self._prepared = _step_of(
+            layers, batch.slot_mapping, rows, tiles, num_long=num_long, longest=longest, is_decode=is_decode
         )
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> PagedAttention:
@@ -134,13 +131,10 @@ class TritonAttention(PagedAttention):
         numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=layers.device)
         tiles = torch.stack((numbers[:-1], torch.zeros_like(numbers[:-1])), dim=1)
         rows = PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
-        max_splits = max_splits_of(layers, buffers.max_pages * layers.page_size)
-        programs = num_programs(layers, num_rows, max_splits)
-        num_done = _num_done(layers, num_rows)
-        step = _TritonStep(
-            layers, buffers.slot_mapping, rows, tiles, 0, num_done, max_splits, programs, most_alone(layers, num_rows)
+        longest = buffers.max_pages * layers.page_size
+        return PagedAttention(
+            layers, _step_of(layers, buffers.slot_mapping, rows, tiles, longest=longest, is_decode=True)
         )
-        return PagedAttention(layers, step)
 
     def warm_up(self) -> None:
         """Compile the kernels of steps without a CUDA graph: prefill chunks and decode rows."""
@@ -148,9 +142,22 @@ class TritonAttention(PagedAttention):
             run_once(self, self._layers, 1, count, num_cached)
 
 
-def _num_done(layers: AttentionLayers, num_rows: int) -> Tensor:
-    """Return the counters of ``attend_splits``, [R * H]."""
-    return torch.zeros(num_rows * layers.shape.num_heads, dtype=torch.int32, device=layers.device)
+def _step_of(
+    layers: AttentionLayers,
+    slots: Tensor,
+    rows: PagedRows,
+    tiles: Tensor,
+    *,
+    longest: int,
+    is_decode: bool,
+    num_long: int = 0,
+) -> _TritonStep:
+    """Return a step with KV slots [T] and tiles [X, 2]. longest: positions of the longest row."""
+    num_rows, max_splits = len(rows.query_starts) - 1, max_splits_of(layers, longest)
+    num_done = torch.zeros(num_rows * layers.shape.num_heads, dtype=torch.int32, device=layers.device)
+    programs = num_programs(layers, num_rows, max_splits) if is_decode else 1
+    alone = most_alone(layers, num_rows)
+    return _TritonStep(layers, slots, rows, tiles, num_long, num_done, max_splits, programs, alone)
 
 
 def build(shape: AttentionShape, kv_pool: Tensor) -> TritonAttention | AdaptiveLatentAttention:

@@ -23,7 +23,7 @@ from aioengine.child_process.host import AskedToEnd, die_with_parent, handle_sig
 from aioengine.file_descriptors import raise_descriptor_limit
 from aioengine.protocol.board import CrashBoard
 from aioengine.protocol.codec import fingerprint, new_epoch_in
-from aioengine.protocol.messages import Control, Failed, LogRecord, Message, Ready, Role
+from aioengine.protocol.messages import Control, Fact, Failed, LogRecord, Message, Ready, Role
 from aioengine.protocol.orders import Orders, SecureEndpoint, decode_orders, roles_of
 from aioengine.protocol.rank_step import RankAdapter, RankStep
 from aioengine.protocol.service import Service
@@ -67,7 +67,7 @@ class Child:
 
         return send
 
-    def _send_ready(self, facts: Mapping[str, str | int | float | bool]) -> None:
+    def _send_ready(self, facts: Mapping[str, Fact]) -> None:
         text = msgspec.json.encode(dict(facts)).decode()
         self.uplink.send([Ready(self.orders.role, os.getpid(), fingerprint(), text)])
 
@@ -210,11 +210,9 @@ def encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def forward_logs(uplink: Uplink, level: str) -> ForwardedLogs:
+def forward_logs(uplink: Uplink, level: str) -> None:
     """Send records of the ``aioengine`` loggers of at least ``level`` to the frontend, and to no other handler."""
-    handler = ForwardedLogs(uplink)
     logger = logging.getLogger("aioengine")
     logger.setLevel(level.upper())
     logger.propagate = False
-    logger.addHandler(handler)
-    return handler
+    logger.addHandler(ForwardedLogs(uplink))

@@ -24,10 +24,10 @@ from aioengine.frontend import info
 from aioengine.frontend.callers import closed, forked
 from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.calls import Calls
-from aioengine.frontend.calls.delivery import Delivery, SlowReaders
 from aioengine.frontend.calls.observers import Observer, Observers
 from aioengine.frontend.calls.overload import CallerQueue, QueueLimits
 from aioengine.frontend.calls.reader import Reader
+from aioengine.frontend.calls.slow_readers import SlowReaders
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.engine_parts import EngineParts
 from aioengine.frontend.intake.encoder import Encoder, PoolEncoder, TextSizes
@@ -88,8 +88,7 @@ class Frontend:
         self.images = None if parts.images is None else PromptImages(parts.images, self._encoder)
         self._checks = RequestChecks(parts, self._encoder, self.images)
         self.calls = Calls(self._checks, lock, self.limits, self.sessions)
-        self.delivery = Delivery(self.calls.rows, lock, self.calls.row_ended)
-        self.calls.end_arrived = self.delivery.end_rows
+        self.delivery = self.calls.delivery
         self.attachments = self.calls.attachments
         self._slow_readers = SlowReaders(parts.blueprint.delivery, self.calls)
         self._slow_readers.watch()

@@ -108,12 +108,12 @@ class AdapterChoice:
     """The adapters of a call: ``lora_path``, one for all prompts or one for each. None is the base model.
 
     Attributes:
-        of_prompts: the name for each prompt. names: the set of these names.
+        of_prompts: the name for each prompt. names: these names, each once, in the order of the prompts.
         loads: the loads that the call uses, by name.
     """
 
     of_prompts: PerPrompt[str | None]
-    names: set[str]
+    names: list[str]
     loads: dict[str, Load] = field(default_factory=dict)
     _missing: Callable[[str], ValueError] = ValueError
 
@@ -151,7 +151,8 @@ def adapter_choice(options: Mapping[str, object], counts: PromptCounts) -> Adapt
     given = per_prompt("lora_path", options, _name, counts)
     if given is None:
         return None
-    return AdapterChoice(given, {name for name in given.values if isinstance(name, str) and name})
+    names = dict.fromkeys(name for name in given.values if isinstance(name, str) and name)
+    return AdapterChoice(given, list(names))
 
 
 def _name(value: object) -> str | None:
@@ -194,7 +195,7 @@ class LoadedAdapters:
         if not isinstance(name, str) or not name:  # the calls refuse it
             yield
             return
-        choice = AdapterChoice(PerPrompt("lora_path", _name, [name], is_list=False), {name})
+        choice = AdapterChoice(PerPrompt("lora_path", _name, [name], is_list=False), [name])
         self.open(choice)
         before = _HELD.get()
         _HELD.set(choice)

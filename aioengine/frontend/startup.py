@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from msgspec.structs import replace
 
 from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
-from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
+from aioengine.file_descriptors import FOR_AN_ENGINE, check_cause, hold_standard_descriptors, require_descriptors
 from aioengine.frontend.callers import closed
 from aioengine.frontend.engine_parts import Blueprint, EngineParts
 from aioengine.frontend.frontend import Frontend
@@ -59,16 +59,15 @@ _ANNOUNCEMENT: Final = Progress("starting the engine", 0, 1, "")
 _QUIET_S: Final = 0.3
 """A longer start shows a progress bar before the processes report progress, because their imports take seconds."""
 
-_SPAWN_S: Final = 0.05
-"""How long the tokenizer waits for the start of the processes. Its library holds the GIL for up to half a second."""
-
 
 def start_arguments(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
     """Return a function that returns the engine's blueprint at its start, ``progress``, and the name of the model.
 
     Raises:
         ValueError: a local folder cannot be served with these settings. A model to download is checked at the start.
+        EngineStartupError: too few file descriptors are free.
     """
+    require_descriptors(FOR_AN_ENGINE)  # otherwise the error of a file would not name the limit
     path = config.model.path
     if config.supervision.executor == "ray":
         _check_ray(config)
@@ -252,7 +251,6 @@ class _Inbox:
 
 
 def _loaded(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, int | None]:
-    time.sleep(_SPAWN_S)
     tokenizer = load()
     return tokenizer, longest_token(tokenizer.decoding_facts())
 
@@ -270,25 +268,30 @@ async def start_frontend(
         EngineStartupError: a process could not start, or an adapter of ``lora_paths`` cannot be used.
     """
     require_real_threads()
-    require_descriptors(FOR_AN_ENGINE)
-    hold_standard_descriptors()
     began_at = time.monotonic()
     inbox, bars = _Inbox(), ProgressBars(progress)
     thread = WorkerThread[Any]("aioengine-start", max_exit_s=_MAX_EXIT_S)
     processes: Processes | None = None
     images: ImageIntake | None = None
     try:
+        require_descriptors(FOR_AN_ENGINE)
+        hold_standard_descriptors()
         blueprint: Blueprint = await asyncio.wrap_future(thread.submit(prepare))
         show_logs(blueprint.settings.log_level)
-        events = Events(inbox.on_messages, inbox.on_failure, bars.show)
+        loading: asyncio.Future[tuple[Tokenizer, int | None]] | None = None
+
+        def load_tokenizer() -> None:
+            """Load the tokenizer on the thread. Its library holds the GIL for up to half a second."""
+            nonlocal loading
+            if blueprint.load_tokenizer is not None:
+                loading = asyncio.wrap_future(thread.submit(partial(_loaded, blueprint.load_tokenizer)))
+                # asyncio logs an error that nobody retrieves, and a failed start does not wait for the tokenizer
+                loading.add_done_callback(lambda work: work.cancelled() or work.exception())
+
+        events = Events(inbox.on_messages, inbox.on_failure, bars.show, load_tokenizer)
         processes = blueprint.make_processes(events)
         if blueprint.images is not None:
             images = start_intake(blueprint.images, is_for_gpu=blueprint.settings.runner.device == "cuda")
-        load = blueprint.load_tokenizer
-        loading = None if load is None else asyncio.wrap_future(thread.submit(partial(_loaded, load)))
-        if loading is not None:
-            # asyncio logs an error that nobody retrieves, and a failed start does not wait for the tokenizer
-            loading.add_done_callback(lambda work: work.cancelled() or work.exception())
         announcing = asyncio.get_running_loop().call_later(_QUIET_S, bars.show, _ANNOUNCEMENT)
         try:
             facts = await processes.start()
@@ -334,6 +337,7 @@ async def start_frontend(
             processes.kill_now()
             if not isinstance(error, GeneratorExit):  # the loop was closed, so nothing can be awaited
                 await processes.stop(0.0)
+        check_cause(error)
         raise
     finally:
         bars.close()

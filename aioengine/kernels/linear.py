@@ -37,7 +37,11 @@ ROW_COUNTS = (
 )
 """Row counts of a matmul with a packed weight. Padding adds 3 % of rows on average."""
 TILED_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Row counts for matrix units, which multiply 16 rows in the time of one. All are tried with each weight."""
+"""Row counts for matrix units, and row counts that are tried with each weight. A matrix unit for bf16 takes as long for
+24 rows as for 32, so it uses only multiples of ``TILE_ROWS`` above it.
+"""
+TILE_ROWS = 16
+"""Rows that a matrix unit for bf16 multiplies in the time of one."""
 COMMON_ROWS = 8
 """Only row counts that give the same bits as this one are used."""
 LEAST_COUNT = 16
@@ -117,7 +121,7 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
         batch_invariant: on a GPU, a row of the result must not depend on the number of rows.
     """
     if weight.device.type != "cpu":
-        return _invariant(weight, bias) if batch_invariant else _on_device(weight, bias)
+        return _on_device(weight, bias, batch_invariant=batch_invariant)
     out_features, in_features = weight.shape
     num_threads = torch.get_num_threads()
     if not packs(weight.dtype, weight.device):
@@ -192,7 +196,8 @@ def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *,
     if dtype == torch.bfloat16 and not transposes(dtype) and 2 * out_features * in_features > CACHED_BYTES:
         slow = slow_counts(torch.get_num_threads())
     most = max(BLOCK, MAX_TRIED_ELEMENTS // out_features)
-    counts = [count for count in TILED_COUNTS if count not in slow and count <= most]
+    step = TILE_ROWS if transposes(dtype) else 1
+    counts = [n for n in TILED_COUNTS if n not in slow and n <= most and (n < step or n % step == 0)]
     trial = Trial(out_features, in_features, dtype)
     matmul = _fastest(trial.weight, trial.bias if has_bias else None)
     agreeing = tuple(filter(trial.agreeing(matmul, COMMON_ROWS), counts))
@@ -371,8 +376,12 @@ class DeviceMatmul:
         return self._by_library(x)
 
 
-def _on_device(weight: Tensor, bias: Tensor | None) -> Matmul:
+def _on_device(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool) -> Matmul:
     """Return the fastest matmul for weight [O, I] and bias [O] on a GPU."""
+    if batch_invariant:
+        from aioengine.kernels.triton.invariant_linear import InvariantMatmul
+
+        return InvariantMatmul(weight.contiguous(), bias)
     if not launcher.serves(weight) or not weight.is_contiguous():
         return lambda x: functional.linear(x, weight, bias)
     return DeviceMatmul(weight, bias)
@@ -389,13 +398,6 @@ def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:
     zero_bias_rows = ZERO_BIAS_ROWS if weight.shape[1] < VERY_LONG_INPUTS else ZERO_BIAS_ROWS_OF_VERY_LONG_INPUTS
     zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
     return lambda x: functional.linear(x, weight, zeros if x.shape[0] in zero_bias_rows else None)
-
-
-def _invariant(weight: Tensor, bias: Tensor | None) -> Matmul:
-    """Return a batch-invariant matmul for weight [O, I] and bias [O] on a GPU."""
-    from aioengine.kernels.triton.invariant_linear import InvariantMatmul
-
-    return InvariantMatmul(weight.contiguous(), bias)
 
 
 def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:

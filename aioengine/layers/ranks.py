@@ -33,6 +33,19 @@ _FEW_ROWS: Final = 32
 """With more than two ranks: maximum rows of a sum in ``Inboxes``, times the number of other ranks."""
 
 
+def open_backend(store: c10d.Store, rank: int, size: int, timeout: timedelta, *, hostname: str, is_on_cpu: bool) -> Any:
+    """Join a process group. hostname: of the network interface for gloo, on a CPU; "": the default one."""
+    if not is_on_cpu:
+        nccl_options = c10d.ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout
+        return c10d.ProcessGroupNCCL(store, rank, size, nccl_options)
+    gloo: Any = c10d.ProcessGroupGloo  # its options are not in torch's stubs
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=hostname) if hostname else gloo.create_default_device()]
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
+
+
 class RankGroup:
     """This process in the group of all ranks: gloo on a CPU; NCCL on GPUs, and own kernels for sums of hidden states.
 
@@ -56,16 +69,7 @@ class RankGroup:
         self._inboxes: Inboxes | None = None
         self.sampling: RankSampling | None = None
         self._store = store = c10d.FileStore(store_file, size)
-        if device.type == "cpu":
-            gloo = c10d.ProcessGroupGloo
-            options = gloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
-            options._devices = [gloo.create_device(hostname=_LOOPBACK)]
-            options._timeout = _NO_TIMEOUT
-            self._backend: Any = gloo(store, rank, size, options)  # pyright: ignore[reportCallIssue]
-        else:
-            nccl_options = c10d.ProcessGroupNCCL.Options()
-            nccl_options._timeout = _NO_TIMEOUT
-            self._backend = c10d.ProcessGroupNCCL(store, rank, size, nccl_options)
+        self._backend = open_backend(store, rank, size, _NO_TIMEOUT, hostname=_LOOPBACK, is_on_cpu=device.type == "cpu")
         self.all_reduce_min(0)  # the first operation connects the ranks
 
     def open_inboxes(

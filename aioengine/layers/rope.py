@@ -124,12 +124,12 @@ def frequencies(
 
 
 def _dynamic(config: RopeConfig, head_size: int, positions: Tensor, max_position_embeddings: int) -> Tensor:
-    """Return inverse frequencies [positions, E / 2], each with the base of the sequence that ends at the position."""
+    """positions [T, 1] -> inverse frequencies [T, E / 2], with the base of the sequence that ends at the position."""
     factor = _required(config.factor)
     lengths = (positions + 1).clamp(min=max_position_embeddings).double()
     growth = factor * lengths / max_position_embeddings - (factor - 1)
     base = config.rope_theta * growth ** (head_size / (head_size - 2))
-    return _unscaled(base.unsqueeze(1), head_size).float()
+    return _unscaled(base, head_size).float()
 
 
 def _axes(config: RopeConfig, num_pairs: int) -> Tensor:
@@ -170,8 +170,8 @@ class RotaryEmbedding:
         num_rows, self._short_length = num_positions + short_length, short_length
         fixed, self._factor = frequencies(config, rotary_size, max_position_embeddings, num_positions)
         short, _ = frequencies(config, rotary_size, max_position_embeddings, short_length or num_positions)
-        self._frequencies = fixed if num_rows <= MAX_TABLE else fixed.to(device)
-        self._short = short if num_rows <= MAX_TABLE else short.to(device)
+        on_device = None if num_rows <= MAX_TABLE else device
+        self._frequencies, self._short = fixed.to(on_device), short.to(on_device)
         self._dynamic = partial(_dynamic, config, rotary_size, max_position_embeddings=max_position_embeddings)
         self._is_dynamic = config.rope_type == "dynamic"
         self._axes = _axes(config, head_size // 2).to(device) if config.mrope_section else None
@@ -180,34 +180,31 @@ class RotaryEmbedding:
             table = torch.empty(num_rows, 2, head_size // 2)
             for part in table.split(TABLE_ROWS):
                 start = int(part.storage_offset()) // head_size
-                part.copy_(self._rows(torch.arange(start, start + part.shape[0])))
+                part.copy_(self._rows(torch.arange(start, start + part.shape[0]).unsqueeze(1)))
             self._table = table.to(device)
 
     def tables(self, positions: Tensor) -> RotaryTables:
         """Return cos and sin of positions [T], or [3, T] if the config has an ``mrope_section``."""
         if positions.dim() == 2:
-            return RotaryTables(self._rows_of_axes(positions))
-        return RotaryTables(self._rows(positions) if self._table is None else self._table.index_select(0, positions))
-
-    def _rows_of_axes(self, positions: Tensor) -> Tensor:
-        """positions [3, T] -> cos and sin [T, 2, E / 2]. Each pair uses the position on its axis."""
-        assert self._axes is not None, "the model has positions of one axis"
-        by_pair = positions.index_select(0, self._axes).t()
-        if self._table is not None:
-            return self._table.gather(0, by_pair.unsqueeze(1).expand(-1, 2, -1))
-        angles = by_pair.float() * self._frequencies
-        return torch.stack((angles.cos() * self._factor, angles.sin() * self._factor), 1)
+            assert self._axes is not None, "the model has positions of one axis"
+            by_pair = positions.index_select(0, self._axes).t()
+            if self._table is None:
+                return RotaryTables(self._rows(by_pair))
+            return RotaryTables(self._table.gather(0, by_pair.unsqueeze(1).expand(-1, 2, -1)))
+        if self._table is None:
+            return RotaryTables(self._rows(positions.unsqueeze(1)))
+        return RotaryTables(self._table.index_select(0, positions))
 
     def _rows(self, positions: Tensor) -> Tensor:
-        """positions [T] -> cos and sin [T, 2, E / 2]."""
+        """positions [T, 1], or one for each rotated pair [T, E / 2] -> cos and sin [T, 2, E / 2]."""
         frequencies = self._frequencies
         if self._short_length:
             is_long = positions >= self._short_length
             positions = positions - is_long * self._short_length
-            frequencies = torch.where(is_long.unsqueeze(1), frequencies, self._short)
+            frequencies = torch.where(is_long, frequencies, self._short)
         if self._is_dynamic:
             frequencies = self._dynamic(positions)
-        angles = positions.float().unsqueeze(1) * frequencies
+        angles = positions.float() * frequencies
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
         if self._num_unrotated:
             cos = functional.pad(cos, (0, self._num_unrotated), value=1.0)

@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from aioengine.api import checks
 from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
+from aioengine.model_files.model_folder import ModelFacts
 from aioengine.settings.config import Settings
-
-if TYPE_CHECKING:
-    from aioengine.model_files.model_folder import ModelFacts
 
 
 class _AddedToken(msgspec.Struct):

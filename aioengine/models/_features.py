@@ -1,7 +1,7 @@
 """Hidden states of a model that its draft head reads.
 
-They are kept in memory with the slots of the KV cache. So they exist wherever the KV cache of the model does: after a
-prefix hit, in chunks of a prompt, and after a preemption.
+They are stored by slot, like the KV cache of the model. So they survive in the same cases: after a prefix hit, between
+chunks of a prompt, and after a preemption.
 
 Shape letters: T tokens, D hidden size, F size of all hidden states that a head reads, N slots of the KV cache.
 """

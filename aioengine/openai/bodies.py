@@ -37,7 +37,7 @@ REFUSED: Final = {
 """Fields of other servers that are refused -> the way that works."""
 
 _MARGIN: Final = 32
-"""An answer that repeats a part of a body may have so many more levels, in so many more frames."""
+"""Spare levels and frames: an answer that repeats a part of a body is nested more deeply than the body."""
 
 _FEW_LEVELS: Final = 500
 """A body with fewer lists and objects is not nested too deeply."""

@@ -127,7 +127,7 @@ async def score(call: HttpCall) -> Response:
 
 
 def _pairs(first: str | list[str] | None, second: str | list[str] | None) -> list[list[str]]:
-    """Return pairs of texts; one text stands for as many as the other list has. Raises CallError."""
+    """Return pairs of texts. A single first text is paired with each second text. Raises CallError."""
     if first is None or second is None:
         raise CallError("give text_1 and text_2 (cross-encoders), or query, items and label_token_ids")
     firsts = [first] if isinstance(first, str) else first

@@ -67,7 +67,7 @@ class HttpCall(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A place in the stream of a request: after so many characters and tokens. As text, it is the id of an event."""
+    """A place in the stream of a request: the numbers of characters and tokens before it. Its text is an event id."""
 
     prefix: str
     rid: str

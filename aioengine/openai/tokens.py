@@ -14,7 +14,7 @@ from aioengine.openai.http_call import HttpCall
 from aioengine.openai.replies import CallError, json_response
 
 CHARACTERS_PER_TOKEN: Final = 16
-"""Longer texts than so many characters for each token of the context are refused."""
+"""The limit for a text, per token of the context length."""
 
 
 class TokenizeBody(Body, kw_only=True):

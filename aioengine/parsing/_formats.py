@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from aioengine import plugins
 from aioengine.api import checks
@@ -14,9 +14,7 @@ from aioengine.constraints.structural_tag import lark_of
 from aioengine.parsing._events import Content, Event
 from aioengine.parsing._reader import TextReader
 from aioengine.parsing._tools import ANY_OBJECT, Format, Tool, ToolCallFormat, tools_of
-
-if TYPE_CHECKING:
-    from aioengine.parsing.think import ThinkTags
+from aioengine.parsing.think import ThinkTags
 
 ToolDict: TypeAlias = Mapping[str, Any]
 """A tool in the form of chat templates: ``{"type": "function", "function": {"name": ..., "parameters": {...}}}``."""

@@ -22,6 +22,7 @@ from aioengine.protocol.messages import (
     SCHEDULER,
     Abort,
     End,
+    Fact,
     FinishCode,
     Message,
     StepOutput,
@@ -48,7 +49,7 @@ class TextSource:
         Raises:
             ValueError: the folder has no tokenizer, or its files cannot be read.
         """
-        self._tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
+        self._tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path, only_decodes=True)
         self._patterns = PatternCache()
         self._sources: dict[bool, TokenTable | Decode] = {}
         if self._tokenizer is not None:  # almost all requests use this source, so it is built before the first one
@@ -106,7 +107,7 @@ class DetokenizerService:
         self,
         source: TextSource,
         *,
-        facts: Mapping[str, str | int | float | bool] | None = None,
+        facts: Mapping[str, Fact] | None = None,
         board: CrashBoard | None = None,
     ) -> None:
         """board: crash board on which requests are recorded while they are decoded."""

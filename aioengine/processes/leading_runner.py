@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from aioengine.errors import describe
-from aioengine.protocol.messages import Adapter, Control, Reply, RequestKind, Sampling
+from aioengine.protocol.messages import Adapter, Control, Fact, Reply, RequestKind, Sampling
 from aioengine.protocol.rank_step import RankAdapter, RankStep
 from aioengine.protocol.weight_messages import WeightCall
 from aioengine.scheduler.plan import NewRow, StepPlan, StepResult
@@ -49,7 +49,7 @@ class LeadingRunner(Generic[Ticket]):
         self._send = send
         self._num_in_flight = self._num_collected = 0
         self._encoder = msgspec.msgpack.Encoder()
-        self.facts: Mapping[str, str | int | float | bool] = runner.facts
+        self.facts: Mapping[str, Fact] = runner.facts
         self.adapters = None if runner.adapters is None else LeadingAdapters(runner.adapters, send)
         self.use_grammars: Callable[[Any], None] | None = runner.use_grammars
         self.controls: Mapping[str, Callable[[Control], Reply]] = {

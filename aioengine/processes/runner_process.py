@@ -15,7 +15,7 @@ import msgspec
 
 from aioengine.child_process.child import Child, run_child
 from aioengine.processes.scheduler_process import prepare_process
-from aioengine.protocol.messages import SCHEDULER, Adapter, Control, Message
+from aioengine.protocol.messages import SCHEDULER, Adapter, Control, Fact, Message
 from aioengine.protocol.rank_step import RankAdapter, RankStep
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.scheduler.adapter_loading import read_unchanged
@@ -33,7 +33,7 @@ class RankService:
     """
 
     def __init__(self, runner: Runner[Any]) -> None:
-        self.facts: Mapping[str, str | int | float | bool] = {}
+        self.facts: Mapping[str, Fact] = {}
         self._runner = runner
         self._decoder = msgspec.msgpack.Decoder(StepPlan)
         self._in_flight: deque[Any] = deque()

@@ -67,14 +67,12 @@ if TYPE_CHECKING:
 
     from aioengine.constraints.grammars import Grammars
     from aioengine.protocol.board import CrashBoard
-    from aioengine.protocol.messages import Grammar
+    from aioengine.protocol.messages import Fact, Grammar
     from aioengine.protocol.rank_step import RankAdapter, RankStep
     from aioengine.scheduler.runner import Runner, RunnerFactory
     from aioengine.settings.config import Settings
 
 logger = logging.getLogger(__name__)
-
-Facts = dict[str, str | int | float | bool]
 
 _CONTROL_STAGE = "control"
 _SWITCH_S = 0.0005
@@ -102,7 +100,7 @@ class SchedulerService:
         profile: Profile,
         *,
         settings: Settings,
-        facts: Facts,
+        facts: dict[str, Fact],
         report: Callable[[Progress], None],
         grammars: Grammars | None = None,
     ) -> None:
@@ -450,7 +448,7 @@ def build_service(
     depth = settings.scheduler.depth
     core = SchedulerCore(scheduler, runner, depth, clock=time.monotonic, trace=profile, board=board)
     core.requests.events.weight_version = weight_version_in(runner.facts)
-    facts: Facts = {
+    facts: dict[str, Fact] = {
         "page_size": settings.memory.page_size,
         "max_total_tokens": scheduler.cache.num_pages * settings.memory.page_size,
         "max_running_requests": settings.scheduler.max_running,
@@ -464,17 +462,17 @@ def build_service(
     return service
 
 
-def page_windows(facts: Mapping[str, str | int | float | bool]) -> tuple[int | None, ...]:
+def page_windows(facts: Mapping[str, Fact]) -> tuple[int | None, ...]:
     """Return ``PageGroups.windows`` from the facts of a runner. Empty if all layers have the same page table."""
     return tuple(int(window) or None for window in str(facts.get("page_windows", "")).split())
 
 
-def weight_version_in(facts: Mapping[str, str | int | float | bool]) -> str:
+def weight_version_in(facts: Mapping[str, Fact]) -> str:
     """Return the version of the weights from the facts of a runner."""
     return str(facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
 
 
-def num_weight_loads_in(facts: Mapping[str, str | int | float | bool]) -> int:
+def num_weight_loads_in(facts: Mapping[str, Fact]) -> int:
     """Return how often the weights were replaced, from the facts of a runner."""
     return int(facts.get("num_weight_loads", 0))
 

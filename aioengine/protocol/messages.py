@@ -532,6 +532,10 @@ class Reply(Struct, tag="reply", array_like=True, gc=False):
     stage: str = ""
 
 
+Fact = str | int | float | bool
+"""A value of ``Ready.facts``."""
+
+
 class Ready(Struct, tag="ready", array_like=True, gc=False):
     """A child process is ready. fingerprint: of its protocol. facts: JSON text about its device and model.
 

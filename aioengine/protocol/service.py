@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from aioengine.protocol.messages import Message
+from aioengine.protocol.messages import Fact, Message
 
 HEARTBEAT_S = 1.0
 """Maximum time between two frames to each receiver. A lost frame is noticed when a later frame arrives."""
@@ -26,7 +26,7 @@ class Service(Protocol):
     """Call ``step`` after each ``handle``, and again when ``wait_s`` has passed."""
 
     @property
-    def facts(self) -> Mapping[str, str | int | float | bool]:
+    def facts(self) -> Mapping[str, Fact]:
         """The facts for ``Ready``."""
         ...
 

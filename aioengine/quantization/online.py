@@ -5,7 +5,7 @@ O outputs, D inputs, G groups of inputs, R rows of outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -70,7 +70,13 @@ def _without_zeros(scales: Tensor) -> Tensor:
 
 
 class OnlineFormat(CodesFormat):
-    """Quantizes the weights while they are loaded."""
+    """Quantizes the weights while they are loaded.
+
+    Attributes:
+        stored: as in ``RowWriter``.
+    """
+
+    stored: str = ""
 
     def __init__(self, precision_of: Callable[[int], Precision]) -> None:
         """precision_of: inputs of a layer -> how it is quantized."""
@@ -81,9 +87,11 @@ class OnlineFormat(CodesFormat):
         outputs, inputs = sum(layer.sizes), layer.in_features
         dtype = {"fp8": FP8, "int8": torch.int8, "int4": torch.uint8}[precision.kind]
         is_packed = precision.kind == "int4"
+        scales = torch.empty(outputs, inputs // (precision.group or inputs), device=device)
         return {
             "weight": torch.empty(outputs, inputs // 2 if is_packed else inputs, dtype=dtype, device=device),
-            "scales": torch.empty(outputs, inputs // (precision.group or inputs), device=device),
+            "scales": scales,
+            **({"offsets": torch.empty_like(scales)} if precision.has_offsets else {}),
             **layer.empty_bias(),
         }
 
@@ -92,33 +100,44 @@ class OnlineFormat(CodesFormat):
         return tensor.split(layer.sizes) if name == "bias" else ()
 
     def codes(self, layer: LinearSpec, tensors: Tensors) -> Codes:
-        packed, scales = tensors["weight"], tensors["scales"]
+        packed, scales, offsets = tensors["weight"], tensors["scales"], tensors.get("offsets")
         if packed.dtype != torch.uint8:
-            return Codes(packed, scales)
-        return Codes(packed, scales, -MIDDLE * scales, 4)
+            return Codes(packed, scales, offsets)
+        return Codes(packed, scales, -MIDDLE * scales if offsets is None else offsets, 4)
 
     def tensors(self, layer: LinearSpec, codes: Codes) -> Tensors:
-        return {"weight": codes.packed, "scales": codes.scales.contiguous()}
+        tensors = {"weight": codes.packed, "scales": codes.scales.contiguous()}
+        if codes.offsets is not None and self._precision_of(layer.in_features).has_offsets:
+            tensors["offsets"] = codes.offsets.contiguous()
+        return tensors
 
     def writers(self, layer: LinearSpec, tensors: Tensors) -> Mapping[str, Sequence[RowWriter]]:
-        precision = self._precision_of(layer.in_features)
-        parts = zip(tensors["weight"].split(layer.sizes), tensors["scales"].split(layer.sizes), strict=True)
-        return {"weight": [_writer(layer, precision, packed, scales) for packed, scales in parts]}
+        names = [name for name in ("weight", "scales", "offsets") if name in tensors]
+        parts = zip(*(tensors[name].split(layer.sizes) for name in names), strict=True)
+        return {"weight": [self._writer(layer, *part) for part in parts]}
 
+    def _writer(self, layer: LinearSpec, packed: Tensor, scales: Tensor, offsets: Tensor | None = None) -> RowWriter:
+        """Return the writer for codes [O, D] or, packed, [O, D / 2], and scales and offsets [O, G]."""
 
-def _writer(layer: LinearSpec, precision: Precision, packed: Tensor, scales: Tensor) -> RowWriter:
-    """Return the writer for codes [O, D] or, packed, [O, D / 2], and scales [O, G]."""
+        def write(first: int, values: Tensor) -> None:
+            """values: [R, D], or the bytes of rows."""
+            for codes in self.quantized(values, layer.in_features):
+                stop = first + len(codes.packed)
+                packed[first:stop], scales[first:stop] = codes.packed, codes.scales
+                if offsets is not None and codes.offsets is not None:
+                    offsets[first:stop] = codes.offsets
+                    scales[first:stop] += 0 * codes.offsets  # the scale is not finite if the offset is not
+                first = stop
 
-    def write(first: int, values: Tensor) -> None:
-        """values: [R, D]."""
-        for rows in values.reshape(-1, layer.in_features).split(max(PIECE_ELEMENTS // layer.in_features, 1)):
-            codes = quantize(rows, precision)
-            stop = first + len(rows)
-            packed[first:stop], scales[first:stop] = codes.packed, codes.scales
-            first = stop
+        num_bytes = sum(0 if tensor is None else tensor.nbytes for tensor in (packed, scales, offsets))
+        placeholder = torch.empty((), dtype=layer.dtype, device=layer.device).expand(len(packed), layer.in_features)
+        return RowWriter(placeholder, write, scales, num_bytes, stored=self.stored)
 
-    placeholder = torch.empty((), dtype=layer.dtype, device=layer.device).expand(len(packed), layer.in_features)
-    return RowWriter(placeholder, write, scales, packed.nbytes + scales.nbytes)
+    def quantized(self, values: Tensor, inputs: int) -> Iterable[Codes]:
+        """Quantize values [R, D], in parts."""
+        precision = self._precision_of(inputs)
+        parts = values.reshape(-1, inputs).split(max(PIECE_ELEMENTS // inputs, 1))
+        return (quantize(part, precision) for part in parts)
 
 
 def online_formats(

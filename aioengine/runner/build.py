@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from aioengine import models, plugins
 from aioengine.attention import _image_attention, _mixed, fused
@@ -32,7 +35,7 @@ from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import Model, ModelOptions
 from aioengine.models._draft_head import DraftHead
 from aioengine.models._features import Features
-from aioengine.protocol.messages import Progress
+from aioengine.protocol.messages import Fact, Progress
 from aioengine.quantization.gguf import gguf_formats
 from aioengine.quantization.online import online_formats
 from aioengine.quantization.stored import formats
@@ -50,14 +53,7 @@ from aioengine.settings.config import TRANSFORMERS, DraftSettings, RunnerSetting
 from aioengine.settings.memory_model import KVCache, PoolDemand, PoolFit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import ModuleType
-
-    from torch import Tensor
-
     from aioengine.models._fallback import TransformersFolder
-
-    Facts = dict[str, str | int | float | bool]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KV_DTYPES = DTYPES | {"fp8_e4m3": FP8, "int8": torch.int8}
@@ -157,7 +153,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         draft=draft_parts,
         workspace=choice.workspace(kv_pool.tensors[0].device),
     )
-    facts: Facts = {
+    facts: dict[str, Fact] = {
         "dtype": settings.model.dtype,
         "device": str(device),
         "attention_backend": choice.name,

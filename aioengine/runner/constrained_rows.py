@@ -14,26 +14,24 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from aioengine.runner.logits.grammar import GrammarMask
+from aioengine.runner.request_row import GrammarSource, RequestRow, SampledRows
 from aioengine.runner.sampling.sampler import FAILED
+from aioengine.runner.ticket import Ticket
 from aioengine.runner.timing import profiled
+from aioengine.scheduler.plan import NewRow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    import numpy.typing as npt
-    from torch import Tensor
-
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
-    from aioengine.runner.logits.grammar import GrammarMask
-    from aioengine.runner.request_row import GrammarSource, RequestRow, SampledRows
-    from aioengine.runner.ticket import Ticket
-    from aioengine.scheduler.plan import NewRow
 
 MIN_FORCED: Final = 1
 MIN_FORCED_ON_GPU: Final = 2

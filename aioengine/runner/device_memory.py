@@ -19,6 +19,7 @@ from aioengine.attention._base import AttentionShape
 from aioengine.kernels.kv_target import WriteKV
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.models._base import Model, VisionModel
+from aioengine.protocol.messages import Fact
 from aioengine.runner.graphs.ladder import longest_graph
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.lora.pool import AdapterPool
@@ -124,7 +125,7 @@ class DeviceMemory:
         name = torch.cuda.get_device_name(self.device)
         return f"{name} has {format_bytes(total)}, {format_bytes(free)} free; used: {', '.join(parts)}"
 
-    def facts(self) -> dict[str, str | int | float | bool]:
+    def facts(self) -> dict[str, Fact]:
         """Return the device and its memory after the runner is built."""
         if self.device.type == "cpu":
             return {"device_name": "cpu", "free_bytes": free_host_memory()}

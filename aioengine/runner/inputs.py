@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from aioengine.attention._base import ForwardBatch
-from aioengine.layers.adapters import AdapterRows
 from aioengine.models._base import Model, ModelInputs
 from aioengine.runner.images import Span
 from aioengine.runner.request_row import RequestRow
@@ -59,20 +59,10 @@ class StepRows:
         return positions + shifts[row_of_token]
 
 
-def model_inputs(
-    model: Model,
-    token_ids: Tensor,
-    positions: Tensor,
-    *,
-    rows: Tensor | None = None,
-    token_types: Tensor | None = None,
-    outputs: Tensor | None = None,
-    adapters: AdapterRows | None = None,
-    slots: Tensor | None = None,
-    features: Tensor | None = None,
-) -> ModelInputs:
-    """Return the inputs of this model for token ids [T] and positions [T], or [3, T] for a model with three axes. Other
-    arguments are as in ``ModelInputs``.
+def model_inputs(model: Model, token_ids: Tensor, positions: Tensor, **others: Any) -> ModelInputs:
+    """Return the inputs of this model for token ids [T] and positions [T], or [3, T] for a model with three axes.
+
+    others: further fields of ``ModelInputs``.
     """
     spec = model.input_spec
     if positions.dim() < min(spec.position_axes, 2):
@@ -81,12 +71,7 @@ def model_inputs(
         positions=positions,
         token_ids=None if spec.embeddings else token_ids,
         embeddings=model.embed(token_ids) if spec.embeddings else None,
-        rows=rows,
-        token_types=token_types,
-        outputs=outputs,
-        adapters=adapters,
-        slots=slots,
-        features=features,
+        **others,
     )
 
 
@@ -224,9 +209,9 @@ class InputBuilder:
             token_types=token_types,
             outputs=tensors.get("outputs"),
             adapters=table.adapters.of_step(rows.row_indices, row_of_token, outputs),
+            states=self.states and self.states.of_step(rows.row_indices, rows.starts, rows.counts, upload),
+            slots=None if model.features is None else tensors["slots"],
         )
-        if self.states is not None:
-            inputs = replace(inputs, states=self.states.of_step(rows.row_indices, rows.starts, rows.counts, upload))
         if table.num_with_embeds:
             inputs = self._with_embeds(model, rows, inputs)
         if images and spans:
@@ -247,8 +232,6 @@ class InputBuilder:
             batch = replace(batch, parts=parts)
         if images and spans and model.attention_shape.has_bidirectional_images:
             batch = replace(batch, bidirectional_images=images.bidirectional(spans))
-        if model.features is not None:
-            inputs = replace(inputs, slots=batch.slot_mapping)
         return inputs, batch
 
     def _image_spans(self, rows: StepRows) -> list[Span]:

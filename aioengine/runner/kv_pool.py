@@ -15,6 +15,7 @@ from torch import Tensor
 from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.kernels.clean_pages import clean_layer, clean_pages
 from aioengine.kernels.kv_target import scales_of
+from aioengine.protocol.messages import Fact
 from aioengine.runner.transfer import Upload
 from aioengine.settings.memory_model import INT8_SCALE_BYTES
 from aioengine.settings.page_groups import PageGroups
@@ -169,9 +170,9 @@ class KVPool:
             self.tensors = [self._owned[0][: len(layers)] for layers in self._groups]
 
     @property
-    def facts(self) -> dict[str, str | int | float | bool]:
+    def facts(self) -> dict[str, Fact]:
         """The size of the pool, and the windows of groups with separate page tables, as in ``page_windows``."""
-        facts: dict[str, str | int | float | bool] = {
+        facts: dict[str, Fact] = {
             "num_pages": self.num_pages,
             "page_size": self.page_size,
             "kv_pool_bytes": self.num_bytes,

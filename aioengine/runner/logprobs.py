@@ -9,27 +9,25 @@ N positions, V vocabulary, K most likely tokens, M requested tokens, W = 2 + 2 K
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby, repeat
 from operator import is_
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from aioengine.kernels.token_logprobs import measure
 from aioengine.protocol.columns import NO_TOKEN, Extra, block_extras
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS
+from aioengine.runner.inputs import StepRows
+from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
+from aioengine.runner.sampling.sampler import Sampler
 from aioengine.runner.transfer import Ints, Upload, host_copy
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from torch import Tensor
-
-    from aioengine.runner.inputs import StepRows
-    from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
     from aioengine.runner.sampling.device_sampler import DeviceSampler
-    from aioengine.runner.sampling.sampler import RankSampler, Sampler
 
 
 CPU_ROWS = 32
@@ -157,10 +155,7 @@ class Logprobs:
     """Computes the logprobs of steps. ``take`` returns the logprobs of the current step."""
 
     def __init__(
-        self,
-        compute_logits: Callable[[Tensor], Tensor],
-        upload: Upload,
-        sampler: Sampler | DeviceSampler | RankSampler | None,
+        self, compute_logits: Callable[[Tensor], Tensor], upload: Upload, sampler: Sampler | DeviceSampler | None
     ) -> None:
         """compute_logits: [N, D] -> [N, V]. sampler: applies logits processors; None for logprobs of the model's own
         distribution.

@@ -18,7 +18,7 @@ from aioengine.attention._base import AttentionBackend, CapturableAttention
 from aioengine.layers.ranks import RankGroup
 from aioengine.models._base import Model
 from aioengine.protocol.columns import TokenColumns
-from aioengine.protocol.messages import Control, Reply
+from aioengine.protocol.messages import Control, Fact, Reply
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.constrained_rows import ConstrainedRows
 from aioengine.runner.custom_processors import CustomProcessors
@@ -49,8 +49,6 @@ from aioengine.settings.memory_model import SAMPLED_ROWS
 if TYPE_CHECKING:
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
     from aioengine.runner.sampling.device_sampler import DeviceSampler
-
-    Facts = dict[str, str | int | float | bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +86,7 @@ class ModelRunner:
         facts, adapters, controls: see ``scheduler.runner.Runner``.
     """
 
-    def __init__(self, parts: DeviceParts, facts: Facts) -> None:
+    def __init__(self, parts: DeviceParts, facts: dict[str, Fact]) -> None:
         self.facts = facts
         self.adapters = parts.adapters
         self.controls: dict[str, Callable[[Control], Reply]] = {}
@@ -124,7 +122,7 @@ class ModelRunner:
         self._ranks = parts.ranks
         self._sampler = sampler if parts.ranks is None else RankSampler(sampler, parts.ranks)
         self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
-        processor = self._sampler if settings.runner.logprobs_mode == "processed" else None
+        processor = sampler if settings.runner.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processor)
         self._hidden_states = HiddenStates(self._table.upload)
         self._pooler = Pooler(parts.model, settings.model.pooling.kind, self._table.upload)

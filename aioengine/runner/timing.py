@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from aioengine.protocol.messages import Fact
+
 _NOTHING = nullcontext()
 
 
@@ -32,7 +34,7 @@ class StartTimes:
         self._seconds[phase] = now - self._since
         self._since = now
 
-    def facts(self) -> dict[str, str | int | float | bool]:
+    def facts(self) -> dict[str, Fact]:
         """Return the seconds of the start as ``load_s``, and of each phase as ``start_<phase>_s``."""
         phases = {f"start_{phase}_s": round(seconds, 3) for phase, seconds in self._seconds.items()}
         return {"load_s": self._since - self._started_at, **phases}

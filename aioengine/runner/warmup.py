@@ -13,30 +13,27 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from aioengine.attention._base import CapturableAttention, FullGraphAttention
 from aioengine.families._config import Task
+from aioengine.models._base import Model
 from aioengine.protocol.messages import Progress, Sampling
 from aioengine.runner.device_memory import NoAttention
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_graph
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.inputs import model_inputs
+from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.pooler import MEAN
+from aioengine.runner.timing import StartTimes
 from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan
 from aioengine.settings.config import TRANSFORMERS
 from aioengine.settings.memory_model import SAMPLED_ROWS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from aioengine.models._base import Model
-    from aioengine.runner.model_runner import DeviceParts, ModelRunner
-    from aioengine.runner.timing import StartTimes
 
 logger = logging.getLogger(__name__)
 

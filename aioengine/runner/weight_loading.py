@@ -20,21 +20,18 @@ from torch._C import _distributed_c10d as c10d  # as in ``layers.ranks``
 from aioengine import plugins
 from aioengine.api import checks
 from aioengine.layers.layer import Target
-from aioengine.layers.ranks import RankGroup
+from aioengine.layers.ranks import RankGroup, open_backend
 from aioengine.model_files import folder_files, tensor_file
 from aioengine.model_files.checkpoint import Entry, check_unchanged, file_states, listed
 from aioengine.model_files.quantization import read_config, split_config
 from aioengine.model_files.tensor_file import TensorFile
 from aioengine.models._base import Model
-from aioengine.protocol.messages import Argument, Control, Reply
+from aioengine.protocol.messages import Argument, Control, Fact, Reply
 from aioengine.protocol.weight_messages import NOT_OPEN, CudaTensor, WeightCall, loaded_by
 from aioengine.runner import weights
 from aioengine.runner.model_runner import ModelRunner
 from aioengine.runner.weight_reading import DTYPES, check_all, check_finite
 from aioengine.settings.config import TRANSFORMERS, LoadedWeights, Settings
-
-Facts = dict[str, str | int | float | bool]
-
 
 TIMEOUT: Final = timedelta(seconds=300)
 """Maximum time until all have joined, and of a broadcast."""
@@ -60,18 +57,10 @@ class TrainerGroup:
         store: Any = c10d.TCPStore(address, port, size, False, TIMEOUT)
         for prefix in (name, f"{name}/", _DEVICES[backend]):
             store = c10d.PrefixStore(prefix, store)
-        if backend == "gloo":
-            gloo: Any = c10d.ProcessGroupGloo
-            options = gloo._Options()
-            host = {"hostname": "127.0.0.1"} if address.startswith(_LOOPBACK) else {}
-            options._devices = [gloo.create_device(**host) if host else gloo.create_default_device()]
-            options._timeout = TIMEOUT
-            self._backend: Any = gloo(store, rank, size, options)
-        else:
-            nccl_options = c10d.ProcessGroupNCCL.Options()
-            nccl_options._timeout = TIMEOUT
-            self._backend = c10d.ProcessGroupNCCL(store, rank, size, nccl_options)
-        self._device = torch.device("cpu" if backend == "gloo" else "cuda")
+        hostname = "127.0.0.1" if address.startswith(_LOOPBACK) else ""
+        is_on_cpu = backend == "gloo"
+        self._backend = open_backend(store, rank, size, TIMEOUT, hostname=hostname, is_on_cpu=is_on_cpu)
+        self._device = torch.device("cpu" if is_on_cpu else "cuda")
 
     def receive(self, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
         """Receive tensors [...] from rank 0, in this order. Return name -> tensor."""
@@ -148,7 +137,7 @@ class WeightLoader:
         self,
         model: Model,
         settings: Settings,
-        facts: Facts,
+        facts: dict[str, Fact],
         *,
         make_empty: Callable[[], Model],
         runner: ModelRunner,
@@ -481,7 +470,7 @@ def _opened(tensor: CudaTensor) -> Tensor:
 
 
 def _described(config: dict[str, object]) -> object:
-    """Return what the family reads from config.json, and its quantization."""
+    """Return the config that the family reads, and whether the weights are not quantized."""
     plain, quantization = split_config(config)
     family = plugins.load("families", plugins.file_name(str(config.get("model_type"))))
     return family.read(plain), quantization is None

@@ -93,16 +93,10 @@ class _FilePart:
     first_row: int = 0
 
     def store(self, content: Tensor) -> Tensor:
-        """Convert content [X] (bytes) to elements, store them, and return the elements [...] that must be finite."""
-        values = self.values(content)
-        if self.writer is not None:
-            self.writer.write(self.first_row, values)
-            return self.writer.scales[self.first_row :][: len(values)] if self.writer.stored else values
-        self.target.copy_(values)
-        return self.target
+        """Convert content [X] (bytes) to elements, store them, and return the elements [...] that must be finite.
 
-    def values(self, content: Tensor) -> Tensor:
-        """Convert content [X] (bytes) to the elements of the target [...], or to the bytes that its writer takes."""
+        A target on the device "meta" has no memory: its elements are only checked.
+        """
         dtype = DTYPES.get(self.entry.dtype)
         if self.writer is not None and self.writer.stored:
             values = content.view(self.shape[0], -1)
@@ -113,7 +107,14 @@ class _FilePart:
             # rows [R] or [R, C] with interleaved halves of heads -> first half, then second half of each head
             halves = values.view(-1, self.head_size // 2, 2, *values.shape[1:])
             values = halves.transpose(1, 2).reshape(values.shape)
-        return values[self.index]
+        values = values[self.index]
+        if self.target.is_meta:
+            return values.to(self.target.dtype)
+        if self.writer is not None:
+            self.writer.write(self.first_row, values)
+            return self.writer.scales[self.first_row :][: len(values)] if self.writer.stored else values
+        self.target.copy_(values)
+        return self.target
 
 
 def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -> None:
@@ -136,7 +137,10 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
         num_readers = 1
     done = reported = 0
     with ExitStack() as stack:
-        files = _open_files(stack, pieces)
+        files = {
+            path: stack.enter_context(folder_files.open_existing(path, f"cannot read {path}: it was removed"))
+            for path in {piece.entry.path for piece in pieces}
+        }
         idle: SimpleQueue[_PinnedCopier] = SimpleQueue()
         if device.type == "cuda":
             buffer_bytes = min(PIECE_BYTES, max(piece.num_bytes for piece in pieces))
@@ -179,27 +183,7 @@ def check_all(entries: list[Entry], targets: Mapping[str, Target]) -> None:
         entry.name: Target(torch.empty(entry.shape, dtype=targets[entry.name].tensor.dtype, device="meta"))
         for entry in entries
     }
-    pieces = [piece for entry in entries for piece in _pieces(entry, whole[entry.name])]
-    with ExitStack() as stack:
-        files = _open_files(stack, pieces)
-
-        @torch.inference_mode()
-        def check(piece: _FilePart) -> None:
-            values = piece.values(
-                _fill(files[piece.entry.path], piece, torch.empty(piece.num_bytes, dtype=torch.uint8))
-            )
-            check_finite(values, piece.target.dtype, f"{piece.entry.path}: tensor {piece.entry.stored_name}")
-
-        pool = stack.enter_context(ThreadPoolExecutor(NUM_CPU_READERS, thread_name_prefix="aioengine-weights"))
-        for _ in pool.map(check, pieces):
-            pass
-
-
-def _open_files(stack: ExitStack, pieces: list[_FilePart]) -> dict[Path, BinaryIO]:
-    return {
-        path: stack.enter_context(folder_files.open_existing(path, f"cannot read {path}: it was removed"))
-        for path in {piece.entry.path for piece in pieces}
-    }
+    read_all(entries, whole, lambda done, total: None)
 
 
 def check_finite(values: Tensor, dtype: torch.dtype, shown: str) -> None:
@@ -258,7 +242,8 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
     row = 0
     for first, stop in [(first, min(first + step, end)) for start, end in ranges for first in range(start, end, step)]:
         part = rows[row : row + stop - first]
-        is_same = writer is None and not head_size and DTYPES.get(entry.dtype) == part.dtype and part.is_contiguous()
+        is_same = writer is None and not head_size and DTYPES.get(entry.dtype) == part.dtype
+        is_same &= part.is_contiguous() and not part.is_meta
         yield _FilePart(
             entry,
             entry.begin + first * row_bytes,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from aioengine.protocol.messages import Adapter, Control, Progress, Reply
+from aioengine.protocol.messages import Adapter, Control, Fact, Progress, Reply
 from aioengine.scheduler.plan import StepPlan, StepResult
 from aioengine.settings.config import Settings
 
@@ -23,7 +23,7 @@ class Runner(Protocol[Ticket]):
     """
 
     @property
-    def facts(self) -> Mapping[str, str | int | float | bool]:
+    def facts(self) -> Mapping[str, Fact]:
         """Facts about the device, for ``Ready``. ``num_pages`` (int) is the size of the KV pool.
 
         ``weight_version`` (str) is the version of the weights, and ``num_weight_loads`` (int) how often they were

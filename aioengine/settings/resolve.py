@@ -6,13 +6,14 @@ The facts about model and machine are arguments (``model_folder.find_facts``, ``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.model_files import quantized_formats
 from aioengine.model_files.adapter_folder import FUSED, AdapterFolder
+from aioengine.model_files.model_folder import ModelFacts
 from aioengine.model_files.online_quantization import METHODS
 from aioengine.settings.config import (
     DEFAULT_GROUP_SIZE,
@@ -37,9 +38,6 @@ from aioengine.settings.config import (
 from aioengine.settings.machine import DeviceFacts
 from aioengine.settings.memory_model import effective_windows
 from aioengine.settings.page_groups import layer_groups
-
-if TYPE_CHECKING:
-    from aioengine.model_files.model_folder import ModelFacts
 
 RUNNER_FACTORY: Final = "aioengine.runner.build:build"
 PACKED: Final = "packed"

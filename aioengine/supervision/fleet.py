@@ -50,6 +50,7 @@ class Fleet:
         self._num_open = dict.fromkeys(range(len(makers)), 0)  # replica -> number of requests in its detokenizer
         self._replies: dict[int, dict[int, Reply | None]] = {}  # call id -> replica -> reply
         self._stops: list[EngineTask] = []
+        self._num_launched = 0
         self._replicas = [make(self._events_of(number)) for number, make in enumerate(makers)]
 
     def _events_of(self, number: int) -> Events:
@@ -57,6 +58,7 @@ class Fleet:
             partial(self._on_messages, number),
             partial(self._on_failure, number),
             _ignore if number else self._events.on_progress,  # all replicas make the same progress
+            self._on_launch,
         )
 
     async def start(self) -> dict[str, object]:
@@ -155,6 +157,11 @@ class Fleet:
         return [self._replicas[number] for number in self._routes.replicas]
 
     # ------------------------------------------------------------ from the replicas
+
+    def _on_launch(self) -> None:
+        self._num_launched += 1
+        if self._num_launched == len(self._replicas):
+            self._events.on_launch()
 
     def _on_messages(self, number: int, messages: list[ToFrontend]) -> None:
         merged: list[ToFrontend] = []

@@ -183,17 +183,25 @@ class Incarnation:
         self._flushing: asyncio.Handle | None = None
         self._step_ended_at = 0.0
 
-    async def start(self, on_progress: Callable[[Progress], None] | None = None) -> dict[str, object]:
+    async def start(
+        self, on_progress: Callable[[Progress], None] | None = None, on_launch: Callable[[], None] | None = None
+    ) -> dict[str, object]:
         """Start the children, wait until all are ready, and return their facts. May be called once.
 
-        on_progress: receives the progress of long work of the children.
+        on_progress: receives the progress of long work of the children. on_launch: called when all are started.
 
         Raises:
             EngineStartupError: a child failed. Has the child's message, and its traceback as a note. No child is left
                 running.
         """
         self._on_progress = on_progress
-        return await self._run_stages([(self._roles, self._launcher.launch)])
+
+        async def launch() -> None:
+            await self._launcher.launch()
+            if on_launch is not None:
+                on_launch()
+
+        return await self._run_stages([(self._roles, launch)])
 
     async def mend(self) -> dict[str, object]:
         """Replace the detokenizer, after a mendable loss.
@@ -378,11 +386,7 @@ class Incarnation:
     def _watch_children(self) -> None:
         """Watch the exits of all children. A child that is already watched is not watched again."""
         for child in self._launcher.children:
-            child.watch(partial(self._exited, child))
-
-    def _exited(self, child: RunningChild) -> None:
-        if child is not self._replaced:
-            self._child_ended(child)
+            child.watch(partial(self._child_ended, child))
 
     def _ended_children(self, roles: Collection[Role]) -> list[RunningChild]:
         """Return the children with these roles that have exited."""
@@ -391,7 +395,8 @@ class Incarnation:
     def _child_ended(self, child: RunningChild) -> None:
         if self._state is _State.FAILED and not any(other.is_alive for other in self._launcher.children):
             self._close()  # otherwise the loop would keep a failed engine alive until its shutdown
-        if self._state in (_State.ENDED, _State.FAILED) or child not in self._launcher.children:
+        is_known = child in self._launcher.children and child is not self._replaced
+        if self._state in (_State.ENDED, _State.FAILED) or not is_known:
             return
         try:
             if self._state is not _State.RUNNING:

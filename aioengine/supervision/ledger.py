@@ -18,8 +18,9 @@ The ledger has no clock and no I/O. Times are arguments.
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -28,6 +29,7 @@ from aioengine.protocol.messages import (
     LOAD_ADAPTER,
     UNLOAD_ADAPTER,
     Abort,
+    Argument,
     Continuation,
     Control,
     End,
@@ -38,14 +40,11 @@ from aioengine.protocol.messages import (
     Submit,
     Suspend,
     TextChunks,
+    ToFrontend,
+    ToScheduler,
 )
 from aioengine.protocol.weight_messages import WeightCall, loaded_by
 from aioengine.settings.config import LoadedWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
-
-    from aioengine.protocol.messages import Argument, ToFrontend, ToScheduler
 
 
 class CrashCause(Enum):

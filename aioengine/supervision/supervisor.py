@@ -57,12 +57,13 @@ class Events(msgspec.Struct):
     """Callbacks of a supervisor or a fleet. They run on the event loop of ``start``, and may be replaced at any time.
 
     on_messages: receives ``TextChunks``, ``Stats`` and ``Reply``. on_progress: receives the progress of a start.
-    on_failure: called once if the engine fails.
+    on_failure: called once if the engine fails. on_launch: called once, when all children are started but not ready.
     """
 
     on_messages: Callable[[list[ToFrontend]], None]
     on_failure: Callable[[EngineError], None]
     on_progress: Callable[[Progress], None]
+    on_launch: Callable[[], None]
 
 
 class Supervisor:
@@ -118,7 +119,7 @@ class Supervisor:
                 running.
         """
         began_at = time.monotonic()
-        facts = await self._incarnation.start(self._events.on_progress)
+        facts = await self._incarnation.start(self._events.on_progress, self._events.on_launch)
         took_s = time.monotonic() - began_at
         self._startup_timeout_s = min(
             self._startup_timeout_s, max(_MIN_STARTUP_TIMEOUT_S, _STARTUP_TIMEOUT_FACTOR * took_s)

@@ -28,7 +28,7 @@ from aioengine.protocol.columns import (
     TokenColumns,
     block_extras,
 )
-from aioengine.protocol.messages import ALL_STATES, Adapter, Control, Progress, Reply, RequestKind, Sampling
+from aioengine.protocol.messages import ALL_STATES, Adapter, Control, Fact, Progress, Reply, RequestKind, Sampling
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS, LogprobRules
 from aioengine.scheduler.plan import NewRow, Row, StepPlan, StepResult
 from aioengine.scheduler.planner import OUTPUTS
@@ -264,7 +264,7 @@ class FakeRunner:
         self._send_plan = send_plan
 
     @property
-    def facts(self) -> Mapping[str, str | int | float | bool]:
+    def facts(self) -> Mapping[str, Fact]:
         """The facts of a real runner, with values for this one."""
         return {
             "num_pages": self._num_pages,

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, ParamSpec, TypeVar, cast, overload
 
+import msgspec
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -76,14 +77,17 @@ def _has_token_types(config: Json) -> bool:
 class Tokenizer:
     """The tokenizer of a model folder. Its methods may be called from any thread."""
 
-    def __init__(self, folder: str | Path, *, chat_template: str | None = None) -> None:
-        """Read the tokenizer's files. ``chat_template``: the text of a template that replaces the folder's templates.
+    def __init__(self, folder: str | Path, *, chat_template: str | None = None, only_decodes: bool = False) -> None:
+        """Read the tokenizer's files.
+
+        chat_template: the text of a template that replaces the folder's templates. only_decodes: do not read the parts
+        that are only needed to encode. Then ``encode`` returns wrong ids.
 
         Raises ValueError if the folder has no ``tokenizer.json``, or a file cannot be read.
         """
         self.folder = Path(folder)
         config = folder_files.read_object(self.folder / folder_files.TOKENIZER_CONFIG)
-        self._fast = _read_fast_tokenizer(self.folder)
+        self._fast = _read_fast_tokenizer(self.folder, only_decodes=only_decodes)
         self._fast.no_truncation()  # some files switch it on, but prompts must not be cut or padded silently
         self._fast.no_padding()
         self._has_token_types = _has_token_types(config)
@@ -287,7 +291,7 @@ class Tokenizer:
 # ---------------------------------------------------------------- files
 
 
-def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
+def _read_fast_tokenizer(folder: Path, *, only_decodes: bool) -> FastTokenizer:
     path = folder / folder_files.TOKENIZER
     content = folder_files.read_tokenizer(path)
     remedy = "pass tokenizer_path= a folder that has one, or skip_tokenizer_init=True and token ids"
@@ -300,10 +304,21 @@ def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
         write = "write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         raise ValueError(f"{folder} has no tokenizer.json{reason}; {write}; or {remedy}")
     try:
+        if only_decodes:
+            content = _without_merges(content)
         return _call(FastTokenizer.from_buffer, content)  # from_file accepts only UTF-8 paths
     except Exception as error:  # the library raises nothing more specific
         shown = folder_files.shown_path(path)
         raise ValueError(f"{shown} cannot be read by this version of tokenizers: {error}") from error
+
+
+def _without_merges(content: bytes) -> bytes:
+    """Remove the merges of BPE from a tokenizer.json. The library takes longer to read them than all the rest."""
+    parts = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+    model = msgspec.json.decode(parts["model"], type=dict[str, msgspec.Raw])
+    if "merges" in model:
+        model["merges"] = msgspec.Raw(b"[]")
+    return msgspec.json.encode({**parts, "model": msgspec.Raw(msgspec.json.encode(model))})
 
 
 def _add_tokens(fast: FastTokenizer, folder: Path, config: Json, named: dict[str, str]) -> None:

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING
 
 import zmq
 
 from aioengine.protocol.messages import Message
+from aioengine.protocol.orders import SecureEndpoint
 from aioengine.transport.base import BacklogFullError
 from aioengine.transport.zmq import MAX_UNSENT, Context, PullSocket, ZmqSender
-
-if TYPE_CHECKING:
-    from aioengine.protocol.orders import SecureEndpoint
-
 
 _RETRY_S = 0.01
 

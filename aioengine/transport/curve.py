@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import zmq
 from zmq.utils import z85
 
-if TYPE_CHECKING:
-    from aioengine.transport.zmq import Context
+from aioengine.transport.zmq import Context
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"

@@ -3,7 +3,7 @@
     python -m benchmarks.cpu.weight_updates
     python -m benchmarks.cpu.weight_updates --updates 200 --streams 64 --kills 20
     python -m benchmarks.cpu.weight_updates --model FOLDER --device cuda      # the pauses only
-    python -m benchmarks.cpu.weight_updates --shape a --device cuda           # random weights of benchmarks.gpu.models
+    python -m benchmarks.cpu.weight_updates --shape a --device cuda           # random weights of this shape
 
 The first lines have the time to release and resume memory, and on a GPU the memory that is left, beside the memory of
 a process that has only a CUDA context. The next lines have the longest pause of the streams, in ms, during an update of
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import signal
@@ -35,9 +36,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from aioengine import AsyncEngine
+from aioengine import AsyncEngine, plugins
+from aioengine.families._tensors import checkpoint_tensors
 from aioengine.model_files.model_folder import DEMO_MODEL
-from benchmarks.gpu.models import MODELS, random_weights, write_folder
+from benchmarks.gpu.models import MODELS, write_folder
 from tests.kit.waiting import until
 from tests.kit.weight_versions import ARGUMENTS, GREEDY, Reference, save_version
 
@@ -46,6 +48,18 @@ if TYPE_CHECKING:
 
 NUM_VERSIONS = 4
 NUM_TOKENS = 100
+
+
+def random_weights(folder: Path, device: str) -> dict[str, Tensor]:
+    """Return random tensors [...] in bf16 for the model in a folder: name -> tensor."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    family = plugins.load("families", plugins.file_name(config["model_type"]))
+    specs = checkpoint_tensors(family.read(config))
+    generator = torch.Generator(device).manual_seed(0)
+    return {
+        name: torch.randn(spec.shape, dtype=torch.bfloat16, device=device, generator=generator).mul_(0.02)
+        for name, spec in specs.items()
+    }
 
 
 class Pauses:

@@ -96,6 +96,14 @@ QUESTION = 20
 """Tokens of a question, which stands behind its image."""
 
 
+def write_vision_folder(models: Path) -> Path:
+    folder = models / "qwen2.5-vl-7b"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return folder
+
+
 def image_of(seed: int) -> bytes:
     """A JPEG of some 300 KB, as large as that of a photograph."""
     draw = np.random.default_rng(seed)
@@ -244,10 +252,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True, help="folder for the model's config")
     parser.add_argument("--repeat", type=int, default=10)
     options = parser.parse_args()
-    folder = options.models / "qwen2.5-vl-7b"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    folder = write_vision_folder(options.models)
     tower = tower_ms(folder, options.repeat)
     torch.cuda.empty_cache()
     parts = Parts(tower, decode_ms(options.repeat), *prepare_ms(folder, options.repeat))

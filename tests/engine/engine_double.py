@@ -103,6 +103,7 @@ class Double:
         self._is_stepping = False
 
     async def start(self) -> dict[str, object]:
+        self.events.on_launch()
         return {"num_pages": 64, "page_size": 16, "max_total_tokens": 1024}
 
     def send(self, messages: Sequence[ToScheduler]) -> None:

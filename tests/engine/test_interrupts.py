@@ -18,7 +18,8 @@ from aioengine.errors import EngineError
 from aioengine.frontend import callers, portal
 from aioengine.frontend.calls import overload
 from aioengine.frontend.calls.calls import Calls
-from aioengine.frontend.calls.delivery import CHECKS_PER_TIMEOUT, Delivery
+from aioengine.frontend.calls.delivery import Delivery
+from aioengine.frontend.calls.slow_readers import CHECKS_PER_TIMEOUT
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import World
 from tests.kit.waiting import until

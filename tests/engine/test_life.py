@@ -28,7 +28,7 @@ from aioengine.errors import (
     RequestTooLargeError,
     WrongLoopError,
 )
-from aioengine.frontend.calls.delivery import SlowReaders
+from aioengine.frontend.calls.slow_readers import SlowReaders
 from aioengine.frontend.engine_parts import Blueprint
 from aioengine.settings.config import DeliveryConfig
 from aioengine.testing.fake_engine import fake_async_engine
@@ -101,6 +101,7 @@ class TestStart:
         async def start(self: Double) -> dict[str, object]:
             if fails == "processes":
                 raise EngineStartupError("the scheduler said no")
+            self.events.on_launch()
             if fails == "cancel":
                 await asyncio.sleep(60)
             return {"max_total_tokens": 1}

@@ -99,6 +99,9 @@ async def test_names_that_are_not_loaded_are_refused_at_the_call(tmp_path: Path)
         for wrong in ("maths", ["math", "maths", None]):
             with pytest.raises(ValueError, match=r"'maths' is not loaded.*did you mean 'math'"):
                 engine.async_generate(["x"] * 3, PARAMS, lora_path=wrong)
+        unknown = [None, *(f"a{index}" for index in range(20))]
+        with pytest.raises(ValueError, match="prompt 1: the adapter 'a0' is not loaded"):
+            engine.async_generate(["x"] * 21, PARAMS, lora_path=unknown)
         with pytest.raises(ValueError, match="lora_path is empty"):
             engine.async_generate("x", PARAMS, lora_path="")
         with pytest.raises(TypeError, match="lora_path"):

@@ -14,7 +14,7 @@ from aioengine.api.engine import AsyncEngine
 from aioengine.api.stream import Stream
 from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.calls import Calls
-from aioengine.frontend.calls.delivery import SlowReaders
+from aioengine.frontend.calls.slow_readers import SlowReaders
 from aioengine.settings.config import DeliveryConfig
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.kit.calls import make_call

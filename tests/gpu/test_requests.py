@@ -81,6 +81,8 @@ def test_forced_tokens_take_no_steps_and_change_nothing(saved: Saved, graphs: in
         world.runner._constrained.min_forced = min_forced
         world.runner._constrained.max_tokens = max_tokens
         uids = [world.submit(PROMPT, Sampling(3, temperature=1.0), max_new_tokens=8)]
+        penalized = Sampling(5, temperature=1.0, frequency_penalty=1.5, repetition_penalty=1.5)
+        uids += [world.submit(PROMPT, penalized, max_new_tokens=12)]
         uids += [
             world.submit(PROMPT, Sampling(seed, temperature=1.0, grammar=grammar), max_new_tokens=60)
             for seed in range(3)

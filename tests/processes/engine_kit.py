@@ -82,7 +82,7 @@ class Frontend:
             settings or fake_settings(),
             limits,
             launcher=launcher,
-            events=Events(self._on_messages, self._on_failure, self.progress.append),
+            events=Events(self._on_messages, self._on_failure, self.progress.append, lambda: None),
             roles=roles,
         )
 

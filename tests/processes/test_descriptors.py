@@ -91,6 +91,28 @@ def use_up_and_start(*args, **options):
 portal.start_thread = use_up_and_start
 """
 
+TAKEN_AT_THE_START = """
+from aioengine.frontend import startup
+
+function = getattr(startup, sys.argv[2])
+
+def use_up_after(*args):
+    function(*args)
+    use_up()
+
+setattr(startup, sys.argv[2], use_up_after)
+"""
+
+NEW_ENGINE = """
+from aioengine import AsyncEngine
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+use_up()
+try:
+    AsyncEngine()
+except EngineStartupError as error:
+    print(json.dumps(str(error)))
+"""
 
 STORM = """
 draw = random.Random(int(sys.argv[1]))
@@ -207,6 +229,17 @@ def test_start_names_the_limit_if_another_thread_takes_the_descriptors_of_the_lo
     assert isinstance(found, list)
     assert found[0] == "Paris."
     assert found[1].startswith("an engine needs 8 free file descriptors, and only 2 are free")
+
+
+@pytest.mark.parametrize("function", ["require_descriptors", "show_logs"])
+def test_start_names_the_limit_if_other_threads_take_all_descriptors(function: str) -> None:
+    found = run(TAKEN_AT_THE_START + STARTS, 200, function)
+    assert isinstance(found, list)
+    assert all("free: this program may open 200 at a time" in text for text in found), found
+
+
+def test_new_engine_without_descriptors_names_the_limit() -> None:
+    assert "only 0 are free: this program may open 100 at a time" in str(run(NEW_ENGINE))
 
 
 def test_start_without_the_null_device_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,9 +15,12 @@ from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineDeadError, EngineStartupError, RequestError
 from aioengine.settings.config import SupervisionConfig
 from aioengine.supervision.fleet import Fleet
+from aioengine.supervision.launchers.inline import InlineLauncher
 from aioengine.supervision.supervisor import Supervisor
+from aioengine.testing.byte_tokenizer import BYTE_MODEL
 from aioengine.testing.fake_engine import FakeSetup
 from aioengine.testing.faults import Faults
+from aioengine.tokenization.tokenizer import Tokenizer
 from tests.kit.fake_adapters import write_adapter
 from tests.kit.waiting import until
 from tests.processes.restart_kit import ANSWERS, ROLES, ask_all, frontend_of, undisturbed, until_idle, until_restarted
@@ -52,6 +55,28 @@ def fleet_of(engine: AsyncEngine) -> Fleet:
 
 async def pause(engine: AsyncEngine) -> None:
     assert (await engine.pause_generation("in_place")).success
+
+
+async def test_tokenizer_is_read_after_the_children_of_all_replicas_are_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+    delays = iter((0.0, 0.1))
+    setup, launch = FakeSetup(dp_size=2, processes=False), InlineLauncher.launch
+
+    async def slow_launch(self: InlineLauncher) -> None:
+        await asyncio.sleep(next(delays))
+        await launch(self)
+        order.append("launch")
+
+    def load_tokenizer() -> Tokenizer:
+        order.append("tokenizer")
+        return Tokenizer(BYTE_MODEL)
+
+    monkeypatch.setattr(InlineLauncher, "launch", slow_launch)
+    blueprint = msgspec.structs.replace(setup.blueprint(), load_tokenizer=load_tokenizer)
+    async with AsyncEngine.from_blueprint(lambda: blueprint):
+        assert order == ["launch", "launch", "tokenizer"]
 
 
 @pytest.mark.parametrize("role", [0, 1])

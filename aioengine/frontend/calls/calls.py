@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import partial
 from typing import Final
@@ -17,6 +17,7 @@ from typing import Final
 from aioengine.errors import EngineError
 from aioengine.frontend.calls.call import Call, CallRow, Ending, NotifyOn, ReadPosition
 from aioengine.frontend.calls.call_ids import CallIds
+from aioengine.frontend.calls.delivery import Delivery
 from aioengine.frontend.calls.finished import RecordedRequest, recorded_request
 from aioengine.frontend.calls.overload import QueueLimits
 from aioengine.frontend.intake.request_checks import RequestChecks
@@ -43,7 +44,6 @@ class Calls:
         step_ended_at: when the last known step of the scheduler ended.
         idle: set when a call ended and none is open.
         finished: the last finished requests, for ``selfcheck``.
-        end_arrived: ends all rows whose ends have arrived (``Delivery.end_rows``).
     """
 
     def __init__(self, checks: RequestChecks, lock: threading.RLock, limits: QueueLimits, sessions: Sessions) -> None:
@@ -54,7 +54,7 @@ class Calls:
         self.ids = CallIds()
         self.idle = asyncio.Event()
         self.finished: deque[RecordedRequest] = deque(maxlen=NUM_FINISHED)
-        self.end_arrived: Callable[[], None] = lambda: None
+        self.delivery = Delivery(self.rows, lock, self.row_ended)
         self.attachments = Attachments(self.ids, lock=lock, close_if_over=self.close_if_over)
         self.submitter = Submitter(checks, self.ids, self.rows, lock, limits, sessions, self.close_if_over)
         self._loop = asyncio.get_running_loop()
@@ -288,7 +288,7 @@ class Calls:
 
     def end_here(self, call: Call, code: FinishCode, deadline: str | None = None) -> None:
         """End rows here, with their output so far, because the scheduler did not end them (at this deadline)."""
-        self.end_arrived()
+        self.delivery.end_rows()  # ends that have arrived
         now = time.monotonic()
         with self._lock:
             rows = [row for row in call.live.values() if deadline in (None, "total") or row.first_token is None]

@@ -22,40 +22,34 @@ the first.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from aioengine.attention._base import CapturableAttention, CascadeAttention, DecodeBuffers, FixedCascade, FixedDecode
+from aioengine.kernels.adapter_types import AdapterTiles
 from aioengine.kernels.triton.drafts import accept, move_rows
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
+from aioengine.layers.ranks import RankGroup
+from aioengine.models._base import Model
+from aioengine.models._features import Features
 from aioengine.runner.graphs.ladder import cascade_ladder, ladder
 from aioengine.runner.graphs.rearranged_rows import Cascade, SharedPrefixes, TokenRows, can_expand, expand_rows
 from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.lora.pool import FixedAdapters, FixedTiles
-from aioengine.runner.request_row import needs_only_temperature
+from aioengine.runner.request_row import SampledRows, needs_only_temperature
 from aioengine.runner.sampling.device_sampler import fill_fields
 from aioengine.runner.timing import profiled
+from aioengine.scheduler.plan import Row
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from aioengine.kernels.adapter_types import AdapterTiles
-    from aioengine.layers.ranks import RankGroup
-    from aioengine.models._base import Model
-    from aioengine.models._features import Features
-    from aioengine.runner.request_row import SampledRows
-    from aioengine.scheduler.plan import Row
-
-    Ints = npt.NDArray[np.int32]
-    Ints64 = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int32]
+Ints64 = npt.NDArray[np.int64]
 
 _SOURCES, _POSITIONS, _SLOTS, _LAST_LENGTHS, _TARGETS, _FIELDS = range(6)
 _TABLES, _REJECTED = _FIELDS + NUM_FIELDS, _FIELDS + NUM_FIELDS + 1
@@ -303,10 +297,15 @@ class DecodeGraphs:
         when_ready: called before its inputs overwrite those of the previous step.
         """
         table, is_sampled = self._table, needs_only_temperature(sampled.records)
+        has_readers = table.num_with_logprobs or table.num_with_hidden_states or self._has_ranks
+        needs_masks = not (is_sampled or has_readers) and needs_only_temperature(
+            sampled.records, aside_from=table.mask_bit
+        )
         with profiled("prepare"):
             if rows.known_ids.size:
                 tokens = expand_rows(rows, table)
-                tokens.targets[rows.token_ends - 1] = rows.row_indices
+                if is_sampled or needs_masks:  # otherwise the sampler still needs the previous tokens, for penalties
+                    tokens.targets[rows.token_ends - 1] = rows.row_indices
             else:
                 tokens = self._one_token_rows(rows, is_sampled=is_sampled)
         graph = self._run(rows, sampled, tokens, when_ready)
@@ -314,10 +313,6 @@ class DecodeGraphs:
             return _results(graph, tokens.cascade.inverse, is_sampled=is_sampled)
         lasts = rows.token_ends - 1
         index = table.upload(lasts) if rows.known_ids.size else slice(len(lasts))
-        has_readers = table.num_with_logprobs or table.num_with_hidden_states or self._has_ranks
-        needs_masks = not (is_sampled or has_readers) and needs_only_temperature(
-            sampled.records, aside_from=table.mask_bit
-        )
         return _results(graph, index, is_sampled=is_sampled, masked=lasts.tolist() if needs_masks else None)
 
     def replay_with_drafts(self, rows: StepRows, sampled: SampledRows, num_drafts: Ints64 | None) -> DecodeStep:
@@ -530,12 +525,12 @@ class DecodeGraphs:
                 move_rows(columns, pages, table.rejected, sampled=_SAMPLED, **sizes)
             last_tokens = table.last_tokens.index_select(0, columns[_SOURCES])
             features = None if self._features is None else self._read_features(self._features, columns)
-            options = {"rows": rows, "adapters": adapters, "slots": columns[_SLOTS], "features": features}
-            inputs = model_inputs(model, last_tokens, columns[_POSITIONS], **options)
+            states = None
             if self._inputs.states is not None:  # padding rows write to the padding page
                 is_padding = columns[_SLOTS] < self._inputs.page_size
                 states = self._inputs.states.of_graph(columns[_SOURCES], columns[_POSITIONS], is_padding)
-                inputs = replace(inputs, states=states)
+            options = {"rows": rows, "adapters": adapters, "slots": columns[_SLOTS], "features": features}
+            inputs = model_inputs(model, last_tokens, columns[_POSITIONS], **options, states=states)
             hidden = model.forward(inputs, attention)
             if features is not None:
                 targets = columns[_TARGETS]

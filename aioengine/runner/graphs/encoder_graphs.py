@@ -10,21 +10,16 @@ T tokens and R rows of a graph, D model size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from aioengine.attention._base import ForwardBatch, FullGraphAttention
 from aioengine.models._base import Model, ModelInputs
 from aioengine.runner.graphs.ladder import piece_ladder
 from aioengine.runner.timing import profiled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from aioengine.attention._base import ForwardBatch, FullGraphAttention
 
 TOKENS_PER_ROW = 16
 """Number of tokens of a graph per row. More rows would be slower, because attention starts programs for each row."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from aioengine.settings.config import Settings
 from aioengine.settings.resolve import PACKED
-
-if TYPE_CHECKING:
-    from aioengine.settings.config import Settings
 
 _SHORT = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 257, 16))
 

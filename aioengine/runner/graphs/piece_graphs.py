@@ -12,11 +12,12 @@ T tokens of a graph, R rows, H query heads, K kv heads, E head size, V value siz
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aioengine.attention._base import AttentionShape, CapturableAttention, ForwardBatch, keys_and_values, split_heads
 from aioengine.kernels.kv_target import KVTarget
@@ -26,11 +27,6 @@ from aioengine.runner.graphs.ladder import piece_ladder
 from aioengine.runner.lora.pool import FixedAdapters, FixedTiles, StepAdapters, TileRows
 from aioengine.runner.state_pool import StatePool, states_for_graph
 from aioengine.runner.timing import profiled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
 
 
 class _GraphSplitter:
@@ -138,7 +134,9 @@ class PieceGraphs:
         self._heads = torch.zeros(heads_size, dtype=model.dtype, device=device)
         attended_size = max_tokens, shape.num_heads, shape.output_size
         self._attended = torch.zeros(attended_size, dtype=model.dtype, device=device)
-        adapters = None if tiles is None else PaddedAdapters(max_tokens, self._max_outputs, tiles, device)
+        adapters = None
+        if tiles is not None:
+            adapters = FixedTiles(max_tokens, tiles, device), FixedTiles(self._max_outputs, tiles, device)
         pool = torch.cuda.graph_pool_handle()
         captured: dict[int, _Pieces] = {}
         for num_done, size in enumerate(reversed(sizes), 1):
@@ -195,24 +193,6 @@ class PieceGraphs:
         return _Pieces(graphs, inputs, hidden)
 
 
-class PaddedAdapters:
-    """The adapter tiles of steps with up to T tokens in up to R rows, in memory with fixed addresses."""
-
-    def __init__(self, num_tokens: int, num_rows: int, group: TileRows, device: torch.device) -> None:
-        self._tokens = FixedTiles(num_tokens, group, device)
-        self._outputs = FixedTiles(num_rows, group, device)
-
-    def for_graph(self, num_tokens: int, num_rows: int) -> FixedAdapters:
-        """Return the tiles that a graph of ``num_tokens`` tokens and ``num_rows`` rows reads."""
-        return FixedAdapters(self._tokens.for_graph(num_tokens), self._outputs.for_graph(num_rows))
-
-    def fill(self, rows: StepAdapters, *, graph_tokens: int, graph_rows: int) -> None:
-        """Write a step for a graph of this size. Padding tokens and rows use the base model."""
-        assert rows.output_slots is not None
-        self._tokens.fill(rows.token_slots, graph_tokens)
-        self._outputs.fill(rows.output_slots[:graph_rows], graph_rows)
-
-
 @dataclass(frozen=True, slots=True)
 class PaddedInputs:
     """Inputs of up to T tokens in up to R rows, in memory with fixed addresses. A step is padded to its graph.
@@ -220,13 +200,13 @@ class PaddedInputs:
     Attributes:
         inputs: ``outputs`` [R] is the last token of each row.
         slots: [G, T] int64, ``ForwardBatch.slot_mapping`` of each of G page groups.
-        adapters: memory of ``inputs.adapters``, for graphs of steps with adapters.
+        adapters: the tiles of tokens and of outputs, for graphs of steps with adapters.
         states: the pool of ``inputs.states``; None for a model without states.
     """
 
     inputs: ModelInputs
     slots: Tensor
-    adapters: PaddedAdapters | None = None
+    adapters: tuple[FixedTiles, FixedTiles] | None = None
     states: StatePool | None = None
 
     @classmethod
@@ -268,10 +248,11 @@ class PaddedInputs:
         )
         return PaddedInputs(views, self.slots[:, :num_tokens], states=self.states)
 
-    def with_adapters(self, adapters: PaddedAdapters) -> PaddedInputs:
+    def with_adapters(self, adapters: tuple[FixedTiles, FixedTiles]) -> PaddedInputs:
         """Return the same inputs for a graph of steps with adapters."""
         assert self.inputs.outputs is not None
-        fixed = adapters.for_graph(self.slots.shape[1], len(self.inputs.outputs))
+        tokens, outputs = adapters
+        fixed = FixedAdapters(tokens.for_graph(self.slots.shape[1]), outputs.for_graph(len(self.inputs.outputs)))
         return PaddedInputs(replace(self.inputs, adapters=fixed), self.slots, adapters, self.states)
 
     def fill(self, inputs: ModelInputs, batch: ForwardBatch, num_outputs: int | None = None) -> None:
@@ -308,4 +289,7 @@ class PaddedInputs:
             self.states.fill(into.states.rows, inputs.states.rows)
         if self.adapters is not None:
             assert isinstance(inputs.adapters, StepAdapters)
-            self.adapters.fill(inputs.adapters, graph_tokens=self.slots.shape[1], graph_rows=len(into.outputs))
+            assert inputs.adapters.output_slots is not None
+            tokens, outputs = self.adapters  # padding tokens and rows use the base model
+            tokens.fill(inputs.adapters.token_slots, self.slots.shape[1])
+            outputs.fill(inputs.adapters.output_slots[: len(into.outputs)], len(into.outputs))

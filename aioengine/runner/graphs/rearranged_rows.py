@@ -11,22 +11,19 @@ R rows of a step, T their tokens, P pages of the longest row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
 from aioengine.attention._base import CascadeLimits, SharedPages
 from aioengine.attention._shared_rows import num_common
+from aioengine.runner.inputs import StepRows
+from aioengine.runner.rows import RowTable
+from aioengine.runner.transfer import Ints
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from aioengine.runner.inputs import StepRows
-    from aioengine.runner.rows import RowTable
-    from aioengine.runner.transfer import Ints
-
-    Pages = npt.NDArray[np.int32]
+Pages = npt.NDArray[np.int32]
 
 
 MAX_LEVELS = 32

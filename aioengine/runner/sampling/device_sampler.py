@@ -8,26 +8,22 @@ and position.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.logits import IN_PROMPT, PenalizedRows, mask, penalize
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
+from aioengine.protocol.messages import Sampling
 from aioengine.runner.logits import apply_processors
 from aioengine.runner.logits.token_processors import Penalties
+from aioengine.runner.request_row import LogitsRow, RequestRow, SampledRows
+from aioengine.runner.rows import RowTable
+from aioengine.runner.transfer import Upload
 from aioengine.settings.memory_model import SAMPLED_ROWS
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from aioengine.protocol.messages import Sampling
-    from aioengine.runner.request_row import LogitsRow, RequestRow, SampledRows
-    from aioengine.runner.rows import RowTable
-    from aioengine.runner.transfer import Upload
 
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 _HIGH_SHIFT = np.uint64(32)

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
+from aioengine.layers.ranks import RankGroup
 from aioengine.runner.logits import apply_processors
+from aioengine.runner.request_row import SampledRows
+from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.philox import UniformTable
 from aioengine.runner.sampling.truncation import BLOCK, draw, draw_truncated
+from aioengine.runner.transfer import Ints
 
 if TYPE_CHECKING:
-    from aioengine.layers.ranks import RankGroup
-    from aioengine.runner.request_row import SampledRows
-    from aioengine.runner.rows import RowTable
     from aioengine.runner.sampling.device_sampler import DeviceSampler
-    from aioengine.runner.transfer import Ints
 
 FAILED = -1
 """The token id of a row with invalid logits."""
@@ -132,7 +132,7 @@ class RankSampler:
     """The sampler of a rank: samples on rank 0, and gives the token ids to all ranks."""
 
     def __init__(self, sampler: Sampler | DeviceSampler, ranks: RankGroup) -> None:
-        """sampler: of this rank. The other ranks only use its ``process``."""
+        """sampler: of this rank. Only rank 0 uses it."""
         self._sampler = sampler
         self._ranks = ranks
 
@@ -143,7 +143,3 @@ class RankSampler:
         else:
             token_ids = self._sampler.sample(logits, rows).contiguous()
         return self._ranks.broadcast(token_ids)
-
-    def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """Return the logits [S, V] after the processors."""
-        return self._sampler.process(logits, rows)

@@ -23,34 +23,32 @@ N requests, R rows of a forward pass, T packed tokens, D model size, V vocabular
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from aioengine.attention._base import AttentionBackend, CapturableAttention
+from aioengine.models._base import Model
+from aioengine.models._features import Features
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.inputs import InputBuilder, StepRows
 from aioengine.runner.kv_pool import FIRST_PAGE, KVPool
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.token_processors import AllowedTokenIds, Bias, MinNewTokens, Penalties
+from aioengine.runner.request_row import RequestRow, SampledRows
+from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
+from aioengine.runner.transfer import Ints
+from aioengine.scheduler.plan import NewRow, Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from aioengine.models._base import Model
-    from aioengine.models._features import Features
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
-    from aioengine.runner.request_row import RequestRow, SampledRows
-    from aioengine.runner.rows import RowTable
     from aioengine.runner.sampling.device_sampler import DeviceSampler
-    from aioengine.runner.transfer import Ints
-    from aioengine.scheduler.plan import NewRow, Row
 
 
 class DraftParts(NamedTuple):

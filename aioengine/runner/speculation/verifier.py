@@ -5,31 +5,29 @@ S sampled rows, T tokens of a step, K drafts of a step, D model size, V vocabula
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from aioengine.layers.ranks import RankGroup
+from aioengine.runner.inputs import StepRows
+from aioengine.runner.kv_pool import KVPool
+from aioengine.runner.request_row import RequestRow, SampledRows
+from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
+from aioengine.runner.ticket import StepDrafts
 from aioengine.runner.transfer import Ints, Readback
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from aioengine.layers.ranks import RankGroup
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
-    from aioengine.runner.inputs import StepRows
-    from aioengine.runner.kv_pool import KVPool
-    from aioengine.runner.request_row import RequestRow, SampledRows
-    from aioengine.runner.rows import RowTable
     from aioengine.runner.sampling.device_sampler import DeviceSampler
-    from aioengine.runner.ticket import StepDrafts
 
 
 class Verification:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import ray.actor
 from msgspec import Struct
 from msgspec.structs import replace
 
 from aioengine.model_files.checkpoint import file_states
-from aioengine.model_files.model_folder import find_facts
+from aioengine.model_files.model_folder import ModelFacts, find_facts
 from aioengine.protocol.messages import SCHEDULER, Role
 from aioengine.protocol.orders import SecureEndpoint
+from aioengine.settings.config import ModelConfig, ModelSettings, Settings
 from aioengine.supervision.launchers._child_folder import ChildFolder
 from aioengine.supervision.launchers._process_child import KILL_WAIT_S, ProcessChild
 from aioengine.transport.curve import new_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aioengine.model_files.model_folder import ModelFacts
-    from aioengine.settings.config import ModelConfig, ModelSettings, Settings
 
 REPORT_S: Final = 1.0
 """Maximum time between two reports of an actor."""

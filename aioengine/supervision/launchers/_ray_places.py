@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import ray
 from msgspec.structs import replace
@@ -12,13 +13,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from aioengine.errors import EngineStartupError
 from aioengine.settings import machine
+from aioengine.settings.config import EngineConfig, ModelConfig
+from aioengine.settings.machine import DeviceFacts
 from aioengine.supervision.launchers._ray_host import ReplicaHost
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from aioengine.settings.config import EngineConfig, ModelConfig
-    from aioengine.settings.machine import DeviceFacts
 
 _DEVICE_FACTS_S: Final = 60.0
 _CPUS: Final = 1.0

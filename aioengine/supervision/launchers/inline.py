@@ -12,19 +12,15 @@ import os
 import secrets
 import time
 import traceback
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from aioengine.protocol.codec import fingerprint, new_epoch_in
 from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, NewEpoch, Progress, Ready, Role
+from aioengine.protocol.service import Service
+from aioengine.settings.config import Settings
 from aioengine.transport.local import LocalReceiver, LocalSender
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from aioengine.protocol.service import Service
-    from aioengine.settings.config import Settings
 
 
 class InlineChild:

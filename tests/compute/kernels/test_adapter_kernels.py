@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from aioengine.kernels.adapter_types import AdapterTiles, max_tiles
-from aioengine.runner.graphs.piece_graphs import PaddedAdapters
 from aioengine.runner.lora.pool import FixedTiles, StepAdapters, TileRows, tile
 from tests.compute.interpreted import run_interpreted
 
@@ -113,10 +112,12 @@ def test_step_is_regrouped_for_a_padded_graph() -> None:
     rows = StepAdapters(token_slots, token_slots[[19, 22, 27, 0]], group)
     assert isinstance(rows.tokens, AdapterTiles)
     assert rows.tokens.slots.tolist() == [0, 1, 1, 2]
-    padded = PaddedAdapters(64, 8, group, torch.device("cpu"))
-    fixed = padded.for_graph(32, 3)
-    padded.fill(rows, graph_tokens=32, graph_rows=3)
-    assert fixed.tokens.slots.tolist() == [0, 1, 1, 2]
-    assert sorted(fixed.tokens.order[0][fixed.tokens.order[0] >= 0].tolist()) == [20, 21, 22, 28, 29, 30, 31]
-    assert fixed.outputs.slots.tolist() == [0, 1, 2]
-    assert fixed.outputs.order[:, 0].tolist() == [1, 0, 2]
+    tokens, outputs = (FixedTiles(size, group, torch.device("cpu")) for size in (64, 8))
+    tokens.fill(rows.token_slots, 32)
+    order, slots = tokens.for_graph(32)
+    assert slots.tolist() == [0, 1, 1, 2]
+    assert sorted(order[0][order[0] >= 0].tolist()) == [20, 21, 22, 28, 29, 30, 31]
+    outputs.fill(token_slots[[19, 22, 27]], 3)
+    order, slots = outputs.for_graph(3)
+    assert slots.tolist() == [0, 1, 2]
+    assert order[:, 0].tolist() == [1, 0, 2]

@@ -58,6 +58,17 @@ def test_ids_and_text_equal_the_tokenizers_library(sample: Sample, tmp_path: Pat
 
 
 @pytest.mark.parametrize("sample", ALL_SAMPLES, ids=lambda sample: sample.name)
+def test_tokenizer_that_only_decodes_returns_the_same_text(sample: Sample, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, sample, CONFIG | {"additional_special_tokens": ["<new>"]})
+    whole, part = Tokenizer(folder), Tokenizer(folder, only_decodes=True)
+    assert part.decoding_facts() == whole.decoding_facts()
+    assert part.vocab_size == whole.vocab_size > sample.num_ids
+    for ids in map(sample.encode, TEXTS):
+        for skip in (True, False):
+            assert part.decode(ids, skip_special_tokens=skip) == whole.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("sample", ALL_SAMPLES, ids=lambda sample: sample.name)
 @pytest.mark.parametrize("skip", [True, False])
 def test_decoding_facts_make_the_same_table_as_the_file(sample: Sample, skip: bool, tmp_path: Path) -> None:
     facts: Any = Tokenizer(write_folder(tmp_path, sample)).decoding_facts()
