@@ -79,7 +79,7 @@ def _load(
         for box in gl.static_range(BOXES):
             position = done * BLOCK + box * SIZES.box
             page = gl.load(page_ids + position // SIZES.page_size, mask=position < stop, other=-1)  # -1: zeros
-            place = (page * SIZES.num_kv_heads + gl.program_id(1)) * SIZES.page_size + position % SIZES.page_size
+            place = (page * SIZES.num_kv_heads + gl.program_id(0)) * SIZES.page_size + position % SIZES.page_size
             for half in gl.static_range(2):
                 target = ((SIDE * STAGES + done % STAGES) * 2 + half) * BOXES + box
                 tma.async_copy_global_to_shared(
@@ -147,17 +147,15 @@ def _attend(
     scale: tl.tensor,
     SIDE: gl.constexpr, SIZES: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend with half of the query rows of a tile. The two sides start products in turns (``turns``), so that one of
-    them computes weights meanwhile.
-    """
+    """Attend with half of the query rows of a tile."""
     dtype: gl.constexpr = q.dtype.element_ty
-    ones, memory, barriers, turns = shared
+    ones, memory, barriers = shared
     start, first_token, count, before, stop = tile
     blocks = memory._reinterpret(dtype, [2 * STAGES, BLOCK, BLOCK], SHARED)
     members = SIDE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
     tokens = start + members // SIZES.group
     is_member = (tokens < count) & (members < BLOCK // SIZES.group * SIZES.group)
-    heads = gl.program_id(1) * SIZES.group + members % SIZES.group
+    heads = gl.program_id(0) * SIZES.group + members % SIZES.group
     places = (first_token + tokens).to(gl.int64) * SIZES.token_stride + heads * BLOCK
     columns = gl.arange(0, BLOCK, gl.SliceLayout(0, LOADED))
     queries.store(gl.load(q + places[:, None] + columns[None, :], mask=is_member[:, None], other=0.0))
@@ -175,10 +173,8 @@ def _attend(
     weights.store(next_weights)
     fence_async_shared()
     for first in range(BLOCK, stop, BLOCK):
-        mbarrier.wait(turns.index(SIDE), done + 1 + SIDE & 1)
         scores = _start_scores(queries, blocks, barriers, done + 1)
         totals, sums = _start_sums(weights, ones, blocks, barriers, done)
-        mbarrier.arrive(turns.index(1 - SIDE), count=1)
         scores = warpgroup_mma_wait(2, [scores])
         mbarrier.arrive(barriers.index(STAGES + (done + 1) % STAGES), count=1)
         next_highest, next_weights = _weights_of(scores, first, last, all_see, scale, dtype)
@@ -195,7 +191,7 @@ def _attend(
     totals, sums = warpgroup_mma_wait(0, _start_sums(weights, ones, blocks, barriers, done))
     _, total, sums = _with_block(state, highest, totals, sums)
     is_member = (tokens < count) & (members < BLOCK // SIZES.group * SIZES.group)
-    heads = gl.program_id(1) * SIZES.group + members % SIZES.group
+    heads = gl.program_id(0) * SIZES.group + members % SIZES.group
     targets = ((first_token + tokens).to(gl.int64) * SIZES.num_heads + heads) * BLOCK
     attended = (sums / total[:, None]).to(dtype)
     gl.store(out + targets[:, None] + gl.arange(0, BLOCK, COLUMN)[None, :], attended, mask=is_member[:, None])
@@ -208,7 +204,7 @@ def _prompt_kernel(
     SIZES: gl.constexpr,
 ) -> None:  # fmt: skip
     start, first_token, count, first_page, length = tokens_of(
-        tiles, gl.program_id(0), query_starts, page_starts, last_lengths, SIZES.page_size
+        tiles, gl.program_id(1), query_starts, page_starts, last_lengths, SIZES.page_size
     )
     stop = length - count + gl.minimum(start + BLOCK // SIZES.group, count)
     tile = start, first_token, count, length - count, stop
@@ -223,10 +219,7 @@ def _prompt_kernel(
     barriers = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(4 * STAGES):
         mbarrier.init(barriers.index(index), count=1 + index // STAGES % 2)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for side in gl.static_range(2):
-        mbarrier.init(turns.index(side), count=1)
-    shared = ones, memory, barriers, turns
+    shared = ones, memory, barriers
     gl.warp_specialize(
         [
             (_attend, (q, out, queries.index(0), weights.index(0), shared, tile, scale, 0, SIZES)),
@@ -267,4 +260,4 @@ def attend(q: Tensor, pool: Pool, rows: PagedRows, tiles: Tensor, *, scale: floa
     keys, values = (TensorDescriptor(part, shape, strides, boxes, SHARED.value) for part in pool)
     key = q.dtype, sizes, *alignments(q, out)
     arguments = (q, keys, values, *rows, tiles, out, NO_RULES.factor(scale), sizes)
-    _attend_prompts((len(tiles), num_kv_heads, 1), key, arguments, OPTIONS)
+    _attend_prompts((num_kv_heads, len(tiles), 1), key, arguments, OPTIONS)
