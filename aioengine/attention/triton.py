@@ -11,6 +11,9 @@ T packed tokens, R rows, H query heads, K kv heads, E head size, V value size, N
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -29,8 +32,14 @@ from aioengine.attention._gpu_rows import (
 )
 from aioengine.attention._latent import AdaptiveLatentAttention
 from aioengine.kernels.triton import attention as kernels
-from aioengine.kernels.triton import prompt_attention
-from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, head_group, num_splits, split_size
+from aioengine.kernels.triton.attention import (
+    EVEN_SPLITS,
+    MOST_POSITIONS,
+    PagedRows,
+    head_group,
+    num_splits,
+    split_size,
+)
 
 ENOUGH_PROGRAMS = 256
 """Number of programs that keeps a GPU busy. With fewer (row, kv head) pairs, more than two programs compute each."""
@@ -42,6 +51,18 @@ MANY_PROGRAMS = 1024
 """With this number of pairs or more, long rows have two programs, too."""
 MAX_SPLITS_BYTES = 512 << 20
 """Limit of the results of splits before they are merged."""
+GLUON_VERSION = "3.6."
+"""The version of Triton whose Gluon ``prompt_attention`` uses. Gluon still changes."""
+
+
+@lru_cache(maxsize=1)
+def prompt_kernels() -> ModuleType | None:
+    """Return ``prompt_attention``; None: it does not support this GPU or this version of Triton."""
+    if torch.cuda.get_device_capability()[0] != 9 or not version("triton").startswith(GLUON_VERSION):
+        return None
+    from aioengine.kernels.triton import prompt_attention
+
+    return prompt_attention
 
 
 def num_pairs(layers: AttentionLayers, num_rows: int) -> int:
@@ -77,7 +98,7 @@ class _TritonStep(PagedStep):
 
     Attributes:
         tiles: [X, 2] int32, as in ``kernels.triton.attention.attend``, the longest first.
-        num_long: number of tiles that may have more positions than ``prompt_attention`` supports.
+        num_long: number of tiles that may have more positions than ``MOST_POSITIONS``.
         num_done: as in ``attend_splits``.
         max_splits: number of splits of the longest row.
         num_programs: see ``num_programs``; 1 if a row has several tokens. most_alone: as in ``attend_splits``.
@@ -94,10 +115,10 @@ class _TritonStep(PagedStep):
         """Attend with q [T, H, E] to the pool of a layer -> out [T, H, V]."""
         shape, pool, rules = self.layers.shape, self.layers.pool[layer], self.layers.rules[layer]
         if self.num_programs == 1:
-            tiles = self.tiles
-            if self.num_long < len(tiles) < len(q) and prompt_attention.serves(q, pool, rules):
+            tiles, fast = self.tiles, prompt_kernels()
+            if fast is not None and self.num_long < len(tiles) < len(q) and fast.serves(q, pool, rules):
                 tiles, short = tiles[: self.num_long], tiles[self.num_long :]
-                prompt_attention.attend(q, pool, self.rows, short, scale=shape.scale, out=out)
+                fast.attend(q, pool, self.rows, short, scale=shape.scale, out=out)
             if len(tiles):
                 in_splits = shape.batch_invariant or shape.value_size is None
                 settings = {"scale": shape.scale, "out": out, "rules": rules, "in_splits": in_splits}
@@ -118,7 +139,7 @@ class TritonAttention(PagedAttention):
         group = head_group(layers.shape.num_heads, layers.pool[0])
         tiles = tiles_of(query_lengths, group.tokens)
         lengths = tiles[:, 1] + (kv_lengths - query_lengths)[tiles[:, 0]] + group.tokens
-        num_long = int((lengths > prompt_attention.MOST_POSITIONS).sum())
+        num_long = int((lengths > MOST_POSITIONS).sum())
         tiles = uploaded(tiles[np.argsort(-lengths, kind="stable")], layers.device)
         longest, is_decode = int(kv_lengths.max()), int(query_lengths.max()) == 1
         self._prepared = _step_of(
@@ -138,7 +159,7 @@ class TritonAttention(PagedAttention):
 
     def warm_up(self) -> None:
         """Compile the kernels of steps without a CUDA graph: prefill chunks and decode rows."""
-        for count, num_cached in ((1, 0), (2, 0), (2, prompt_attention.MOST_POSITIONS)):
+        for count, num_cached in ((1, 0), (2, 0), (2, MOST_POSITIONS)):
             run_once(self, self._layers, 1, count, num_cached)
 
 

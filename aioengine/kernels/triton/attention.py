@@ -65,6 +65,8 @@ DECODE_ROWS = 16
 BLOCK = 64
 LARGE = 128
 """Query rows and block of a tile in 16 bits on Hopper and newer, which have enough shared memory and registers."""
+MOST_POSITIONS = EVEN_SPLITS.value * LARGE
+"""Positions of a row whose splits have one block of ``LARGE`` positions."""
 ONES = tl.constexpr(8)
 """Columns of a matrix of ones, by which weights are multiplied to add them: the minimum for tensor cores."""
 

@@ -9,11 +9,8 @@ The kernel is written in Gluon, a part of Triton in which layouts and waits are 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,16 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from aioengine.kernels.triton.attention import EVEN_SPLITS, LARGE, ONES, PagedRows, Pool, tokens_of
+from aioengine.kernels.triton.attention import LARGE, ONES, PagedRows, Pool, tokens_of
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments
 from aioengine.kernels.triton.scores import MASKED, NO_RULES, ScoreRules, merged
 
-TRITON = "3.6."
-"""The version of Triton with the Gluon of this file. Gluon still changes."""
 OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": False}
 """For a group that computes. With 168 registers per thread on average, these groups can have 240."""
-MOST_POSITIONS = EVEN_SPLITS.value * LARGE
-"""Positions of a tile: its splits have one block. With longer splits, registers would not suffice."""
 BLOCK = gl.constexpr(LARGE)
 """Query rows of a tile, positions of a block, and size of a head."""
 ROWS = gl.constexpr(LARGE // 2)
@@ -235,12 +228,6 @@ def _prompt_kernel(
 _attend_prompts = KernelLauncher(_prompt_kernel)
 
 
-@lru_cache(maxsize=1)
-def _is_supported() -> bool:
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return is_hopper and triton.__version__.startswith(TRITON)
-
-
 def serves(q: Tensor, pool: Pool, rules: ScoreRules) -> bool:
     """Return whether ``attend`` supports queries [T, H, E], keys [N, K, S, E], values [N, K, S, V], and these rules."""
     keys, values = pool
@@ -248,11 +235,13 @@ def serves(q: Tensor, pool: Pool, rules: ScoreRules) -> bool:
     is_plain = rules == NO_RULES and keys.dtype == q.dtype and keys.shape == values.shape
     has_boxes = page_size >= 8 and page_size & (page_size - 1) == 0
     fits = q.itemsize == 2 and head_size == LARGE and q.shape[1] // num_kv_heads <= LARGE
-    return is_plain and has_boxes and fits and _is_supported()
+    return is_plain and has_boxes and fits
 
 
 def attend(q: Tensor, pool: Pool, rows: PagedRows, tiles: Tensor, *, scale: float, out: Tensor) -> None:
-    """Compute ``attention.attend`` for q [T, H, E], and tiles of tokens of up to ``MOST_POSITIONS`` positions."""
+    """Compute ``attention.attend`` for q [T, H, E], and tiles of tokens of up to ``MOST_POSITIONS`` positions: with
+    splits of more than one block, registers would not suffice.
+    """
     num_heads, (num_pages, num_kv_heads, page_size, head_size) = q.shape[1], pool[0].shape
     box = min(page_size, LARGE)
     sizes = _Sizes(q.stride(0), num_heads, num_kv_heads, num_heads // num_kv_heads, page_size, box)
