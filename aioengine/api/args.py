@@ -335,7 +335,7 @@ _ROWS: Final = {
     "cuda_graph_max_bs": Argument(
         whole_from(1, 65536),
         "maximum rows of a CUDA graph",
-        f"max_running_requests, at most {resolve.GPU_GRAPH_ROWS}",
+        f"max_running_requests, times 1 + drafts with speculation; at most {resolve.GPU_GRAPH_ROWS}",
         place="device.cuda_graph_max_rows",
     ),
     "logits_processors": Argument(

@@ -3,7 +3,7 @@ waits for a compiler.
 
 Triton compiles a specialization of a kernel for each class of its arguments: a number that is 1 or a multiple of 16,
 the next power of two of a small number of rows. The warm-up sizes cover all classes. Each size runs as prompts, as a
-decode step and as both together, with plain sampling, greedy sampling and every logits processor. The last warm-up step
+decode step and as both together, with plain sampling, greedy sampling, penalties and biases. The last warm-up step
 is the largest possible step: matmuls of many rows have separate kernels, and the memory allocator keeps its memory for
 all smaller steps.
 """

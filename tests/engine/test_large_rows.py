@@ -69,6 +69,33 @@ async def test_samples_of_a_long_prompt_begin_in_parts(
     assert [len(part) for part in sent] == [4] * 5
 
 
+async def test_many_samples_of_a_prompt_begin_in_parts(sent: list[list[Submit]]) -> None:
+    async with fake_async_engine(processes=False, max_running=50) as engine:
+        answers = await engine.async_generate("a", {"n": 300, "max_new_tokens": 30})
+    assert len(list(answers)) == 300
+    parts = [len(part) for part in sent]
+    assert parts[:2] == [submitter.MAX_ROWS_AT_ONCE, 2 * 50 - submitter.MAX_ROWS_AT_ONCE]
+    assert sum(parts) == 300
+    assert max(parts) <= submitter.MAX_ROWS_AT_ONCE
+
+
+async def test_samples_that_begin_in_parts_have_consecutive_seeds(
+    sent: list[list[Submit]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submitter, "MAX_BYTES_AT_ONCE", 4000)
+    async with fake_async_engine(processes=False) as engine:
+        params = {"n": 20, "max_new_tokens": 3, "temperature": 1}
+        calls = [engine.async_generate(input_ids=[token_id] * 300, sampling_params=params) for token_id in (7, 8)]
+        await asyncio.gather(*calls)
+    submits = [submit for part in sent for submit in part]
+    prompts = [submit.prompt_token_ids[0] for submit in submits]
+    assert prompts not in (sorted(prompts), sorted(prompts, reverse=True))  # the calls begin in turn
+    seeds = {token_id: [s.sampling.seed for s in submits if s.prompt_token_ids[0] == token_id] for token_id in (7, 8)}
+    for own in seeds.values():
+        assert own == list(range(own[0], own[0] + 20))
+    assert seeds[7][0] != seeds[8][0]
+
+
 @pytest.mark.parametrize(("num_ids", "parts"), [(300, [1, 9]), (30, [10])])
 async def test_the_first_of_long_prompts_that_are_scored_begins_alone(
     sent: list[list[Submit]], num_ids: int, parts: list[int]

@@ -38,6 +38,7 @@ from typing import ClassVar, NamedTuple, cast
 
 from aioengine.api import answers
 from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, RowError, Timings
+from aioengine.frontend.intake.encoder import Encoded
 from aioengine.frontend.intake.requests import CallRequest
 from aioengine.protocol.columns import DRAFTS, HIDDEN_STATES, WEIGHT_VERSION, Extra
 from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End, FinishCode, FirstToken
@@ -359,8 +360,10 @@ class Call:
         num_started: number of started rows; they start in order. aborted: indices of rows that were aborted before
             their start.
         ending: how the unstarted rows end; None: they may start.
-        is_start_pending: the next rows wait for other work (tokens, images), or start in the next
-            iteration of the loop.
+        is_start_pending: the next rows wait for other work (tokens, images).
+        num_startable: number of rows that may start in this iteration of the loop.
+        encoded: ids of the next prompts, if not all of their rows were started. tokenize_s: how long they took.
+        drawn_seed: seed of the current prompt, if the user gave none. Its samples count from it.
         is_accepted: its first rows are submitted. compiling: indices of the rows of a stream whose grammars are being
             compiled; the stream is accepted when all are compiled.
         live: started rows without an end, by index. num_open: number of rows without an end, started or not.
@@ -399,6 +402,10 @@ class Call:
     aborted: set[int] = field(default_factory=set)
     ending: Ending | None = None
     is_start_pending: bool = False
+    num_startable: int = 0
+    encoded: list[Encoded] = field(default_factory=list)
+    tokenize_s: float = 0.0
+    drawn_seed: int = 0
     is_accepted: bool = False
     compiling: frozenset[int] = frozenset()
     live: dict[int, CallRow] = field(default_factory=dict)

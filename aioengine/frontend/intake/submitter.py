@@ -44,7 +44,7 @@ from aioengine.supervision.tasks import post
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
 MAX_ROWS_AT_ONCE: Final = 64
-"""Rows of a batch that are started in one iteration of the loop."""
+"""Rows of a call that are started in one iteration of the loop."""
 
 MAX_ROWS_ENDED_AT_ONCE: Final = 512
 """Rows that are ended in one iteration of the loop. Each takes up to 10 microseconds."""
@@ -148,10 +148,16 @@ class Submitter:
                     num_startable = self._num_startable_with_logprobs(call, num_startable)
                 if call.notify_on is not NotifyOn.EACH_READ:
                     call.notify_on = NotifyOn.END_READ if num_startable <= 0 else NotifyOn.NOTHING
+            call.num_startable = min(num_startable, MAX_ROWS_AT_ONCE)
+            if num_startable <= 0:
+                return
+            if call.encoded:
+                self._start_rows(call, call.encoded, call.tokenize_s)
+                return
             first = call.num_started // request.num_samples
-            most = max(1, min(num_startable, MAX_ROWS_AT_ONCE) // request.num_samples)
+            most = max(1, call.num_startable // request.num_samples)
             prompts = request.prompts[first : min(first + most, request.num_registered)]
-            if num_startable <= 0 or not prompts:
+            if not prompts:
                 return
             if self._images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):
                 prompts = prompts[:1]  # a prompt waits for its images, so it starts alone
@@ -187,8 +193,8 @@ class Submitter:
                 break
             num_rows += request.num_samples
             prompt_index += 1
-        # The first row is always tried: it starts, or is refused.
-        return min(limit, max(num_rows, 0 if call.num_held else 1))
+        # The rows of the first prompt are always tried: they start, or are refused.
+        return min(limit, max(num_rows, 0 if call.num_held else request.num_samples))
 
     def _ids_if_known(self, prompt: CheckedPrompt | PromptError) -> list[int] | PromptError | None:
         """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized.
@@ -219,7 +225,7 @@ class Submitter:
         self._images.place(call, encoded[0], placed)
 
     def _start_rows(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
-        """Start the rows of the next prompts, whose ids are known, then the next rows of the call, later.
+        """Start ``Call.num_startable`` rows of the next prompts, whose ids are known, then the next rows, later.
 
         After ``MAX_BYTES_AT_ONCE``, or after a large first row of a scored call, the other rows start later.
         """
@@ -229,10 +235,10 @@ class Submitter:
         request, num_bytes = call.request, 0
         submits: list[Submit] = []
         first = call.num_started // request.num_samples
-        end = (first + len(encoded)) * request.num_samples
+        end = min((first + len(encoded)) * request.num_samples, call.num_started + call.num_startable)
         try:
             with self._lock:
-                while call.num_started < end and not (call.is_start_pending or call.is_over):
+                while call.num_started < end and not call.is_over:
                     num_submits = len(submits)
                     self._start_row(call, encoded[call.num_started // request.num_samples - first], tokenize_s, submits)
                     if len(submits) > num_submits and call.num_started < end:
@@ -242,7 +248,8 @@ class Submitter:
                             and num_bytes > MIN_PREFIX_BYTES
                             and submits[0].kind is RequestKind.SCORE
                         )
-                        call.is_start_pending = num_bytes >= MAX_BYTES_AT_ONCE or others_wait_for_prefix
+                        if num_bytes >= MAX_BYTES_AT_ONCE or others_wait_for_prefix:
+                            break
                 # A call with grammars is accepted when they are compiled. If rows may be refused because they
                 # would be late (``refuse_late``), the call is accepted with its first chunk.
                 if not call.compiling and not (request.refuses_late and submits):
@@ -252,11 +259,9 @@ class Submitter:
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))
             raise
+        call.encoded, call.tokenize_s = encoded[call.num_started // request.num_samples - first :], tokenize_s
         if call.is_over:
             self._close_if_over(call)
-        elif call.is_start_pending:
-            rest = encoded[call.num_started // request.num_samples - first :]
-            self._loop.call_soon(self._start_rows, call, rest, tokenize_s)
         elif call.num_started < request.num_rows:
             self._loop.call_soon(self.submit_next, call)
 
@@ -282,8 +287,10 @@ class Submitter:
         if params.sampling_seed is not None:
             seed = params.sampling_seed
         else:
-            self._num_seeds += sample == 0  # all samples of a prompt have the same base seed
-            seed = drawn_seed(self._settings.random_seed + self._num_seeds)
+            if sample == 0:
+                self._num_seeds += 1
+                call.drawn_seed = drawn_seed(self._settings.random_seed + self._num_seeds)
+            seed = call.drawn_seed
         ids = encoded if isinstance(encoded, list) else []
         row = self._add_row(call, ids, seed=(seed + sample) & SEED_MASK, tokenize_s=tokenize_s)
         if not isinstance(encoded, list):
