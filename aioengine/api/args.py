@@ -472,7 +472,7 @@ _ROWS: Final = {
     ),
     "enable_weights_cpu_backup": Argument(
         checks.switch,
-        "keep weights that come by tensor in host memory, for replaced processes",
+        "keep weights that are given as tensors in host memory, for replaced processes",
         place="supervision.keeps_tensors",
     ),
     "stream_interval": Argument(whole_from(1), "output tokens between two chunks of a stream"),

@@ -108,8 +108,8 @@ MAX_FINISHED_TOKENS: Final = 16_384
 """Longer outputs are not kept."""
 
 LOST_WEIGHTS: Final = (
-    "the weights that came by tensor were lost with their process, so a part of them is not enough: send all tensors "
-    "between begin_weight_update and end_weight_update, or load a checkpoint"
+    "the weights that were given as tensors were lost with their process, so a part of them is not enough: send all "
+    "tensors between begin_weight_update and end_weight_update, or load a checkpoint"
 )
 
 _OWN_CALL: Final = -1
@@ -474,8 +474,8 @@ class Ledger:
         """End all requests, because the weights that computed them are lost."""
         weights = self.controls.weights
         text = (
-            f"{reason}, and the weights of version {weights.version!r}, which came by tensor, are lost with it; new "
-            f"requests get version {weights.disk_version!r}; enable_weights_cpu_backup=True keeps a copy of tensors"
+            f"{reason}, and the weights of version {weights.version!r}, which were given as tensors, are lost with "
+            f"it; new requests get version {weights.disk_version!r}; enable_weights_cpu_backup=True keeps a copy"
         )
         for uid in list(self._requests):
             self._end(End(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=text, ended_at=now))
