@@ -258,7 +258,7 @@ def _column(rows: Sequence[object], key: str) -> list[object]:
     dicts = [cast("dict[str, object]", row) for row in rows if isinstance(row, dict)]
     if dicts and not any(key in row for row in dicts):
         known = list(dict.fromkeys(name for row in dicts for name in row))
-        raise KeyError(f"no column {key!r}{checks.did_you_mean(key, known)}; there are {', '.join(known)}")
+        raise KeyError(f"no column {key!r}{checks.did_you_mean(key, known)}; the columns are {', '.join(known)}")
     return [cast("dict[str, object]", row).get(key) if isinstance(row, dict) else row for row in rows]
 
 

@@ -52,4 +52,4 @@ def _check(name: str, tensor: Any) -> None:
     if hasattr(tensor, "full_tensor"):
         raise ValueError(f"{name} is a DTensor, which has only a part here; give tensor.full_tensor()")
     if str(tensor.dtype).removeprefix("torch.") not in DTYPE_NAMES:
-        raise ValueError(f"{name} is of type {tensor.dtype}; what works: {', '.join(DTYPE_NAMES)}")
+        raise ValueError(f"{name} is of type {tensor.dtype}; allowed: {', '.join(DTYPE_NAMES)}")

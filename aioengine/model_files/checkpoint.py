@@ -110,7 +110,7 @@ def check_entries(entries: list[Entry], specs: Mapping[str, TensorSpec], folder:
         if spec is not None and not _has_shape(entry, spec.shape):
             problems.append(f"{shown} has shape {list(entry.shape)}, and the model expects {list(spec.shape)}")
         elif entry.dtype not in allowed:
-            problems.append(f"{shown} is of type {checks.name(entry.dtype)}; what works: {', '.join(allowed)}")
+            problems.append(f"{shown} is of type {checks.name(entry.dtype)}; allowed: {', '.join(allowed)}")
     if problems:
         more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
         first = "; ".join(problems[:_MAX_PROBLEMS])

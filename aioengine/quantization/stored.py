@@ -183,7 +183,7 @@ class StoredFormat(CodesFormat):
                 raise ValueError(f"a quant_state of bitsandbytes is damaged: {error}") from error
             if (state.blocksize, state.nested_blocksize) != (scheme.group, BLOCK_SCALES):
                 sizes = f"{state.blocksize} and {state.nested_blocksize}"
-                raise ValueError(f"bitsandbytes has blocks of {sizes}; what works: {scheme.group} and {BLOCK_SCALES}")
+                raise ValueError(f"bitsandbytes has blocks of {sizes}; allowed: {scheme.group} and {BLOCK_SCALES}")
             wide = nested.repeat_interleave(BLOCK_SCALES)[: codes.numel()].view_as(codes)
             scales.append(table[codes.int()] * wide + state.nested_offset)
         return torch.cat(scales)

@@ -89,7 +89,7 @@ def test_dimensions_norm_and_prompts(embedder: Engine, reference: Reference) -> 
 
 
 def test_long_texts_are_refused_or_cut(embedder: Engine, reference: Reference) -> None:
-    with pytest.raises(RequestTooLargeError, match=f"and {MAX_TOKENS} fit; truncate=True cuts its end"):
+    with pytest.raises(RequestTooLargeError, match=f"at most {MAX_TOKENS} are allowed; truncate=True cuts its end"):
         embedder.encode(LONG)
     outs = embedder.encode([LONG, "a dog"], truncate=True)
     np.testing.assert_allclose(outs[0]["embedding"], unit(reference.vector(LONG)), atol=1e-5)

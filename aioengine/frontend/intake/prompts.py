@@ -281,7 +281,7 @@ def _part(name: str, value: object, images: list[ImageSource | None]) -> dict[st
         images.append(part_source(name, part | {"type": kind}))
         return {"type": "image"}
     if kind != "text":
-        raise ValueError(f"{name} is of type {checks.shown(part.get('type'))}; there are text, image and image_url")
+        raise ValueError(f"{name} is of type {checks.shown(part.get('type'))}; allowed: text, image, image_url")
     return part | {"type": "text", "text": checks.text(f"the text of {name}", part.get("text"))}
 
 

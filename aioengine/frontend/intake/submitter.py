@@ -479,7 +479,9 @@ def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Calla
     if not isinstance(encoded, list) or len(encoded) <= max_tokens:
         return encoded
     if isinstance(encoded, MediaIds):
-        sizes = f"{len(encoded)} tokens, including {encoded.num_image_tokens} for images, and {max_tokens} fit"
+        sizes = (
+            f"{len(encoded)} tokens, including {encoded.num_image_tokens} for images; at most {max_tokens} are allowed"
+        )
         return RequestTooLargeError(f"the prompt has {sizes}; give smaller or fewer images")
     if pooled.truncates:
         cut = encoded[:max_tokens]
@@ -488,4 +490,6 @@ def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Calla
         except ValueError as error:
             return error
         return cut
-    return RequestTooLargeError(f"input_ids has {len(encoded)} tokens, {max_tokens} fit; truncate=True cuts the end")
+    return RequestTooLargeError(
+        f"input_ids has {len(encoded)} tokens; at most {max_tokens} are allowed; truncate=True cuts the end"
+    )
